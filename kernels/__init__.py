@@ -1,0 +1,1 @@
+"""Floor 0: pure tensor functions that never learn that ranks exist."""

@@ -1,0 +1,1 @@
+"""Floor 3: optimizer, schedule, loss scale and gradient clipping."""

@@ -1,0 +1,116 @@
+"""One process group as an axis of the mesh: the only file that calls collectives.
+
+Everything that communicates is handed a `MeshAxis`. An axis of size 1 is the identity and needs no process group,
+so layers and collectives run (and are tested) in one process. Each call counts the bytes this rank puts on the
+wire, by what a bandwidth-optimal ring sends: (n-1)/n of the buffer for a gather or a scatter, twice that for an
+all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Traffic(NamedTuple):
+    """Calls and bytes sent by this rank."""
+
+    calls: int
+    sent_bytes: int
+
+
+class TrafficCounter:
+    """Bytes this rank has sent, by (wire, axis, collective); shared by all axes of a job."""
+
+    def __init__(self) -> None:
+        self._traffic: dict[tuple[str, str, str], Traffic] = defaultdict(lambda: Traffic(0, 0))
+
+    def add(self, wire: str, axis: str, collective: str, sent_bytes: int) -> None:
+        calls, total = self._traffic[wire, axis, collective]
+        self._traffic[wire, axis, collective] = Traffic(calls + 1, total + sent_bytes)
+
+    def sent_bytes(self, wire: str) -> int:
+        """Bytes sent so far on one wire: "tp", "local" or "cross"."""
+        return sum(t.sent_bytes for (w, _, _), t in self._traffic.items() if w == wire)
+
+    def table(self) -> dict[tuple[str, str, str], Traffic]:
+        return dict(self._traffic)
+
+
+class MeshAxis:
+    """The ranks that differ from this one in a single mesh coordinate, and the collectives among them.
+
+    Args:
+        name: "tp", "shard", "replicate", "data", ...
+        ranks: global ranks along the axis, in axis order.
+        rank: this rank's index in `ranks`.
+        group: the process group of exactly these ranks; None if and only if there is one rank.
+        counter: where sent bytes are counted.
+        wire: the wire under this rank's link to its successor: "tp", "local" (inside a node) or "cross".
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        ranks: tuple[int, ...] = (0,),
+        rank: int = 0,
+        group: dist.ProcessGroup | None = None,
+        counter: TrafficCounter | None = None,
+        wire: str = "local",
+    ) -> None:
+        assert (group is None) == (len(ranks) == 1), f"axis {name}: ranks {ranks}, group {group}"
+        self.name, self.ranks, self.rank, self.group, self.wire = name, ranks, rank, group, wire
+        self.size = len(ranks)
+        self.counter = counter or TrafficCounter()
+
+    def all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce `x` in place over the axis and return it."""
+        if self.size > 1:
+            dist.all_reduce(x, op=op, group=self.group)
+            self.count("all_reduce", 2 * self.ring_bytes(x))
+        return x
+
+    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, ...] on each rank -> [size * n, ...], in axis order; `out` may alias `x` in this rank's slot."""
+        if self.size == 1:
+            return x if out is None else out.copy_(x)
+        if out is None:
+            out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        _all_gather_single(out, x.contiguous(), group=self.group)
+        self.count("all_gather", self.ring_bytes(out))
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[size * n, ...] on each rank -> [n, ...], the sum over the axis of this rank's slice."""
+        if self.size == 1:
+            return x if out is None else out.copy_(x)
+        if out is None:
+            out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        _reduce_scatter_single(out, x.contiguous(), group=self.group)
+        self.count("reduce_scatter", self.ring_bytes(x))
+        return out
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, ...] -> [size, ...]: slice i goes to rank i, slice i of the result came from rank i."""
+        if self.size == 1:
+            return x
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x.contiguous(), group=self.group)
+        self.count("all_to_all", self.ring_bytes(x))
+        return out
+
+    def ring_bytes(self, full: torch.Tensor) -> int:
+        """Bytes one rank sends when a ring gathers or scatters the buffer `full`."""
+        return full.numel() * full.element_size() * (self.size - 1) // self.size
+
+    def count(self, collective: str, sent_bytes: int) -> None:
+        self.counter.add(self.wire, self.name, collective, sent_bytes)
+
+
+# torch 2.13 renamed these two; 2.11 and 2.12 have only the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

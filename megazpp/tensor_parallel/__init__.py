@@ -1,0 +1,1 @@
+"""Floor 2: layers split over the tensor-parallel axis."""

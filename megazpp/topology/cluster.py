@@ -1,0 +1,56 @@
+"""What the machine is: how many nodes there are and how many ranks each holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megazpp.flags import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """How the cluster is described when it is not simply what the launcher says."""
+
+    emulate_nodes: int | None = flag(
+        None, "treat the ranks of one machine as this many nodes of equal size; traffic is then counted as if"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """`num_nodes` nodes of `ranks_per_node` ranks; ranks are numbered node by node."""
+
+    num_nodes: int
+    ranks_per_node: int
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+
+def detect_cluster(world_size: int, config: ClusterConfig, env: Mapping[str, str] = os.environ) -> Cluster:
+    """The cluster that a launcher's environment describes, or the emulated one.
+
+    Args:
+        world_size: ranks of the job.
+        config: `emulate_nodes` splits one machine into several.
+        env: LOCAL_WORLD_SIZE (torchrun, our launcher) or SLURM_NTASKS_PER_NODE give the ranks per node; without
+            them the job is one node.
+    Raises:
+        ValueError: the ranks do not divide into equal nodes.
+    """
+    if config.emulate_nodes is not None:
+        if config.emulate_nodes < 1 or world_size % config.emulate_nodes:
+            raise ValueError(
+                f"--emulate-nodes {config.emulate_nodes} does not divide the {world_size} ranks of this job"
+            )
+        return Cluster(num_nodes=config.emulate_nodes, ranks_per_node=world_size // config.emulate_nodes)
+    local = int(env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_NTASKS_PER_NODE") or world_size)
+    if world_size % local:
+        raise ValueError(f"{world_size} ranks do not divide into nodes of {local} (LOCAL_WORLD_SIZE)")
+    return Cluster(num_nodes=world_size // local, ranks_per_node=local)
