@@ -1,0 +1,213 @@
+"""The shape of a GPT and how it is initialised, recomputed and compiled.
+
+The fields keep Megatron's names; what follows from them (head size, feed-forward size, padded vocabulary) is
+computed by properties and never written back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megazpp.flags import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Model: shape, initialisation, dropout, recomputation."""
+
+    num_layers: int | None = flag(None, "transformer layers")
+    hidden_size: int | None = flag(None, "width of the residual stream")
+    ffn_hidden_size: int | None = flag(
+        None, "width inside the MLP (default 4 x hidden, with --swiglu two thirds of that in steps of 64)"
+    )
+    num_attention_heads: int | None = flag(None, "query heads")
+    kv_channels: int | None = flag(None, "width of one head (default hidden / heads)")
+    group_query_attention: bool = flag(False, "share each key and value head among several query heads")
+    num_query_groups: int = flag(1, "key and value heads, with --group-query-attention")
+    max_position_embeddings: int | None = flag(None, "longest sequence the positions are defined for, in tokens")
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag(
+        "learned_absolute", "how positions enter"
+    )
+    use_rotary_position_embeddings: bool = flag(False, "old spelling of --position-embedding-type rope")
+    rotary_base: float = flag(10000.0, "base of the rotary frequencies")
+    rotary_percent: float = flag(1.0, "share of each head that is rotated, 0 to 1")
+    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
+    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "which norm")
+    norm_epsilon: float = flag(1e-5, "added to the variance inside the norms", aliases=("--layernorm-epsilon",))
+    apply_layernorm_1p: bool = flag(False, "norm weights are stored as w - 1, so that weight decay pulls to 1")
+    swiglu: bool = flag(False, "SwiGLU instead of GeLU in the MLP")
+    squared_relu: bool = flag(False, "squared ReLU instead of GeLU in the MLP")
+    openai_gelu: bool = flag(False, "the tanh approximation of GeLU, as GPT-2 has it")
+    untie_embeddings_and_output_weights: bool = flag(False, "give the output layer its own weight")
+    disable_bias_linear: bool = flag(False, "no bias in any linear layer")
+    add_qkv_bias: bool = flag(False, "bias on the query, key and value projection even with --disable-bias-linear")
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
+    hidden_dropout: float = flag(0.1, "dropout after embedding, attention and MLP")
+    attention_dropout: float = flag(0.1, "dropout on the attention probabilities")
+    use_flash_attn: bool = flag(
+        False, "accepted and without effect: torch's scaled_dot_product_attention uses flash kernels where it can"
+    )
+    attention_softmax_in_fp32: bool = flag(
+        False, "accepted and without effect: torch's attention kernels always keep the softmax in fp32"
+    )
+    fp16_lm_cross_entropy: bool = flag(False, "compute the loss from 16-bit logits instead of fp32 ones")
+    recompute_activations: bool = flag(False, "short for --recompute-granularity selective")
+    recompute_granularity: Literal["full", "selective"] | None = flag(
+        None, "full: keep only each layer's input; selective: recompute the attention core alone"
+    )
+    recompute_method: Literal["uniform", "block"] | None = flag(
+        None, "uniform: every layer by itself; block: the first --recompute-num-layers layers only"
+    )
+    recompute_num_layers: int | None = flag(None, "layers to recompute with --recompute-method block")
+    use_cpu_initialization: bool = flag(
+        False, "draw the initial weights on the CPU, so that they are the same on every kind of device"
+    )
+    compile: bool = flag(False, "torch.compile each layer (slower start, faster steps)")
+
+    # ---- what follows from the fields -------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> int:
+        return _given("--num-layers", self.num_layers)
+
+    @property
+    def hidden(self) -> int:
+        return _given("--hidden-size", self.hidden_size)
+
+    @property
+    def heads(self) -> int:
+        return _given("--num-attention-heads", self.num_attention_heads)
+
+    @property
+    def ffn_size(self) -> int:
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return 4 * self.hidden * 2 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden
+
+    @property
+    def head_size(self) -> int:
+        return self.kv_channels if self.kv_channels is not None else self.hidden // self.heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads: `heads` for plain multi-head attention."""
+        return self.num_query_groups if self.group_query_attention else self.heads
+
+    @property
+    def positions(self) -> Literal["learned_absolute", "rope", "none"]:
+        return "rope" if self.use_rotary_position_embeddings else self.position_embedding_type
+
+    @property
+    def tied(self) -> bool:
+        return not self.untie_embeddings_and_output_weights
+
+    @property
+    def linear_bias(self) -> bool:
+        return not self.disable_bias_linear
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.linear_bias or self.add_qkv_bias
+
+    @property
+    def recompute(self) -> Literal["full", "selective"] | None:
+        return self.recompute_granularity or ("selective" if self.recompute_activations else None)
+
+    def recomputes_layer(self, index: int) -> bool:
+        """Whether layer `index` keeps only its input and is run again in backward."""
+        if self.recompute != "full":
+            return False
+        return self.recompute_method != "block" or index < (self.recompute_num_layers or self.layers)
+
+    def padded_vocab_size(self, vocab_size: int, tp_size: int) -> int:
+        """`vocab_size` rounded up so that every tensor-parallel rank holds the same whole number of blocks."""
+        multiple = self.make_vocab_size_divisible_by * tp_size
+        return -(-vocab_size // multiple) * multiple
+
+
+def check_gpt_config(config: GPTConfig, *, tp_size: int, seq_length: int) -> None:
+    """Raise a ValueError that names the flags if `config` describes no model that can be built.
+
+    Args:
+        config: the shape; --num-layers, --hidden-size and --num-attention-heads must be given.
+        tp_size: tensor-parallel degree, which has to divide the heads, the query groups and the MLP.
+        seq_length: tokens per sample.
+    """
+    tp = f"--tensor-model-parallel-size {tp_size}"
+    for name, value in (
+        ("--num-layers", config.layers),
+        ("--hidden-size", config.hidden),
+        ("--num-attention-heads", config.heads),
+        ("--ffn-hidden-size", config.ffn_size),
+        ("--kv-channels", config.head_size),
+        ("--num-query-groups", config.query_groups),
+        ("--make-vocab-size-divisible-by", config.make_vocab_size_divisible_by),
+    ):
+        _require(value >= 1, f"{name} {value} is not positive")
+    if config.kv_channels is None:
+        _require(
+            config.hidden % config.heads == 0,
+            f"--hidden-size {config.hidden} is not divisible by --num-attention-heads {config.heads}",
+        )
+    _require(config.heads % tp_size == 0, f"--num-attention-heads {config.heads} is not divisible by {tp}")
+    if config.group_query_attention:
+        groups = f"--num-query-groups {config.num_query_groups}"
+        _require(
+            config.heads % config.num_query_groups == 0,
+            f"--num-attention-heads {config.heads} is not divisible by {groups}",
+        )
+        _require(config.num_query_groups % tp_size == 0, f"{groups} is not divisible by {tp}")
+    _require(config.ffn_size % tp_size == 0, f"--ffn-hidden-size {config.ffn_size} is not divisible by {tp}")
+    for name, rate in (("--hidden-dropout", config.hidden_dropout), ("--attention-dropout", config.attention_dropout)):
+        _require(0.0 <= rate < 1.0, f"{name} {rate} is not in [0, 1)")
+    _require(0.0 < config.rotary_percent <= 1.0, f"--rotary-percent {config.rotary_percent} is not in (0, 1]")
+    if config.positions == "rope":
+        rotated = int(config.head_size * config.rotary_percent)
+        _require(
+            rotated % 2 == 0 and rotated > 0,
+            f"--rotary-percent {config.rotary_percent} of {config.head_size} channels per head is {rotated}, "
+            "which is not a positive even number",
+        )
+    if config.positions == "learned_absolute" or config.max_position_embeddings is not None:
+        limit = _given("--max-position-embeddings", config.max_position_embeddings)
+        _require(seq_length <= limit, f"--seq-length {seq_length} is longer than --max-position-embeddings {limit}")
+    _require(not (config.swiglu and config.squared_relu), "--swiglu and --squared-relu exclude each other")
+    _require(
+        not (config.openai_gelu and (config.swiglu or config.squared_relu)),
+        "--openai-gelu excludes --swiglu and --squared-relu",
+    )
+    _check_recompute(config)
+
+
+def _check_recompute(config: GPTConfig) -> None:
+    method, count = config.recompute_method, config.recompute_num_layers
+    if config.recompute != "full":
+        _require(
+            method is None and count is None,
+            "--recompute-method and --recompute-num-layers need --recompute-granularity full",
+        )
+        return
+    if method == "block":
+        _require(count is not None, "--recompute-method block needs --recompute-num-layers")
+        assert count is not None
+        _require(
+            1 <= count <= config.layers,
+            f"--recompute-num-layers {count} is not between 1 and --num-layers {config.layers}",
+        )
+    else:
+        _require(
+            count in (None, 1),
+            f"--recompute-num-layers {count}: --recompute-method uniform recomputes layer by layer here (1)",
+        )
+
+
+def _given(name: str, value: int | None) -> int:
+    if value is None:
+        raise ValueError(f"{name} is required")
+    return value
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,43 @@
+"""Which number format the forward pass computes in and which one gradients are reduced in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megazpp.flags import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Precision: fp32 master weights always; compute in fp32, bf16 or fp16."""
+
+    fp16: bool = flag(False, "compute in fp16, with loss scaling")
+    bf16: bool = flag(False, "compute in bf16")
+    accumulate_allreduce_grads_in_fp32: bool = flag(
+        False, "accumulate and reduce gradients in fp32 (always so with --bf16, unless --grad-reduce-in-bf16)"
+    )
+    grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bf16: half the bytes, less exact sums")
+
+    def __post_init__(self) -> None:
+        if self.fp16 and self.bf16:
+            raise ValueError("--fp16 and --bf16 exclude each other")
+        if self.grad_reduce_in_bf16 and not self.bf16:
+            raise ValueError("--grad-reduce-in-bf16 needs --bf16")
+        if self.grad_reduce_in_bf16 and self.accumulate_allreduce_grads_in_fp32:
+            raise ValueError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other")
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """What weights are gathered in and layers compute in."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """What gradients are accumulated and reduced in."""
+        if self.grad_reduce_in_bf16:
+            return torch.bfloat16
+        if self.fp16 and not self.accumulate_allreduce_grads_in_fp32:
+            return torch.float16
+        return torch.float32
