@@ -1,0 +1,104 @@
+"""A micro-batch: what one forward pass of the model is given.
+
+A sample is a window of S + 1 tokens; inputs are the first S, labels the last S. The documents inside a window end at
+the tokenizer's eod token. `--reset-attention-mask` turns those ends into `document_starts`, offsets for variable-length
+attention, instead of the [S, S] mask that Megatron builds: attention then stays inside a document on the fast path.
+
+Legend: B samples of a micro-batch, S tokens of a sample, D documents of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class MicroBatch(NamedTuple):
+    """One forward pass's worth of samples.
+
+    Attributes:
+        tokens: [B, S] int64.
+        labels: [B, S] int64, the token after each of `tokens`.
+        loss_mask: [B, S] fp32, 1 where the loss counts.
+        position_ids: [B, S] int64.
+        document_starts: [D + 1] int32 offsets into the B * S tokens, from 0 to B * S; None without
+            --reset-attention-mask. A sample always starts a document.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    document_starts: torch.Tensor | None
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
+        """The same micro-batch on `device`."""
+        return MicroBatch(*(None if t is None else t.to(device, non_blocking=non_blocking) for t in self))
+
+    def pin_memory(self) -> MicroBatch:
+        """The same micro-batch in page-locked memory, from which copies to a GPU do not block."""
+        return MicroBatch(*(None if t is None else t.pin_memory() for t in self))
+
+
+def make_micro_batch(
+    samples: torch.Tensor,
+    *,
+    eod: int | None,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
+    eod_mask_loss: bool = False,
+) -> MicroBatch:
+    """Inputs, labels, masks and positions of a stack of samples.
+
+    Args:
+        samples: [B, S + 1] int64.
+        eod: the id that ends a document; the token after it starts the next one.
+        reset_position_ids: positions count from the start of the document, not of the sample.
+        reset_attention_mask: give `document_starts`.
+        eod_mask_loss: no loss where the input is eod (the next document's first token cannot be foretold).
+    Raises:
+        ValueError: one of the three flags is set and there is no eod.
+    """
+    check_eod(
+        eod,
+        reset_position_ids=reset_position_ids,
+        reset_attention_mask=reset_attention_mask,
+        eod_mask_loss=eod_mask_loss,
+    )
+    tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    loss_mask = torch.ones_like(tokens, dtype=torch.float32)
+    if eod_mask_loss:
+        loss_mask[tokens == eod] = 0.0
+
+    starts = None
+    if reset_position_ids or reset_attention_mask:
+        is_start = torch.zeros_like(tokens, dtype=torch.bool)
+        is_start[:, 0] = True
+        is_start[:, 1:] = tokens[:, :-1] == eod
+        if reset_position_ids:
+            # the latest start at or before each token: starts grow along the row, so a running maximum finds it
+            positions = positions - torch.where(is_start, positions, 0).cummax(dim=1).values
+        if reset_attention_mask:
+            offsets = is_start.flatten().nonzero().flatten()
+            starts = torch.cat([offsets, offsets.new_tensor([tokens.numel()])]).to(torch.int32)
+    return MicroBatch(tokens, labels, loss_mask, positions.contiguous(), starts)
+
+
+def check_eod(
+    eod: int | None, *, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
+) -> None:
+    """Refuse flags that need to know where documents end when the tokenizer has no such token.
+
+    Raises:
+        ValueError: names the flags that were set.
+    """
+    wanted = {
+        "--reset-position-ids": reset_position_ids,
+        "--reset-attention-mask": reset_attention_mask,
+        "--eod-mask-loss": eod_mask_loss,
+    }
+    if eod is None and any(wanted.values()):
+        names = ", ".join(name for name, on in wanted.items() if on)
+        raise ValueError(f"{names} needs a tokenizer with an end-of-document token, and this one has none")

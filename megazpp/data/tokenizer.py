@@ -1,0 +1,236 @@
+"""Tokenizers behind one small protocol: text to ids and back.
+
+Everything downstream needs five things of a tokenizer: its vocabulary size, the id that ends a document, encode,
+decode, and an identity to build cache keys from (two tokenizers with one identity give the same ids).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import sentencepiece
+
+from megazpp.flags import flag
+
+try:
+    import tokenizers
+except ImportError:  # an optional dependency: HFTokenizer says how to get it
+    tokenizers = None  # type: ignore[assignment]
+
+TokenizerType = Literal[
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "NullTokenizer",
+]
+
+# What the end of a document is called in tokenizers that have no configuration beside them, likeliest first.
+_EOD_NAMES = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Which tokenizer; without any of these one is trained on --text-path."""
+
+    tokenizer_type: TokenizerType | None = flag(
+        None,
+        "kind of tokenizer (default: what --tokenizer-model looks like; trained on --text-path without one)",
+    )
+    tokenizer_model: str | None = flag(
+        None, "a SentencePiece model, a Hugging Face tokenizer.json, or a directory that holds one"
+    )
+    vocab_size: int | None = flag(
+        None,
+        "vocabulary of the SentencePiece model to train (default 4096), or of the NullTokenizer (256, one per byte)",
+    )
+    vocab_file: str | None = flag(None, "GPT-2's vocab.json, for GPT2BPETokenizer")
+    merge_file: str | None = flag(None, "GPT-2's merges.txt, for GPT2BPETokenizer")
+
+
+class Tokenizer(Protocol):
+    """What the rest of the program knows of a tokenizer.
+
+    Attributes:
+        vocab_size: ids are in [0, vocab_size); not padded.
+        eod: the id that ends a document, or None if the tokenizer has none.
+        identity: equal for tokenizers that give equal ids; part of cache keys.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eod(self) -> int | None: ...
+    @property
+    def identity(self) -> str: ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without any begin or end marks."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; marks such as eod give nothing."""
+        ...
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model; the end of a document is its `<eod>` piece if it has one, else its eos."""
+
+    def __init__(self, model: bytes) -> None:
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.vocab_size: int = self._processor.get_piece_size()
+        self.eod = self._find_eod()
+        self.identity = f"sentencepiece-{hashlib.sha256(model).hexdigest()}"
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._processor.decode([int(i) for i in ids])
+
+    def _find_eod(self) -> int | None:
+        named = self._processor.piece_to_id("<eod>")
+        if named != self._processor.unk_id():
+            return named
+        eos = self._processor.eos_id()
+        return eos if eos >= 0 else None
+
+
+class HFTokenizer:
+    """A Hugging Face `tokenizer.json`, run by the `tokenizers` package.
+
+    Args:
+        definition: the text of tokenizer.json.
+        eod: the piece that ends a document; None looks for the usual names.
+    Raises:
+        ValueError: `tokenizers` is not installed, or `eod` is not in the vocabulary.
+    """
+
+    def __init__(self, definition: str, *, eod: str | None = None) -> None:
+        if tokenizers is None:
+            raise ValueError(
+                "--tokenizer-type HuggingFaceTokenizer needs the package tokenizers: pip install tokenizers"
+            )
+        self._tokenizer = tokenizers.Tokenizer.from_str(definition)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if eod is not None and eod not in vocabulary:
+            raise ValueError(f"the end-of-document piece {eod!r} is not in the tokenizer's vocabulary")
+        names = _EOD_NAMES if eod is None else (eod,)
+        self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
+        self.eod = next((vocabulary[name] for name in names if name in vocabulary), None)
+        self.identity = f"huggingface-{hashlib.sha256(definition.encode()).hexdigest()}-{self.eod}"
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+class ByteTokenizer:
+    """One id per UTF-8 byte, and `vocab_size` more as Megatron's NullTokenizer counts: eod is the id after them.
+
+    Args:
+        num_ids: ids below eod, at least 256; more of them only widen the vocabulary (pre-tokenized or mock data).
+    """
+
+    def __init__(self, num_ids: int = 256) -> None:
+        if num_ids < 256:
+            raise ValueError(
+                f"--vocab-size {num_ids} is below the 256 byte values of --tokenizer-type NullTokenizer"
+            )
+        self.vocab_size = num_ids + 1
+        self.eod: int | None = num_ids
+        self.identity = f"bytes-{num_ids}"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
+    """The tokenizer that the flags name, or None when they name none (one is to be trained).
+
+    Raises:
+        ValueError: a file is missing or is not what it should be, or flags contradict each other.
+    """
+    kind = config.tokenizer_type or _guess_type(config)
+    match kind:
+        case None:
+            return None
+        case "NullTokenizer":
+            return ByteTokenizer(256 if config.vocab_size is None else config.vocab_size)
+        case "GPT2BPETokenizer":
+            return _load_gpt2(config)
+        case "HuggingFaceTokenizer":
+            return _load_huggingface(_model_path(config, kind))
+        case _:
+            # GPTSentencePieceTokenizer, too: Megatron's has the same ids
+            return None if config.tokenizer_model is None else _load_sentencepiece(_model_path(config, kind))
+
+
+def _guess_type(config: TokenizerConfig) -> TokenizerType | None:
+    if config.vocab_file or config.merge_file:
+        return "GPT2BPETokenizer"
+    if config.tokenizer_model is None:
+        return None
+    path = Path(config.tokenizer_model)
+    return "HuggingFaceTokenizer" if path.suffix == ".json" or path.is_dir() else "SentencePieceTokenizer"
+
+
+def _model_path(config: TokenizerConfig, kind: str) -> Path:
+    if config.tokenizer_model is None:
+        raise ValueError(f"--tokenizer-type {kind} needs --tokenizer-model")
+    path = Path(config.tokenizer_model).expanduser()
+    if not path.exists():
+        raise ValueError(f"--tokenizer-model {path} does not exist")
+    return path
+
+
+def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
+    if path.is_dir():
+        raise ValueError(f"--tokenizer-model {path} is a directory; a SentencePiece model is a file")
+    try:
+        return SentencePieceTokenizer(path.read_bytes())
+    except RuntimeError as error:
+        raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
+
+
+def _load_huggingface(path: Path) -> HFTokenizer:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"--tokenizer-model {path}: there is no {file.name} in it")
+    try:
+        return HFTokenizer(file.read_text(encoding="utf-8"), eod=_eos_beside(file))
+    except Exception as error:  # the package raises bare Exception for a malformed definition
+        raise ValueError(f"--tokenizer-model {file} is not a usable tokenizer.json: {error}") from error
+
+
+def _eos_beside(tokenizer_json: Path) -> str | None:
+    """The eos piece that tokenizer_config.json next to the definition names, if any."""
+    config_file = tokenizer_json.with_name("tokenizer_config.json")
+    if not config_file.is_file():
+        return None
+    eos = json.loads(config_file.read_text(encoding="utf-8")).get("eos_token")
+    return eos["content"] if isinstance(eos, dict) else eos
+
+
+def _load_gpt2(config: TokenizerConfig) -> HFTokenizer:
+    if config.vocab_file is None or config.merge_file is None:
+        raise ValueError("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
+    for name, file in (("--vocab-file", config.vocab_file), ("--merge-file", config.merge_file)):
+        if not Path(file).is_file():
+            raise ValueError(f"{name} {file} is not a file")
+    if tokenizers is None:
+        raise ValueError(
+            "--tokenizer-type GPT2BPETokenizer needs the package tokenizers: pip install tokenizers"
+        )
+    tokenizer = tokenizers.ByteLevelBPETokenizer.from_file(config.vocab_file, config.merge_file)
+    return HFTokenizer(tokenizer.to_str())
