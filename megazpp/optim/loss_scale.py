@@ -1,0 +1,121 @@
+"""Loss scaling: keeps small fp16 gradients from flushing to zero.
+
+The loss is multiplied by `scaler.scale` before backward and the gradients are divided by it before clipping. After
+each step `update` is told whether a gradient was not finite; the dynamic scale then follows Megatron's rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megazpp.flags import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """Constant loss scale, or the constants of the dynamic one that --fp16 uses otherwise."""
+
+    loss_scale: float | None = flag(None, "constant loss scale; without it --fp16 scales dynamically")
+    initial_loss_scale: float = flag(float(2**32), "first value of the dynamic loss scale")
+    min_loss_scale: float = flag(1.0, "lower bound of the dynamic loss scale")
+    loss_scale_window: float = flag(1000.0, "steps without overflow after which the dynamic scale doubles")
+    hysteresis: int = flag(2, "overflows that are tolerated before the dynamic scale halves")
+
+
+class LossScaler(Protocol):
+    """A scale and how it reacts to overflow."""
+
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied by; 1.0 means no scaling."""
+
+    def update(self, found_inf: bool) -> None:
+        """Told after every step whether a gradient was NaN or Inf (the same answer on every rank)."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def build_loss_scaler(config: LossScaleConfig, *, fp16: bool) -> LossScaler:
+    """Constant if `--loss-scale` is given, dynamic for fp16, otherwise 1.
+
+    Raises:
+        ValueError: see `check_loss_scale`.
+    """
+    check_loss_scale(config)
+    if config.loss_scale is not None:
+        return ConstantLossScale(config.loss_scale)
+    return DynamicLossScale(config) if fp16 else ConstantLossScale(1.0)
+
+
+def check_loss_scale(config: LossScaleConfig) -> None:
+    """Refuse values that cannot work.
+
+    Raises:
+        ValueError: names the flag and its value.
+    """
+    for name in ("loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
+    if config.min_loss_scale > config.initial_loss_scale:
+        raise ValueError(
+            f"--min-loss-scale {config.min_loss_scale} is above --initial-loss-scale {config.initial_loss_scale}"
+        )
+
+
+class ConstantLossScale:
+    """The same scale for ever."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def update(self, found_inf: bool) -> None:
+        """Nothing to adapt."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+class DynamicLossScale:
+    """Megatron's dynamic scale: halve on overflow, double after a window of steps without one.
+
+    The first `hysteresis - 1` overflows since the scale last grew do not lower it; each one after them does.
+    """
+
+    def __init__(self, config: LossScaleConfig) -> None:
+        self.scale = config.initial_loss_scale
+        self._config = config
+        self._growth_tracker = 0
+        self._hysteresis_tracker = config.hysteresis
+
+    def update(self, found_inf: bool) -> None:
+        if found_inf:
+            self._growth_tracker = 0
+            self._hysteresis_tracker -= 1
+            if self._hysteresis_tracker <= 0:
+                self.scale = max(self.scale * 0.5, self._config.min_loss_scale)
+            return
+        self._growth_tracker += 1
+        if self._growth_tracker >= self._config.loss_scale_window:
+            self._growth_tracker = 0
+            self._hysteresis_tracker = self._config.hysteresis
+            self.scale *= 2.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale and trackers under Megatron's names."""
+        return {
+            "scale": self.scale,
+            "growth_tracker": self._growth_tracker,
+            "hysteresis_tracker": self._hysteresis_tracker,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale = float(state["scale"])
+        self._growth_tracker = int(state["growth_tracker"])
+        self._hysteresis_tracker = int(state["hysteresis_tracker"])

@@ -1,0 +1,124 @@
+"""The optimizer and its parameter groups.
+
+The optimizer is the library's, chosen by flag and run on the sharded parameters as they are: the fused kernels of
+torch accept the DTensors that FSDP2 makes, also where a shard is empty. What is ours is which parameters decay
+(Megatron's rule: no biases, nothing one-dimensional) and the refusal of settings that cannot work.
+
+Learning rate and weight decay are set before every step by `set_rates_`, from the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from megazpp.flags import flag
+from megazpp.optim.apex import ApexAdam, check_apex
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Which optimizer, whose kernels, its constants, and the clipping threshold."""
+
+    optimizer: Literal["adam", "sgd"] = flag(
+        "adam", "adam (AdamW: decoupled weight decay) or sgd with momentum"
+    )
+    optimizer_backend: Literal["torch", "apex"] = flag(
+        "torch",
+        "whose fused kernels run the optimizer: torch, or apex (NVIDIA apex with its CUDA extensions)",
+    )
+    weight_decay: float = flag(
+        0.01, "weight decay coefficient; biases and one-dimensional parameters are exempt"
+    )
+    adam_beta1: float = flag(0.9, "decay of Adam's running average of the gradient")
+    adam_beta2: float = flag(0.999, "decay of Adam's running average of the squared gradient")
+    adam_eps: float = flag(1e-8, "added to the root of the squared gradient in Adam's denominator")
+    sgd_momentum: float = flag(0.9, "momentum factor of sgd")
+    clip_grad: float = flag(1.0, "gradients are scaled down to this global L2 norm; 0 turns clipping off")
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, device: torch.device
+) -> torch.optim.Optimizer:
+    """The optimizer of `config` over parameters that already have their final, sharded form.
+
+    The learning rate is 0 until `set_rates_` is called.
+
+    Args:
+        named_parameters: as `module.named_parameters()` gives them; those that need no gradient are left out.
+        config: constants and back end.
+        device: where the parameters live.
+    Raises:
+        ValueError: see `check_optimizer`.
+    """
+    check_optimizer(config, device.type)
+    groups = parameter_groups(named_parameters, config.weight_decay)
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, **_kernel(device.type))
+    betas = (config.adam_beta1, config.adam_beta2)
+    if config.optimizer_backend == "apex":
+        return ApexAdam(groups, betas=betas, eps=config.adam_eps)
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, **_kernel(device.type))
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Megatron's two groups: what decays, and biases and one-dimensional parameters, which do not.
+
+    Returns:
+        Groups with keys "params", "weight_decay", "wd_mult" (1 or 0: scales the scheduled weight decay) and
+        "lr_mult" (1). An empty group is left out.
+    """
+    decayed, exempt = [], []
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            is_exempt = name.endswith(".bias") or parameter.ndim == 1
+            (exempt if is_exempt else decayed).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay * multiple, "wd_mult": multiple, "lr_mult": 1.0}
+        for parameters, multiple in ((decayed, 1.0), (exempt, 0.0))
+        if parameters
+    ]
+
+
+def set_rates_(optimizer: torch.optim.Optimizer, *, learning_rate: float, weight_decay: float) -> None:
+    """Write the schedule's values into every group, times the group's multiples."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group["lr_mult"]
+        group["weight_decay"] = weight_decay * group["wd_mult"]
+
+
+def check_optimizer(config: OptimizerConfig, device_type: str) -> None:
+    """Refuse constants out of range and a back end that is not there; reads no package's code.
+
+    Raises:
+        ValueError: names the flag and its value.
+    """
+    for name in ("adam_beta1", "adam_beta2"):
+        value = getattr(config, name)
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"--{name.replace('_', '-')} {value} is not in [0, 1)")
+    for name in ("weight_decay", "adam_eps", "sgd_momentum", "clip_grad"):
+        value = getattr(config, name)
+        if not value >= 0.0:
+            raise ValueError(f"--{name.replace('_', '-')} {value} is negative")
+    if config.optimizer_backend == "apex":
+        if config.optimizer != "adam":
+            raise ValueError(
+                f"--optimizer-backend apex runs --optimizer adam only, not --optimizer {config.optimizer}"
+            )
+        check_apex(device_type)
+
+
+def has_fused_kernel(device_type: str) -> bool:
+    """Whether torch has fused AdamW and SGD kernels for this device."""
+    return device_type in ("cpu", "cuda")
+
+
+def _kernel(device_type: str) -> dict[str, bool]:
+    return {"fused": True} if has_fused_kernel(device_type) else {"foreach": True}

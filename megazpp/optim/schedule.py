@@ -1,0 +1,260 @@
+"""Learning rate and weight decay as pure functions of the samples consumed so far.
+
+Megatron's formulas, and Megatron's unit: flags given in iterations are turned into samples by the global batch
+size, so a run and its continuation with another number of ranks see the same values. The rate of a step is the one
+at the samples consumed before it; with warm-up the very first step therefore has `--lr-warmup-init`, as in Megatron.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megazpp.flags import flag
+
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+AnnealStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+RampStyle = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Peak, floor, warm-up and decay of the learning rate; the ramp of the weight decay."""
+
+    lr: float | None = flag(None, "peak learning rate")
+    min_lr: float = flag(0.0, "learning rate after the decay, and the lower bound of inverse-square-root")
+    lr_decay_style: DecayStyle = flag("linear", "shape of the learning rate after warm-up")
+    lr_decay_iters: int | None = flag(None, "iterations until --min-lr is reached; default: --train-iters")
+    lr_decay_samples: int | None = flag(None, "samples until --min-lr is reached; default: --train-samples")
+    lr_warmup_fraction: float | None = flag(
+        None, "linear warm-up as a fraction of the decay iterations or samples"
+    )
+    lr_warmup_iters: int = flag(0, "iterations of linear warm-up")
+    lr_warmup_samples: int = flag(0, "samples of linear warm-up")
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up")
+    lr_wsd_decay_style: AnnealStyle = flag("exponential", "shape of the final anneal of --lr-decay-style WSD")
+    lr_wsd_decay_iters: int | None = flag(None, "iterations of the final anneal of --lr-decay-style WSD")
+    lr_wsd_decay_samples: int | None = flag(None, "samples of the final anneal of --lr-decay-style WSD")
+    start_weight_decay: float | None = flag(None, "weight decay at the first step; needs an increasing style")
+    end_weight_decay: float | None = flag(None, "weight decay at the last step; needs an increasing style")
+    weight_decay_incr_style: RampStyle = flag("constant", "how the weight decay goes from start to end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The two curves. Every length is in samples; `build_schedule` makes it from flags."""
+
+    max_lr: float
+    min_lr: float
+    init_lr: float
+    warmup_samples: float
+    decay_samples: int
+    decay_style: DecayStyle
+    anneal_samples: int | None
+    anneal_style: AnnealStyle
+    start_weight_decay: float
+    end_weight_decay: float
+    ramp_samples: int
+    ramp_style: RampStyle
+
+    def learning_rate(self, consumed_samples: int) -> float:
+        """The rate of the step that starts after `consumed_samples`."""
+        if self.warmup_samples > 0 and consumed_samples <= self.warmup_samples:
+            return self.init_lr + (self.max_lr - self.init_lr) * consumed_samples / self.warmup_samples
+        if self.decay_style == "constant":
+            return self.max_lr
+        if consumed_samples > self.decay_samples:
+            return self.min_lr
+        if self.decay_style == "inverse-square-root":
+            ratio = math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(consumed_samples, 1))
+            return max(self.min_lr, self.max_lr * ratio)
+        return self.min_lr + self._height(consumed_samples) * (self.max_lr - self.min_lr)
+
+    def weight_decay(self, consumed_samples: int) -> float:
+        """The weight decay of the step that starts after `consumed_samples`, before a group's `wd_mult`."""
+        if self.ramp_style == "constant" or consumed_samples > self.ramp_samples:
+            return self.end_weight_decay
+        progress = consumed_samples / self.ramp_samples
+        if self.ramp_style == "cosine":
+            progress = 0.5 * (math.cos(math.pi * (1.0 - progress)) + 1.0)
+        return self.start_weight_decay + progress * (self.end_weight_decay - self.start_weight_decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values that a resumed run must agree with."""
+        return dataclasses.asdict(self)
+
+    def _height(self, consumed_samples: int) -> float:
+        """Where the decay stands between 1 (peak) and 0 (floor)."""
+        if self.decay_style == "WSD":
+            assert self.anneal_samples is not None
+            annealed = consumed_samples - (self.decay_samples - self.anneal_samples)
+            return 1.0 if annealed <= 0 else _fall(self.anneal_style, annealed / self.anneal_samples)
+        progress = (consumed_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
+        return _fall("cosine" if self.decay_style == "cosine" else "linear", progress)
+
+
+def _fall(style: AnnealStyle, progress: float) -> float:
+    """From 1 at progress 0 to 0 at progress 1."""
+    if style == "linear":
+        return 1.0 - progress
+    if style == "cosine":
+        return 0.5 * (math.cos(math.pi * progress) + 1.0)
+    if style == "minus_sqrt":
+        return 1.0 - math.sqrt(progress)
+    return 2.0 * 0.5**progress - 1.0
+
+
+def build_schedule(
+    config: ScheduleConfig,
+    *,
+    weight_decay: float,
+    train_iters: int | None,
+    train_samples: int | None,
+    global_batch_size: int,
+) -> Schedule:
+    """The schedule of a run of `train_iters` steps or of `train_samples` samples.
+
+    Args:
+        config: the flags.
+        weight_decay: the constant weight decay, used unless the config ramps it.
+        train_iters, train_samples: exactly one is given.
+        global_batch_size: samples per step after any ramp-up; turns iterations into samples.
+    Raises:
+        ValueError: see `check_schedule`.
+    """
+    check_schedule(config, train_iters=train_iters, train_samples=train_samples)
+    assert config.lr is not None
+    span = _span(config, train_iters, train_samples)
+    samples = global_batch_size if train_iters is not None else 1
+    constant = config.weight_decay_incr_style == "constant"
+    return Schedule(
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        init_lr=config.lr_warmup_init,
+        warmup_samples=span.warmup * samples,
+        decay_samples=span.decay * samples,
+        decay_style=config.lr_decay_style,
+        anneal_samples=None if span.anneal is None else span.anneal * samples,
+        anneal_style=config.lr_wsd_decay_style,
+        start_weight_decay=weight_decay if constant else config.start_weight_decay or 0.0,
+        end_weight_decay=weight_decay if constant else config.end_weight_decay or 0.0,
+        ramp_samples=span.train * samples,
+        ramp_style=config.weight_decay_incr_style,
+    )
+
+
+def check_schedule(config: ScheduleConfig, *, train_iters: int | None, train_samples: int | None) -> None:
+    """Refuse what Megatron refuses, before anything is allocated.
+
+    Raises:
+        ValueError: names the flags and their values.
+    """
+    _check_one_unit(config, train_iters, train_samples)
+    _check_rates(config)
+    _check_lengths(config, _span(config, train_iters, train_samples))
+    _check_weight_decay(config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Span:
+    """The lengths of the schedule in the run's own unit, "iters" or "samples"."""
+
+    unit: str
+    train: int
+    decay: int
+    warmup: float
+    anneal: int | None
+
+
+def _span(config: ScheduleConfig, train_iters: int | None, train_samples: int | None) -> _Span:
+    unit = "iters" if train_iters is not None else "samples"
+    train = train_iters if train_iters is not None else train_samples
+    assert train is not None
+    decay = getattr(config, f"lr_decay_{unit}")
+    decay = train if decay is None else decay
+    warmup = getattr(config, f"lr_warmup_{unit}")
+    if config.lr_warmup_fraction is not None:
+        warmup = config.lr_warmup_fraction * decay
+    anneal = getattr(config, f"lr_wsd_decay_{unit}")
+    return _Span(unit=unit, train=train, decay=decay, warmup=warmup, anneal=anneal)
+
+
+def _check_one_unit(config: ScheduleConfig, train_iters: int | None, train_samples: int | None) -> None:
+    if train_iters is not None and train_samples is not None:
+        raise ValueError(f"--train-iters {train_iters} and --train-samples {train_samples}: give only one")
+    if train_iters is None and train_samples is None:
+        raise ValueError("either --train-iters or --train-samples is required")
+    if train_iters is not None:
+        given, other = f"--train-iters {train_iters}", "samples"
+    else:
+        given, other = f"--train-samples {train_samples}", "iters"
+    for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
+        value = getattr(config, name)
+        if value:
+            raise ValueError(f"{_spell(name)} {value} cannot be mixed with {given}")
+    for name in ("lr_warmup_iters", "lr_warmup_samples"):
+        value = getattr(config, name)
+        if value and config.lr_warmup_fraction is not None:
+            raise ValueError(
+                f"--lr-warmup-fraction {config.lr_warmup_fraction} and {_spell(name)} {value}: give only one"
+            )
+
+
+def _check_rates(config: ScheduleConfig) -> None:
+    if config.lr is None:
+        raise ValueError("--lr is required")
+    if not config.min_lr >= 0.0:
+        raise ValueError(f"--min-lr {config.min_lr} is negative")
+    if not config.lr >= config.min_lr:
+        raise ValueError(f"--min-lr {config.min_lr} is above --lr {config.lr}")
+    if not 0.0 <= config.lr_warmup_init <= config.lr:
+        raise ValueError(f"--lr-warmup-init {config.lr_warmup_init} is not between 0 and --lr {config.lr}")
+
+
+def _check_lengths(config: ScheduleConfig, span: _Span) -> None:
+    unit = span.unit
+    if span.train < 1:
+        raise ValueError(f"--train-{unit} {span.train} is not positive")
+    if span.decay < 1:
+        raise ValueError(f"--lr-decay-{unit} {span.decay} is not positive")
+    warmup = f"--lr-warmup-{unit} {span.warmup}"
+    if config.lr_warmup_fraction is not None:
+        warmup = f"--lr-warmup-fraction {config.lr_warmup_fraction}"
+    if span.warmup < 0:
+        raise ValueError(f"{warmup} is negative")
+    decay_name = f"lr_decay_{unit}"
+    decay = (
+        f"{_spell(decay_name if getattr(config, decay_name) is not None else f'train_{unit}')} {span.decay}"
+    )
+    if not span.warmup < span.decay:
+        raise ValueError(f"{warmup}: the warm-up must be shorter than the decay, {decay}")
+    if config.lr_decay_style != "WSD":
+        return
+    if span.anneal is None:
+        raise ValueError(f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}")
+    if not 0 < span.anneal <= span.decay - span.warmup:
+        raise ValueError(f"--lr-wsd-decay-{unit} {span.anneal} does not fit between {warmup} and {decay}")
+
+
+def _check_weight_decay(config: ScheduleConfig) -> None:
+    start, end, style = config.start_weight_decay, config.end_weight_decay, config.weight_decay_incr_style
+    if style == "constant":
+        for name in ("start_weight_decay", "end_weight_decay"):
+            value = getattr(config, name)
+            if value is not None:
+                raise ValueError(f"{_spell(name)} {value} needs --weight-decay-incr-style linear or cosine")
+    elif start is None or end is None:
+        raise ValueError(
+            f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
+            f" (given: {start}, {end})"
+        )
+    elif not 0.0 <= start <= end:
+        raise ValueError(
+            f"--start-weight-decay {start} and --end-weight-decay {end}: 0 <= start <= end is needed"
+        )
+
+
+def _spell(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,171 @@
+"""How many samples each step takes: pure integers, the same on every rank.
+
+The global batch size is constant or ramps up in equal increments, as Megatron's does; everything else follows from
+it: the number of micro-batches of a step, the length of the run, and which iteration a count of consumed samples
+belongs to.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from functools import cached_property
+
+from megazpp.flags import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Batch sizes in samples and the length of the run."""
+
+    micro_batch_size: int | None = flag(None, "samples of one forward and backward on one data-parallel rank")
+    global_batch_size: int | None = flag(
+        None, "samples of one optimizer step over all ranks; default: --micro-batch-size x data-parallel size"
+    )
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None,
+        "ramp the global batch size up: start size, increment, samples over which; needs --train-samples",
+        nargs=3,
+        metavar="N",
+    )
+    train_iters: int | None = flag(None, "optimizer steps of the run; or give --train-samples")
+    train_samples: int | None = flag(None, "samples of the run; or give --train-iters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """Batch sizes over a run; made from flags by `plan_batches`.
+
+    Attributes:
+        micro_batch_size: samples per micro-batch and data-parallel rank.
+        data_parallel_size: ranks that hold different samples.
+        global_batch_size: samples per step once any ramp-up is over.
+        start_batch_size, increment, rampup_samples: the ramp-up; no ramp-up if `rampup_samples` is 0.
+        train_iters, train_samples: exactly one is given.
+    """
+
+    micro_batch_size: int
+    data_parallel_size: int
+    global_batch_size: int
+    start_batch_size: int
+    increment: int
+    rampup_samples: int
+    train_iters: int | None
+    train_samples: int | None
+
+    def batch_size_at(self, consumed_samples: int) -> int:
+        """Global batch size of the step that starts after `consumed_samples`."""
+        if consumed_samples >= self.rampup_samples:
+            return self.global_batch_size
+        num_increments = (self.global_batch_size - self.start_batch_size) // self.increment
+        return (
+            self.start_batch_size + consumed_samples * num_increments // self.rampup_samples * self.increment
+        )
+
+    def num_micro_batches_at(self, consumed_samples: int) -> int:
+        """Micro-batches that each rank runs in the step that starts after `consumed_samples`."""
+        return self.batch_size_at(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
+
+    def consumed_samples_at(self, iteration: int) -> int:
+        """Samples consumed when `iteration` steps are done."""
+        ramp = self._ramp_starts
+        if iteration < len(ramp):
+            return ramp[iteration]
+        return ramp[-1] + (iteration - len(ramp) + 1) * self.global_batch_size
+
+    def iteration_at(self, consumed_samples: int) -> int:
+        """Whole steps that `consumed_samples` samples make."""
+        ramp = self._ramp_starts
+        if consumed_samples < ramp[-1]:
+            return bisect.bisect_right(ramp, consumed_samples) - 1
+        return len(ramp) - 1 + (consumed_samples - ramp[-1]) // self.global_batch_size
+
+    @property
+    def total_iterations(self) -> int:
+        """Steps of the run; a partial last batch of --train-samples is dropped, as in Megatron."""
+        if self.train_iters is not None:
+            return self.train_iters
+        assert self.train_samples is not None
+        return self.iteration_at(self.train_samples)
+
+    @property
+    def total_samples(self) -> int:
+        """Samples consumed when the run is over."""
+        return self.consumed_samples_at(self.total_iterations)
+
+    @cached_property
+    def _ramp_starts(self) -> list[int]:
+        """Samples consumed before step 0, 1, ... up to the first step of full size."""
+        starts = [0]
+        while starts[-1] < self.rampup_samples:
+            starts.append(starts[-1] + self.batch_size_at(starts[-1]))
+        return starts
+
+
+def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
+    """Check the flags and fill in the default global batch size.
+
+    Raises:
+        ValueError: a size is missing, not positive, or not divisible by micro-batch size x data-parallel size;
+            both or neither of --train-iters and --train-samples; a ramp-up that does not add up.
+    """
+    if config.micro_batch_size is None:
+        raise ValueError("--micro-batch-size is required")
+    _check_positive(config)
+    _check_length(config)
+    rank_samples = config.micro_batch_size * data_parallel_size
+    global_batch_size = rank_samples if config.global_batch_size is None else config.global_batch_size
+    divisor = f"--micro-batch-size {config.micro_batch_size} x data-parallel size {data_parallel_size}"
+    if global_batch_size % rank_samples:
+        raise ValueError(f"--global-batch-size {global_batch_size} is not divisible by {divisor}")
+    start, increment, samples = _rampup(config, global_batch_size)
+    if start % rank_samples or (start < global_batch_size and increment % rank_samples):
+        raise ValueError(
+            f"--rampup-batch-size {start} {increment} {samples}: start and increment must be divisible by {divisor}"
+        )
+    return BatchPlan(
+        micro_batch_size=config.micro_batch_size,
+        data_parallel_size=data_parallel_size,
+        global_batch_size=global_batch_size,
+        start_batch_size=start,
+        increment=increment,
+        rampup_samples=samples if start < global_batch_size else 0,
+        train_iters=config.train_iters,
+        train_samples=config.train_samples,
+    )
+
+
+def _check_positive(config: BatchConfig) -> None:
+    for name in ("micro_batch_size", "global_batch_size", "train_iters", "train_samples"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
+
+
+def _check_length(config: BatchConfig) -> None:
+    iters, samples = config.train_iters, config.train_samples
+    if iters is not None and samples is not None:
+        raise ValueError(f"--train-iters {iters} and --train-samples {samples}: give only one")
+    if iters is None and samples is None:
+        raise ValueError("either --train-iters or --train-samples is required")
+    if iters is not None and config.rampup_batch_size is not None:
+        ramp = " ".join(map(str, config.rampup_batch_size))
+        raise ValueError(f"--rampup-batch-size {ramp} needs --train-samples, not --train-iters {iters}")
+
+
+def _rampup(config: BatchConfig, global_batch_size: int) -> tuple[int, int, int]:
+    """(start size, increment, samples); a constant batch size is a ramp-up over 0 samples."""
+    if config.rampup_batch_size is None:
+        return global_batch_size, global_batch_size, 0
+    flag_text = "--rampup-batch-size " + " ".join(map(str, config.rampup_batch_size))
+    if len(config.rampup_batch_size) != 3:
+        raise ValueError(f"{flag_text}: three numbers are needed, start size, increment and samples")
+    start, increment, samples = config.rampup_batch_size
+    if start < 1 or increment < 1 or samples < 0:
+        raise ValueError(f"{flag_text}: start size and increment must be positive, samples not negative")
+    if start > global_batch_size or (global_batch_size - start) % increment:
+        raise ValueError(
+            f"{flag_text}: --global-batch-size {global_batch_size} is not start size {start} plus a multiple of"
+            f" {increment}"
+        )
+    return start, increment, samples
