@@ -1,9 +1,9 @@
 """NVIDIA apex's FusedAdam on DTensor parameters.
 
-apex hands raw pointers to its kernels, and a DTensor has none. So the public optimizer keeps the DTensors, as every
-torch optimizer does (groups and state can be checkpointed and resharded), and inside each step apex sees plain
-parameters and moments that share the local shards' memory. Found by looking for its files, not by importing it: the
-package called `apex` on PyPI is an unrelated project.
+apex hands raw pointers to its kernels, and a DTensor has none. So the public optimizer keeps the DTensors, as
+every torch optimizer does (groups and state can be checkpointed and resharded), and inside each step apex
+sees plain parameters and moments that share the local shards' memory. apex is found by looking for its files,
+not by importing it: the package called `apex` on PyPI is an unrelated project.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_apex(device_type: str) -> None:
     """Refuse apex where it cannot run, without importing it.
 
     Raises:
-        ValueError: the device is not CUDA, or apex's FusedAdam or its compiled extension `amp_C` is not installed.
+        ValueError: the device is not CUDA, or apex's FusedAdam or its extension `amp_C` is not installed.
     """
     if device_type != "cuda":
         raise ValueError(

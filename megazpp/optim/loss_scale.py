@@ -1,7 +1,8 @@
 """Loss scaling: keeps small fp16 gradients from flushing to zero.
 
-The loss is multiplied by `scaler.scale` before backward and the gradients are divided by it before clipping. After
-each step `update` is told whether a gradient was not finite; the dynamic scale then follows Megatron's rule.
+The loss is multiplied by `scaler.scale` before backward and the gradients are divided by it before clipping.
+After each step `update` is told whether a gradient was not finite; the dynamic scale then follows Megatron's
+rule.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def check_loss_scale(config: LossScaleConfig) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
     if config.min_loss_scale > config.initial_loss_scale:
         raise ValueError(
-            f"--min-loss-scale {config.min_loss_scale} is above --initial-loss-scale {config.initial_loss_scale}"
+            f"--min-loss-scale {config.min_loss_scale} is above"
+            f" --initial-loss-scale {config.initial_loss_scale}"
         )
 
 

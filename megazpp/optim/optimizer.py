@@ -1,8 +1,8 @@
 """The optimizer and its parameter groups.
 
-The optimizer is the library's, chosen by flag and run on the sharded parameters as they are: the fused kernels of
-torch accept the DTensors that FSDP2 makes, also where a shard is empty. What is ours is which parameters decay
-(Megatron's rule: no biases, nothing one-dimensional) and the refusal of settings that cannot work.
+The optimizer is the library's, chosen by flag and run on the sharded parameters as they are: torch's fused
+kernels accept the DTensors that FSDP2 makes, also where a shard is empty. What is ours is which parameters
+decay (Megatron's rule: no biases, nothing one-dimensional) and the refusal of settings that cannot work.
 
 Learning rate and weight decay are set before every step by `set_rates_`, from the schedule.
 """
@@ -74,7 +74,8 @@ def parameter_groups(
         Groups with keys "params", "weight_decay", "wd_mult" (1 or 0: scales the scheduled weight decay) and
         "lr_mult" (1). An empty group is left out.
     """
-    decayed, exempt = [], []
+    decayed: list[nn.Parameter] = []
+    exempt: list[nn.Parameter] = []
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             is_exempt = name.endswith(".bias") or parameter.ndim == 1

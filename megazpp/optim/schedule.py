@@ -1,8 +1,9 @@
 """Learning rate and weight decay as pure functions of the samples consumed so far.
 
-Megatron's formulas, and Megatron's unit: flags given in iterations are turned into samples by the global batch
-size, so a run and its continuation with another number of ranks see the same values. The rate of a step is the one
-at the samples consumed before it; with warm-up the very first step therefore has `--lr-warmup-init`, as in Megatron.
+Megatron's formulas, and Megatron's unit: flags given in iterations are turned into samples by the global
+batch size, so a run and its continuation on another number of ranks see the same values. The rate of a step
+is the one at the samples consumed before it: with warm-up the first step has `--lr-warmup-init`, as in
+Megatron.
 """
 
 from __future__ import annotations
@@ -14,10 +15,6 @@ from typing import Any, Literal
 
 from megazpp.flags import flag
 
-DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
-AnnealStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
-RampStyle = Literal["constant", "linear", "cosine"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
@@ -25,7 +22,9 @@ class ScheduleConfig:
 
     lr: float | None = flag(None, "peak learning rate")
     min_lr: float = flag(0.0, "learning rate after the decay, and the lower bound of inverse-square-root")
-    lr_decay_style: DecayStyle = flag("linear", "shape of the learning rate after warm-up")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
+        "linear", "shape of the learning rate after warm-up; WSD holds the peak and anneals at the end"
+    )
     lr_decay_iters: int | None = flag(None, "iterations until --min-lr is reached; default: --train-iters")
     lr_decay_samples: int | None = flag(None, "samples until --min-lr is reached; default: --train-samples")
     lr_warmup_fraction: float | None = flag(
@@ -34,12 +33,16 @@ class ScheduleConfig:
     lr_warmup_iters: int = flag(0, "iterations of linear warm-up")
     lr_warmup_samples: int = flag(0, "samples of linear warm-up")
     lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up")
-    lr_wsd_decay_style: AnnealStyle = flag("exponential", "shape of the final anneal of --lr-decay-style WSD")
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
+        "exponential", "shape of the final anneal of --lr-decay-style WSD"
+    )
     lr_wsd_decay_iters: int | None = flag(None, "iterations of the final anneal of --lr-decay-style WSD")
     lr_wsd_decay_samples: int | None = flag(None, "samples of the final anneal of --lr-decay-style WSD")
     start_weight_decay: float | None = flag(None, "weight decay at the first step; needs an increasing style")
     end_weight_decay: float | None = flag(None, "weight decay at the last step; needs an increasing style")
-    weight_decay_incr_style: RampStyle = flag("constant", "how the weight decay goes from start to end")
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
+        "constant", "how the weight decay goes from start to end"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +54,13 @@ class Schedule:
     init_lr: float
     warmup_samples: float
     decay_samples: int
-    decay_style: DecayStyle
+    decay_style: str
     anneal_samples: int | None
-    anneal_style: AnnealStyle
+    anneal_style: str
     start_weight_decay: float
     end_weight_decay: float
     ramp_samples: int
-    ramp_style: RampStyle
+    ramp_style: str
 
     def learning_rate(self, consumed_samples: int) -> float:
         """The rate of the step that starts after `consumed_samples`."""
@@ -68,8 +71,8 @@ class Schedule:
         if consumed_samples > self.decay_samples:
             return self.min_lr
         if self.decay_style == "inverse-square-root":
-            ratio = math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(consumed_samples, 1))
-            return max(self.min_lr, self.max_lr * ratio)
+            peak = self.max_lr * max(self.warmup_samples, 1) ** 0.5
+            return max(self.min_lr, peak / max(consumed_samples, 1) ** 0.5)
         return self.min_lr + self._height(consumed_samples) * (self.max_lr - self.min_lr)
 
     def weight_decay(self, consumed_samples: int) -> float:
@@ -95,7 +98,7 @@ class Schedule:
         return _fall("cosine" if self.decay_style == "cosine" else "linear", progress)
 
 
-def _fall(style: AnnealStyle, progress: float) -> float:
+def _fall(style: str, progress: float) -> float:
     """From 1 at progress 0 to 0 at progress 1."""
     if style == "linear":
         return 1.0 - progress

@@ -1,8 +1,8 @@
 """How many samples each step takes: pure integers, the same on every rank.
 
-The global batch size is constant or ramps up in equal increments, as Megatron's does; everything else follows from
-it: the number of micro-batches of a step, the length of the run, and which iteration a count of consumed samples
-belongs to.
+The global batch size is constant or ramps up in equal increments, as Megatron's does; everything else follows
+from it: the number of micro-batches of a step, the length of the run, and which iteration a count of consumed
+samples belongs to.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ class BatchPlan:
     train_samples: int | None
 
     def batch_size_at(self, consumed_samples: int) -> int:
-        """Global batch size of the step that starts after `consumed_samples`."""
+        """Global batch size of the step that starts after `consumed_samples`.
+
+        In integers, so an increment starts exactly where it should (Megatron divides floats and is sometimes
+        one step late).
+        """
         if consumed_samples >= self.rampup_samples:
             return self.global_batch_size
         num_increments = (self.global_batch_size - self.start_batch_size) // self.increment
@@ -106,8 +110,8 @@ def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
     """Check the flags and fill in the default global batch size.
 
     Raises:
-        ValueError: a size is missing, not positive, or not divisible by micro-batch size x data-parallel size;
-            both or neither of --train-iters and --train-samples; a ramp-up that does not add up.
+        ValueError: a size is missing, not positive, or not divisible by micro-batch size x data-parallel
+            size; both or neither of --train-iters and --train-samples; a ramp-up that does not add up.
     """
     if config.micro_batch_size is None:
         raise ValueError("--micro-batch-size is required")
@@ -121,7 +125,8 @@ def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
     start, increment, samples = _rampup(config, global_batch_size)
     if start % rank_samples or (start < global_batch_size and increment % rank_samples):
         raise ValueError(
-            f"--rampup-batch-size {start} {increment} {samples}: start and increment must be divisible by {divisor}"
+            f"--rampup-batch-size {start} {increment} {samples}: start size and increment are not divisible"
+            f" by {divisor}"
         )
     return BatchPlan(
         micro_batch_size=config.micro_batch_size,
@@ -165,7 +170,7 @@ def _rampup(config: BatchConfig, global_batch_size: int) -> tuple[int, int, int]
         raise ValueError(f"{flag_text}: start size and increment must be positive, samples not negative")
     if start > global_batch_size or (global_batch_size - start) % increment:
         raise ValueError(
-            f"{flag_text}: --global-batch-size {global_batch_size} is not start size {start} plus a multiple of"
-            f" {increment}"
+            f"{flag_text}: --global-batch-size {global_batch_size} is not {start}"
+            f" plus a multiple of {increment}"
         )
     return start, increment, samples
