@@ -46,7 +46,8 @@ class GPTConfig:
     hidden_dropout: float = flag(0.1, "dropout after embedding, attention and MLP")
     attention_dropout: float = flag(0.1, "dropout on the attention probabilities")
     use_flash_attn: bool = flag(
-        False, "accepted and without effect: torch's scaled_dot_product_attention uses flash kernels where it can"
+        False,
+        "accepted and without effect: torch's scaled_dot_product_attention uses flash kernels where it can",
     )
     attention_softmax_in_fp32: bool = flag(
         False, "accepted and without effect: torch's attention kernels always keep the softmax in fp32"
@@ -159,7 +160,10 @@ def check_gpt_config(config: GPTConfig, *, tp_size: int, seq_length: int) -> Non
         )
         _require(config.num_query_groups % tp_size == 0, f"{groups} is not divisible by {tp}")
     _require(config.ffn_size % tp_size == 0, f"--ffn-hidden-size {config.ffn_size} is not divisible by {tp}")
-    for name, rate in (("--hidden-dropout", config.hidden_dropout), ("--attention-dropout", config.attention_dropout)):
+    for name, rate in (
+        ("--hidden-dropout", config.hidden_dropout),
+        ("--attention-dropout", config.attention_dropout),
+    ):
         _require(0.0 <= rate < 1.0, f"{name} {rate} is not in [0, 1)")
     _require(0.0 < config.rotary_percent <= 1.0, f"--rotary-percent {config.rotary_percent} is not in (0, 1]")
     if config.positions == "rope":

@@ -1,0 +1,131 @@
+"""Self attention: fused projection, rotary positions, torch's scaled_dot_product_attention.
+
+S sequence, B batch, H hidden, G query groups (key and value heads) and Q = heads / G query heads per group on this
+tp rank, D channels per head. The fused projection's rows are ordered [group, (Q queries, key, value), D], so a slice
+of its rows is a set of whole groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megazpp.model.config import GPTConfig
+from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionInputs:
+    """What all layers share in one forward pass.
+
+    Attributes:
+        rotary: (cos, sin), each [S, B or 1, 1, rotated channels] fp32; None without rotary positions.
+        mask: [B, 1, S, S] bool, True where a query may look; None for plain causal attention.
+    """
+
+    rotary: tuple[torch.Tensor, torch.Tensor] | None
+    mask: torch.Tensor | None
+
+
+class SelfAttention(nn.Module):
+    """[S, B, H] -> [S, B, H] ([S/T, B, H] at both ends with sequence parallelism).
+
+    Collectives on tp: those of one ColumnParallelLinear and one RowParallelLinear.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        tp: MeshAxis,
+        sequence_parallel: bool,
+        output_std: float,
+        recompute_core: bool,
+    ) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self.groups = config.query_groups // tp.size
+        self.queries_per_group = config.heads // config.query_groups
+        self.dropout = config.attention_dropout
+        self.recompute_core = recompute_core
+        self.qkv = ColumnParallelLinear(
+            config.hidden,
+            config.query_groups * (self.queries_per_group + 2) * self.head_size,
+            tp=tp,
+            std=config.init_method_std,
+            bias=config.qkv_bias,
+            sequence_parallel=sequence_parallel,
+        )
+        self.proj = RowParallelLinear(
+            config.heads * self.head_size,
+            config.hidden,
+            tp=tp,
+            std=output_std,
+            bias=config.linear_bias,
+            sequence_parallel=sequence_parallel,
+        )
+
+    def forward(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+        qkv = self.qkv(x)
+        seq, batch = qkv.shape[:2]
+        heads = qkv.view(seq, batch, self.groups, self.queries_per_group + 2, self.head_size)
+        q, k, v = heads.split((self.queries_per_group, 1, 1), dim=3)
+        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)  # [S, B, heads or groups, D]
+        if inputs.rotary is not None:
+            q, k = rotate(q, *inputs.rotary), rotate(k, *inputs.rotary)
+        if self.recompute_core and self.training:
+            context = checkpoint(self._core, q, k, v, inputs.mask, use_reentrant=False)
+        else:
+            context = self._core(q, k, v, inputs.mask)
+        return self.proj(context)
+
+    def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """[S, B, heads, D] x 3 -> [S, B, heads x D]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, heads, S, D]
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None,
+            enable_gqa=self.queries_per_group > 1,
+        )
+        return out.permute(2, 0, 1, 3).flatten(2, 3)
+
+
+def rotary_angles(position_ids: torch.Tensor, *, channels: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of the rotary angles, [S, B, 1, channels] fp32 each, for position_ids [B, S].
+
+    Channel i and channel i + channels/2 turn together by position x base^(-2i/channels) (RoFormer; the half-split
+    order of Llama and Megatron).
+    """
+    exponent = torch.arange(0, channels, 2, dtype=torch.float32, device=position_ids.device) / channels
+    angle = position_ids.t().unsqueeze(-1) * base**-exponent  # [S, B, channels / 2]
+    angle = torch.cat((angle, angle), dim=-1).unsqueeze(2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn the first `cos.shape[-1]` channels of x [S, B, heads, D] by the given angles, in fp32; keep the rest."""
+    turned, kept = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
+    first, second = turned.float().chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned.to(x.dtype), kept), dim=-1) if kept.shape[-1] else turned.to(x.dtype)
+
+
+def document_mask(document_starts: torch.Tensor, *, batch: int, seq: int) -> torch.Tensor:
+    """Causal attention that stays inside documents: [B, 1, S, S] bool.
+
+    Args:
+        document_starts: [D + 1] offsets of the documents in the B x S flattened tokens, first 0, last B x S.
+    """
+    position = torch.arange(batch * seq, device=document_starts.device)
+    document = torch.bucketize(position, document_starts, right=True).view(batch, 1, seq)
+    same = document.unsqueeze(-1) == document.unsqueeze(-2)
+    return same & torch.ones(seq, seq, dtype=torch.bool, device=document_starts.device).tril()

@@ -1,0 +1,247 @@
+"""The GPT: embedding, pre-norm transformer layers, final norm, output layer.
+
+Parameters live on leaf modules only (FSDP2's flat order then equals `named_parameters()`), activations are
+[S, B, H], and everything that varies with the parallel layout is in the layers of `tensor_parallel`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles
+from megazpp.model.config import GPTConfig
+from megazpp.model.dropout import Dropout, SharedGenerator
+from megazpp.model.mlp import MLP
+from megazpp.model.norms import Norm
+from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megazpp.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megazpp.tensor_parallel.parameters import ParameterSpec, local
+from megazpp.tensor_parallel.regions import enter_region, sum_gradients
+
+
+class GPTModel(nn.Module):
+    """A decoder-only transformer on one tp axis.
+
+    Args:
+        config: the shape (`check_gpt_config` has accepted it).
+        vocab_size: tokens that exist; the embedding is padded beyond.
+        tp: the tensor-parallel axis.
+        sequence_parallel: keep activations between layers split along the sequence.
+        shared_generator: where tp ranks draw the dropout masks they must agree on; None when there is no dropout.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        vocab_size: int,
+        tp: MeshAxis,
+        sequence_parallel: bool = False,
+        shared_generator: SharedGenerator | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.vocab_size, self.tp = config, vocab_size, tp
+        self.sequence_parallel = sequence_parallel and tp.size > 1
+        # tp ranks hold the same residual stream only without sequence parallelism
+        shared = shared_generator if tp.size > 1 and not self.sequence_parallel else None
+        padded = config.padded_vocab_size(vocab_size, tp.size)
+        self.embedding = Embedding(config, vocab_size, padded, tp, self.sequence_parallel, shared)
+        self.layers = nn.ModuleList(
+            TransformerLayer(config, index, tp=tp, sequence_parallel=self.sequence_parallel, shared=shared)
+            for index in range(config.layers)
+        )
+        self.final_norm = make_norm(config, tp, self.sequence_parallel)
+        self.output = (
+            None
+            if config.tied
+            else ColumnParallelLinear(
+                config.hidden,
+                padded,
+                tp=tp,
+                std=config.init_method_std,
+                bias=False,
+                sequence_parallel=self.sequence_parallel,
+                enter=False,
+            )
+        )
+        if self.output is not None:
+            self.output.specs["weight"] = ParameterSpec(split=0, std=config.init_method_std, rows=vocab_size)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        *,
+        position_ids: torch.Tensor | None = None,
+        document_starts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits or losses of a batch.
+
+        Args:
+            tokens: [B, S] int64.
+            labels: [B, S] int64, the next token of each position.
+            position_ids: [B, S] int64; None counts from 0 in every row.
+            document_starts: [D + 1] offsets into the flattened tokens; attention stays inside a document.
+        Returns:
+            With labels: [B, S] fp32 losses. Without: [B, S, V/T] logits of this tp rank's part of the padded
+            vocabulary.
+        """
+        batch, seq = tokens.shape
+        if position_ids is None:
+            position_ids = torch.arange(seq, device=tokens.device).expand(batch, seq)
+        inputs = self._attention_inputs(position_ids, document_starts)
+        x = self.embedding(tokens, position_ids)
+        for layer in self.layers:
+            x = layer(x, inputs)
+        x = self.final_norm(x)
+        x = enter_region(x, self.tp, sequence_parallel=self.sequence_parallel)
+        weight = self.embedding.word.weight if self.output is None else None
+        logits = self.output(x) if weight is None else F.linear(x, local(weight))  # type: ignore[misc]
+        logits = logits.transpose(0, 1)
+        if labels is None:
+            return logits
+        return vocab_parallel_cross_entropy(
+            logits,
+            labels,
+            tp=self.tp,
+            vocab_size=self.vocab_size,
+            in_fp32=not self.config.fp16_lm_cross_entropy,
+        )
+
+    def sharding_units(self) -> list[list[nn.Module]]:
+        """Modules whose parameters are gathered together, in the order of use; the model itself takes the rest.
+
+        Each layer is a unit. Untied embeddings and the output layer are units too; tied ones stay with the model,
+        because their weight is used at both ends.
+        """
+        layers: list[list[nn.Module]] = [[layer] for layer in self.layers]
+        if self.output is None:
+            return layers
+        return [[self.embedding], *layers, [self.final_norm, self.output]]
+
+    def _attention_inputs(self, position_ids: torch.Tensor, starts: torch.Tensor | None) -> AttentionInputs:
+        rotary = None
+        if self.config.positions == "rope":
+            channels = int(self.config.head_size * self.config.rotary_percent)
+            rotary = rotary_angles(position_ids, channels=channels, base=self.config.rotary_base)
+        batch, seq = position_ids.shape
+        mask = None if starts is None else document_mask(starts, batch=batch, seq=seq)
+        return AttentionInputs(rotary=rotary, mask=mask)
+
+
+class Embedding(nn.Module):
+    """Words plus learned positions, then dropout: tokens [B, S] -> [S, B, H] ([S/T, B, H] with sequence parallelism).
+
+    Collectives on tp: those of VocabParallelEmbedding; with sequence parallelism the position table's gradient is
+    summed in one more backward all-reduce.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        vocab_size: int,
+        padded_vocab_size: int,
+        tp: MeshAxis,
+        sequence_parallel: bool,
+        shared: SharedGenerator | None,
+    ) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(
+            padded_vocab_size,
+            config.hidden,
+            vocab_size=vocab_size,
+            tp=tp,
+            std=config.init_method_std,
+            sequence_parallel=sequence_parallel,
+        )
+        self.position = (
+            PositionEmbedding(config, tp, sequence_parallel) if config.positions == "learned_absolute" else None
+        )
+        self.dropout = Dropout(config.hidden_dropout, shared)
+
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.word(tokens.t())
+        if self.position is not None:
+            x = x + self.position(position_ids.t())
+        return self.dropout(x)
+
+
+class PositionEmbedding(nn.Module):
+    """A learned table of positions: position_ids [S, B] -> [S, B, H] ([S/T, B, H] with sequence parallelism)."""
+
+    def __init__(self, config: GPTConfig, tp: MeshAxis, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = tp, sequence_parallel
+        assert config.max_position_embeddings is not None
+        self.weight = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden))
+        self.specs = {"weight": ParameterSpec(std=config.init_method_std)}
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        weight = local(self.weight)
+        if self.sequence_parallel:
+            position_ids = position_ids.chunk(self.tp.size)[self.tp.rank]
+            (weight,) = sum_gradients(self.tp, weight)
+        return F.embedding(position_ids, weight)
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm attention and MLP around the residual stream: [S, B, H] -> [S, B, H] ([S/T, B, H] when split).
+
+    Collectives on tp: forward 2 all-reduces, backward 2; with sequence parallelism each is an all-gather plus a
+    reduce-scatter, and norms and biases add 4 small all-reduces to backward. Full recomputation repeats the forward.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        index: int,
+        *,
+        tp: MeshAxis,
+        sequence_parallel: bool,
+        shared: SharedGenerator | None,
+    ) -> None:
+        super().__init__()
+        # Megatron's scaled init: the residual stream sums 2 x layers outputs
+        output_std = config.init_method_std / math.sqrt(2.0 * config.layers)
+        self.recompute = config.recomputes_layer(index)
+        self.shared = shared
+        self.attention_norm = make_norm(config, tp, sequence_parallel)
+        self.attention = SelfAttention(
+            config,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            output_std=output_std,
+            recompute_core=config.recompute == "selective",
+        )
+        self.mlp_norm = make_norm(config, tp, sequence_parallel)
+        self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, output_std=output_std)
+        self.dropout = Dropout(config.hidden_dropout, shared)
+        # compiled below FSDP2's hooks and around no checkpoint, hence the inner function
+        self.run = torch.compile(self._run) if config.compile else self._run
+
+    def forward(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+        if not (self.recompute and self.training):
+            return self.run(x, inputs)
+        contexts = {} if self.shared is None else {"context_fn": self.shared.checkpoint_contexts}
+        return checkpoint(self.run, x, inputs, use_reentrant=False, **contexts)
+
+    def _run(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), inputs))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+def make_norm(config: GPTConfig, tp: MeshAxis, sequence_parallel: bool) -> Norm:
+    return Norm(
+        config.hidden,
+        kind=config.normalization,
+        epsilon=config.norm_epsilon,
+        one_plus=config.apply_layernorm_1p,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+    )

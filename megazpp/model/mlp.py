@@ -1,0 +1,57 @@
+"""The feed-forward half of a layer: GeLU (exact or tanh), squared ReLU, or SwiGLU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megazpp.model.config import GPTConfig
+from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megazpp.tensor_parallel.regions import enter_region
+
+
+class MLP(nn.Module):
+    """[S, B, H] -> [S, B, H] through F channels ([S/T, B, H] at both ends with sequence parallelism).
+
+    SwiGLU's gate and up matrices are two parameters rather than one fused [2F, H]: a slice of each is then a slice
+    for any tp size. Collectives on tp: one region entered and one left.
+    """
+
+    def __init__(self, config: GPTConfig, *, tp: MeshAxis, sequence_parallel: bool, output_std: float) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.squared_relu = config.squared_relu
+        self.gelu_approximation = "tanh" if config.openai_gelu else "none"
+
+        def column() -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                config.hidden,
+                config.ffn_size,
+                tp=tp,
+                std=config.init_method_std,
+                bias=config.linear_bias,
+                sequence_parallel=sequence_parallel,
+                enter=False,
+            )
+
+        self.gate = column() if config.swiglu else None
+        self.fc1 = column()
+        self.fc2 = RowParallelLinear(
+            config.ffn_size,
+            config.hidden,
+            tp=tp,
+            std=output_std,
+            bias=config.linear_bias,
+            sequence_parallel=sequence_parallel,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = enter_region(x, self.tp, sequence_parallel=self.sequence_parallel)
+        up = self.fc1(x)
+        if self.gate is not None:
+            return self.fc2(F.silu(self.gate(x)) * up)
+        if self.squared_relu:
+            return self.fc2(F.relu(up).square())
+        return self.fc2(F.gelu(up, approximate=self.gelu_approximation))

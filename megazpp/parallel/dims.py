@@ -1,0 +1,124 @@
+"""Degrees in, mesh and axes out: the one place that creates process groups.
+
+| axis      | ranks along it                                | what travels                              |
+|-----------|-----------------------------------------------|-------------------------------------------|
+| tp        | split one layer's matrices                    | activations, several times per layer      |
+| shard     | split one model copy's parameters and moments | weights and gradients, once per use       |
+| replicate | hold equal copies (HSDP, ZeRO-0)              | reduced gradients, once per optimizer step|
+
+Each rank is in exactly one group per axis and the number of groups does not grow with the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megazpp.flags import flag
+from megazpp.parallel.axis import MeshAxis, TrafficCounter
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import Layout, plan_layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Parallel degrees: how the ranks share the work."""
+
+    tensor_model_parallel_size: int = flag(1, "ranks that split every layer's matrices")
+    pipeline_model_parallel_size: int = flag(1, "only 1 is supported")
+    context_parallel_size: int = flag(1, "only 1 is supported")
+    sequence_parallel: bool = flag(
+        False,
+        "split the activations between tensor-parallel regions along the sequence: same bytes, less memory",
+    )
+    num_distributed_optimizer_instances: int = flag(
+        1, "copies of the sharded model (HSDP): shard inside a copy, all-reduce gradients between copies"
+    )
+    hsdp: bool = flag(False, "one copy of the sharded model per node")
+
+
+def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int) -> Layout:
+    """The layout that the flags ask for on `cluster`; ZeRO stage 0 is one replica per data rank.
+
+    Raises:
+        ValueError: naming the flags that do not fit the cluster or each other.
+    """
+    for name, degree in (
+        ("--pipeline-model-parallel-size", config.pipeline_model_parallel_size),
+        ("--context-parallel-size", config.context_parallel_size),
+    ):
+        if degree != 1:
+            raise ValueError(f"{name} {degree} is not supported: only 1 is")
+    instances = config.num_distributed_optimizer_instances
+    if config.hsdp and instances not in (1, cluster.num_nodes):
+        raise ValueError(
+            f"--hsdp makes one copy per node ({cluster.num_nodes}), --num-distributed-optimizer-instances "
+            f"asks for {instances}"
+        )
+    replicas = cluster.num_nodes if config.hsdp else instances
+    if zero_stage == 0:
+        if replicas != 1:
+            asked = "--hsdp" if config.hsdp else f"--num-distributed-optimizer-instances {instances}"
+            raise ValueError(f"{asked} needs --zero-stage 1 or more: stage 0 shards nothing")
+        replicas = cluster.world_size // config.tensor_model_parallel_size
+    return plan_layout(cluster, tp=config.tensor_model_parallel_size, replicas=max(replicas, 1))
+
+
+class ParallelDims:
+    """The device mesh of a job and this rank's three axes.
+
+    Attributes:
+        layout: the integers.
+        mesh: DeviceMesh [replicate, shard, tp].
+        tp, shard, replicate: this rank's axes; they share `counter`.
+        world: the axis of all ranks, for logging and barriers; it counts on the "world" wire.
+    """
+
+    def __init__(self, layout: Layout, *, device_type: str) -> None:
+        self.layout = layout
+        self.counter = TrafficCounter()
+        shape = (layout.replicate, layout.shard, layout.tp)
+        ranks = torch.arange(layout.cluster.world_size).view(shape)
+        self.mesh = DeviceMesh(device_type, ranks, mesh_dim_names=("replicate", "shard", "tp"))
+        self.tp, self.shard, self.replicate = (self._axis(name) for name in ("tp", "shard", "replicate"))
+        world = tuple(range(layout.cluster.world_size))
+        self.world = MeshAxis(
+            "world",
+            ranks=world,
+            rank=dist.get_rank(),
+            group=dist.group.WORLD if len(world) > 1 else None,
+            wire="world",
+        )
+
+    def _axis(self, name: str) -> MeshAxis:
+        rank = dist.get_rank()
+        ranks = self.layout.axis_ranks(name, rank)
+        return MeshAxis(
+            name,
+            ranks=ranks,
+            rank=ranks.index(rank),
+            group=self.mesh.get_group(name) if len(ranks) > 1 else None,
+            counter=self.counter,
+            wire=self.layout.wire(name, rank),
+        )
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """What `fully_shard` takes: [shard], or [replicate, shard] when there are copies."""
+        return self.mesh["replicate", "shard"] if self.layout.replicate > 1 else self.mesh["shard"]
+
+    @property
+    def data_rank(self) -> int:
+        """Which slice of the samples this rank sees, 0 to data_size - 1."""
+        return self.replicate.rank * self.shard.size + self.shard.rank
+
+    @property
+    def data_size(self) -> int:
+        return self.layout.data
+
+    def sum_over_data_(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum `x` in place over all data ranks."""
+        return self.replicate.all_reduce_(self.shard.all_reduce_(x))

@@ -1,0 +1,107 @@
+"""What a parameter is beside its local tensor: how tensor parallelism splits it and how it is initialised.
+
+A module that owns parameters lists them in `specs`, by attribute name. Modules hold plain local tensors; before
+sharding, `distribute_parameters` turns each into a DTensor on the tp mesh (split, or replicated), which is what
+FSDP2, gradient clipping and resharding checkpoints compose with. Forward code reads them through `local`.
+
+Initial values depend on (seed, parameter name) alone: each parameter is drawn in full from its own generator and
+then sliced, so weights do not change with the number of ranks or how they are arranged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """How one parameter is split over tp and initialised.
+
+    Attributes:
+        split: the dim that tp ranks share out, None for a parameter every rank holds whole.
+        std: standard deviation of the normal distribution it is drawn from; 0 for a constant.
+        value: the constant when `std` is 0.
+        rows: rows that are drawn; the rest is padding and stays zero. None for all.
+    """
+
+    split: int | None = None
+    std: float = 0.0
+    value: float = 0.0
+    rows: int | None = None
+
+
+class OwnedParameter(NamedTuple):
+    """A parameter with where it lives and what it is."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    spec: ParameterSpec
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter inside forward: the local tensor of a DTensor."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def owned_parameters(model: nn.Module) -> Iterator[OwnedParameter]:
+    """All parameters of `model` with their specs; a module with parameters and no spec for one is an error."""
+    for prefix, module in model.named_modules():
+        for attribute, _ in module.named_parameters(recurse=False):
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            specs: dict[str, ParameterSpec] = getattr(module, "specs", {})
+            if attribute not in specs:
+                raise TypeError(f"{type(module).__name__} has no ParameterSpec for {name}")
+            yield OwnedParameter(name, module, attribute, specs[attribute])
+
+
+def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Replace every parameter by a DTensor on `tp_mesh` that wraps the same local tensor."""
+    for _, module, attribute, spec in list(owned_parameters(model)):
+        tensor = getattr(module, attribute)
+        placement = Replicate() if spec.split is None else Shard(spec.split)
+        wrapped = DTensor.from_local(tensor.detach(), tp_mesh, [placement], run_check=False)
+        setattr(module, attribute, nn.Parameter(wrapped, requires_grad=tensor.requires_grad))
+
+
+@torch.no_grad()
+def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.device) -> None:
+    """Fill every parameter, local tensors or DTensors of any placement, from (seed, name).
+
+    Args:
+        model: parameters already on their device; their contents are overwritten.
+        seed: the run's seed.
+        draw_device: where the full tensor is drawn, one at a time; draws differ between CPU and CUDA.
+    """
+    for name, module, attribute, spec in owned_parameters(model):
+        parameter = getattr(module, attribute)
+        full = draw_parameter(name, tuple(parameter.shape), spec, seed=seed, device=draw_device)
+        if isinstance(parameter, DTensor):
+            placed = distribute_tensor(
+                full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+            parameter.to_local().copy_(placed.to_local())
+        else:
+            parameter.copy_(full)
+
+
+def draw_parameter(
+    name: str, shape: tuple[int, ...], spec: ParameterSpec, *, seed: int, device: torch.device
+) -> torch.Tensor:
+    """The full initial value of one parameter, [shape] fp32, from (seed, name)."""
+    full = torch.full(shape, spec.value, dtype=torch.float32, device=device)
+    if spec.std > 0.0:
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        full[: spec.rows].normal_(0.0, spec.std, generator=generator)
+        if spec.rows is not None:
+            full[spec.rows :] = 0.0
+    return full

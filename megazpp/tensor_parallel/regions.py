@@ -1,0 +1,124 @@
+"""Where activations enter and leave a tensor-parallel region; forward and backward stand side by side.
+
+Activations are [S, B, H] (sequence, batch, hidden), so that a slice of the sequence is contiguous.
+
+| region                   | forward                     | backward                    |
+|--------------------------|-----------------------------|-----------------------------|
+| copy_to_region           | identity                    | all-reduce                  |
+| reduce_from_region       | all-reduce                  | identity                    |
+| gather_sequence          | all-gather along S          | reduce-scatter along S      |
+| reduce_scatter_sequence  | reduce-scatter along S      | all-gather along S          |
+| sum_gradients            | identity (parameters)       | one all-reduce of them all  |
+
+Without sequence parallelism a layer is copy ... reduce; with it, gather ... reduce_scatter: the same bytes. On an
+axis of size 1 every region returns its argument.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megazpp.parallel.axis import MeshAxis
+
+
+def enter_region(x: torch.Tensor, tp: MeshAxis, *, sequence_parallel: bool) -> torch.Tensor:
+    """[S, B, H] (or [S/T, B, H] with sequence parallelism) -> [S, B, H], the input of a column-parallel layer."""
+    if tp.size == 1:
+        return x
+    return gather_sequence(x, tp) if sequence_parallel else copy_to_region(x, tp)
+
+
+def leave_region(x: torch.Tensor, tp: MeshAxis, *, sequence_parallel: bool) -> torch.Tensor:
+    """Partial sums [S, B, H] -> their sum, [S, B, H] (or [S/T, B, H] with sequence parallelism)."""
+    if tp.size == 1:
+        return x
+    return reduce_scatter_sequence(x, tp) if sequence_parallel else reduce_from_region(x, tp)
+
+
+@torch.compiler.disable
+def copy_to_region(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
+    """Identity forward; backward sums the gradient over tp (1 all-reduce)."""
+    return _Copy.apply(x, tp)
+
+
+@torch.compiler.disable
+def reduce_from_region(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
+    """Sum over tp forward (1 all-reduce); identity backward."""
+    return _Reduce.apply(x, tp)
+
+
+@torch.compiler.disable
+def gather_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
+    """[S/T, ...] -> [S, ...]; backward sums and scatters (1 all-gather, 1 reduce-scatter)."""
+    return _Gather.apply(x, tp)
+
+
+@torch.compiler.disable
+def reduce_scatter_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
+    """Partial [S, ...] -> this rank's slice of the sum [S/T, ...]; backward gathers."""
+    return _ReduceScatter.apply(x, tp)
+
+
+@torch.compiler.disable
+def sum_gradients(tp: MeshAxis, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Unsplit parameters used on different slices of the sequence: backward sums their gradients over tp at once."""
+    return _SumGradients.apply(tp, *parameters)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # a clone, because autograd may hand the same gradient to another branch
+        return ctx.tp.all_reduce_(grads[0].clone(memory_format=torch.contiguous_format)), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
+        return tp.all_reduce_(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
+        ctx.tp = tp
+        return tp.all_gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.tp.reduce_scatter(grads[0]), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
+        ctx.tp = tp
+        return tp.reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.tp.all_gather(grads[0]), None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tp: MeshAxis, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.tp = tp
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        flat = ctx.tp.all_reduce_(torch.cat([g.reshape(-1) for g in grads]))
+        parts = flat.split([g.numel() for g in grads])
+        return None, *(part.view_as(g) for part, g in zip(parts, grads, strict=True))
