@@ -1,14 +1,15 @@
 """A micro-batch: what one forward pass of the model is given.
 
-A sample is a window of S + 1 tokens; inputs are the first S, labels the last S. The documents inside a window end at
-the tokenizer's eod token. `--reset-attention-mask` turns those ends into `document_starts`, offsets for variable-length
-attention, instead of the [S, S] mask that Megatron builds: attention then stays inside a document on the fast path.
+A sample is a window of S + 1 tokens; inputs are the first S, labels the last S. The documents inside a window
+end at the tokenizer's eod token. `--reset-attention-mask` turns those ends into `document_starts`, offsets for
+variable-length attention, where Megatron builds an [S, S] mask: attention stays inside a document, and fast.
 
 Legend: B samples of a micro-batch, S tokens of a sample, D documents of a micro-batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,11 +35,21 @@ class MicroBatch(NamedTuple):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
         """The same micro-batch on `device`."""
-        return MicroBatch(*(None if t is None else t.to(device, non_blocking=non_blocking) for t in self))
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatch:
         """The same micro-batch in page-locked memory, from which copies to a GPU do not block."""
-        return MicroBatch(*(None if t is None else t.pin_memory() for t in self))
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, f: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        starts = self.document_starts
+        return MicroBatch(
+            tokens=f(self.tokens),
+            labels=f(self.labels),
+            loss_mask=f(self.loss_mask),
+            position_ids=f(self.position_ids),
+            document_starts=None if starts is None else f(starts),
+        )
 
 
 def make_micro_batch(
@@ -78,7 +89,7 @@ def make_micro_batch(
         is_start[:, 0] = True
         is_start[:, 1:] = tokens[:, :-1] == eod
         if reset_position_ids:
-            # the latest start at or before each token: starts grow along the row, so a running maximum finds it
+            # starts grow along a row, so a running maximum finds the latest one at or before each token
             positions = positions - torch.where(is_start, positions, 0).cummax(dim=1).values
         if reset_attention_mask:
             offsets = is_start.flatten().nonzero().flatten()
@@ -86,9 +97,7 @@ def make_micro_batch(
     return MicroBatch(tokens, labels, loss_mask, positions.contiguous(), starts)
 
 
-def check_eod(
-    eod: int | None, *, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
-) -> None:
+def check_eod(eod: int | None, *, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool) -> None:
     """Refuse flags that need to know where documents end when the tokenizer has no such token.
 
     Raises:

@@ -1,7 +1,7 @@
 """Tokenizers behind one small protocol: text to ids and back.
 
-Everything downstream needs five things of a tokenizer: its vocabulary size, the id that ends a document, encode,
-decode, and an identity to build cache keys from (two tokenizers with one identity give the same ids).
+Everything downstream needs five things of a tokenizer: its vocabulary size, the id that ends a document,
+encode, decode, and an identity to build cache keys from (tokenizers with one identity give the same ids).
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ try:
 except ImportError:  # an optional dependency: HFTokenizer says how to get it
     tokenizers = None  # type: ignore[assignment]
 
-TokenizerType = Literal[
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "HuggingFaceTokenizer",
-    "GPT2BPETokenizer",
-    "NullTokenizer",
-]
-
 # What the end of a document is called in tokenizers that have no configuration beside them, likeliest first.
 _EOD_NAMES = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+_NO_TOKENIZERS = "this --tokenizer-type needs the package tokenizers: pip install tokenizers"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     """Which tokenizer; without any of these one is trained on --text-path."""
 
-    tokenizer_type: TokenizerType | None = flag(
-        None,
-        "kind of tokenizer (default: what --tokenizer-model looks like; trained on --text-path without one)",
-    )
+    tokenizer_type: (
+        Literal[
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "GPT2BPETokenizer",
+            "NullTokenizer",
+        ]
+        | None
+    ) = flag(None, "kind of tokenizer (default: what --tokenizer-model looks like; trained if there is none)")
     tokenizer_model: str | None = flag(
         None, "a SentencePiece model, a Hugging Face tokenizer.json, or a directory that holds one"
     )
     vocab_size: int | None = flag(
-        None,
-        "vocabulary of the SentencePiece model to train (default 4096), or of the NullTokenizer (256, one per byte)",
+        None, "pieces of a SentencePiece model to train (default 4096), or of the NullTokenizer (default 256)"
     )
     vocab_file: str | None = flag(None, "GPT-2's vocab.json, for GPT2BPETokenizer")
     merge_file: str | None = flag(None, "GPT-2's merges.txt, for GPT2BPETokenizer")
@@ -113,9 +112,7 @@ class HFTokenizer:
 
     def __init__(self, definition: str, *, eod: str | None = None) -> None:
         if tokenizers is None:
-            raise ValueError(
-                "--tokenizer-type HuggingFaceTokenizer needs the package tokenizers: pip install tokenizers"
-            )
+            raise ValueError(_NO_TOKENIZERS)
         self._tokenizer = tokenizers.Tokenizer.from_str(definition)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if eod is not None and eod not in vocabulary:
@@ -133,17 +130,15 @@ class HFTokenizer:
 
 
 class ByteTokenizer:
-    """One id per UTF-8 byte, and `vocab_size` more as Megatron's NullTokenizer counts: eod is the id after them.
+    """One id per UTF-8 byte. It counts as Megatron's NullTokenizer does: eod is the id after all others.
 
     Args:
-        num_ids: ids below eod, at least 256; more of them only widen the vocabulary (pre-tokenized or mock data).
+        num_ids: ids below eod, at least 256; those above 255 serve pre-tokenized and mock data only.
     """
 
     def __init__(self, num_ids: int = 256) -> None:
         if num_ids < 256:
-            raise ValueError(
-                f"--vocab-size {num_ids} is below the 256 byte values of --tokenizer-type NullTokenizer"
-            )
+            raise ValueError(f"--vocab-size {num_ids} is below the 256 byte values of --tokenizer-type NullTokenizer")
         self.vocab_size = num_ids + 1
         self.eod: int | None = num_ids
         self.identity = f"bytes-{num_ids}"
@@ -176,7 +171,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
             return None if config.tokenizer_model is None else _load_sentencepiece(_model_path(config, kind))
 
 
-def _guess_type(config: TokenizerConfig) -> TokenizerType | None:
+def _guess_type(config: TokenizerConfig) -> str | None:
     if config.vocab_file or config.merge_file:
         return "GPT2BPETokenizer"
     if config.tokenizer_model is None:
@@ -229,8 +224,6 @@ def _load_gpt2(config: TokenizerConfig) -> HFTokenizer:
         if not Path(file).is_file():
             raise ValueError(f"{name} {file} is not a file")
     if tokenizers is None:
-        raise ValueError(
-            "--tokenizer-type GPT2BPETokenizer needs the package tokenizers: pip install tokenizers"
-        )
+        raise ValueError("--tokenizer-type GPT2BPETokenizer needs the package tokenizers: pip install tokenizers")
     tokenizer = tokenizers.ByteLevelBPETokenizer.from_file(config.vocab_file, config.merge_file)
     return HFTokenizer(tokenizer.to_str())

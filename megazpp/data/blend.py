@@ -1,0 +1,129 @@
+"""Several datasets as one, mixed in given proportions.
+
+`--data-path 0.3 A 0.7 B` means that of the samples served, 30 % come from A: the weights are proportions of samples,
+not of files. Sample n is taken from the dataset that is furthest behind its share (largest weight * n - taken), so
+every prefix of training has the proportions to within one sample per dataset. The order is Megatron's, ties included.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megazpp.data.cache import load_or_save_arrays
+from megazpp.data.gpt_dataset import GPTDataset
+
+
+class Blend(NamedTuple):
+    """What a --data-path says.
+
+    Attributes:
+        prefixes: of the .bin/.idx pairs.
+        weights: as given, positive; None if none were given (in proportion to the samples each dataset has).
+    """
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+def parse_blend(values: Sequence[str], *, flag_name: str) -> Blend:
+    """Prefixes and weights of a flag like --data-path.
+
+    Args:
+        values: `A B C`, or `0.3 A 0.7 B`. As in Megatron the latter is meant if every other value is a number.
+        flag_name: the flag, for error messages.
+    Raises:
+        ValueError: a weight is not positive, or some datasets have one and others do not.
+    """
+    numbers = [_as_number(value) for value in values]
+    if len(values) % 2 == 0 and all(number is not None for number in numbers[::2]):
+        weights = tuple(number for number in numbers[::2] if number is not None)
+        if not all(0 < weight < float("inf") for weight in weights):
+            raise ValueError(f"{flag_name} {' '.join(values)}: weights must be positive numbers")
+        return Blend(tuple(values[1::2]), weights)
+    if any(number is not None for number in numbers):
+        raise ValueError(f"{flag_name} {' '.join(values)}: give a weight before every dataset, or before none")
+    return Blend(tuple(values), None)
+
+
+class BlendIndices(NamedTuple):
+    """The order of a blend of n samples.
+
+    Attributes:
+        datasets: [n] int16, which dataset sample i comes from.
+        samples: [n] int64, which of that dataset's samples it is.
+    """
+
+    datasets: np.ndarray
+    samples: np.ndarray
+
+
+class BlendedDataset:
+    """Samples of several datasets in the order of `blend_indices`.
+
+    Args:
+        datasets: each with at least as many samples as the blend takes from it.
+        indices: which dataset and which of its samples each sample is.
+    """
+
+    def __init__(self, datasets: Sequence[GPTDataset], indices: BlendIndices) -> None:
+        self.datasets, self._indices = list(datasets), indices
+        self._taken = np.bincount(indices.datasets, minlength=len(datasets))
+        for dataset, count in zip(datasets, self._taken, strict=True):
+            assert len(dataset) >= count, f"a blend takes {count} samples of {dataset.name}'s {len(dataset)}"
+
+    def __len__(self) -> int:
+        return len(self._indices.datasets)
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        """Sample `index`: [seq_length + 1] int64."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"blended dataset: sample {index} of {len(self)}")
+        return self.datasets[self._indices.datasets[index]][int(self._indices.samples[index])]
+
+    def token_counts(self, size: int) -> npt.NDArray[np.float64]:
+        """How often each id below `size` is to be expected among the samples served: [size], up to a factor."""
+        shares = [
+            taken * counts / counts.sum()
+            for taken, counts in zip(self._taken, (d.token_counts(size) for d in self.datasets), strict=True)
+        ]
+        return np.sum(shares, axis=0)
+
+
+def blend_indices(weights: Sequence[float], num_samples: int) -> BlendIndices:
+    """Which dataset each of `num_samples` samples comes from, and which of its samples it is.
+
+    A loop in Python (a second or two per million samples, then cached), because each choice depends on all before
+    it; the arithmetic is Megatron's, in the same order, so that rounding breaks ties the same way.
+    """
+    shares = (np.array(weights) / np.sum(weights)).tolist()
+    taken = [0] * len(shares)
+    choices = array("h")
+    for n in range(num_samples):
+        m = max(n, 1)
+        behind = [share * m - count for share, count in zip(shares, taken, strict=True)]
+        chosen = behind.index(max(behind))
+        choices.append(chosen)
+        taken[chosen] += 1
+    datasets = np.array(choices, dtype=np.int16)
+    samples = np.empty(num_samples, dtype=np.int64)
+    for dataset, count in enumerate(taken):
+        samples[datasets == dataset] = np.arange(count)
+    return BlendIndices(datasets, samples)
+
+
+def cached_blend_indices(path: Path, weights: Sequence[float], num_samples: int) -> BlendIndices:
+    """`blend_indices`, kept in directory `path` and memory-mapped."""
+    return BlendIndices(*load_or_save_arrays(path, lambda: blend_indices(weights, num_samples)))
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,99 @@
+"""Things built once per node, however many processes ask for them at the same moment.
+
+`build_once` takes a file lock (the kernel drops it when its owner dies, so a crash leaves no stale lock), builds
+under a temporary name and renames. A reader therefore sees nothing or the whole thing, and whoever finds it does
+not lock at all. Ranks of one node share a cache directory and need no barrier; ranks of other nodes build their
+own copy of the same bytes, because every build is a pure function of its key.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/megazpp`, or `~/.cache/megazpp`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazpp"
+
+
+def cache_key(**parts: Any) -> str:
+    """A file name for what `parts` (anything JSON can write) determine: 32 hexadecimal digits."""
+    description = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(description.encode()).hexdigest()[:32]
+
+
+def build_once(path: Path, build: Callable[[Path], None]) -> Path:
+    """Make sure that `path` exists, by letting one process build it, and return it.
+
+    Args:
+        path: the file or directory wanted.
+        build: writes it under the temporary path that it is given (in the same directory).
+    Raises:
+        ValueError: the directory cannot be written to.
+    """
+    if path.exists():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_name(f".{path.name}.lock")):
+            if not path.exists():  # else another process built it while this one waited
+                _build_and_rename(path, build)
+    except (PermissionError, NotADirectoryError) as error:
+        raise ValueError(f"--data-cache-path: cannot write {path}: {error}") from error
+    return path
+
+
+def load_or_save_arrays(path: Path, build: Callable[[], Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """The arrays that `build` makes, kept as 0.npy, 1.npy, ... in directory `path` and memory-mapped from there.
+
+    Raises:
+        ValueError: the directory cannot be written to, or holds something else.
+    """
+
+    def save(directory: Path) -> None:
+        directory.mkdir()
+        for i, array in enumerate(build()):
+            np.save(directory / f"{i}.npy", array)
+
+    build_once(path, save)
+    try:
+        files = sorted(path.glob("*.npy"), key=lambda file: int(file.stem))
+        return [np.load(file, mmap_mode="r") for file in files]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--data-cache-path: {path} is damaged ({error}); delete it to rebuild it") from error
+
+
+def _build_and_rename(path: Path, build: Callable[[Path], None]) -> None:
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    _remove(unfinished)  # of a process that died here
+    try:
+        build(unfinished)
+        os.rename(unfinished, path)
+    except BaseException:
+        _remove(unfinished)
+        raise
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`; it is never deleted, for then two processes could hold two files of one name."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file releases the lock
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,215 @@
+"""Fixed-length samples out of documents of any length, as Megatron cuts and orders them.
+
+Three arrays say what sample i is, and all three are pure functions of (lengths, samples wanted, length, seed):
+
+    document index  the documents of every epoch, shuffled together; their ids back to back are one long line
+    sample index    where on that line the windows start: window k covers [k * S, k * S + S], S + 1 ids, so neighbours
+                    share one (a label of one is an input of the next); stored as (position in document index, offset)
+    shuffle index   the order in which the windows are served
+
+If the last epoch is needed for less than 80 % of its samples it is shuffled by itself and served at the end, so that
+no document is seen more often than necessary before it. The order is bit for bit that of Megatron-Core 0.16. Nothing
+depends on the number of ranks.
+
+Legend: S is seq_length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megazpp.data.cache import load_or_save_arrays
+
+_SEPARATE_BELOW = 0.80
+_COUNT_SEQUENCES = 1024
+
+
+class Sequences(Protocol):
+    """What a `GPTDataset` reads: an `IndexedDataset`, or something made up."""
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]: ...
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
+
+
+class Indices(NamedTuple):
+    """The three arrays of the module's docstring.
+
+    Attributes:
+        documents: [epochs * documents] int32.
+        samples: [n + 1, 2] int32 or int64: (position in `documents`, offset) of each window's first id.
+        shuffle: [n] uint32 or int64.
+    """
+
+    documents: np.ndarray
+    samples: np.ndarray
+    shuffle: np.ndarray
+
+
+class GPTDataset:
+    """Samples of seq_length + 1 ids from a range of the sequences of a dataset.
+
+    Args:
+        sequences: where the ids are.
+        sequence_range: the sequences to use, as (start, stop).
+        num_samples: at least so many samples, in as many epochs as it takes; None gives one epoch.
+        seq_length: ids of a sample, without the one more for the last label.
+        seed: of the two shuffles.
+        name: the dataset in error messages.
+        vocab_size: refuse ids that are not below this.
+        cache_path: a directory for the indices, built by one process and mapped by all; None builds them in memory.
+    Raises:
+        ValueError: the range holds too few ids for a single sample, or ids beyond the vocabulary.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        sequence_range: tuple[int, int],
+        *,
+        num_samples: int | None,
+        seq_length: int,
+        seed: int,
+        name: str,
+        vocab_size: int | None = None,
+        cache_path: Path | None = None,
+    ) -> None:
+        self._sequences, self._seq_length, self._vocab_size, self.name = sequences, seq_length, vocab_size, name
+        self.sequence_range = sequence_range
+        lengths = np.array(sequences.lengths[slice(*sequence_range)])  # a copy: the index file is not aligned
+        self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
+        if self.tokens_per_epoch < seq_length + 1:
+            raise ValueError(
+                f"{name} has {self.tokens_per_epoch} tokens, too few for one sample of --seq-length {seq_length} + 1"
+            )
+        self.num_epochs = num_epochs(self.tokens_per_epoch, num_samples, seq_length)
+
+        def build() -> Indices:
+            return build_indices(
+                lengths, first=sequence_range[0], num_samples=num_samples, seq_length=seq_length, seed=seed
+            )
+
+        self.indices = build() if cache_path is None else Indices(*load_or_save_arrays(cache_path, build))
+
+    def __len__(self) -> int:
+        return len(self.indices.shuffle)
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        """Sample `index`: [seq_length + 1] int64."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name}: sample {index} of {len(self)}")
+        window = int(self.indices.shuffle[index])
+        (first, offset), (last, end) = self.indices.samples[window : window + 2].tolist()
+        if first == last:
+            parts = [self._sequences.get(int(self.indices.documents[first]), offset, end - offset + 1)]
+        else:
+            middle = self.indices.documents[first + 1 : last].tolist()
+            parts = [
+                self._sequences.get(int(self.indices.documents[first]), offset),
+                *(self._sequences.get(document) for document in middle),
+                self._sequences.get(int(self.indices.documents[last]), 0, end + 1),
+            ]
+        sample = np.concatenate(parts, dtype=np.int64)
+        self._check_vocabulary(sample, index)
+        return sample
+
+    def token_counts(self, size: int, *, max_tokens: int = 1 << 27) -> npt.NDArray[np.int64]:
+        """How often each id occurs in the first `max_tokens` of one epoch: [size], size above every id."""
+        counts, left = np.zeros(size, dtype=np.int64), max_tokens
+        for start in range(*self.sequence_range, _COUNT_SEQUENCES):
+            stop = min(start + _COUNT_SEQUENCES, self.sequence_range[1])
+            ids = np.concatenate([self._sequences.get(index) for index in range(start, stop)])
+            counts += np.bincount(ids, minlength=size)
+            left -= len(ids)
+            if left <= 0:
+                break
+        return counts
+
+    def _check_vocabulary(self, sample: np.ndarray, index: int) -> None:
+        if self._vocab_size is not None and not 0 <= sample.min() <= sample.max() < self._vocab_size:
+            bad = sample.max() if sample.min() >= 0 else sample.min()
+            raise ValueError(
+                f"{self.name}: sample {index} holds the token id {bad}, outside the tokenizer's vocabulary of"
+                f" {self._vocab_size}; was it written with another tokenizer, or another dtype?"
+            )
+
+
+def num_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> int:
+    """Epochs until `num_samples` windows (None: any) of seq_length ids and one more are there; at least 1."""
+    wanted = 0 if num_samples is None else num_samples * seq_length + 1
+    return max(1, -(-wanted // tokens_per_epoch))
+
+
+def build_indices(
+    lengths: npt.NDArray[np.int32], *, first: int, num_samples: int | None, seq_length: int, seed: int
+) -> Indices:
+    """The three indices, without a Python loop over anything but the two shuffles.
+
+    Args:
+        lengths: [documents] ids of the documents in use.
+        first: the number of the first of them, added to what `Indices.documents` holds.
+        num_samples: windows wanted; None for one epoch.
+        seq_length: ids from one window to the next.
+        seed: of the shuffles.
+    """
+    per_epoch = int(lengths.sum(dtype=np.int64))
+    epochs = num_epochs(per_epoch, num_samples, seq_length)
+    total = (epochs * per_epoch - 1) // seq_length
+    before_last = ((epochs - 1) * per_epoch - 1) // seq_length
+    separate = _separate_last_epoch(epochs, per_epoch, num_samples, seq_length)
+
+    generator = np.random.RandomState(seed)
+    order = [epochs - 1, 1] if separate else [epochs]
+    documents = np.concatenate([_shuffled_documents(len(lengths), n, generator) for n in order])
+    samples = build_sample_index(lengths[documents], total, seq_length)
+    shuffle = _shuffled_ranges([before_last, total] if separate else [total], generator)
+    documents += np.int32(first)
+    return Indices(documents, samples, shuffle)
+
+
+def build_sample_index(lengths: npt.NDArray[np.int32], num_samples: int, seq_length: int) -> np.ndarray:
+    """Where the windows start on the line of documents.
+
+    Args:
+        lengths: [n] ids of the documents in line order; zeros are allowed.
+        num_samples: windows; they fit: num_samples * seq_length < sum(lengths).
+        seq_length: ids from one window's start to the next one's.
+    Returns:
+        [num_samples + 1, 2] (document, offset) of id k * seq_length; int32 if that holds them, else int64.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    starts = np.arange(num_samples + 1, dtype=np.int64) * seq_length
+    holders = np.searchsorted(ends, starts, side="right")  # the first document that ends beyond the start
+    small = max(len(lengths), int(lengths.max())) <= np.iinfo(np.int32).max
+    index = np.empty((num_samples + 1, 2), dtype=np.int32 if small else np.int64)
+    index[:, 0] = holders
+    index[:, 1] = starts - (ends[holders] - lengths[holders])
+    return index
+
+
+def _separate_last_epoch(epochs: int, per_epoch: int, num_samples: int | None, seq_length: int) -> bool:
+    if epochs == 1 or num_samples is None:
+        return False
+    from_last = num_samples - ((epochs - 1) * per_epoch - 1) // seq_length
+    return from_last < int(_SEPARATE_BELOW * ((per_epoch - 1) // seq_length))
+
+
+def _shuffled_documents(num_documents: int, epochs: int, generator: np.random.RandomState) -> np.ndarray:
+    documents = np.tile(np.arange(num_documents, dtype=np.int32), epochs)
+    generator.shuffle(documents)
+    return documents
+
+
+def _shuffled_ranges(stops: Sequence[int], generator: np.random.RandomState) -> np.ndarray:
+    """[0, stops[0]), [stops[0], stops[1]), ... each shuffled by itself, in one array."""
+    dtype = np.uint32 if stops[-1] < np.iinfo(np.uint32).max - 1 else np.int64
+    ranges = [np.arange(start, stop, dtype=dtype) for start, stop in zip([0, *stops], stops, strict=False)]
+    for part in ranges:
+        generator.shuffle(part)
+    return np.concatenate(ranges)
