@@ -1,0 +1,103 @@
+"""One optimizer step: micro-batches forward and backward, the norm, the update or the skip.
+
+Gradients are sums: every loss is divided once by the number of tokens of the whole global batch, so neither the
+data ranks nor the micro-batches are averaged a second time, and the result does not depend on how samples are
+spread over them. With fp16 the loss is also multiplied by the loss scale and the gradients divided by it again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from megazpp.data.batch import MicroBatch
+from megazpp.model.gpt import GPTModel
+from megazpp.optim.clip import clip_grads_, count_zeros, global_grad_norm
+from megazpp.optim.loss_scale import LossScaler
+from megazpp.optim.optimizer import set_rates_
+from megazpp.parallel.dims import ParallelDims
+from megazpp.zero.sharding import Sharding
+
+
+class StepResult(NamedTuple):
+    """What one step did, equal on all ranks.
+
+    Attributes:
+        loss: mean over the tokens of the global batch, in nats; NaN and Inf included.
+        grad_norm: before clipping, of the unscaled gradients.
+        tokens: tokens of the global batch that count in the loss.
+        skipped: the norm was not finite, so nothing was updated.
+        num_zeros: zero elements in the gradients, None unless asked for.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    skipped: bool
+    num_zeros: int | None = None
+
+
+class TrainStep:
+    """Runs steps on a sharded model.
+
+    Args:
+        model, sharding: the model and its handle.
+        optimizer: over the model's sharded parameters.
+        scaler: the loss scale, constant 1 unless fp16.
+        dims: for the sums over ranks.
+        clip_grad: largest gradient norm; 0 does not clip.
+        count_zeros: also count zero gradients (--log-num-zeros-in-grad).
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        sharding: Sharding,
+        optimizer: torch.optim.Optimizer,
+        scaler: LossScaler,
+        dims: ParallelDims,
+        *,
+        clip_grad: float,
+        count_zeros: bool = False,
+    ) -> None:
+        self.model, self.sharding, self.optimizer, self.scaler, self.dims = model, sharding, optimizer, scaler, dims
+        self.clip_grad, self.count_zeros = clip_grad, count_zeros
+
+    def __call__(
+        self, micro_batches: Sequence[MicroBatch], *, learning_rate: float, weight_decay: float
+    ) -> StepResult:
+        """Train on this rank's micro-batches of one global batch, on the model's device."""
+        self.model.train()
+        loss, tokens = self._forward_backward(micro_batches)
+        parameters = list(self.model.named_parameters())
+        scaled_norm = global_grad_norm(parameters, tp=self.dims.tp, shard=self.dims.shard)
+        loss_value, num_tokens, norm = torch.stack((loss, tokens, scaled_norm.to(loss))).tolist()  # one host sync
+        norm /= self.scaler.scale
+        zeros = int(count_zeros(parameters, tp=self.dims.tp, shard=self.dims.shard)) if self.count_zeros else None
+        finite = math.isfinite(norm)
+        if finite:
+            factor = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
+            scale_grads_(parameters, factor / self.scaler.scale)
+            set_rates_(self.optimizer, learning_rate=learning_rate, weight_decay=weight_decay)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.update(found_inf=not finite)
+        return StepResult(loss_value, norm, round(num_tokens), not finite, zeros)
+
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Accumulate gradients; return the mean loss and the token count of the global batch, fp64 scalars."""
+        tokens = self.dims.sum_over_data_(torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in micro_batches]).sum())
+        per_token = (1.0 / tokens.clamp(min=1.0)).float()
+        total = torch.zeros_like(tokens)
+        for index, batch in enumerate(micro_batches):
+            self.sharding.begin_micro_batch(last=index == len(micro_batches) - 1)
+            losses = self.model(
+                batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
+            )
+            loss = (losses * batch.loss_mask).sum() * per_token
+            (loss * self.scaler.scale).backward()
+            total += loss.detach()
+        return self.dims.sum_over_data_(total), tokens

@@ -1,0 +1,104 @@
+"""Worker processes for tests: started once per world size, used by many cases.
+
+`ranks(n).run(function, *args)` calls `function(*args)` on n gloo ranks and returns their results in rank order. The
+function has to be importable (defined at the top level of a module under tests/) and its arguments picklable. An
+exception on any rank is raised in the test with that rank's traceback; the workers are then replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+SECONDS_PER_CALL = 120
+
+
+class Ranks:
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["helpers.preload"])
+        self.directory = tempfile.TemporaryDirectory()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, world_size, f"{self.directory.name}/store", theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        atexit.register(self.stop)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((function, args, kwargs))
+        results: list[Any] = [None] * len(self.pipes)
+        waiting = dict(enumerate(self.pipes))
+        while waiting:
+            ready = wait(list(waiting.values()), timeout=SECONDS_PER_CALL)
+            for rank in [r for r, pipe in waiting.items() if pipe in ready]:
+                try:
+                    failure, results[rank] = waiting.pop(rank).recv()
+                except EOFError:
+                    failure = "the process died"
+                if failure:
+                    self._fail(f"rank {rank} of {len(self.pipes)}:\n{failure}")
+            if not ready:
+                self._fail(f"ranks {sorted(waiting)} did not answer within {SECONDS_PER_CALL} s")
+        return results
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.directory.cleanup()
+
+    def _fail(self, message: str) -> None:
+        ranks.cache_clear()
+        self.stop()
+        raise AssertionError(message)
+
+
+@functools.cache
+def ranks(world_size: int) -> Ranks:
+    """The workers for a world size, started at first use."""
+    return Ranks(world_size)
+
+
+def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            answer = ("", function(*args, **kwargs))
+        except BaseException:
+            answer = (traceback.format_exc(), None)
+        try:
+            pipe.send(answer)
+        except Exception:  # an unpicklable result
+            pipe.send((traceback.format_exc(), None))

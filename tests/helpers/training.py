@@ -1,0 +1,158 @@
+"""Train a tiny GPT, in one plain process or on ranks with the product's own parts, on the same synthetic samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megazpp.data.batch import MicroBatch, make_micro_batch
+from megazpp.model.config import GPTConfig
+from megazpp.model.dropout import SharedGenerator
+from megazpp.model.gpt import GPTModel
+from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
+from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.parallel.launch import seed_everything
+from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_
+from megazpp.topology.cluster import Cluster
+from megazpp.training.step import TrainStep
+from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.sharding import materialize, shard_model
+
+EOD = 3
+CPU = torch.device("cpu")
+LEARNING_RATE, CLIP = 1e-2, 0.5
+
+GPT2_STYLE = GPTConfig(
+    num_layers=2,
+    hidden_size=20,  # 20 and 101 divide neither the ranks nor the blocks
+    num_attention_heads=4,
+    ffn_hidden_size=44,
+    max_position_embeddings=16,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    make_vocab_size_divisible_by=1,
+)
+LLAMA_STYLE = GPTConfig(
+    num_layers=2,
+    hidden_size=24,
+    num_attention_heads=8,
+    group_query_attention=True,
+    num_query_groups=4,
+    ffn_hidden_size=36,
+    max_position_embeddings=16,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    disable_bias_linear=True,
+    untie_embeddings_and_output_weights=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    make_vocab_size_divisible_by=8,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run; the samples depend on nothing but the step."""
+
+    model: GPTConfig = GPT2_STYLE
+    tp: int = 1
+    stage: int = 3
+    sequence_parallel: bool = False
+    micro_batches: int = 1
+    replicas: int = 1
+    nodes: int = 1
+    steps: int = 10
+    documents: bool = False
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    vocab_size: int = 101
+    seq_length: int = 16
+    global_batch: int = 16
+    seed: int = 5
+
+    def batch(self, step: int, first: int, count: int) -> MicroBatch:
+        """Samples `first` to `first + count` of the step's global batch."""
+        generator = torch.Generator().manual_seed(1000 + step)
+        samples = torch.randint(self.vocab_size, (self.global_batch, self.seq_length + 1), generator=generator)
+        # a skewed distribution, so that there is something to learn
+        samples = samples.minimum(torch.randint_like(samples, self.vocab_size))
+        return make_micro_batch(
+            samples[first : first + count],
+            eod=EOD,
+            reset_position_ids=self.documents,
+            reset_attention_mask=self.documents,
+            eod_mask_loss=self.documents,
+        )
+
+
+def train_plain(case: Case) -> dict[str, list[float]]:
+    """The reference: one process, no sharding, no process group, torch's own clipping, the whole batch at once."""
+    model = GPTModel(case.model, vocab_size=case.vocab_size, tp=MeshAxis("tp"))
+    initialize_parameters_(model, seed=case.seed, draw_device=CPU)
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    no_decay = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.01}, {"params": no_decay, "weight_decay": 0.0}],
+        lr=LEARNING_RATE,
+        betas=(0.9, 0.999),
+    )
+    losses, norms = [], []
+    for step in range(case.steps):
+        batch = case.batch(step, 0, case.global_batch)
+        values = model(
+            batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
+        )
+        loss = (values * batch.loss_mask).sum() / batch.loss_mask.sum()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return {"loss": losses, "grad_norm": norms}
+
+
+def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
+    world = torch.distributed.get_world_size()
+    cluster = Cluster(num_nodes=case.nodes, ranks_per_node=world // case.nodes)
+    config = ParallelConfig(tensor_model_parallel_size=case.tp, num_distributed_optimizer_instances=case.replicas)
+    dims = ParallelDims(plan_dims(config, cluster, zero_stage=case.stage), device_type="cpu")
+    seed_everything(case.seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+    shared = SharedGenerator(CPU, seed=case.seed, data_rank=dims.data_rank)
+    with torch.device("meta"):
+        model = GPTModel(
+            case.model,
+            vocab_size=case.vocab_size,
+            tp=dims.tp,
+            sequence_parallel=case.sequence_parallel,
+            shared_generator=shared,
+        )
+    if dims.tp.size > 1:
+        distribute_parameters(model, dims.mesh["tp"])
+    sharding = shard_model(model, model.sharding_units(), dims, stage=case.stage, precision=case.precision)
+    materialize(model, CPU)
+    initialize_parameters_(model, seed=case.seed, draw_device=CPU)
+    return model, sharding, dims
+
+
+def train_on_ranks(case: Case) -> dict[str, Any]:
+    """The same run through shard_model and TrainStep on the ranks of this process group."""
+    model, sharding, dims = build_on_ranks(case)
+    optimizer = build_optimizer(list(model.named_parameters()), OptimizerConfig(), CPU)
+    scaler = build_loss_scaler(LossScaleConfig(initial_loss_scale=2.0**12), fp16=case.precision.fp16)
+    step = TrainStep(model, sharding, optimizer, scaler, dims, clip_grad=CLIP)
+    size = case.global_batch // dims.data_size // case.micro_batches
+    losses, norms, skipped = [], [], 0
+    for index in range(case.steps):
+        batches = [
+            case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(case.micro_batches)
+        ]
+        result = step(batches, learning_rate=LEARNING_RATE, weight_decay=0.01)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        skipped += result.skipped
+    sent = {wire: dims.counter.sent_bytes(wire) for wire in ("tp", "local", "cross")}
+    return {"loss": losses, "grad_norm": norms, "skipped": skipped, "sent": sent}
