@@ -1,0 +1,124 @@
+"""Global norms that count every element once, and clipping by them.
+
+A parameter's elements are spread over the tensor-parallel and the shard axis, or repeated along them (a
+norm's gain is the same on every tensor-parallel rank). So each rank adds up the squares of its local shards,
+each divided by the number of ranks that hold the same elements, and the sum goes over both axes: two
+all-reduces of one number. The replicate axis is left out: its ranks hold the same shards.
+
+NaN and Inf are never replaced on the way: a gradient that is not finite gives a norm that is not finite, on
+every rank, and the caller skips the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megazpp.parallel.axis import MeshAxis
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+
+def global_grad_norm(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
+    """L2 norm of all gradients, the same on every rank; parameters without a gradient count as 0.
+
+    Args:
+        named_parameters: the same on every rank; DTensors whose mesh dims carry the axes' names, or plain tensors,
+            which are taken as repeated on every rank of both axes.
+        tp, shard: the axes along which parameters may be split. One all-reduce of one number on each.
+    Returns:
+        fp32 scalar on the parameters' device.
+    """
+    return _global_norm(_grad_parts(named_parameters, tp, shard), tp, shard)
+
+
+def params_norm(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
+    """L2 norm of all parameters, fp32; counted and communicated like `global_grad_norm`."""
+    parts = [_Part(_local(p.detach()), _copies(name, p, tp, shard)) for name, p in named_parameters]
+    return _global_norm(parts, tp, shard)
+
+
+def count_zeros(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
+    """Number of gradient elements that are exactly zero, fp64; counted like `global_grad_norm`."""
+    parts = _grad_parts(named_parameters, tp, shard)
+    total = _zero(parts)
+    for part in parts:
+        total += (part.local.numel() - torch.count_nonzero(part.local)).double() / part.copies
+    return shard.all_reduce_(tp.all_reduce_(total))
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What gradients of global norm `norm` are multiplied by: Megatron's max_norm / (norm + 1e-6), at most 1.
+
+    `max_norm` 0 turns clipping off; a NaN norm gives NaN.
+    """
+    factor = max_norm / (norm + 1e-6) if max_norm > 0.0 else 1.0
+    return 1.0 if factor > 1.0 else factor
+
+
+def scale_grads_(named_parameters: NamedParameters, factor: float) -> None:
+    """Multiply every gradient by `factor`; local work, none at all if the factor is 1."""
+    grads = [_local(parameter.grad) for _, parameter in named_parameters if parameter.grad is not None]
+    if grads and factor != 1.0:
+        torch._foreach_mul_(grads, factor)
+
+
+def clip_grads_(named_parameters: NamedParameters, norm: float, max_norm: float, *, divisor: float = 1.0) -> None:
+    """Divide the gradients by `divisor`, then clip them to `max_norm`, in one pass over memory.
+
+    Args:
+        named_parameters: those whose `.grad` is changed in place.
+        norm: global norm of the gradients once divided, as a Python number.
+        max_norm: largest norm allowed; 0 turns clipping off.
+        divisor: the loss scale.
+    """
+    scale_grads_(named_parameters, clip_factor(norm, max_norm) / divisor)
+
+
+class _Part(NamedTuple):
+    """A local shard, and how many ranks of the two axes hold the same elements."""
+
+    local: torch.Tensor
+    copies: int
+
+
+def _grad_parts(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> list[_Part]:
+    return [
+        _Part(_local(parameter.grad), _copies(name, parameter, tp, shard))
+        for name, parameter in named_parameters
+        if parameter.grad is not None
+    ]
+
+
+def _global_norm(parts: list[_Part], tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
+    # summed in fp64: the square of a norm above 2e19 would overflow fp32, and many small parts lose nothing
+    total = _zero(parts)
+    if parts:
+        norms = torch.stack(torch._foreach_norm([part.local for part in parts], 2, dtype=torch.float32))
+        copies = torch.tensor([part.copies for part in parts], dtype=torch.float64, device=norms.device)
+        total += (norms.double().square() / copies).sum()
+    return shard.all_reduce_(tp.all_reduce_(total)).sqrt().float()
+
+
+def _zero(parts: list[_Part]) -> torch.Tensor:
+    device = parts[0].local.device if parts else torch.device("cpu")
+    return torch.zeros((), dtype=torch.float64, device=device)
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _copies(name: str, parameter: nn.Parameter, tp: MeshAxis, shard: MeshAxis) -> int:
+    split: set[str] = set()
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        dims = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
+        split = {dim for dim, size, placement in dims if size > 1 and not placement.is_replicate()}
+    assert split <= {tp.name, shard.name}, f"{name} is split over {split}, the norm sums over {tp.name}, {shard.name}"
+    return math.prod(axis.size for axis in (tp, shard) if axis.name not in split)

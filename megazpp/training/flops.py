@@ -1,0 +1,84 @@
+"""What a training step needs in floating-point operations, and what a device can do at best.
+
+Model FLOPs are Megatron's (arXiv 2104.04473, appendix, with the attention matrix counted by its causal half):
+what forward and backward need once, so recomputation does not make a run look faster. The peak of a device is
+its dense 16-bit tensor rate from the vendor's data sheet; a device that is not in the table has no MFU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+TERA = 1e12
+
+# Dense bf16 (V100: fp16) tensor rate in TFLOP/s, by a part of the device's name; the first match counts.
+PEAK_TFLOPS = (
+    ("B200", 2250.0),
+    ("H200 NVL", 835.0),
+    ("H200", 989.0),
+    ("GH200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("H800 PCIe", 756.0),
+    ("H800", 989.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+    ("A40", 149.7),
+    ("A10G", 70.0),
+    ("V100-SXM", 125.0),
+    ("V100-PCIE", 112.0),
+)
+
+
+def model_flops_per_token(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    swiglu: bool,
+    num_attention_heads: int,
+    kv_channels: int,
+    num_query_groups: int,
+    padded_vocab_size: int,
+    seq_length: int,
+) -> int:
+    """Floating-point operations of forward and backward per token of a GPT.
+
+    Three times the forward pass (backward computes two products for each of the forward's), and two operations per
+    multiply-add.
+
+    Args:
+        ffn_hidden_size: inner width of the MLP; with `swiglu` there are three such matrices instead of two.
+        num_query_groups: key/value heads; equal to `num_attention_heads` without grouped queries.
+        padded_vocab_size: rows of the output matrix.
+        seq_length: tokens of a sample; a token attends to half of them on average.
+    """
+    query_size = num_attention_heads * kv_channels
+    mlp = hidden_size * ffn_hidden_size * (3 if swiglu else 2)
+    projections = 2 * hidden_size * kv_channels * (num_attention_heads + num_query_groups)
+    attention = query_size * seq_length  # scores and weighted sum, half of seq_length each
+    return 6 * (num_layers * (mlp + projections + attention) + hidden_size * padded_vocab_size)
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of a device, or None where it is not known for sure.
+
+    Args:
+        device_name: as `torch.cuda.get_device_name()` gives it; a slice of a device (MIG) has no known peak.
+        dtype: compute dtype; only the 16-bit ones have a peak here.
+    """
+    if dtype not in (torch.bfloat16, torch.float16) or "MIG" in device_name:
+        return None
+    if dtype is torch.bfloat16 and "V100" in device_name:
+        return None
+    return next((tflops * TERA for part, tflops in PEAK_TFLOPS if part in device_name), None)
+
+
+def mfu_convention(flops_per_token: int, device_name: str, peak: float | None) -> str:
+    """One line that says what the printed FLOP/s and MFU mean; printed once per run."""
+    model = f"model FLOPs: {flops_per_token:.4E} per token (forward + backward, causal half, no recomputation)"
+    if peak is None:
+        return f"{model}; no MFU: the peak of {device_name} in this precision is not known"
+    return f"{model}; MFU = model FLOP/s / {peak / TERA:.0f} TFLOP/s, the dense 16-bit peak of {device_name}"

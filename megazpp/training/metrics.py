@@ -1,0 +1,274 @@
+"""What a step reports, what a log interval makes of it, and how that is printed and written.
+
+The log line is Megatron's, byte for byte, with our fields after its last one, so that existing parsers keep
+working. One departure: the loss is always printed. Megatron leaves it out when every step of the interval was
+skipped; here it is then the mean over the skipped steps, NaN too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+TERA = 1e12
+MEGA = 1e6
+GIGA = 1e9
+
+
+class SentBytes(NamedTuple):
+    """Bytes sent over each wire."""
+
+    tp: int = 0
+    cross: int = 0
+    local: int = 0
+
+
+NOTHING_SENT = SentBytes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        iteration: counted from 1.
+        consumed_samples: including this step's.
+        global_batch_size: samples of this step over all ranks.
+        seconds: wall time of the step, waiting for data included.
+        skipped: the gradients were not finite and the step was not taken.
+        sent_bytes: what this step put on each wire.
+        num_zeros, params_norm: None unless asked for.
+    """
+
+    iteration: int
+    consumed_samples: int
+    global_batch_size: int
+    lm_loss: float
+    grad_norm: float | None
+    learning_rate: float
+    seconds: float
+    loss_scale: float = 1.0
+    skipped: bool = False
+    sent_bytes: SentBytes = NOTHING_SENT
+    num_zeros: float | None = None
+    params_norm: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunShape:
+    """What turns samples and seconds into the numbers that are logged.
+
+    Attributes:
+        total_iterations, total_samples: length of the run.
+        seq_length: tokens of a sample.
+        world_size: ranks, for the figures per rank.
+        flops_per_token: model FLOPs, see `model_flops_per_token`.
+        peak_flops: FLOP/s of one rank's device; None where unknown, then there is no MFU.
+    """
+
+    total_iterations: int
+    total_samples: int
+    seq_length: int
+    world_size: int
+    flops_per_token: int
+    peak_flops: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntervalRecord:
+    """The steps since the last log line: means, except for what belongs to the last step.
+
+    Attributes:
+        last: the last step of the interval.
+        lm_loss: mean over the steps that were taken; over the skipped ones if none was.
+        step_seconds: mean wall time of a step.
+        tokens_per_second: over all ranks.
+        tflops_per_rank: model TFLOP/s of one rank.
+        mfu: fraction of the device's peak, or None.
+        sent_bytes: mean per step.
+        eta_seconds: time left at this interval's samples per second.
+        skipped, nan: steps not taken; steps whose loss was not finite.
+        peak_memory_bytes: or None where it is not measured.
+    """
+
+    last: StepRecord
+    total_iterations: int
+    consumed_tokens: int
+    lm_loss: float
+    step_seconds: float
+    tokens_per_second: float
+    tokens_per_second_per_rank: float
+    tflops_per_rank: float
+    mfu: float | None
+    sent_bytes: SentBytes
+    eta_seconds: float
+    skipped: int
+    nan: int
+    peak_memory_bytes: int | None
+
+    def log_line(self) -> str:
+        """Megatron's line, then tokens/s and TFLOP/s per rank, MFU, memory, MB per step and wire, ETA."""
+        last = self.last
+        line = f" iteration {last.iteration:8d}/{self.total_iterations:8d} |"
+        line += f" consumed samples: {last.consumed_samples:12d} |"
+        line += f" elapsed time per iteration (ms): {self.step_seconds * 1000.0:.1f} |"
+        line += f" learning rate: {last.learning_rate:.3E} |"
+        line += f" global batch size: {last.global_batch_size:5d} |"
+        line += f" lm loss: {self.lm_loss:.6E} |"
+        line += f" loss scale: {last.loss_scale:.1f} |"
+        if last.grad_norm is not None:
+            line += f" grad norm: {last.grad_norm:.3f} |"
+        if last.num_zeros is not None:
+            line += f" num zeros: {last.num_zeros:.1f} |"
+        if last.params_norm is not None:
+            line += f" params norm: {last.params_norm:.3f} |"
+        line += f" number of skipped iterations: {self.skipped:3d} |"
+        line += f" number of nan iterations: {self.nan:3d} |"
+        return line + self._own_fields()
+
+    def _own_fields(self) -> str:
+        line = f" tokens/s per rank: {self.tokens_per_second_per_rank:.1f} |"
+        line += f" model TFLOP/s per rank: {self.tflops_per_rank:#.4g} |"
+        if self.mfu is not None:
+            line += f" MFU: {self.mfu:.1%} |"
+        if self.peak_memory_bytes is not None:
+            line += f" max memory (GB): {self.peak_memory_bytes / GIGA:.2f} |"
+        for wire, sent in self.sent_bytes._asdict().items():
+            if sent:
+                line += f" {wire} MB per step: {sent / MEGA:.3f} |"
+        return line + f" eta: {datetime.timedelta(seconds=round(self.eta_seconds))} |"
+
+    def as_json(self) -> dict[str, Any]:
+        """The object of this interval in metrics.jsonl; a loss or norm may be NaN or Infinity."""
+        return {
+            "iteration": self.last.iteration,
+            "lm_loss": self.lm_loss,
+            "grad_norm": self.last.grad_norm,
+            "learning_rate": self.last.learning_rate,
+            "consumed_samples": self.last.consumed_samples,
+            "consumed_tokens": self.consumed_tokens,
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "skipped": self.skipped,
+            "tp_bytes": self.sent_bytes.tp,
+            "cross_bytes": self.sent_bytes.cross,
+            "local_bytes": self.sent_bytes.local,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTotals:
+    """Sums over the steps of this process's run."""
+
+    steps: int = 0
+    skipped: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    sent_bytes: SentBytes = NOTHING_SENT
+
+
+class Meter:
+    """Collects steps; `interval()` sums up those since it was last called."""
+
+    def __init__(self, shape: RunShape) -> None:
+        self.totals = RunTotals()
+        self._shape = shape
+        self._steps: list[StepRecord] = []
+
+    def add(self, step: StepRecord) -> None:
+        """Count one step."""
+        self._steps.append(step)
+        before = self.totals
+        self.totals = RunTotals(
+            steps=before.steps + 1,
+            skipped=before.skipped + step.skipped,
+            samples=before.samples + step.global_batch_size,
+            seconds=before.seconds + step.seconds,
+            sent_bytes=_add(before.sent_bytes, step.sent_bytes),
+        )
+
+    def interval(self, *, peak_memory_bytes: int | None = None) -> IntervalRecord:
+        """The steps since the last call; there must be at least one."""
+        steps, self._steps = self._steps, []
+        assert steps, "an interval needs a step"
+        shape, last = self._shape, steps[-1]
+        seconds = sum(step.seconds for step in steps)
+        samples = sum(step.global_batch_size for step in steps)
+        tokens_per_second = samples * shape.seq_length / seconds
+        flops_per_rank = tokens_per_second * shape.flops_per_token / shape.world_size
+        sent = NOTHING_SENT
+        for step in steps:
+            sent = _add(sent, step.sent_bytes)
+        return IntervalRecord(
+            last=last,
+            total_iterations=shape.total_iterations,
+            consumed_tokens=last.consumed_samples * shape.seq_length,
+            lm_loss=_mean_loss(steps),
+            step_seconds=seconds / len(steps),
+            tokens_per_second=tokens_per_second,
+            tokens_per_second_per_rank=tokens_per_second / shape.world_size,
+            tflops_per_rank=flops_per_rank / TERA,
+            mfu=None if shape.peak_flops is None else flops_per_rank / shape.peak_flops,
+            sent_bytes=SentBytes(*(total // len(steps) for total in sent)),
+            eta_seconds=max(0, shape.total_samples - last.consumed_samples) * seconds / samples,
+            skipped=sum(step.skipped for step in steps),
+            nan=sum(not math.isfinite(step.lm_loss) for step in steps),
+            peak_memory_bytes=peak_memory_bytes,
+        )
+
+    def summary(
+        self,
+        *,
+        final_loss: float,
+        validation_loss: float | None,
+        unigram_entropy: float | None,
+        cpu_seconds: float,
+        peak_memory_bytes: int | None,
+    ) -> dict[str, Any]:
+        """The fields of summary.json.
+
+        Args:
+            final_loss: training loss of the last log interval, nats per token.
+            validation_loss, unigram_entropy: nats per token of the validation text; None if there is none.
+            cpu_seconds: CPU time of the training steps, summed over all ranks.
+            peak_memory_bytes: the largest of all ranks.
+        """
+        totals = self.totals
+        tokens = totals.samples * self._shape.seq_length
+        steps = max(1, totals.steps)
+        return {
+            "iterations": totals.steps,
+            "skipped": totals.skipped,
+            "tokens": tokens,
+            "seconds": totals.seconds,
+            "final_loss": final_loss,
+            "validation_loss": validation_loss,
+            "unigram_entropy": unigram_entropy,
+            "tokens_per_second": tokens / totals.seconds if totals.seconds else 0.0,
+            "cpu_seconds_per_token": cpu_seconds / tokens if tokens else 0.0,
+            "peak_memory_bytes": peak_memory_bytes,
+            **{f"{wire}_bytes_per_step": sent // steps for wire, sent in totals.sent_bytes._asdict().items()},
+        }
+
+
+def validation_lines(where: str, loss: float) -> list[str]:
+    """Megatron's three lines: dashes, the loss and its perplexity, dashes. `where` is e.g. "iteration 100"."""
+    line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    rule = "-" * (len(line) + 1)
+    return [rule, line, rule]
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), with the loss capped at 20 as Megatron does; NaN stays NaN."""
+    return math.exp(loss if math.isnan(loss) else min(20.0, loss))
+
+
+def _mean_loss(steps: list[StepRecord]) -> float:
+    losses = [step.lm_loss for step in steps if not step.skipped] or [step.lm_loss for step in steps]
+    return sum(losses) / len(losses)
+
+
+def _add(a: SentBytes, b: SentBytes) -> SentBytes:
+    return SentBytes(*(x + y for x, y in zip(a, b, strict=True)))
