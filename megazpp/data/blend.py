@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megazpp.data.cache import load_or_save_arrays
 from megazpp.data.gpt_dataset import GPTDataset
 
 
@@ -86,6 +84,15 @@ class BlendedDataset:
             raise IndexError(f"blended dataset: sample {index} of {len(self)}")
         return self.datasets[self._indices.datasets[index]][int(self._indices.samples[index])]
 
+    @property
+    def description(self) -> str:
+        """One line for people, and one for each dataset."""
+        lines = [
+            f"    {count:,} from {dataset.description}"
+            for count, dataset in zip(self._taken, self.datasets, strict=True)
+        ]
+        return "\n".join([f"{len(self):,} samples, of which", *lines])
+
     def token_counts(self, size: int) -> npt.NDArray[np.float64]:
         """How often each id below `size` is to be expected among the samples served: [size], up to a factor."""
         shares = [
@@ -115,11 +122,6 @@ def blend_indices(weights: Sequence[float], num_samples: int) -> BlendIndices:
     for dataset, count in enumerate(taken):
         samples[datasets == dataset] = np.arange(count)
     return BlendIndices(datasets, samples)
-
-
-def cached_blend_indices(path: Path, weights: Sequence[float], num_samples: int) -> BlendIndices:
-    """`blend_indices`, kept in directory `path` and memory-mapped."""
-    return BlendIndices(*load_or_save_arrays(path, lambda: blend_indices(weights, num_samples)))
 
 
 def _as_number(text: str) -> float | None:

@@ -1,17 +1,33 @@
-"""From flags to the three datasets."""
+"""From flags to a tokenizer and the three datasets.
+
+The sources of a split (.bin/.idx pairs, tokenized text, or made-up documents) are cut into the split's range of
+sequences, sampled, and blended if there are several (sources.py). Every rank calls the same functions with the
+same arguments; what takes time is built by one process per node and kept (cache.py).
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from megazpp.data.tokenizer import Tokenizer
+from megazpp.data.batch import check_eod
+from megazpp.data.blend import parse_blend
+from megazpp.data.cache import default_cache_dir
+from megazpp.data.sources import Sampling, SourceBlend, build_split, indexed_source, mock_source, open_sources
+from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, resolve_text_paths
+from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.flags import flag
 
 T = TypeVar("T")
+
+DEFAULT_VOCAB_SIZE = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +69,67 @@ class Splits(NamedTuple, Generic[T]):
 
 
 class Dataset(Protocol):
-    """Samples by number."""
+    """Samples by number: a `GPTDataset` or a `BlendedDataset`."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index`: [seq_length + 1] int64."""
         ...
+
+    def token_counts(self, size: int) -> np.ndarray:
+        """How often each id below `size` occurs: [size], up to a factor."""
+        ...
+
+
+def check_data(config: DataConfig) -> None:
+    """Refuse flags that contradict each other; opens no file.
+
+    Raises:
+        ValueError: names the flags and values.
+    """
+    if config.seq_length is None or config.seq_length < 1:
+        raise ValueError(f"--seq-length {config.seq_length}: it must be a positive number of tokens")
+    per_split = any(_paths_per_split(config))
+    given = {
+        "--data-path": bool(config.data_path),
+        "--text-path": bool(config.text_path),
+        "--train-data-path, --valid-data-path or --test-data-path": per_split,
+        "--mock-data": config.mock_data,
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    if len(names) != 1:
+        found = f"{' and '.join(names)} are given" if names else "none is given"
+        raise ValueError(f"exactly one source of data is needed: {'; '.join(given)}; {found}")
+    if config.dataloader_type not in (None, "single"):
+        raise ValueError(
+            f"--dataloader-type {config.dataloader_type} is not supported: single already repeats and reshuffles the"
+            " data for as long as training lasts"
+        )
+    if config.num_workers < 0:
+        raise ValueError(f"--num-workers {config.num_workers} is negative")
+    parse_split(config.split)
+    parse_blend(config.data_path, flag_name="--data-path")
+    for use, values in _paths_per_split(config)._asdict().items():
+        parse_blend(values, flag_name=f"--{use}-data-path")
+
+
+def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, announce: Callable[[str], None]) -> Tokenizer:
+    """The tokenizer the flags name, else one trained on --text-path, else bytes for --mock-data.
+
+    Raises:
+        ValueError: none of the three applies, or a file is not usable.
+    """
+    tokenizer = load_tokenizer(config)
+    if tokenizer is not None:
+        return tokenizer
+    if data.text_path:
+        paths = resolve_text_paths(data.text_path)
+        size = DEFAULT_VOCAB_SIZE if config.vocab_size is None else config.vocab_size
+        return cached_sentencepiece(paths, size, cache_dir=cache_dir(data), announce=announce)
+    if data.mock_data:
+        return ByteTokenizer(max(256, config.vocab_size or 256))
+    raise ValueError("--tokenizer-model is missing: the ids in --data-path mean nothing without their tokenizer")
 
 
 def build_datasets(
@@ -70,5 +140,89 @@ def build_datasets(
     seed: int,
     announce: Callable[[str], None],
 ) -> Splits[Dataset | None]:
-    """The training, validation and test data; None where nothing was asked for or --split leaves nothing."""
-    raise NotImplementedError
+    """The training, validation and test data.
+
+    Args:
+        num_samples: samples each will be asked for; 0 gives None for that one.
+        seed: of the order of documents and samples.
+        announce: told what is built and what was found.
+    Returns:
+        The datasets; None where no samples are asked for, or --split gives that use nothing.
+    Raises:
+        ValueError: flags contradict each other, a file is missing or damaged, or a split is too small.
+    """
+    check_data(config)
+    check_eod(
+        tokenizer.eod,
+        reset_position_ids=config.reset_position_ids,
+        reset_attention_mask=config.reset_attention_mask,
+        eod_mask_loss=config.eod_mask_loss,
+    )
+    assert config.seq_length is not None
+    sampling = Sampling(0, config.seq_length, seed, tokenizer.vocab_size, cache_dir(config))
+
+    def build(use: str, blend: SourceBlend | None, bounds: tuple[float, float], wanted: int) -> Dataset | None:
+        if blend is None or wanted == 0 or bounds[0] == bounds[1]:
+            return None
+        dataset = build_split(use, blend, bounds, sampling._replace(num_samples=wanted))
+        announce(f"{use}: {dataset.description}")
+        return dataset
+
+    blends, bounds = _open_splits(config, tokenizer, announce)
+    return Splits(*map(build, Splits._fields, blends, bounds, num_samples))
+
+
+def parse_split(split: str) -> Splits[tuple[float, float]]:
+    """`969, 30, 1` to the share of the documents at which each split begins and ends.
+
+    Raises:
+        ValueError: not one to three numbers, or negative, or all zero.
+    """
+    try:
+        parts = [float(part) for part in re.split(r"[,/]", split)]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or not all(0 <= part < math.inf for part in parts) or sum(parts) == 0:
+        raise ValueError(f"--split {split!r} is not up to three proportions such as '969, 30, 1'")
+    shares = [part / sum(parts) for part in (*parts, 0.0, 0.0)[:3]]
+    edges = [0.0, *itertools.accumulate(shares)]
+    return Splits(*itertools.pairwise(edges))
+
+
+def unigram_entropy(dataset: Dataset, vocab_size: int) -> float:
+    """Entropy in nats per token of the dataset's tokens taken one by one: the loss of a model blind to context."""
+    counts = dataset.token_counts(vocab_size)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def cache_dir(config: DataConfig) -> Path:
+    """--data-cache-path, or the default."""
+    return default_cache_dir() if config.data_cache_path is None else Path(config.data_cache_path).expanduser()
+
+
+def _open_splits(
+    config: DataConfig, tokenizer: Tokenizer, announce: Callable[[str], None]
+) -> tuple[Splits[SourceBlend | None], Splits[tuple[float, float]]]:
+    """For each split what to sample, and the share of it at which the split begins and ends."""
+    paths = _paths_per_split(config)
+    if any(paths):
+        opened = (
+            open_sources(values, flag_name=f"--{use}-data-path") if values else None
+            for use, values in paths._asdict().items()
+        )
+        return Splits(*opened), Splits((0.0, 1.0), (0.0, 1.0), (0.0, 1.0))
+    if config.mock_data:
+        blend = SourceBlend((mock_source(tokenizer),), None)
+    elif config.text_path:
+        files = resolve_text_paths(config.text_path)
+        prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(config), announce=announce)
+        source = indexed_source(prefix, "--text-path")._replace(name=" ".join(config.text_path))
+        blend = SourceBlend((source,), None)
+    else:
+        blend = open_sources(config.data_path, flag_name="--data-path")
+    return Splits(blend, blend, blend), parse_split(config.split)
+
+
+def _paths_per_split(config: DataConfig) -> Splits[tuple[str, ...]]:
+    return Splits(config.train_data_path, config.valid_data_path, config.test_data_path)

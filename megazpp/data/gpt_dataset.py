@@ -116,8 +116,19 @@ class GPTDataset:
                 self._sequences.get(int(self.indices.documents[last]), 0, end + 1),
             ]
         sample = np.concatenate(parts, dtype=np.int64)
-        self._check_vocabulary(sample, index)
+        if self._vocab_size is not None:
+            self._check_vocabulary(sample, f"sample {index}", vocab_size=self._vocab_size)
         return sample
+
+    @property
+    def description(self) -> str:
+        """One line for people."""
+        start, stop = self.sequence_range
+        epochs = len(self) * self._seq_length / self.tokens_per_epoch
+        return (
+            f"{len(self):,} samples of {self._seq_length:,} tokens from {stop - start:,} documents of"
+            f" {self.tokens_per_epoch:,} tokens in all ({epochs:.2f} epochs): {self.name}"
+        )
 
     def token_counts(self, size: int, *, max_tokens: int = 1 << 27) -> npt.NDArray[np.int64]:
         """How often each id occurs in the first `max_tokens` of one epoch: [size], size above every id."""
@@ -125,18 +136,19 @@ class GPTDataset:
         for start in range(*self.sequence_range, _COUNT_SEQUENCES):
             stop = min(start + _COUNT_SEQUENCES, self.sequence_range[1])
             ids = np.concatenate([self._sequences.get(index) for index in range(start, stop)])
+            self._check_vocabulary(ids, f"one of sequences {start} to {stop - 1}", vocab_size=size)
             counts += np.bincount(ids, minlength=size)
             left -= len(ids)
             if left <= 0:
                 break
         return counts
 
-    def _check_vocabulary(self, sample: np.ndarray, index: int) -> None:
-        if self._vocab_size is not None and not 0 <= sample.min() <= sample.max() < self._vocab_size:
-            bad = sample.max() if sample.min() >= 0 else sample.min()
+    def _check_vocabulary(self, ids: np.ndarray, where: str, *, vocab_size: int) -> None:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocab_size:
             raise ValueError(
-                f"{self.name}: sample {index} holds the token id {bad}, outside the tokenizer's vocabulary of"
-                f" {self._vocab_size}; was it written with another tokenizer, or another dtype?"
+                f"{self.name}: {where} holds the token id {low if low < 0 else high}, outside the tokenizer's"
+                f" vocabulary of {vocab_size}; was it written with another tokenizer?"
             )
 
 

@@ -1,0 +1,140 @@
+"""This rank's micro-batches of a step, made ready while the step before it computes.
+
+Which samples a micro-batch holds follows from the samples consumed so far and nothing else: micro-batch m of data
+rank r takes `consumed + (m * data_size + r) * micro_batch_size` and the next ones. A step of all ranks together is
+thus the same set of samples whatever the number of ranks. Threads build the next steps (numpy and torch release the
+interpreter lock where it matters); `wait_seconds` says whether they were fast enough.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megazpp.data.batch import MicroBatch
+from megazpp.data.dataset import Dataset
+
+_STEPS_AHEAD = 2
+
+
+class _Step(NamedTuple):
+    consumed_samples: int
+    global_batch_size: int
+
+
+class BatchLoader:
+    """Micro-batches of one data rank.
+
+    Args:
+        dataset: with as many samples as will be asked for.
+        micro_batch_size: samples of a micro-batch.
+        data_rank, data_size: this rank's place among those that share the global batch.
+        make_batch: [B, S + 1] int64 samples to a micro-batch (`make_micro_batch` with its options bound).
+        device: where the micro-batches go; for CUDA through pinned memory, without waiting for the copy.
+        num_workers: threads; 0 builds each step when it is asked for.
+        batch_size_at: the global batch size once so many samples are consumed, to look ahead during a ramp-up; None
+            expects it to stay.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        micro_batch_size: int,
+        data_rank: int,
+        data_size: int,
+        make_batch: Callable[[torch.Tensor], MicroBatch],
+        device: torch.device,
+        num_workers: int = 2,
+        batch_size_at: Callable[[int], int] | None = None,
+    ) -> None:
+        self._dataset, self._make_batch, self._device = dataset, make_batch, device
+        self._micro_batch_size, self._data_rank, self._data_size = micro_batch_size, data_rank, data_size
+        self._batch_size_at = batch_size_at
+        self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="batch") if num_workers > 0 else None
+        self._ahead: dict[_Step, list[Future[MicroBatch]]] = {}
+        self.wait_seconds = 0.0
+
+    def step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
+        """The micro-batches of the step that begins at `consumed_samples`, on the device.
+
+        Raises:
+            ValueError: the global batch does not divide into the ranks' micro-batches.
+            Exception: whatever a worker met, with a note that names the samples.
+        """
+        step = _Step(consumed_samples, global_batch_size)
+        started = time.perf_counter()
+        batches = self._take(step)
+        self.wait_seconds += time.perf_counter() - started
+        self._look_ahead(step)
+        return [batch.to(self._device, non_blocking=True) for batch in batches]
+
+    def close(self) -> None:
+        """End the threads; what they were preparing is dropped."""
+        self._ahead.clear()
+        if self._workers is not None:
+            self._workers.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> BatchLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _take(self, step: _Step) -> list[MicroBatch]:
+        if self._workers is None:
+            return [self._build(first) for first in self._first_samples(step)]
+        futures = self._ahead.pop(step, []) or self._submit(self._workers, step)
+        return [future.result() for future in futures]
+
+    def _look_ahead(self, step: _Step) -> None:
+        """Have the next steps built, and forget the ones foreseen that did not come."""
+        if self._workers is None:
+            return
+        ahead: dict[_Step, list[Future[MicroBatch]]] = {}
+        for _ in range(_STEPS_AHEAD):
+            step = self._next(step)
+            if step.consumed_samples + step.global_batch_size > len(self._dataset):
+                break
+            ahead[step] = self._ahead.pop(step, []) or self._submit(self._workers, step)
+        for futures in self._ahead.values():
+            for future in futures:
+                future.cancel()
+        self._ahead = ahead
+
+    def _next(self, step: _Step) -> _Step:
+        consumed = step.consumed_samples + step.global_batch_size
+        size = step.global_batch_size if self._batch_size_at is None else self._batch_size_at(consumed)
+        return _Step(consumed, size)
+
+    def _submit(self, workers: ThreadPoolExecutor, step: _Step) -> list[Future[MicroBatch]]:
+        return [workers.submit(self._build, first) for first in self._first_samples(step)]
+
+    def _first_samples(self, step: _Step) -> range:
+        """The first sample of each of this rank's micro-batches."""
+        stride = self._micro_batch_size * self._data_size
+        if step.global_batch_size % stride:
+            raise ValueError(
+                f"--global-batch-size {step.global_batch_size} is not divisible by --micro-batch-size"
+                f" {self._micro_batch_size} x {self._data_size} data-parallel ranks"
+            )
+        start = step.consumed_samples + self._data_rank * self._micro_batch_size
+        return range(start, start + step.global_batch_size, stride)
+
+    def _build(self, first: int) -> MicroBatch:
+        stop = first + self._micro_batch_size
+        try:
+            samples = np.stack([self._dataset[index] for index in range(first, stop)])
+            batch = self._make_batch(torch.from_numpy(samples))
+        except Exception as error:
+            error.add_note(f"while loading samples {first} to {stop - 1} on data rank {self._data_rank}")
+            raise
+        return batch.pin_memory() if self._device.type == "cuda" else batch

@@ -1,0 +1,160 @@
+"""From sources of sequences to the samples of one split.
+
+A source is a .bin/.idx pair or made-up documents. A split takes the same share of each source's sequences, samples it
+with a `GPTDataset`, and blends if there are several. The blend is planned first, so that each source builds exactly
+as many samples as are taken from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megazpp.data.blend import BlendedDataset, BlendIndices, blend_indices, parse_blend
+from megazpp.data.cache import cache_key, load_or_save_arrays
+from megazpp.data.gpt_dataset import GPTDataset, Sequences
+from megazpp.data.indexed_dataset import IndexedDataset
+from megazpp.data.mock import MockSequences
+from megazpp.data.tokenizer import Tokenizer
+
+
+class Source(NamedTuple):
+    """Sequences of token ids.
+
+    Attributes:
+        sequences: the ids.
+        name: in messages.
+        fingerprint: equal for equal sequences, for cache keys; None if indices are not to be cached.
+    """
+
+    sequences: Sequences
+    name: str
+    fingerprint: tuple[str | int, ...] | None
+
+
+class SourceBlend(NamedTuple):
+    """Sources and the proportions of samples to take from each; None for in proportion to their sizes."""
+
+    sources: tuple[Source, ...]
+    weights: tuple[float, ...] | None
+
+
+class Sampling(NamedTuple):
+    """How the samples of a split are drawn.
+
+    Attributes:
+        num_samples: at least so many.
+        seq_length: ids of a sample, without the one more for the last label.
+        seed: of the order.
+        vocab_size: ids are below this.
+        cache_path: directory for the indices.
+    """
+
+    num_samples: int
+    seq_length: int
+    seed: int
+    vocab_size: int
+    cache_path: Path
+
+
+def open_sources(values: Sequence[str], *, flag_name: str) -> SourceBlend:
+    """Open the .bin/.idx pairs that a flag like --data-path names.
+
+    Raises:
+        ValueError: a weight is out of place, or a file is missing or damaged.
+    """
+    blend = parse_blend(values, flag_name=flag_name)
+    prefixes = [Path(prefix).expanduser() for prefix in blend.prefixes]
+    return SourceBlend(tuple(indexed_source(prefix, flag_name) for prefix in prefixes), blend.weights)
+
+
+def indexed_source(prefix: Path, flag_name: str) -> Source:
+    """Open one .bin/.idx pair; its fingerprint is where it is, how large, and when it was written."""
+    try:
+        sequences = IndexedDataset(prefix)
+    except ValueError as error:
+        raise ValueError(f"{flag_name} {prefix}: {error}") from error
+    facts = [path.stat() for path in (sequences.idx_path, sequences.bin_path)]
+    numbers = [number for fact in facts for number in (fact.st_size, fact.st_mtime_ns)]
+    return Source(sequences, str(prefix), (str(prefix.resolve()), *numbers))
+
+
+def mock_source(tokenizer: Tokenizer) -> Source:
+    """Made-up documents in the tokenizer's vocabulary."""
+    return Source(MockSequences(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod), "mock data", None)
+
+
+def build_split(
+    use: str, blend: SourceBlend, bounds: tuple[float, float], sampling: Sampling
+) -> GPTDataset | BlendedDataset:
+    """The samples of one split.
+
+    Args:
+        use: "train", "valid" or "test", for messages.
+        blend: what to sample.
+        bounds: the share of each source's sequences at which the split begins and ends.
+        sampling: how.
+    Raises:
+        ValueError: the split gets no sequences of a source, or too few ids for one sample.
+    """
+    ranges = [_sequence_range(use, source, bounds) for source in blend.sources]
+    if len(blend.sources) == 1:
+        return _sample(use, blend.sources[0], ranges[0], sampling)
+    pairs = list(zip(blend.sources, ranges, strict=True))
+    weights = blend.weights or tuple(float(_num_windows(*pair, sampling.seq_length)) for pair in pairs)
+    indices = _blend_indices(weights, sampling)
+    taken = np.bincount(indices.datasets, minlength=len(pairs)).tolist()
+    datasets = [_sample(use, *pair, sampling._replace(num_samples=n)) for pair, n in zip(pairs, taken, strict=True)]
+    return BlendedDataset(datasets, indices)
+
+
+def _sequence_range(use: str, source: Source, bounds: tuple[float, float]) -> tuple[int, int]:
+    """Megatron's rounding: each edge to the nearest sequence."""
+    count = len(source.sequences.lengths)
+    start, stop = (round(bound * count) for bound in bounds)
+    if start == stop:
+        raise ValueError(
+            f"--split leaves {use} none of the {count} documents of {source.name}; give it a larger share, or 0 to"
+            " do without"
+        )
+    return start, stop
+
+
+def _num_windows(source: Source, span: tuple[int, int], seq_length: int) -> int:
+    """Samples in one epoch; at least 1, for `_sample` to complain about the source if it has none."""
+    return max(1, (int(source.sequences.lengths[slice(*span)].sum(dtype=np.int64)) - 1) // seq_length)
+
+
+def _sample(use: str, source: Source, span: tuple[int, int], sampling: Sampling) -> GPTDataset:
+    path = None
+    if source.fingerprint is not None:
+        key = cache_key(
+            kind="gpt-1",
+            source=source.fingerprint,
+            span=span,
+            num_samples=sampling.num_samples,
+            seq_length=sampling.seq_length,
+            seed=sampling.seed,
+        )
+        path = sampling.cache_path / "indices" / f"gpt-{key}"
+    dataset = GPTDataset(
+        source.sequences,
+        span,
+        num_samples=sampling.num_samples,
+        seq_length=sampling.seq_length,
+        seed=sampling.seed,
+        name=f"{source.name} ({use})",
+        vocab_size=sampling.vocab_size,
+        cache_path=path,
+    )
+    _ = dataset[0]  # ids of another vocabulary are found now, not in the first step
+    return dataset
+
+
+def _blend_indices(weights: Sequence[float], sampling: Sampling) -> BlendIndices:
+    key = cache_key(kind="blend-1", weights=weights, num_samples=sampling.num_samples)
+    path = sampling.cache_path / "indices" / f"blend-{key}"
+    return BlendIndices(*load_or_save_arrays(path, lambda: blend_indices(weights, sampling.num_samples)))
