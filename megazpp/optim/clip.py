@@ -24,26 +24,29 @@ from megazpp.parallel.axis import MeshAxis
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
-def global_grad_norm(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
+def global_grad_norm(
+    named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis, *, divisor: float = 1.0
+) -> torch.Tensor:
     """L2 norm of all gradients, the same on every rank; parameters without a gradient count as 0.
 
     Args:
         named_parameters: the same on every rank; DTensors whose mesh dims carry the axes' names, or plain tensors,
             which are taken as repeated on every rank of both axes.
         tp, shard: the axes along which parameters may be split. One all-reduce of one number on each.
+        divisor: the norm is divided by this (the loss scale).
     Returns:
         fp32 scalar on the parameters' device.
     """
-    return _global_norm(_grad_parts(named_parameters, tp, shard), tp, shard)
+    return (_global_norm(_grad_parts(named_parameters, tp, shard), tp, shard) / divisor).float()
 
 
-def params_norm(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
+def global_parameter_norm(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
     """L2 norm of all parameters, fp32; counted and communicated like `global_grad_norm`."""
     parts = [_Part(_local(p.detach()), _copies(name, p, tp, shard)) for name, p in named_parameters]
-    return _global_norm(parts, tp, shard)
+    return _global_norm(parts, tp, shard).float()
 
 
-def count_zeros(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
+def count_zero_grads(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
     """Number of gradient elements that are exactly zero, fp64; counted like `global_grad_norm`."""
     parts = _grad_parts(named_parameters, tp, shard)
     total = _zero(parts)
@@ -52,32 +55,27 @@ def count_zeros(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis
     return shard.all_reduce_(tp.all_reduce_(total))
 
 
-def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients of global norm `norm` are multiplied by: Megatron's max_norm / (norm + 1e-6), at most 1.
+def clip_grads_(
+    parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float, *, divisor: float = 1.0
+) -> None:
+    """Divide the gradients by `divisor`, then scale them so that their global norm is at most `max_norm`.
 
-    `max_norm` 0 turns clipping off; a NaN norm gives NaN.
-    """
-    factor = max_norm / (norm + 1e-6) if max_norm > 0.0 else 1.0
-    return 1.0 if factor > 1.0 else factor
-
-
-def scale_grads_(named_parameters: NamedParameters, factor: float) -> None:
-    """Multiply every gradient by `factor`; local work, none at all if the factor is 1."""
-    grads = [_local(parameter.grad) for _, parameter in named_parameters if parameter.grad is not None]
-    if grads and factor != 1.0:
-        torch._foreach_mul_(grads, factor)
-
-
-def clip_grads_(named_parameters: NamedParameters, norm: float, max_norm: float, *, divisor: float = 1.0) -> None:
-    """Divide the gradients by `divisor`, then clip them to `max_norm`, in one pass over memory.
+    Local work in one pass over memory, and no wait for the device. Megatron's factor: max_norm / (norm + 1e-6)
+    where that is below 1. A norm that is not finite leaves gradients that are not; the caller skips the step.
 
     Args:
-        named_parameters: those whose `.grad` is changed in place.
-        norm: global norm of the gradients once divided, as a Python number.
+        parameters: those whose `.grad` is changed in place.
+        norm: global norm of the divided gradients, as `global_grad_norm(..., divisor=divisor)` gives it.
         max_norm: largest norm allowed; 0 turns clipping off.
         divisor: the loss scale.
     """
-    scale_grads_(named_parameters, clip_factor(norm, max_norm) / divisor)
+    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not grads or (max_norm == 0.0 and divisor == 1.0):
+        return
+    factor = torch.full_like(norm, 1.0 / divisor)
+    if max_norm > 0.0:
+        factor *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(grads, factor)
 
 
 class _Part(NamedTuple):
@@ -102,7 +100,7 @@ def _global_norm(parts: list[_Part], tp: MeshAxis, shard: MeshAxis) -> torch.Ten
         norms = torch.stack(torch._foreach_norm([part.local for part in parts], 2, dtype=torch.float32))
         copies = torch.tensor([part.copies for part in parts], dtype=torch.float64, device=norms.device)
         total += (norms.double().square() / copies).sum()
-    return shard.all_reduce_(tp.all_reduce_(total)).sqrt().float()
+    return shard.all_reduce_(tp.all_reduce_(total)).sqrt()
 
 
 def _zero(parts: list[_Part]) -> torch.Tensor:
