@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles
 from megazpp.model.config import GPTConfig
@@ -103,16 +103,17 @@ class GPTModel(nn.Module):
         x = enter_region(x, self.tp, sequence_parallel=self.sequence_parallel)
         weight = self.embedding.word.weight if self.output is None else None
         logits = self.output(x) if weight is None else F.linear(x, local(weight))  # type: ignore[misc]
-        logits = logits.transpose(0, 1)
+        # clones, not views: FSDP2 hooks the tensor that its root module returns
         if labels is None:
-            return logits
-        return vocab_parallel_cross_entropy(
+            return logits.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+        losses = vocab_parallel_cross_entropy(
             logits,
-            labels,
+            labels.t(),
             tp=self.tp,
             vocab_size=self.vocab_size,
             in_fp32=not self.config.fp16_lm_cross_entropy,
         )
+        return losses.t().clone(memory_format=torch.contiguous_format)
 
     def sharding_units(self) -> list[list[nn.Module]]:
         """Modules whose parameters are gathered together, in the order of use; the model itself takes the rest.
@@ -228,8 +229,8 @@ class TransformerLayer(nn.Module):
     def forward(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         if not (self.recompute and self.training):
             return self.run(x, inputs)
-        contexts = {} if self.shared is None else {"context_fn": self.shared.checkpoint_contexts}
-        return checkpoint(self.run, x, inputs, use_reentrant=False, **contexts)
+        contexts = noop_context_fn if self.shared is None else self.shared.checkpoint_contexts
+        return checkpoint(self.run, x, inputs, use_reentrant=False, context_fn=contexts)
 
     def _run(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), inputs))

@@ -15,7 +15,7 @@ import torch
 
 from megazpp.data.batch import MicroBatch
 from megazpp.model.gpt import GPTModel
-from megazpp.optim.clip import clip_grads_, count_zeros, global_grad_norm
+from megazpp.optim.clip import clip_grads_, count_zero_grads, global_grad_norm
 from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.optimizer import set_rates_
 from megazpp.parallel.dims import ParallelDims
@@ -66,30 +66,28 @@ class TrainStep:
         self.model, self.sharding, self.optimizer, self.scaler, self.dims = model, sharding, optimizer, scaler, dims
         self.clip_grad, self.count_zeros = clip_grad, count_zeros
 
-    def __call__(
-        self, micro_batches: Sequence[MicroBatch], *, learning_rate: float, weight_decay: float
-    ) -> StepResult:
+    def __call__(self, micro_batches: Sequence[MicroBatch], *, learning_rate: float, weight_decay: float) -> StepResult:
         """Train on this rank's micro-batches of one global batch, on the model's device."""
         self.model.train()
         loss, tokens = self._forward_backward(micro_batches)
-        parameters = list(self.model.named_parameters())
-        scaled_norm = global_grad_norm(parameters, tp=self.dims.tp, shard=self.dims.shard)
-        loss_value, num_tokens, norm = torch.stack((loss, tokens, scaled_norm.to(loss))).tolist()  # one host sync
-        norm /= self.scaler.scale
-        zeros = int(count_zeros(parameters, tp=self.dims.tp, shard=self.dims.shard)) if self.count_zeros else None
-        finite = math.isfinite(norm)
+        named, axes, scale = list(self.model.named_parameters()), (self.dims.tp, self.dims.shard), self.scaler.scale
+        norm = global_grad_norm(named, *axes, divisor=scale)
+        loss_value, num_tokens, norm_value = torch.stack((loss, tokens, norm.double())).tolist()  # the one host sync
+        zeros = int(count_zero_grads(named, *axes)) if self.count_zeros else None
+        finite = math.isfinite(norm_value)
         if finite:
-            factor = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
-            scale_grads_(parameters, factor / self.scaler.scale)
+            clip_grads_((p for _, p in named), norm, self.clip_grad, divisor=scale)
             set_rates_(self.optimizer, learning_rate=learning_rate, weight_decay=weight_decay)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.update(found_inf=not finite)
-        return StepResult(loss_value, norm, round(num_tokens), not finite, zeros)
+        return StepResult(loss_value, norm_value, round(num_tokens), not finite, zeros)
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Accumulate gradients; return the mean loss and the token count of the global batch, fp64 scalars."""
-        tokens = self.dims.sum_over_data_(torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in micro_batches]).sum())
+        tokens = self.dims.sum_over_data_(
+            torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in micro_batches]).sum()
+        )
         per_token = (1.0 / tokens.clamp(min=1.0)).float()
         total = torch.zeros_like(tokens)
         for index, batch in enumerate(micro_batches):

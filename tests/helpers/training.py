@@ -79,7 +79,7 @@ class Case:
         generator = torch.Generator().manual_seed(1000 + step)
         samples = torch.randint(self.vocab_size, (self.global_batch, self.seq_length + 1), generator=generator)
         # a skewed distribution, so that there is something to learn
-        samples = samples.minimum(torch.randint_like(samples, self.vocab_size))
+        samples = samples.minimum(torch.randint(self.vocab_size, samples.shape, generator=generator))
         return make_micro_batch(
             samples[first : first + count],
             eod=EOD,
@@ -111,7 +111,7 @@ def train_plain(case: Case) -> dict[str, list[float]]:
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return {"loss": losses, "grad_norm": norms}
 
 
