@@ -1,0 +1,99 @@
+"""The folder in which one run keeps its records, also over restarts.
+
+    args.json        every flag's value                        summary.json   what came out
+    args.txt         the same as a flag file                   metrics.jsonl  one object per log line
+    wandb_run_id     names the wandb run that a restart continues
+
+Nothing is lost when a folder is used again: metrics.jsonl grows, and a file that would be replaced by other
+content keeps a numbered name (args.1.json is the oldest). Only rank 0 makes one.
+
+A loss or norm that is not finite is written as NaN or Infinity, which Python's json and pandas read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def default_run_dir(config_name: str, now: datetime.datetime) -> Path:
+    """runs/<time>-<config name>, with a number behind it if that is taken."""
+    first = Path("runs") / f"{now:%Y%m%d-%H%M%S}-{config_name}"
+    path, number = first, 1
+    while path.exists():
+        number += 1
+        path = first.with_name(f"{first.name}-{number}")
+    return path
+
+
+def make_writable(path: str | Path, flag: str) -> Path:
+    """Create the folder, and try it by writing and deleting a file.
+
+    Raises:
+        ValueError: names the flag, the path and the reason.
+    """
+    path = Path(path).expanduser()
+    probe = path / f".{uuid.uuid4().hex}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"{flag} {path} is not a folder that can be written to: {error.strerror}") from error
+    return path
+
+
+class RunFolder:
+    """Reads and writes the files of one run.
+
+    Raises:
+        ValueError: the folder cannot be made or written to.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = make_writable(path, "--run-dir")
+
+    def write_args(self, values: Mapping[str, Any], flag_file: str | None = None) -> None:
+        """Keep the resolved flags: as JSON, and as the text of a flag file if there is one."""
+        self._write("args.json", _json(values, indent=2) + "\n")
+        if flag_file is not None:
+            self._write("args.txt", flag_file)
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """Add one line to metrics.jsonl; a line that a crash cut short is left as it is, on its own line."""
+        with (self.path / "metrics.jsonl").open("ab+") as file:
+            if file.tell() > 0:
+                file.seek(-1, 2)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+            file.write(_json(record).encode() + b"\n")
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json."""
+        self._write("summary.json", _json(summary, indent=2) + "\n")
+
+    def wandb_run_id(self) -> str:
+        """The id of this folder's wandb run, drawn the first time it is asked for."""
+        file = self.path / "wandb_run_id"
+        if not file.exists():
+            file.write_text(uuid.uuid4().hex[:8] + "\n")
+        return file.read_text().strip()
+
+    def _write(self, name: str, text: str) -> None:
+        file = self.path / name
+        if file.exists():
+            if file.read_text() == text:
+                return
+            number = 1
+            while (kept := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
+                number += 1
+            file.rename(kept)
+        file.write_text(text)
+
+
+def _json(value: Mapping[str, Any], indent: int | None = None) -> str:
+    return json.dumps(value, indent=indent, default=str)
