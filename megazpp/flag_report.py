@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megazpp.flags import as_words, flag_name
+from megazpp.flags import as_words, config_title, flag_name
 
 DEFAULT = "default"
 
@@ -24,9 +24,8 @@ def render_flags(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
     """
     groups = []
     for config in configs:
-        title = (type(config).__doc__ or type(config).__name__).strip().splitlines()[0]
         lines = [(_written(config, f), origins.get(f.name, DEFAULT)) for f in dataclasses.fields(config)]
-        groups.append((title, lines))
+        groups.append((config_title(type(config)), lines))
     width = max((len(text) for _, lines in groups for text, _ in lines), default=0)
     blocks = [
         "\n".join([f"# {title}", *(f"{text:<{width}}  # {origin}" for text, origin in lines)])
@@ -41,8 +40,8 @@ def _written(config: Any, field: dataclasses.Field[Any]) -> str:
         return name if value else name.replace("--", "--no-", 1)
     if isinstance(value, tuple):
         return " ".join([name, *(shlex.quote(str(item)) for item in value)])
-    word = shlex.quote(as_words(value))
-    return f"{name}={word}" if word.startswith(("-", "@")) else f"{name} {word}"
+    word = as_words(value)
+    return f"{name}{'=' if word.startswith(('-', '@')) else ' '}{shlex.quote(word)}"
 
 
 def render_arguments_block(configs: Sequence[Any]) -> str:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -60,6 +62,11 @@ def flag_name(field: dataclasses.Field[Any]) -> str:
     return spec.name or "--" + field.name.replace("_", "-")
 
 
+def config_title(config: type) -> str:
+    """The first line of a config's docstring."""
+    return (config.__doc__ or config.__name__).strip().splitlines()[0]
+
+
 class Given(NamedTuple):
     """One flag as it was written: its words up to the next flag, and where it stands."""
 
@@ -74,8 +81,10 @@ def split_into_flags(words: Sequence[Word]) -> Iterator[Given]:
     Raises:
         ValueError: a value comes before any flag.
     """
+    if not words:
+        return
     starts = [i for i, word in enumerate(words) if _is_flag(word.text)]
-    if words and (not starts or starts[0] > 0):
+    if not starts or starts[0] > 0:
         raise ValueError(f"{words[0].origin}: {words[0].text!r} is not a flag (flags begin with --, flag files with @)")
     for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
         name, equals, value = words[start].text.partition("=")
@@ -99,14 +108,22 @@ class FlagParser:
     def __init__(self, configs: Sequence[type], *, program: str, description: str = "") -> None:
         self.configs = tuple(configs)
         self._argparse = _RaisingParser(
-            prog=program, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
+            prog=program,
+            usage="%(prog)s [@file ...] [--flag value ...]",
+            description=description,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
         )
         self._actions: dict[str, argparse.Action] = {}
+        self._may_be_none: set[str] = set()
         for config in self.configs:
-            group = self._argparse.add_argument_group((config.__doc__ or config.__name__).strip().splitlines()[0])
+            group = self._argparse.add_argument_group(config_title(config).rstrip("."))  # argparse adds a colon
             hints = typing.get_type_hints(config)
             for field in dataclasses.fields(config):
-                action = _add_flag(group, field, hints[field.name])
+                kind, optional = _without_none(hints[field.name])
+                action = _add_flag(group, field, kind, optional)
+                if optional:
+                    self._may_be_none.add(field.name)
                 assert all(field.name != other.dest for other in self._actions.values()), field.name
                 self._actions |= dict.fromkeys(action.option_strings, action)
 
@@ -129,7 +146,7 @@ class FlagParser:
         problems = []
         for given in flags:
             try:
-                read = vars(self._argparse.parse_args(self._as_argv(given), argparse.Namespace()))
+                read = self._read(given)
             except ValueError as error:
                 problems.append(f"{given.origin}: {error}")
                 continue
@@ -146,15 +163,20 @@ class FlagParser:
             for config in self.configs
         )
 
-    def _as_argv(self, given: Given) -> list[str]:
-        action = self._actions.get(given.name)
-        if action is not None and action.nargs == 0 and given.values:
-            raise ValueError(f"{given.name} takes no value, not {' '.join(given.values)}")
-        if action is not None and action.nargs is None and len(given.values) != 1:
-            raise ValueError(f"{given.name} takes one value, not {len(given.values)}: {' '.join(given.values)}")
+    def _read(self, given: Given) -> dict[str, Any]:
+        """{field name: value} of one flag."""
+        action = self._actions.get(given.name)  # None: --help
+        if action is not None:
+            if given.values == ("none",) and action.dest in self._may_be_none:
+                return {action.dest: None}
+            if action.nargs == 0 and given.values:
+                raise ValueError(f"{given.name} takes no value, not {' '.join(given.values)}")
+            if action.nargs is None and len(given.values) != 1:
+                raise ValueError(f"{given.name} takes one value, not {len(given.values)}")
+        argv = [given.name, *given.values]
         if len(given.values) == 1:
-            return [f"{given.name}={given.values[0]}"]  # the = keeps argparse from reading -1e-3 as a flag
-        return [given.name, *given.values]
+            argv = [f"{given.name}={given.values[0]}"]  # the = keeps argparse from reading -1e-3 as a flag
+        return vars(self._argparse.parse_args(argv, argparse.Namespace()))
 
 
 class _RaisingParser(argparse.ArgumentParser):
@@ -162,11 +184,12 @@ class _RaisingParser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
-def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> argparse.Action:
+def _add_flag(
+    group: argparse._ArgumentGroup, field: dataclasses.Field[Any], kind: Any, optional: bool
+) -> argparse.Action:
     spec: FlagSpec = field.metadata["flag"]
-    kind, optional = _without_none(hint)
     help_text = spec.help
-    if field.default is not None and field.default is not False:
+    if field.default is not None and field.default is not False and field.default not in ("", ()):
         help_text += f" (default {as_words(field.default)})"
     settings: dict[str, Any] = {"dest": field.name, "help": help_text.replace("%", "%%")}
     if kind is bool:
@@ -181,14 +204,12 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hin
 
 
 def _one_value(kind: Any, optional: bool, metavar: str | None) -> dict[str, Any]:
-    """How argparse reads and shows one value of type `kind`, or the word none if it is optional."""
+    """How argparse reads and shows one value of type `kind`."""
     choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
     convert: Callable[[str], Any] = type(choices[0]) if choices else kind
     allowed = [*map(str, choices), *(["none"] if optional else [])]
 
     def read(text: str) -> Any:
-        if optional and text == "none":
-            return None
         if choices and text not in allowed:
             raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(allowed)}")
         return convert(text)
@@ -202,7 +223,7 @@ def _one_value(kind: Any, optional: bool, metavar: str | None) -> dict[str, Any]
 
 class _StoreTuple(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, None if values == [None] else tuple(values))
+        setattr(namespace, self.dest, tuple(values))
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
@@ -213,6 +234,17 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
     if len(kinds) != 1:
         raise TypeError(f"a flag has one type, possibly | None, not {hint}")
     return kinds[0], True
+
+
+@contextmanager
+def user_errors(program: str) -> Iterator[None]:
+    """Around reading and checking flags: a ValueError becomes `program: error: ...`, one line each, and exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        for line in str(error).splitlines():
+            print(f"{program}: error: {line}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def as_words(value: Any) -> str:

@@ -73,7 +73,7 @@ def _refusal(given: Given, flag: MegatronFlag) -> str | None:
     if flag.verdict == "unsupported":
         return f"{given.name} is a Megatron flag that is not supported: {flag.reason}"
     if not _takes(flag.arity, len(given.values)):
-        return f"{given.name} takes {_count(flag.arity)}, not {len(given.values)}: {' '.join(given.values)}"
+        return f"{given.name} takes {_count(flag.arity)}, not {len(given.values)}"
     wanted = flag.verdict.removeprefix("only=")
     if flag.verdict != wanted and given.values != (wanted,):
         return f"{given.name} {' '.join(given.values)} is not supported, only {wanted}: {flag.reason}"

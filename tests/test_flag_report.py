@@ -1,0 +1,62 @@
+"""The printed forms of all flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazpp.flag_files import expand_flag_files
+from megazpp.flag_report import render_arguments_block, render_flags
+from megazpp.flags import FlagParser, flag, split_into_flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class PumpConfig:
+    """Pump: how water moves."""
+
+    learning_rate: float | None = flag(None, "a number")
+    bf16: bool = flag(False, "a switch", name="--b_f16")
+    name: str = flag("", "a text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipeConfig:
+    """Pipes."""
+
+    data_path: tuple[str, ...] = flag((), "many texts", nargs="*")
+
+
+def test_the_report_shows_names_values_and_origins_aligned() -> None:
+    configs = (PumpConfig(learning_rate=3e-4), PipeConfig(data_path=("a b", "c")))
+    origins = {"learning_rate": "configs/a.args:3", "data_path": "command line"}
+    assert render_flags(configs, origins) == (
+        "# Pump: how water moves.\n"
+        "--learning-rate 0.0003  # configs/a.args:3\n"
+        "--no-b_f16              # default\n"
+        "--name ''               # default\n"
+        "\n"
+        "# Pipes.\n"
+        "--data-path 'a b' c     # command line\n"
+    )
+
+
+def test_the_report_reads_back_as_a_flag_file(tmp_path: Path) -> None:
+    configs = (PumpConfig(learning_rate=1e-05, bf16=True, name="--it's # @x"), PipeConfig(data_path=("0.3", "x y#z")))
+    nothing = (PumpConfig(), PipeConfig())
+    for wanted in (configs, nothing):
+        (tmp_path / "flags.args").write_text(render_flags(wanted, {}))
+        words = expand_flag_files([f"@{tmp_path}/flags.args"], tmp_path)
+        parser = FlagParser([PumpConfig, PipeConfig], program="pump")
+        assert parser.build(parser.parse(list(split_into_flags(words)))[0]) == wanted
+
+
+def test_the_arguments_block_has_megatrons_form() -> None:
+    block = render_arguments_block((PumpConfig(learning_rate=3e-4), PipeConfig()))
+    assert block.splitlines() == [
+        "------------------------ arguments ------------------------",
+        "  bf16 ............................................ False",
+        "  data_path ....................................... ()",
+        "  learning_rate ................................... 0.0003",
+        "  name ............................................ ",
+        "-------------------- end of arguments ---------------------",
+    ]
