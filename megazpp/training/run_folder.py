@@ -7,7 +7,7 @@
 Nothing is lost when a folder is used again: metrics.jsonl grows, and a file that would be replaced by other
 content keeps a numbered name (args.1.json is the oldest). Only rank 0 makes one.
 
-A loss or norm that is not finite is written as NaN or Infinity, which Python's json and pandas read.
+A loss or norm that is not finite is written as NaN or Infinity: not strict JSON, but what Python's json reads back.
 """
 
 from __future__ import annotations
