@@ -39,7 +39,7 @@ def parse_blend(values: Sequence[str], *, flag_name: str) -> Blend:
         ValueError: a weight is not positive, or some datasets have one and others do not.
     """
     numbers = [_as_number(value) for value in values]
-    if len(values) % 2 == 0 and all(number is not None for number in numbers[::2]):
+    if values and len(values) % 2 == 0 and all(number is not None for number in numbers[::2]):
         weights = tuple(number for number in numbers[::2] if number is not None)
         if not all(0 < weight < float("inf") for weight in weights):
             raise ValueError(f"{flag_name} {' '.join(values)}: weights must be positive numbers")

@@ -1,0 +1,124 @@
+"""Whatever several processes ask for at once is built by one of them, and never seen half built."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megazpp.data.cache import build_once, cache_key, default_cache_dir, load_or_save_arrays
+
+# A process that asks for a directory of two files, says in `log` that it builds, and takes its time between the files.
+RACER = """
+import os, signal, sys, time
+from pathlib import Path
+from megazpp.data.cache import build_once
+
+log, target, dies = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "dies"
+
+def build(path):
+    with open(log, "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    path.mkdir()
+    (path / "first").write_text("1")
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.3)
+    (path / "second").write_text("2")
+
+result = build_once(target, build)
+assert sorted(file.name for file in result.iterdir()) == ["first", "second"], list(result.iterdir())
+"""
+
+
+def start(log: Path, target: Path, mode: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", RACER, str(log), str(target), mode])
+
+
+def test_racing_processes_build_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    racers = [start(log, tmp_path / "cache" / "thing", "lives") for _ in range(5)]
+    assert [racer.wait(timeout=60) for racer in racers] == [0] * 5
+    assert len(log.read_text().splitlines()) == 1
+
+
+def test_when_the_builder_is_killed_half_way_another_one_takes_over(tmp_path: Path) -> None:
+    log, target = tmp_path / "log", tmp_path / "cache" / "thing"
+    victim = start(log, target, "dies")
+    while not log.exists():  # it holds the lock from here on
+        assert victim.poll() is None
+        time.sleep(0.01)
+    racers = [start(log, target, "lives") for _ in range(4)]
+    assert victim.wait(timeout=60) == -signal.SIGKILL
+    assert [racer.wait(timeout=60) for racer in racers] == [0] * 4
+    assert len(log.read_text().splitlines()) == 2
+    assert [path.name for path in target.parent.iterdir() if path.name != "thing"] == [".thing.lock"]
+
+
+def test_racing_threads_build_once(tmp_path: Path) -> None:
+    builds: list[Path] = []
+
+    def build(path: Path) -> None:
+        builds.append(path)
+        time.sleep(0.05)
+        path.write_text("done")
+
+    threads = [threading.Thread(target=build_once, args=(tmp_path / "thing", build)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(builds) == 1
+    assert (tmp_path / "thing").read_text() == "done"
+
+
+def test_a_build_that_raises_leaves_nothing_and_can_be_tried_again(tmp_path: Path) -> None:
+    def fail(path: Path) -> None:
+        path.write_text("half")
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        build_once(tmp_path / "thing", fail)
+    assert [path.name for path in tmp_path.iterdir()] == [".thing.lock"]
+    assert build_once(tmp_path / "thing", lambda path: path.write_text("whole") and None).read_text() == "whole"
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--data-cache-path: cannot write .*file/sub/thing"):
+        build_once(tmp_path / "file" / "sub" / "thing", lambda path: None)
+
+
+def test_arrays_come_back_in_order_and_memory_mapped(tmp_path: Path) -> None:
+    arrays = [np.arange(i + 1) for i in range(12)]
+    for _ in range(2):
+        loaded = load_or_save_arrays(tmp_path / "arrays", lambda: arrays)
+        assert [array.tolist() for array in loaded] == [array.tolist() for array in arrays]
+        assert all(isinstance(array, np.memmap) for array in loaded)
+
+
+def test_damaged_cached_arrays_are_named(tmp_path: Path) -> None:
+    load_or_save_arrays(tmp_path / "arrays", lambda: [np.arange(100)])
+    os.truncate(tmp_path / "arrays" / "0.npy", 200)
+    with pytest.raises(ValueError, match=r"arrays is damaged .*delete it"):
+        load_or_save_arrays(tmp_path / "arrays", lambda: [np.arange(100)])
+
+
+def test_keys_depend_on_every_part_and_on_no_order() -> None:
+    assert cache_key(a=1, b="x") == cache_key(b="x", a=1)
+    assert len({cache_key(a=1), cache_key(a=2), cache_key(b=1), cache_key(a="1"), cache_key(a=(1,))}) == 5
+
+
+def test_the_default_directory_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "megazpp"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/ishmael")
+    assert default_cache_dir() == Path("/home/ishmael/.cache/megazpp")

@@ -1,0 +1,181 @@
+"""The vectorised indices are those of the plain loop, and the loop's are Megatron's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megazpp.data.gpt_dataset import GPTDataset, Indices, build_indices, build_sample_index
+
+
+class Lists:
+    """Sequences in memory."""
+
+    def __init__(self, documents: Sequence[Sequence[int]]) -> None:
+        self.documents = [np.array(document, dtype=np.uint16) for document in documents]
+        self.lengths = np.array([len(document) for document in documents], dtype=np.int32)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        return self.documents[index][offset : None if length is None else offset + length]
+
+
+def numbered(lengths: Sequence[int]) -> Lists:
+    """Documents whose ids tell where they are: document d is 100 d, 100 d + 1, ..."""
+    return Lists([[100 * d + i for i in range(length)] for d, length in enumerate(lengths)])
+
+
+def naive_sample_index(lengths: Sequence[int], num_samples: int, seq_length: int) -> list[tuple[int, int]]:
+    """Walk the line of documents id by id and note every seq_length-th."""
+    places = [(d, offset) for d, length in enumerate(lengths) for offset in range(length)]
+    return places[: num_samples * seq_length + 1 : seq_length]
+
+
+def naive_indices(lengths: Sequence[int], num_samples: int, seq_length: int, seed: int) -> Indices:
+    """Megatron's rules in their own words."""
+    generator = np.random.RandomState(seed)
+    per_epoch, epochs = sum(lengths), 1
+    while epochs * per_epoch < num_samples * seq_length + 1:
+        epochs += 1
+    total, before_last = (epochs * per_epoch - 1) // seq_length, ((epochs - 1) * per_epoch - 1) // seq_length
+    separate = epochs > 1 and num_samples - before_last < int(0.8 * ((per_epoch - 1) // seq_length))
+
+    documents: list[int] = []
+    for n in (epochs - 1, 1) if separate else (epochs,):
+        part = np.array(list(range(len(lengths))) * n, dtype=np.int32)
+        generator.shuffle(part)
+        documents += part.tolist()
+    samples = naive_sample_index([lengths[d] for d in documents], total, seq_length)
+    shuffle: list[int] = []
+    for start, stop in ((0, before_last), (before_last, total)) if separate else ((0, total),):
+        order = np.arange(start, stop, dtype=np.uint32)
+        generator.shuffle(order)
+        shuffle += order.tolist()
+    return Indices(np.array(documents), np.array(samples), np.array(shuffle))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(lambda x: sum(x) > 1),
+    seq_length=st.integers(1, 25),
+)
+def test_windows_start_where_a_walk_along_the_documents_puts_them(lengths: list[int], seq_length: int) -> None:
+    num_samples = (sum(lengths) - 1) // seq_length
+    fast = build_sample_index(np.array(lengths, dtype=np.int32), num_samples, seq_length)
+    assert [tuple(row) for row in fast.tolist()] == naive_sample_index(lengths, num_samples, seq_length)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=12),
+    num_samples=st.integers(1, 60),
+    seq_length=st.integers(1, 9),
+    seed=st.integers(0, 5),
+)
+def test_indices_equal_the_naive_ones(lengths: list[int], num_samples: int, seq_length: int, seed: int) -> None:
+    if sum(lengths) < seq_length + 1:
+        lengths = [*lengths, seq_length + 1]
+    array = np.array(lengths, dtype=np.int32)
+    fast = build_indices(array, first=0, num_samples=num_samples, seq_length=seq_length, seed=seed)
+    slow = naive_indices(lengths, num_samples, seq_length, seed)
+    for name in Indices._fields:
+        np.testing.assert_array_equal(getattr(fast, name), getattr(slow, name), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "documents", "samples", "shuffle", "first_tokens"),
+    [
+        (
+            9,  # the second epoch is needed for 3 of its 6 samples: shuffled by itself
+            [0, 3, 2, 1, 4, 2, 1, 0, 4, 3],
+            "00 04 22 26 31 42 46 53 57 62 73 82 86",
+            [4, 5, 3, 2, 1, 0, 7, 8, 9, 11, 10, 6],
+            [[11, 12, 40, 41], [42, 43, 44, 45], [26, 27, 28, 10]],
+        ),
+        (
+            12,  # all of it: both epochs shuffled together
+            [3, 0, 0, 2, 1, 4, 2, 3, 1, 4],
+            "00 13 22 31 35 40 51 55 62 66 80 91 95",
+            [1, 3, 2, 5, 9, 0, 4, 6, 7, 8, 11, 10],
+            [[3, 4, 0, 1], [21, 22, 23, 24], [2, 3, 4, 20]],
+        ),
+    ],
+)
+def test_indices_are_those_megatron_core_0_16_1_built_for_the_same_documents(
+    num_samples: int, documents: list[int], samples: str, shuffle: list[int], first_tokens: list[list[int]]
+) -> None:
+    sequences = Lists([[10 * d + i for i in range(length)] for d, length in enumerate([5, 3, 9, 1, 7])])
+    dataset = GPTDataset(sequences, (0, 5), num_samples=num_samples, seq_length=4, seed=7, name="golden")
+    assert dataset.indices.documents.tolist() == documents
+    assert dataset.indices.samples.tolist() == [[int(digit) for digit in pair] for pair in samples.split()]
+    assert dataset.indices.shuffle.tolist() == shuffle
+    assert [dataset[i][:-1].tolist() for i in range(3)] == first_tokens
+
+
+def test_samples_are_the_windows_of_the_documents_in_their_order() -> None:
+    lengths = [5, 0, 3, 9, 1, 7]
+    dataset = GPTDataset(numbered(lengths), (0, 6), num_samples=17, seq_length=4, seed=3, name="x")
+    order = dataset.indices.documents.tolist()
+    line = list(itertools.chain.from_iterable([100 * d + i for i in range(lengths[d])] for d in order))
+    for i in range(len(dataset)):
+        start = 4 * int(dataset.indices.shuffle[i])
+        assert dataset[i].tolist() == line[start : start + 5]
+        assert dataset[i].dtype == np.int64
+
+
+def test_one_epoch_serves_every_token_as_an_input_once_but_for_the_rest() -> None:
+    dataset = GPTDataset(numbered([30, 41, 57]), (0, 3), num_samples=None, seq_length=8, seed=0, name="x")
+    inputs = np.concatenate([dataset[i][:-1] for i in range(len(dataset))])
+    assert len(dataset) == (128 - 1) // 8
+    assert len(set(inputs.tolist())) == len(inputs) == 120
+
+
+def test_the_last_epoch_comes_last_when_it_is_hardly_needed() -> None:
+    dataset = GPTDataset(numbered([40, 60]), (0, 2), num_samples=26, seq_length=4, seed=0, name="x")
+    first_epoch = np.concatenate([dataset[i][:-1] for i in range(24)])
+    assert len(set(first_epoch.tolist())) == len(first_epoch)  # nothing twice in the first 24 samples
+
+
+def test_a_range_uses_its_own_documents_only() -> None:
+    dataset = GPTDataset(numbered([9, 9, 9, 9]), (1, 3), num_samples=10, seq_length=4, seed=0, name="x")
+    documents = {int(token) // 100 for i in range(len(dataset)) for token in dataset[i]}
+    assert documents == {1, 2}
+    assert dataset.token_counts(300).sum() == dataset.token_counts(300)[100:].sum() == 18
+
+
+def test_cached_indices_are_the_same_and_are_not_built_again(tmp_path: Path) -> None:
+    def make(path: Path | None) -> GPTDataset:
+        return GPTDataset(numbered([50, 60]), (0, 2), num_samples=40, seq_length=4, seed=0, name="x", cache_path=path)
+
+    plain, first = make(None), make(tmp_path / "indices")
+    written = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "indices").iterdir()}
+    second = make(tmp_path / "indices")
+    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "indices").iterdir()} == written
+    for i in range(len(plain)):
+        assert plain[i].tolist() == first[i].tolist() == second[i].tolist()
+
+
+def test_too_few_tokens_for_one_sample_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"x has 8 tokens, too few for one sample of --seq-length 8 \+ 1"):
+        GPTDataset(numbered([5, 3]), (0, 2), num_samples=1, seq_length=8, seed=0, name="x")
+    GPTDataset(numbered([5, 4]), (0, 2), num_samples=1, seq_length=8, seed=0, name="x")
+
+
+def test_ids_outside_the_vocabulary_are_refused_with_the_sample() -> None:
+    dataset = GPTDataset(numbered([9]), (0, 1), num_samples=1, seq_length=8, seed=0, name="x", vocab_size=8)
+    with pytest.raises(ValueError, match="x: sample 0 holds the token id 8, outside the tokenizer's vocabulary of 8"):
+        dataset[0]
+    with pytest.raises(ValueError, match="token id 8"):
+        dataset.token_counts(8)
+
+
+def test_samples_that_are_not_there_are_refused() -> None:
+    dataset = GPTDataset(numbered([9]), (0, 1), num_samples=1, seq_length=4, seed=0, name="x")
+    for index in (-1, 2):
+        with pytest.raises(IndexError, match=f"sample {index} of 2"):
+            dataset[index]

