@@ -30,9 +30,7 @@ class EvalConfig:
 
 
 @torch.no_grad()
-def evaluate(
-    model: GPTModel, sharding: Sharding, batches: Iterable[Sequence[MicroBatch]], dims: ParallelDims
-) -> float:
+def evaluate(model: GPTModel, sharding: Sharding, batches: Iterable[Sequence[MicroBatch]], dims: ParallelDims) -> float:
     """Mean loss in nats per token over `batches`, each this rank's micro-batches of a global batch.
 
     The same number on all ranks. The model is back in training mode afterwards, and the next training step reads
@@ -51,8 +49,3 @@ def evaluate(
     model.train()
     loss, tokens = dims.sum_over_data_(totals).tolist()
     return loss / tokens if tokens else math.nan
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), with Megatron's bound against overflow."""
-    return math.exp(min(20.0, loss))
