@@ -1,0 +1,249 @@
+"""All configs of a run together: read from the command line, then checked against each other and the machine.
+
+Every check happens here, before any process group, file or tensor is made; each error names the flags and their
+values. What concerns one config alone is checked by its owner; this file calls the owners and adds what lies
+between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megazpp.data.dataset import DataConfig
+from megazpp.data.tokenizer import TokenizerConfig
+from megazpp.flag_files import expand_flag_files
+from megazpp.flag_report import render_flags
+from megazpp.flags import FlagParser, flag, split_into_flags
+from megazpp.inference.sample import SampleConfig
+from megazpp.megatron_flags import read_megatron_flags, sift_flags
+from megazpp.model.config import GPTConfig, check_gpt_config
+from megazpp.optim.loss_scale import LossScaleConfig, check_loss_scale
+from megazpp.optim.optimizer import OptimizerConfig, check_optimizer
+from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
+from megazpp.parallel.dims import ParallelConfig, plan_dims
+from megazpp.parallel.launch import LaunchConfig
+from megazpp.topology.cluster import Cluster, ClusterConfig
+from megazpp.topology.layout import Layout
+from megazpp.training.batches import BatchConfig, BatchPlan, plan_batches
+from megazpp.training.evaluate import EvalConfig
+from megazpp.training.loop import LoopConfig
+from megazpp.training.tracking import TrackingConfig
+from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.sharding import ZeroConfig
+
+DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One config of each kind; each belongs to the file that defines its class."""
+
+    model: GPTConfig
+    batches: BatchConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    precision: PrecisionConfig
+    loss_scale: LossScaleConfig
+    parallel: ParallelConfig
+    zero: ZeroConfig
+    cluster: ClusterConfig
+    launch: LaunchConfig
+    loop: LoopConfig
+    evaluation: EvalConfig
+    tracking: TrackingConfig
+    sample: SampleConfig
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The configs in order."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowConfig:
+    """Show something and stop"""
+
+    print_config: bool = flag(False, "print every flag, its value and where that came from, and stop")
+
+
+class ParsedRun(NamedTuple):
+    """A command line that was understood.
+
+    Attributes:
+        config: the values.
+        origins: field name -> "command line" or "file:line", for the fields that are not at their default.
+        notices: one line for each flag that was accepted and ignored.
+        name: of the last flag file on the command line, without folder and suffix; "run" if there is none.
+        print_config: whether to print `report()` instead of training.
+    """
+
+    config: RunConfig
+    origins: dict[str, str]
+    notices: tuple[str, ...]
+    name: str
+    print_config: bool
+
+    def report(self) -> str:
+        """Every flag with its value and origin; can be read back as a flag file."""
+        return render_flags(self.config.parts, self.origins)
+
+
+def parse_run_config(argv: Sequence[str], script_dir: Path, *, program: str = "pretrain_gpt.py") -> ParsedRun:
+    """Read the command line (without the program's name) and the flag files it names.
+
+    Without a flag file and without --num-layers it begins with configs/gpt_tiny.args.
+
+    Args:
+        script_dir: where flag files are looked for if they are not in the working directory.
+    Raises:
+        ValueError: one line per problem, each with the place where the flag was written.
+        SystemExit: after --help.
+    """
+    if not any(text.startswith(("@", "--num-layers")) for text in argv):
+        argv = [DEFAULT_FLAG_FILE, *argv]
+    classes = typing.get_type_hints(RunConfig)
+    parser = FlagParser([*classes.values(), ShowConfig], program=program, description=_DESCRIPTION)
+    given = list(split_into_flags(expand_flag_files(argv, script_dir)))
+    sifted = sift_flags(given, parser.spellings, read_megatron_flags())
+    values, origins = parser.parse(sifted.flags)
+    *configs, show = parser.build(values)
+    files = [text[1:] for text in argv if text.startswith("@")]
+    return ParsedRun(
+        config=RunConfig(**dict(zip(classes, configs, strict=True))),
+        origins=origins,
+        notices=sifted.notices,
+        name=Path(files[-1]).stem if files else "run",
+        print_config=show.print_config,
+    )
+
+
+_DESCRIPTION = (
+    "Train a GPT. @file stands for the flags that the file holds, one or more to a line; what comes later wins. "
+    "Without flags: " + DEFAULT_FLAG_FILE
+)
+
+
+class RunPlan(NamedTuple):
+    """What follows from a config and a cluster before anything is made; `notices` are lines to show the user."""
+
+    layout: Layout
+    batches: BatchPlan
+    schedule: Schedule
+    notices: tuple[str, ...]
+
+
+def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -> RunPlan:
+    """Check everything that can be checked before a process group exists, and return what the checks worked out.
+
+    Args:
+        cluster: the nodes and ranks that the job has or will have.
+        device_type: "cuda" or "cpu".
+    Raises:
+        ValueError: names the flags and their values.
+    """
+    _check_required(config)
+    _check_least_values(config)
+    layout = _check_parallel(config, cluster)
+    tp_size, seq_length = layout.tp, config.data.seq_length
+    assert seq_length is not None
+    _check_model(config.model, tp_size, seq_length)
+    notices = _check_sequence_parallel(config.parallel.sequence_parallel, tp_size, seq_length)
+    _check_data(config.data)
+    check_optimizer(config.optimizer, device_type)
+    check_loss_scale(config.loss_scale)
+    batches = plan_batches(config.batches, data_parallel_size=layout.data)
+    schedule = build_schedule(
+        config.schedule,
+        weight_decay=config.optimizer.weight_decay,
+        train_iters=config.batches.train_iters,
+        train_samples=config.batches.train_samples,
+        global_batch_size=batches.global_batch_size,
+    )
+    return RunPlan(layout, batches, schedule, notices)
+
+
+def _check_required(config: RunConfig) -> None:
+    model, data, batches = config.model, config.data, config.batches
+    learned = model.positions == "learned_absolute"
+    needed = {
+        "--num-layers": model.num_layers,
+        "--hidden-size": model.hidden_size,
+        "--num-attention-heads": model.num_attention_heads,
+        "--max-position-embeddings": model.max_position_embeddings if learned else 1,
+        "--seq-length": data.seq_length,
+        "--micro-batch-size": batches.micro_batch_size,
+        "--lr": config.schedule.lr,
+        "--train-iters (or --train-samples)": batches.train_iters or batches.train_samples,
+        "--data-path (or --text-path, or --mock-data)": _data_sources(data) or None,
+    }
+    missing = [name for name, value in needed.items() if value is None]
+    if missing:
+        raise ValueError(f"required flags are missing: {', '.join(missing)}")
+
+
+def _data_sources(data: DataConfig) -> list[str]:
+    """The ways in which data is given, as flags."""
+    by_split = any((data.train_data_path, data.valid_data_path, data.test_data_path))
+    given = {
+        "--data-path": data.data_path,
+        "--text-path": data.text_path,
+        "--train-data-path (or --valid-, --test-)": by_split,
+        "--mock-data": data.mock_data,
+    }
+    return [name for name, value in given.items() if value]
+
+
+def _check_data(data: DataConfig) -> None:
+    sources = _data_sources(data)
+    if len(sources) > 1:
+        raise ValueError(f"{' and '.join(sources)}: give only one source of data")
+    if data.dataloader_type not in (None, "single"):
+        raise ValueError(f"--dataloader-type {data.dataloader_type} is not supported, only single")
+
+
+def _check_least_values(config: RunConfig) -> None:
+    """Numbers that only make sense from some value on and that no owner checks."""
+    for name, value, least in (
+        ("--seq-length", config.data.seq_length, 1),
+        ("--num-workers", config.data.num_workers, 0),
+        ("--vocab-size", config.tokenizer.vocab_size, 1),
+        ("--log-interval", config.tracking.log_interval, 1),
+        ("--tensorboard-log-interval", config.tracking.tensorboard_log_interval, 1),
+        ("--distributed-timeout-minutes", config.launch.distributed_timeout_minutes, 1),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"{name} {value} is less than {least}")
+
+
+def _check_parallel(config: RunConfig, cluster: Cluster) -> Layout:
+    if config.parallel.hsdp and cluster.num_nodes == 1:
+        raise ValueError("--hsdp makes one copy of the model per node, and there is only one node")
+    if config.zero.use_distributed_optimizer and config.zero.stage == 0:
+        raise ValueError("--use-distributed-optimizer shards the moments, --zero-stage 0 shards nothing")
+    return plan_dims(config.parallel, cluster, zero_stage=config.zero.stage)
+
+
+def _check_model(model: GPTConfig, tp_size: int, seq_length: int) -> None:
+    if model.num_query_groups != 1 and not model.group_query_attention:
+        raise ValueError(f"--num-query-groups {model.num_query_groups} needs --group-query-attention")
+    check_gpt_config(model, tp_size=tp_size, seq_length=seq_length)
+
+
+def _check_sequence_parallel(asked: bool, tp_size: int, seq_length: int) -> tuple[str, ...]:
+    if not asked:
+        return ()
+    if tp_size == 1:
+        return ("--sequence-parallel is ignored: --tensor-model-parallel-size is 1",)
+    if seq_length % tp_size:
+        raise ValueError(
+            f"--seq-length {seq_length} is not divisible by --tensor-model-parallel-size {tp_size}, "
+            "which --sequence-parallel needs"
+        )
+    return ()

@@ -1,0 +1,254 @@
+"""All flags of a run together: parsed, compared with Megatron's, and checked against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazpp.arguments import ParsedRun, RunConfig, RunPlan, check_run_config, parse_run_config
+from megazpp.flags import FlagParser, FlagSpec, flag_name
+from megazpp.megatron_flags import read_megatron_flags
+from megazpp.topology.cluster import Cluster
+
+ROOT = Path(__file__).parent.parent
+CLASSES = tuple(typing.get_type_hints(RunConfig).values())
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"
+)
+
+# where our default is not Megatron's: {flag: why}
+OTHER_DEFAULTS = {
+    "--distributed-backend": "nccl needs GPUs; without the flag the device decides",
+    "--data-path": "an empty list instead of None",
+    "--train-data-path": "an empty list instead of None",
+    "--valid-data-path": "an empty list instead of None",
+    "--test-data-path": "an empty list instead of None",
+    "--local-rank": "None instead of the environment's",
+    "--zero-stage": "Megatron-DeepSpeed's; None leaves it to --use-distributed-optimizer",
+}
+
+
+def parse(text: str) -> ParsedRun:
+    return parse_run_config(shlex.split(text), ROOT)
+
+
+def check(text: str, *, nodes: int = 1, ranks_per_node: int = 1) -> RunPlan:
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=ranks_per_node)
+    return check_run_config(parse(f"{SMALL} {text}").config, cluster, device_type="cpu")
+
+
+def defaults_by_flag() -> dict[str, Any]:
+    """Every supported spelling -> the default of its field."""
+    found: dict[str, Any] = {}
+    for config in CLASSES:
+        for field in dataclasses.fields(config):
+            spec: FlagSpec = field.metadata["flag"]
+            found |= dict.fromkeys((flag_name(field), *spec.aliases), field.default)
+    return found
+
+
+def megatron_defaults() -> dict[str, str]:
+    text = (ROOT / "tests" / "helpers" / "megatron_defaults.txt").read_text(encoding="utf-8")
+    rows = [line.split(maxsplit=1) for line in text.splitlines() if line.startswith("--")]
+    return {name: default.strip() for name, default in rows}
+
+
+# ---- names and defaults -----------------------------------------------------------------------------------------
+
+
+def test_every_field_is_a_flag_with_a_sentence_of_help_and_every_config_has_a_title() -> None:
+    for config in CLASSES:
+        assert config.__doc__
+        for field in dataclasses.fields(config):
+            assert len(field.metadata["flag"].help) > 4, field.name
+
+
+def test_no_flag_is_both_ours_and_in_the_table_of_megatrons_others() -> None:
+    ours = FlagParser(CLASSES, program="x").spellings
+    assert not ours & read_megatron_flags().keys()
+
+
+def test_megatrons_most_used_flags_are_all_known() -> None:
+    known = FlagParser(CLASSES, program="x").spellings | read_megatron_flags().keys()
+    names = megatron_defaults()
+    assert len(names) == 195
+    assert not names.keys() - known
+
+
+def test_our_defaults_are_megatrons() -> None:
+    ours = defaults_by_flag()
+    compared = 0
+    for name, megatron in megatron_defaults().items():
+        if name.startswith("--no-") and name.replace("--no-", "--", 1) in ours:
+            assert megatron == "flag(off)"
+            assert ours[name.replace("--no-", "--", 1)] is True
+        elif name in ours and name not in OTHER_DEFAULTS:
+            compared += 1
+            assert same_default(ours[name], megatron), (name, ours[name], megatron)
+    assert compared > 90
+
+
+def same_default(ours: Any, megatron: str) -> bool:
+    if isinstance(ours, bool):
+        return megatron in ("flag", "flag(off)") and not ours
+    if isinstance(ours, float):
+        return ours == (2**32 if megatron == "2 ** 32" else float(megatron))
+    return megatron == str(ours) or (ours == "" and megatron == "None")
+
+
+# ---- parsing ----------------------------------------------------------------------------------------------------
+
+
+def test_values_and_origins_come_from_the_last_place_that_gives_them() -> None:
+    parsed = parse("@configs/gpt_125m.args --lr 1e-4")
+    assert parsed.config.schedule.lr == 1e-4
+    assert parsed.origins["lr"] == "command line"
+    assert parsed.config.model.num_layers == 12
+    assert parsed.origins["num_layers"].endswith("configs/gpt_125m.args:4")
+    assert parsed.config.data.seq_length == 2048
+    assert "configs/common/gpt3.args:" in parsed.origins["seq_length"]
+    assert "adam_eps" in parsed.origins
+    assert "sgd_momentum" not in parsed.origins
+    assert parsed.name == "gpt_125m"
+
+
+def test_without_flag_file_and_model_the_tiny_config_comes_first() -> None:
+    parsed = parse("--train-iters 7")
+    assert parsed.config.batches.train_iters == 7
+    assert parsed.config.model.num_layers == 4
+    assert parsed.name == "gpt_tiny"
+    assert parse(SMALL).name == "run"
+    assert parse(SMALL).config.data.text_path == ()
+
+
+def test_print_config_is_told_apart_and_the_report_repeats_the_run(tmp_path: Path) -> None:
+    parsed = parse("@configs/llama_8b.args --print-config --data-path 0.3 a 0.7 'b c' --no-bf16")
+    assert parsed.print_config
+    (tmp_path / "flags.args").write_text(parsed.report())
+    again = parse(f"@{tmp_path}/flags.args")
+    assert not again.print_config
+    assert again.config == parsed.config
+    line = next(line for line in parsed.report().splitlines() if line.startswith("--data-path"))
+    assert line.split() == shlex.split("--data-path 0.3 a 0.7 \"'b\" \"c'\" '#' command line")
+
+
+def test_ignored_flags_give_notices_and_refused_flags_an_error() -> None:
+    parsed = parse(f"{SMALL} --DDP-impl local --no-bias-gelu-fusion")
+    assert [notice.split()[2] for notice in parsed.notices] == ["--DDP-impl", "--no-bias-gelu-fusion"]
+    with pytest.raises(ValueError, match=r"^command line: --save is a Megatron flag that is not supported"):
+        parse(f"{SMALL} --save here")
+    with pytest.raises(ValueError, match="did you mean --num-layers"):
+        parse(f"{SMALL} --numlayers 3")
+
+
+def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = capsys.readouterr().out
+    for name in defaults_by_flag():
+        assert name in text
+
+
+# ---- checks -----------------------------------------------------------------------------------------------------
+
+
+def test_all_missing_flags_are_named_at_once() -> None:
+    with pytest.raises(ValueError, match="required flags are missing") as caught:
+        check_run_config(parse("--num-layers 2").config, Cluster(num_nodes=1, ranks_per_node=1), device_type="cpu")
+    for name in ("hidden-size", "num-attention-heads", "max-position-embeddings", "seq-length", "micro-batch-size"):
+        assert f"--{name}" in str(caught.value)
+    for name in ("--lr", "--train-iters", "--data-path"):
+        assert name in str(caught.value)
+    assert "--num-layers" not in str(caught.value)
+
+
+def test_a_run_that_fits_gives_its_layout_batches_and_schedule() -> None:
+    plan = check(
+        "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 32 --lr-warmup-iters 3 --hsdp",
+        nodes=2,
+        ranks_per_node=4,
+    )
+    assert (plan.layout.tp, plan.layout.shard, plan.layout.replicate, plan.layout.data) == (2, 2, 2, 4)
+    assert plan.batches.num_micro_batches_at(0) == 4
+    assert plan.schedule.learning_rate(3 * 32) == 1e-3
+    assert plan.notices == ()
+
+
+def test_sequence_parallel_without_tensor_parallel_is_a_notice() -> None:
+    assert check("--sequence-parallel").notices == (
+        "--sequence-parallel is ignored: --tensor-model-parallel-size is 1",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        (
+            "--tensor-model-parallel-size 2 --num-attention-heads 7 --kv-channels 8",
+            2,
+            "--num-attention-heads 7 is not divisible by --tensor-model-parallel-size 2",
+        ),
+        (
+            "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2",
+            4,
+            "--num-query-groups 2 is not divisible by --tensor-model-parallel-size 4",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --ffn-hidden-size 101",
+            2,
+            "--ffn-hidden-size 101 is not divisible by --tensor-model-parallel-size 2",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 63",
+            2,
+            "--seq-length 63 is not divisible by --tensor-model-parallel-size 2, which --sequence-parallel needs",
+        ),
+        ("--num-query-groups 2", 1, "--num-query-groups 2 needs --group-query-attention"),
+        ("--seq-length 65", 1, "--seq-length 65 is longer than --max-position-embeddings 64"),
+        ("--hidden-dropout 1.0", 1, "--hidden-dropout 1.0 is not in [0, 1)"),
+        ("--recompute-method uniform", 1, "need --recompute-granularity full"),
+        ("--tensor-model-parallel-size 3", 4, "--tensor-model-parallel-size 3 does not divide the 4 ranks"),
+        ("--pipeline-model-parallel-size 2", 2, "--pipeline-model-parallel-size 2 is not supported"),
+        ("--context-parallel-size 2", 2, "--context-parallel-size 2 is not supported"),
+        ("--num-distributed-optimizer-instances 3", 4, "--num-distributed-optimizer-instances 3 does not divide"),
+        ("--hsdp", 4, "--hsdp makes one copy of the model per node, and there is only one node"),
+        ("--zero-stage 0 --use-distributed-optimizer", 2, "--use-distributed-optimizer"),
+        ("--global-batch-size 6", 2, "--global-batch-size 6 is not divisible by --micro-batch-size 2"),
+        ("--train-samples 80", 1, "--train-iters 10 and --train-samples 80: give only one"),
+        ("--rampup-batch-size 2 2 8", 1, "--rampup-batch-size 2 2 8 needs --train-samples"),
+        ("--lr-warmup-samples 5", 1, "--lr-warmup-samples 5 cannot be mixed with --train-iters 10"),
+        ("--lr-warmup-iters 10", 1, "--lr-warmup-iters 10: the warm-up must be shorter"),
+        ("--min-lr 1", 1, "--min-lr 1.0 is above --lr 0.001"),
+        ("--lr-decay-style WSD", 1, "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+        ("--start-weight-decay 0.1", 1, "--start-weight-decay 0.1 needs --weight-decay-incr-style"),
+        ("--data-path a", 1, "--data-path and --mock-data: give only one source of data"),
+        ("--dataloader-type cyclic", 1, "--dataloader-type cyclic is not supported"),
+        ("--log-interval 0", 1, "--log-interval 0 is less than 1"),
+        ("--optimizer-backend apex", 1, "--optimizer-backend apex"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_the_names_and_values_of_the_flags(
+    flags: str, ranks: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match="--") as caught:
+        check(flags, ranks_per_node=ranks)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--fp16 --bf16", "--fp16 and --bf16 exclude each other"),
+        ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 needs --bf16"),
+        ("--eval-iters -1", "--eval-iters -1 is negative"),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_refused_when_it_is_read(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(f"{SMALL} {flags}")

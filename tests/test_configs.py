@@ -1,0 +1,92 @@
+"""Every shipped flag file parses, passes all checks and describes the model it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from megazpp.arguments import ParsedRun, check_run_config, parse_run_config
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis
+from megazpp.topology.cluster import Cluster
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.args"))
+
+
+class Expected(NamedTuple):
+    """`params` as published (ours for gpt_tiny); tensor-parallel size and the GPUs of a cluster it is meant for."""
+
+    params: float
+    tp: int
+    nodes: int
+    ranks_per_node: int
+
+
+EXPECTED = {
+    "gpt_tiny": Expected(1.08e6, 1, 1, 4),
+    "gpt_125m": Expected(125e6, 1, 1, 8),
+    "gpt_350m": Expected(350e6, 1, 2, 8),
+    "gpt_1b3": Expected(1.3e9, 1, 2, 8),
+    "gpt_6b7": Expected(6.7e9, 4, 4, 8),
+    "gpt_13b": Expected(13.0e9, 8, 8, 8),
+    "gpt_18b": Expected(18.4e9, 8, 16, 8),
+    "llama_1b": Expected(1.236e9, 1, 2, 8),
+    "llama_8b": Expected(8.03e9, 1, 8, 8),
+}
+
+
+def read(name: str) -> ParsedRun:
+    data = [] if name == "gpt_tiny" else ["--mock-data"]
+    return parse_run_config([f"@configs/{name}.args", *data], ROOT)
+
+
+def test_the_list_above_is_the_folder() -> None:
+    assert sorted(EXPECTED) == CONFIGS
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_passes_every_check_on_a_cluster_it_is_meant_for(name: str) -> None:
+    parsed, expected = read(name), EXPECTED[name]
+    cluster = Cluster(num_nodes=expected.nodes, ranks_per_node=expected.ranks_per_node)
+    plan = check_run_config(parsed.config, cluster, device_type="cpu")
+    assert parsed.notices == plan.notices == ()
+    assert plan.layout.tp == expected.tp
+    assert plan.schedule.learning_rate(plan.batches.total_samples) == pytest.approx(parsed.config.schedule.min_lr)
+
+
+def dry_build(name: str, tp: MeshAxis) -> int:
+    """Parameters of the model that the config describes, on one rank of `tp`; nothing is allocated."""
+    config = read(name).config
+    assert config.tokenizer.vocab_size is not None
+    with torch.device("meta"):
+        model = GPTModel(
+            config.model,
+            vocab_size=config.tokenizer.vocab_size,
+            tp=tp,
+            sequence_parallel=config.parallel.sequence_parallel,
+        )
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_gives_a_model_of_the_published_size(name: str) -> None:
+    assert dry_build(name, MeshAxis("tp")) == pytest.approx(EXPECTED[name].params, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if EXPECTED[name].tp > 1])
+def test_a_tensor_parallel_rank_holds_its_share_of_the_model(name: str) -> None:
+    size = EXPECTED[name].tp
+    rank = MeshAxis("tp", ranks=tuple(range(size)), group=Mock())  # building does not communicate
+    share, whole = dry_build(name, rank), dry_build(name, MeshAxis("tp"))
+    assert whole <= share * size < 1.02 * whole  # norms, positions and some biases are on every rank
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_begins_by_saying_where_its_shape_comes_from(name: str) -> None:
+    assert (ROOT / "configs" / f"{name}.args").read_text(encoding="utf-8").startswith("# ")
