@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazpp.data.dataset import DataConfig
+from megazpp.data.dataset import DataConfig, check_data
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.flag_files import expand_flag_files
 from megazpp.flag_report import render_flags
@@ -32,7 +32,7 @@ from megazpp.topology.layout import Layout
 from megazpp.training.batches import BatchConfig, BatchPlan, plan_batches
 from megazpp.training.evaluate import EvalConfig
 from megazpp.training.loop import LoopConfig
-from megazpp.training.tracking import TrackingConfig
+from megazpp.training.tracking import TrackingConfig, check_tracking
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import ZeroConfig
 
@@ -149,13 +149,15 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
         ValueError: names the flags and their values.
     """
     _check_required(config)
-    _check_least_values(config)
+    _check_positive("--vocab-size", config.tokenizer.vocab_size)
+    _check_positive("--distributed-timeout-minutes", config.launch.distributed_timeout_minutes)
+    check_data(config.data)
+    check_tracking(config.tracking)
     layout = _check_parallel(config, cluster)
     tp_size, seq_length = layout.tp, config.data.seq_length
     assert seq_length is not None
     _check_model(config.model, tp_size, seq_length)
     notices = _check_sequence_parallel(config.parallel.sequence_parallel, tp_size, seq_length)
-    _check_data(config.data)
     check_optimizer(config.optimizer, device_type)
     check_loss_scale(config.loss_scale)
     batches = plan_batches(config.batches, data_parallel_size=layout.data)
@@ -180,46 +182,24 @@ def _check_required(config: RunConfig) -> None:
         "--seq-length": data.seq_length,
         "--micro-batch-size": batches.micro_batch_size,
         "--lr": config.schedule.lr,
-        "--train-iters (or --train-samples)": batches.train_iters or batches.train_samples,
-        "--data-path (or --text-path, or --mock-data)": _data_sources(data) or None,
+        "--train-iters (or --train-samples)": (
+            batches.train_samples if batches.train_iters is None else batches.train_iters
+        ),
+        "--data-path (or --text-path, or --mock-data)": _has_data(data) or None,
     }
     missing = [name for name, value in needed.items() if value is None]
     if missing:
         raise ValueError(f"required flags are missing: {', '.join(missing)}")
 
 
-def _data_sources(data: DataConfig) -> list[str]:
-    """The ways in which data is given, as flags."""
-    by_split = any((data.train_data_path, data.valid_data_path, data.test_data_path))
-    given = {
-        "--data-path": data.data_path,
-        "--text-path": data.text_path,
-        "--train-data-path (or --valid-, --test-)": by_split,
-        "--mock-data": data.mock_data,
-    }
-    return [name for name, value in given.items() if value]
+def _has_data(data: DataConfig) -> bool:
+    paths = (data.data_path, data.text_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    return data.mock_data or any(paths)
 
 
-def _check_data(data: DataConfig) -> None:
-    sources = _data_sources(data)
-    if len(sources) > 1:
-        raise ValueError(f"{' and '.join(sources)}: give only one source of data")
-    if data.dataloader_type not in (None, "single"):
-        raise ValueError(f"--dataloader-type {data.dataloader_type} is not supported, only single")
-
-
-def _check_least_values(config: RunConfig) -> None:
-    """Numbers that only make sense from some value on and that no owner checks."""
-    for name, value, least in (
-        ("--seq-length", config.data.seq_length, 1),
-        ("--num-workers", config.data.num_workers, 0),
-        ("--vocab-size", config.tokenizer.vocab_size, 1),
-        ("--log-interval", config.tracking.log_interval, 1),
-        ("--tensorboard-log-interval", config.tracking.tensorboard_log_interval, 1),
-        ("--distributed-timeout-minutes", config.launch.distributed_timeout_minutes, 1),
-    ):
-        if value is not None and value < least:
-            raise ValueError(f"{name} {value} is less than {least}")
+def _check_positive(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"{name} {value} is not positive")
 
 
 def _check_parallel(config: RunConfig, cluster: Cluster) -> Layout:

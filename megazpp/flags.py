@@ -93,7 +93,7 @@ def split_into_flags(words: Sequence[Word]) -> Iterator[Given]:
 
 
 def _is_flag(text: str) -> bool:
-    return re.match(r"--?[A-Za-z]", text) is not None and text != "-inf"
+    return text == "-h" or re.match(r"--[A-Za-z]", text) is not None
 
 
 class FlagParser:

@@ -138,6 +138,35 @@ def test_print_config_is_told_apart_and_the_report_repeats_the_run(tmp_path: Pat
     assert line.split() == shlex.split("--data-path 0.3 a 0.7 \"'b\" \"c'\" '#' command line")
 
 
+def test_the_flags_of_a_megatron_script_can_be_pasted_into_a_flag_file(tmp_path: Path) -> None:
+    (tmp_path / "pasted.args").write_text(
+        """
+        --tensor-model-parallel-size 2 \\
+        --pipeline-model-parallel-size 1 \\
+        --sequence-parallel \\
+        --use-distributed-optimizer \\
+        --overlap-grad-reduce \\
+        --num-layers 24 --hidden-size 1024 --num-attention-heads 16 \\
+        --seq-length 1024 --max-position-embeddings 1024 \\
+        --micro-batch-size 8 --global-batch-size 64 --rampup-batch-size 32 32 1000 \\
+        --lr 0.00015 --train-samples 500000 --lr-decay-samples 320000 --lr-decay-style cosine \\
+        --min-lr 1.0e-5 --weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 \\
+        --DDP-impl local --no-query-key-layer-scaling --no-masked-softmax-fusion \\
+        --transformer-impl transformer_engine --use-mcore-models --attention-backend auto \\
+        --fp16 --loss-scale-window 500 --init-method-std 0.006 \\
+        --data-path 0.5 my-gpt2_text_document 0.5 "other corpus" \\
+        --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --tokenizer-type GPT2BPETokenizer \\
+        --data-impl mmap --split 949,50,1 \\
+        --log-interval 100 --eval-interval 1000 --eval-iters 10 --distributed-backend gloo
+        """
+    )
+    parsed = parse(f"@{tmp_path}/pasted.args")
+    plan = check_run_config(parsed.config, Cluster(num_nodes=1, ranks_per_node=8), device_type="cpu")
+    assert (plan.layout.tp, plan.layout.data, parsed.config.zero.stage) == (2, 4, 1)
+    assert parsed.config.data.data_path == ("0.5", "my-gpt2_text_document", "0.5", "other corpus")
+    assert len(parsed.notices) == 8
+
+
 def test_ignored_flags_give_notices_and_refused_flags_an_error() -> None:
     parsed = parse(f"{SMALL} --DDP-impl local --no-bias-gelu-fusion")
     assert [notice.split()[2] for notice in parsed.notices] == ["--DDP-impl", "--no-bias-gelu-fusion"]
@@ -220,6 +249,7 @@ def test_sequence_parallel_without_tensor_parallel_is_a_notice() -> None:
         ("--hsdp", 4, "--hsdp makes one copy of the model per node, and there is only one node"),
         ("--zero-stage 0 --use-distributed-optimizer", 2, "--use-distributed-optimizer"),
         ("--global-batch-size 6", 2, "--global-batch-size 6 is not divisible by --micro-batch-size 2"),
+        ("--train-iters 0", 1, "--train-iters 0 is not positive"),
         ("--train-samples 80", 1, "--train-iters 10 and --train-samples 80: give only one"),
         ("--rampup-batch-size 2 2 8", 1, "--rampup-batch-size 2 2 8 needs --train-samples"),
         ("--lr-warmup-samples 5", 1, "--lr-warmup-samples 5 cannot be mixed with --train-iters 10"),
@@ -227,9 +257,12 @@ def test_sequence_parallel_without_tensor_parallel_is_a_notice() -> None:
         ("--min-lr 1", 1, "--min-lr 1.0 is above --lr 0.001"),
         ("--lr-decay-style WSD", 1, "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
         ("--start-weight-decay 0.1", 1, "--start-weight-decay 0.1 needs --weight-decay-incr-style"),
-        ("--data-path a", 1, "--data-path and --mock-data: give only one source of data"),
+        ("--data-path a", 1, "--data-path and --mock-data are given"),
         ("--dataloader-type cyclic", 1, "--dataloader-type cyclic is not supported"),
-        ("--log-interval 0", 1, "--log-interval 0 is less than 1"),
+        ("--log-interval 0", 1, "--log-interval 0 is not positive"),
+        ("--vocab-size 0", 1, "--vocab-size 0 is not positive"),
+        ("--adam-beta2 1.0", 1, "--adam-beta2 1.0 is not in [0, 1)"),
+        ("--loss-scale -1", 1, "--loss-scale -1"),
         ("--optimizer-backend apex", 1, "--optimizer-backend apex"),
     ],
 )

@@ -64,6 +64,8 @@ def test_no_flags_give_the_defaults() -> None:
         (["--label", "a = b"], "label", "a = b"),
         (["--label=a=b"], "label", "a=b"),
         (["--label", ""], "label", ""),
+        (["--label", "-x y"], "label", "-x y"),
+        (["--label=--x"], "label", "--x"),
         (["--label", "none"], "label", "none"),
         (["--bends", "10", "-20", "30"], "bends", (10, -20, 30)),
         (["--bends", "10", "--bends"], "bends", ()),
