@@ -31,9 +31,7 @@ def check_apex(device_type: str) -> None:
         ValueError: the device is not CUDA, or apex's FusedAdam or its extension `amp_C` is not installed.
     """
     if device_type != "cuda":
-        raise ValueError(
-            f"--optimizer-backend apex needs a CUDA device, this run is on {device_type}; {_ADVICE}"
-        )
+        raise ValueError(f"--optimizer-backend apex needs a CUDA device, this run is on {device_type}; {_ADVICE}")
     package = importlib.util.find_spec("apex")
     folders = (package.submodule_search_locations if package else None) or []
     if not any((Path(folder) / "optimizers" / "fused_adam.py").exists() for folder in folders):

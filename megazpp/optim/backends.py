@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megazpp.optim.optimizer import OptimizerConfig, has_fused_kernel
+from megazpp.optim.optimizer import OptimizerConfig, uses_fused_kernel
 
 
 class Backend(NamedTuple):
@@ -32,7 +32,8 @@ def backend_table(rows: Sequence[tuple[str, str, str]]) -> str:
 def _optimizer_backend(config: OptimizerConfig, device_type: str) -> Backend:
     if config.optimizer_backend == "apex":
         return Backend("optimizer", "apex.optimizers.FusedAdam", "asked for by --optimizer-backend apex")
-    name = {"adam": "AdamW", "sgd": "SGD"}[config.optimizer]
-    if has_fused_kernel(device_type):
-        return Backend("optimizer", f"torch.optim.{name}(fused=True)", f"torch has a fused kernel on {device_type}")
-    return Backend("optimizer", f"torch.optim.{name}(foreach=True)", f"torch has no fused kernel on {device_type}")
+    if uses_fused_kernel(config, device_type):
+        return Backend("optimizer", "torch.optim.AdamW(fused=True)", f"torch has a fused kernel on {device_type}")
+    if config.optimizer == "sgd":
+        return Backend("optimizer", "torch.optim.SGD(foreach=True)", "torch's fused SGD does not take DTensors")
+    return Backend("optimizer", "torch.optim.AdamW(foreach=True)", f"torch has no fused kernel on {device_type}")

@@ -63,8 +63,7 @@ def check_loss_scale(config: LossScaleConfig) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
     if config.min_loss_scale > config.initial_loss_scale:
         raise ValueError(
-            f"--min-loss-scale {config.min_loss_scale} is above"
-            f" --initial-loss-scale {config.initial_loss_scale}"
+            f"--min-loss-scale {config.min_loss_scale} is above --initial-loss-scale {config.initial_loss_scale}"
         )
 
 

@@ -1,8 +1,9 @@
 """The optimizer and its parameter groups.
 
-The optimizer is the library's, chosen by flag and run on the sharded parameters as they are: torch's fused
-kernels accept the DTensors that FSDP2 makes, also where a shard is empty. What is ours is which parameters
-decay (Megatron's rule: no biases, nothing one-dimensional) and the refusal of settings that cannot work.
+The optimizer is the library's, chosen by flag and run on the sharded parameters as they are. torch's fused
+AdamW accepts the DTensors that FSDP2 makes, also where a shard is empty; its fused SGD does not (torch 2.13:
+"no sharding strategy registered"), so SGD runs the multi-tensor path. What is ours is which parameters decay
+(Megatron's rule: no biases, nothing one-dimensional) and the refusal of settings that cannot work.
 
 Learning rate and weight decay are set before every step by `set_rates_`, from the schedule.
 """
@@ -24,16 +25,12 @@ from megazpp.optim.apex import ApexAdam, check_apex
 class OptimizerConfig:
     """Which optimizer, whose kernels, its constants, and the clipping threshold."""
 
-    optimizer: Literal["adam", "sgd"] = flag(
-        "adam", "adam (AdamW: decoupled weight decay) or sgd with momentum"
-    )
+    optimizer: Literal["adam", "sgd"] = flag("adam", "adam (AdamW: decoupled weight decay) or sgd with momentum")
     optimizer_backend: Literal["torch", "apex"] = flag(
         "torch",
         "whose fused kernels run the optimizer: torch, or apex (NVIDIA apex with its CUDA extensions)",
     )
-    weight_decay: float = flag(
-        0.01, "weight decay coefficient; biases and one-dimensional parameters are exempt"
-    )
+    weight_decay: float = flag(0.01, "weight decay coefficient; biases and one-dimensional parameters are exempt")
     adam_beta1: float = flag(0.9, "decay of Adam's running average of the gradient")
     adam_beta2: float = flag(0.999, "decay of Adam's running average of the squared gradient")
     adam_eps: float = flag(1e-8, "added to the root of the squared gradient in Adam's denominator")
@@ -57,17 +54,16 @@ def build_optimizer(
     """
     check_optimizer(config, device.type)
     groups = parameter_groups(named_parameters, config.weight_decay)
+    fused = uses_fused_kernel(config, device.type)
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, **_kernel(device.type))
+        return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, foreach=True)
     betas = (config.adam_beta1, config.adam_beta2)
     if config.optimizer_backend == "apex":
         return ApexAdam(groups, betas=betas, eps=config.adam_eps)
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, **_kernel(device.type))
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=fused, foreach=not fused)
 
 
-def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
-) -> list[dict[str, Any]]:
+def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
     """Megatron's two groups: what decays, and biases and one-dimensional parameters, which do not.
 
     Returns:
@@ -110,16 +106,10 @@ def check_optimizer(config: OptimizerConfig, device_type: str) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value} is negative")
     if config.optimizer_backend == "apex":
         if config.optimizer != "adam":
-            raise ValueError(
-                f"--optimizer-backend apex runs --optimizer adam only, not --optimizer {config.optimizer}"
-            )
+            raise ValueError(f"--optimizer-backend apex runs --optimizer adam only, not --optimizer {config.optimizer}")
         check_apex(device_type)
 
 
-def has_fused_kernel(device_type: str) -> bool:
-    """Whether torch has fused AdamW and SGD kernels for this device."""
-    return device_type in ("cpu", "cuda")
-
-
-def _kernel(device_type: str) -> dict[str, bool]:
-    return {"fused": True} if has_fused_kernel(device_type) else {"foreach": True}
+def uses_fused_kernel(config: OptimizerConfig, device_type: str) -> bool:
+    """Whether torch runs this optimizer by a fused kernel, on DTensors, on this kind of device."""
+    return config.optimizer == "adam" and device_type in ("cpu", "cuda")

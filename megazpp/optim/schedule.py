@@ -27,9 +27,7 @@ class ScheduleConfig:
     )
     lr_decay_iters: int | None = flag(None, "iterations until --min-lr is reached; default: --train-iters")
     lr_decay_samples: int | None = flag(None, "samples until --min-lr is reached; default: --train-samples")
-    lr_warmup_fraction: float | None = flag(
-        None, "linear warm-up as a fraction of the decay iterations or samples"
-    )
+    lr_warmup_fraction: float | None = flag(None, "linear warm-up as a fraction of the decay iterations or samples")
     lr_warmup_iters: int = flag(0, "iterations of linear warm-up")
     lr_warmup_samples: int = flag(0, "samples of linear warm-up")
     lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up")
@@ -228,9 +226,7 @@ def _check_lengths(config: ScheduleConfig, span: _Span) -> None:
     if span.warmup < 0:
         raise ValueError(f"{warmup} is negative")
     decay_name = f"lr_decay_{unit}"
-    decay = (
-        f"{_spell(decay_name if getattr(config, decay_name) is not None else f'train_{unit}')} {span.decay}"
-    )
+    decay = f"{_spell(decay_name if getattr(config, decay_name) is not None else f'train_{unit}')} {span.decay}"
     if not span.warmup < span.decay:
         raise ValueError(f"{warmup}: the warm-up must be shorter than the decay, {decay}")
     if config.lr_decay_style != "WSD":
@@ -254,9 +250,7 @@ def _check_weight_decay(config: ScheduleConfig) -> None:
             f" (given: {start}, {end})"
         )
     elif not 0.0 <= start <= end:
-        raise ValueError(
-            f"--start-weight-decay {start} and --end-weight-decay {end}: 0 <= start <= end is needed"
-        )
+        raise ValueError(f"--start-weight-decay {start} and --end-weight-decay {end}: 0 <= start <= end is needed")
 
 
 def _spell(name: str) -> str:

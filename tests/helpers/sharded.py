@@ -1,0 +1,56 @@
+"""A small model with awkward shapes, sharded over tp and data, whose gradients are known."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.topology.cluster import Cluster
+
+# name: (shape, tp placement). Dim 0 of `single` is smaller than any number of ranks: most of its shards are empty.
+PARAMETERS = {
+    "column.weight": ((8, 3), Shard(0)),
+    "row.weight": ((5, 4), Shard(1)),
+    "column.bias": ((12,), Shard(0)),
+    "row.bias": ((63,), Replicate()),
+    "norm.weight": ((7,), Replicate()),
+    "single.weight": ((1, 257), Replicate()),
+}
+
+
+def full_values() -> dict[str, torch.Tensor]:
+    """Every parameter's values; also used as its gradient. Some are exactly zero."""
+    generator = torch.Generator().manual_seed(5)
+    values = {name: torch.randn(shape, generator=generator) for name, (shape, _) in PARAMETERS.items()}
+    for value in values.values():
+        value.view(-1)[::4] = 0.0
+    return values
+
+
+def one_process_model() -> nn.Module:
+    model = nn.Module()
+    for name, value in full_values().items():
+        owner, leaf = name.split(".")
+        if not hasattr(model, owner):
+            model.add_module(owner, nn.Module())
+        model.get_submodule(owner).register_parameter(leaf, nn.Parameter(value))
+    return model
+
+
+def sharded_model(tp: int, replicas: int) -> tuple[nn.Module, ParallelDims]:
+    """The same model on the four ranks of the current job; gradients are equal to the parameters."""
+    config = ParallelConfig(tensor_model_parallel_size=tp, num_distributed_optimizer_instances=replicas)
+    dims = ParallelDims(plan_dims(config, Cluster(num_nodes=1, ranks_per_node=4), zero_stage=3), device_type="cpu")
+    model = one_process_model()
+    for name, (_, placement) in PARAMETERS.items():
+        owner, leaf = name.split(".")
+        module = model.get_submodule(owner)
+        value = module.get_parameter(leaf).data
+        module.register_parameter(leaf, nn.Parameter(distribute_tensor(value, dims.mesh["tp"], [placement])))
+    fully_shard(model, mesh=dims.data_mesh)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    return model, dims

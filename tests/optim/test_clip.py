@@ -1,0 +1,137 @@
+"""Global norms: each element counts once, whatever the layout; what is not finite stays so."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.sharded import full_values, one_process_model, sharded_model
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megazpp.optim.clip import clip_grads_, count_zero_grads, global_grad_norm, global_parameter_norm
+from megazpp.parallel.axis import MeshAxis
+
+LAYOUTS = [(2, 1), (1, 1), (4, 1), (1, 2), (2, 2)]  # (tp, replicas) of four ranks
+ONE = MeshAxis("tp"), MeshAxis("shard")
+
+
+def measure(tp: int, replicas: int) -> dict[str, object]:
+    model, dims = sharded_model(tp, replicas)
+    axes = dims.tp, dims.shard
+    named = list(model.named_parameters())
+    norm = global_grad_norm(named, *axes)
+    halved = global_grad_norm(named, *axes, divisor=2.0)
+    result = {
+        "norm": norm.item(),
+        "halved": halved.item(),
+        "params": global_parameter_norm(named, *axes).item(),
+        "zeros": count_zero_grads(named, *axes).item(),
+        "dtype": norm.dtype,
+    }
+    clip_grads_([p for _, p in named], halved, 1.0, divisor=2.0)
+    return {**result, "clipped": {name: p.grad.full_tensor() for name, p in named}}
+
+
+def measure_poisoned(value: float) -> float:
+    model, dims = sharded_model(2, 1)
+    grad = model.row.bias.grad
+    if dims.tp.rank == dims.shard.rank == 1:
+        grad.to_local()[-1] = value
+    return global_grad_norm(model.named_parameters(), dims.tp, dims.shard).item()
+
+
+@pytest.mark.parametrize(("tp", "replicas"), LAYOUTS)
+def test_four_ranks_measure_and_clip_like_one_process(tp: int, replicas: int):
+    model = one_process_model()
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    zeros = sum((value == 0).sum().item() for value in full_values().values())
+    for parameter in model.parameters():
+        parameter.grad /= 2.0
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for result in ranks(4).run(measure, tp, replicas):
+        assert result["norm"] == pytest.approx(norm, rel=1e-6)  # fp32 sums in another order
+        assert result["halved"] == pytest.approx(norm / 2, rel=1e-6)
+        assert result["params"] == result["norm"]
+        assert result["zeros"] == pytest.approx(zeros, abs=1e-9)
+        assert result["dtype"] == torch.float32
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(result["clipped"][name], parameter.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_bad_element_on_one_rank_reaches_every_rank(value: float):
+    norms = ranks(4).run(measure_poisoned, value)
+    assert all(math.isnan(norm) if math.isnan(value) else norm == math.inf for norm in norms), norms
+
+
+def test_one_process_with_plain_parameters_needs_no_process_group():
+    model = nn.Linear(63, 5)
+    model.weight.grad = torch.full_like(model.weight, 2.0)
+    assert global_grad_norm(model.named_parameters(), *ONE).item() == pytest.approx(2.0 * math.sqrt(315))
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()]).norm().item()
+    assert global_parameter_norm(model.named_parameters(), *ONE).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_no_gradient_at_all_is_norm_zero():
+    model = nn.Linear(3, 2)
+    assert global_grad_norm(model.named_parameters(), *ONE).item() == 0.0
+    assert count_zero_grads(model.named_parameters(), *ONE).item() == 0.0
+    clip_grads_(model.parameters(), torch.tensor(0.0), 1.0)
+    assert model.weight.grad is None
+
+
+def test_bf16_gradients_are_summed_in_fp32():
+    parameter = nn.Parameter(torch.zeros(100_000, dtype=torch.bfloat16))
+    parameter.grad = torch.full_like(parameter, 0.5)
+    norm = global_grad_norm([("p", parameter)], *ONE).item()
+    assert norm == pytest.approx(0.5 * math.sqrt(100_000), rel=1e-6)
+
+
+def test_the_square_of_a_large_norm_does_not_overflow():
+    named = [(str(i), nn.Parameter(torch.zeros(1))) for i in range(2)]
+    for _, parameter in named:
+        parameter.grad = torch.full_like(parameter, 3e19)
+    assert global_grad_norm(named, *ONE).item() == pytest.approx(3e19 * math.sqrt(2))
+
+
+@pytest.mark.parametrize(
+    ("norm", "max_norm", "divisor", "factor"),
+    [
+        (5.0, 1.0, 1.0, 1.0 / (5.0 + 1e-6)),
+        (0.5, 1.0, 1.0, 1.0),
+        (5.0, 0.0, 1.0, 1.0),
+        (5.0, 0.0, 4.0, 0.25),
+        (5.0, 2.5, 4.0, 2.5 / (5.0 + 1e-6) / 4.0),
+    ],
+)
+def test_the_factor_is_megatrons(norm: float, max_norm: float, divisor: float, factor: float):
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([1.0, -2.0, 0.0])
+    clip_grads_([parameter], torch.tensor(norm), max_norm, divisor=divisor)
+    torch.testing.assert_close(parameter.grad, torch.tensor([1.0, -2.0, 0.0]) * factor, rtol=3e-7, atol=0)
+
+
+def test_clipping_by_nan_does_not_hide_it():
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    clip_grads_([parameter], torch.tensor(math.nan), 1.0)
+    assert parameter.grad.isnan().all()
+
+
+def split_over_an_unknown_axis() -> str:
+    model, dims = sharded_model(2, 1)
+    assert isinstance(model.column.weight, DTensor)
+    try:
+        global_grad_norm(model.named_parameters(), dims.tp, MeshAxis("data"))
+    except AssertionError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_split_that_the_sum_would_miss_is_an_error():
+    assert all("split over" in message for message in ranks(4).run(split_over_an_unknown_axis))

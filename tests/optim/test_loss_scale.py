@@ -1,0 +1,87 @@
+"""The loss scale follows Megatron's rule step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazpp.optim.loss_scale import (
+    ConstantLossScale,
+    DynamicLossScale,
+    LossScaleConfig,
+    build_loss_scaler,
+    check_loss_scale,
+)
+
+CONFIG = LossScaleConfig(initial_loss_scale=16.0, min_loss_scale=2.0, loss_scale_window=3.0, hysteresis=2)
+
+
+def scales(outcomes: str) -> list[float]:
+    """The scale after each step; "." is a good one, "x" an overflow."""
+    scaler = DynamicLossScale(CONFIG)
+    history = []
+    for outcome in outcomes:
+        scaler.update(outcome == "x")
+        history.append(scaler.scale)
+    return history
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ("......", [16, 16, 32, 32, 32, 64]),  # doubles after each window
+        ("xxxx", [16, 8, 4, 2]),  # one overflow is forgiven, then each one halves
+        ("xxxxxx", [16, 8, 4, 2, 2, 2]),  # never below the minimum
+        ("x.x", [16, 16, 8]),  # a good step does not restore the hysteresis
+        ("x...x", [16, 16, 16, 32, 32]),  # a grown scale does
+        ("..x...", [16, 16, 16, 16, 16, 32]),  # an overflow starts the window again
+    ],
+)
+def test_the_dynamic_scale_is_megatrons(outcomes: str, expected: list[float]):
+    assert scales(outcomes) == expected
+
+
+def test_a_saved_scale_continues_as_if_it_had_not_stopped():
+    outcomes = "..xx....x..x...xx."
+    straight = scales(outcomes)
+    for cut in range(len(outcomes)):
+        before, after = DynamicLossScale(CONFIG), DynamicLossScale(CONFIG)
+        for outcome in outcomes[:cut]:
+            before.update(outcome == "x")
+        after.load_state_dict(before.state_dict())
+        for outcome in outcomes[cut:]:
+            after.update(outcome == "x")
+        assert after.scale == straight[-1]
+
+
+def test_a_constant_scale_does_not_move():
+    scaler = build_loss_scaler(LossScaleConfig(loss_scale=128.0), fp16=True)
+    scaler.update(True)
+    scaler.load_state_dict(scaler.state_dict())
+    assert isinstance(scaler, ConstantLossScale)
+    assert scaler.scale == 128.0
+
+
+def test_fp16_scales_dynamically_from_two_to_the_32_and_other_precisions_not_at_all():
+    dynamic, none = (build_loss_scaler(LossScaleConfig(), fp16=fp16) for fp16 in (True, False))
+    assert isinstance(dynamic, DynamicLossScale)
+    assert dynamic.scale == 2.0**32
+    none.update(True)
+    assert none.scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LossScaleConfig(loss_scale=0.0), "--loss-scale 0.0 is not positive"),
+        (LossScaleConfig(hysteresis=0), "--hysteresis 0 is not positive"),
+        (LossScaleConfig(loss_scale_window=0.0), "--loss-scale-window 0.0 is not positive"),
+        (LossScaleConfig(min_loss_scale=0.0), "--min-loss-scale 0.0 is not positive"),
+        (
+            LossScaleConfig(min_loss_scale=4.0, initial_loss_scale=2.0),
+            "--min-loss-scale 4.0 is above --initial-loss-scale 2.0",
+        ),
+    ],
+)
+def test_values_that_cannot_work_are_refused(config: LossScaleConfig, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_loss_scale(config)

@@ -1,0 +1,130 @@
+"""Batch sizes, ramp-up and the length of a run, in integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megazpp.training.batches import BatchConfig, BatchPlan, plan_batches
+
+
+def plan(dp: int = 2, **flags: Any) -> BatchPlan:
+    return plan_batches(BatchConfig(**{"micro_batch_size": 4, **flags}), data_parallel_size=dp)
+
+
+def test_the_default_global_batch_is_one_micro_batch_per_rank():
+    constant = plan(train_iters=5)
+    assert constant.batch_size_at(0) == 8
+    assert constant.num_micro_batches_at(0) == 1
+    assert (constant.total_iterations, constant.total_samples) == (5, 40)
+
+
+def test_a_constant_batch_size_has_micro_batches_and_drops_a_partial_last_batch():
+    constant = plan(global_batch_size=24, train_samples=100)
+    assert constant.num_micro_batches_at(77) == 3
+    assert (constant.total_iterations, constant.total_samples) == (4, 96)
+    assert [constant.iteration_at(s) for s in (0, 23, 24, 96)] == [0, 0, 1, 4]
+
+
+def test_the_ramp_up_grows_in_equal_steps_over_the_given_samples():
+    # (32 - 8) / 8 = 3 increments, one every 96 / 3 = 32 samples
+    ramp = plan(global_batch_size=32, rampup_batch_size=(8, 8, 96), train_samples=500)
+    assert [ramp.batch_size_at(s) for s in (0, 31, 32, 63, 64, 95, 96, 97, 400)] == [8, 8, 16, 16, 24, 24, 32, 32, 32]
+    # steps of 8 at 0 8 16 24, of 16 at 32 48, of 24 at 64 88, then of 32 from 112: (500 - 112) // 32 = 12 of them
+    assert [ramp.consumed_samples_at(i) for i in range(11)] == [0, 8, 16, 24, 32, 48, 64, 88, 112, 144, 176]
+    assert ramp.total_iterations == 8 + 12
+    assert ramp.total_samples == 112 + 12 * 32
+    assert [ramp.num_micro_batches_at(s) for s in (0, 32, 64, 96)] == [1, 2, 3, 4]
+
+
+def test_a_run_that_ends_inside_the_ramp_up_takes_whole_steps_only():
+    ramp = plan(global_batch_size=32, rampup_batch_size=(8, 8, 96), train_samples=70)
+    assert (ramp.total_iterations, ramp.total_samples) == (6, 64)
+
+
+@pytest.mark.parametrize("rampup", [(32, 8, 96), (8, 8, 0)])
+def test_a_ramp_up_over_nothing_is_a_constant_batch_size(rampup: tuple[int, ...]):
+    constant = plan(global_batch_size=32, rampup_batch_size=rampup, train_samples=320)
+    assert constant.batch_size_at(0) == 32
+    assert constant.total_iterations == 10
+
+
+@given(
+    start=st.integers(1, 6),
+    increments=st.integers(0, 7),
+    increment=st.integers(1, 5),
+    samples=st.integers(0, 3000),
+    train_samples=st.integers(1, 6000),
+)
+def test_walking_step_by_step_agrees_with_the_closed_forms(
+    start: int, increments: int, increment: int, samples: int, train_samples: int
+):
+    full = start + increments * increment
+    ramp = plan(
+        dp=1,
+        micro_batch_size=1,
+        global_batch_size=full,
+        rampup_batch_size=(start, increment, samples),
+        train_samples=train_samples,
+    )
+    consumed, iteration = 0, 0
+    while consumed + ramp.batch_size_at(consumed) <= train_samples:
+        assert ramp.consumed_samples_at(iteration) == consumed
+        assert ramp.iteration_at(consumed) == iteration
+        assert ramp.iteration_at(consumed + ramp.batch_size_at(consumed) - 1) == iteration
+        assert (ramp.batch_size_at(consumed) - start) % increment == 0
+        consumed += ramp.batch_size_at(consumed)
+        iteration += 1
+    assert (ramp.total_iterations, ramp.total_samples) == (iteration, consumed)
+    assert ramp.batch_size_at(samples + 1) == full
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"global_batch_size": 30, "train_iters": 1},
+            "--global-batch-size 30 is not divisible by --micro-batch-size 4 x data-parallel size 2",
+        ),
+        ({"micro_batch_size": None, "train_iters": 1}, "--micro-batch-size is required"),
+        ({"micro_batch_size": 0, "train_iters": 1}, "--micro-batch-size 0 is not positive"),
+        ({"global_batch_size": 0, "train_iters": 1}, "--global-batch-size 0 is not positive"),
+        ({"train_iters": 0}, "--train-iters 0 is not positive"),
+        ({}, "either --train-iters or --train-samples is required"),
+        ({"train_iters": 1, "train_samples": 8}, "--train-iters 1 and --train-samples 8: give only one"),
+        (
+            {"rampup_batch_size": (8, 8, 96), "global_batch_size": 32, "train_iters": 9},
+            "--rampup-batch-size 8 8 96 needs --train-samples, not --train-iters 9",
+        ),
+        (
+            {"rampup_batch_size": (8, 16, 96), "global_batch_size": 32, "train_samples": 900},
+            "--rampup-batch-size 8 16 96: --global-batch-size 32 is not 8 plus a multiple of 16",
+        ),
+        (
+            {"rampup_batch_size": (40, 8, 96), "global_batch_size": 32, "train_samples": 900},
+            "--rampup-batch-size 40 8 96: --global-batch-size 32 is not 40 plus a multiple of 8",
+        ),
+        (
+            {"rampup_batch_size": (8, 4, 96), "global_batch_size": 32, "train_samples": 900},
+            "--rampup-batch-size 8 4 96: start size and increment are not divisible by --micro-batch-size 4 x",
+        ),
+        (
+            {"rampup_batch_size": (4, 4, 96), "global_batch_size": 32, "train_samples": 900},
+            "--rampup-batch-size 4 4 96: start size and increment are not divisible",
+        ),
+        (
+            {"rampup_batch_size": (8, 0, 96), "global_batch_size": 32, "train_samples": 900},
+            "start size and increment must be positive",
+        ),
+        (
+            {"rampup_batch_size": (8, 8), "global_batch_size": 32, "train_samples": 900},
+            "--rampup-batch-size 8 8: three numbers are needed",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_by_name_and_value(flags: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        plan(**flags)
