@@ -48,7 +48,7 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
         with _locked(path.with_name(f".{path.name}.lock")):
             if not path.exists():  # else another process built it while this one waited
                 _build_and_rename(path, build)
-    except (PermissionError, NotADirectoryError) as error:
+    except OSError as error:  # no permission, disk full, a file system without locks, ...
         raise ValueError(f"--data-cache-path: cannot write {path}: {error}") from error
     return path
 

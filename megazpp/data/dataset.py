@@ -100,7 +100,10 @@ def check_data(config: DataConfig) -> None:
     names = [name for name, is_given in given.items() if is_given]
     if len(names) != 1:
         found = f"{' and '.join(names)} are given" if names else "none is given"
-        raise ValueError(f"exactly one source of data is needed: {'; '.join(given)}; {found}")
+        raise ValueError(
+            f"exactly one source of data is needed: {'; '.join(given)}; {found}"
+            + (" (given again without a value, a flag takes an earlier one back)" if names else "")
+        )
     if config.dataloader_type not in (None, "single"):
         raise ValueError(
             f"--dataloader-type {config.dataloader_type} is not supported: single already repeats and reshuffles the"
@@ -128,7 +131,7 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, announce: Call
         size = DEFAULT_VOCAB_SIZE if config.vocab_size is None else config.vocab_size
         return cached_sentencepiece(paths, size, cache_dir=cache_dir(data), announce=announce)
     if data.mock_data:
-        return ByteTokenizer(max(256, config.vocab_size or 256))
+        return ByteTokenizer(256 if config.vocab_size is None else config.vocab_size)
     raise ValueError("--tokenizer-model is missing: the ids in --data-path mean nothing without their tokenizer")
 
 
@@ -190,7 +193,10 @@ def parse_split(split: str) -> Splits[tuple[float, float]]:
 
 
 def unigram_entropy(dataset: Dataset, vocab_size: int) -> float:
-    """Entropy in nats per token of the dataset's tokens taken one by one: the loss of a model blind to context."""
+    """Entropy in nats per token of the dataset's tokens taken one by one: the loss of a model blind to context.
+
+    The tokens are those of one epoch (its first 134 million), weighted as the blend samples them.
+    """
     counts = dataset.token_counts(vocab_size)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -88,7 +88,6 @@ class GPTDataset:
             raise ValueError(
                 f"{name} has {self.tokens_per_epoch} tokens, too few for one sample of --seq-length {seq_length} + 1"
             )
-        self.num_epochs = num_epochs(self.tokens_per_epoch, num_samples, seq_length)
 
         def build() -> Indices:
             return build_indices(
@@ -131,7 +130,11 @@ class GPTDataset:
         )
 
     def token_counts(self, size: int, *, max_tokens: int = 1 << 27) -> npt.NDArray[np.int64]:
-        """How often each id occurs in the first `max_tokens` of one epoch: [size], size above every id."""
+        """How often each id below `size` occurs in the first `max_tokens` or so of one epoch: [size].
+
+        Raises:
+            ValueError: there are ids that are not below `size`.
+        """
         counts, left = np.zeros(size, dtype=np.int64), max_tokens
         for start in range(*self.sequence_range, _COUNT_SEQUENCES):
             stop = min(start + _COUNT_SEQUENCES, self.sequence_range[1])
@@ -144,7 +147,7 @@ class GPTDataset:
         return counts
 
     def _check_vocabulary(self, ids: np.ndarray, where: str, *, vocab_size: int) -> None:
-        low, high = int(ids.min()), int(ids.max())
+        low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
         if low < 0 or high >= vocab_size:
             raise ValueError(
                 f"{self.name}: {where} holds the token id {low if low < 0 else high}, outside the tokenizer's"
