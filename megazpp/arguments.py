@@ -90,9 +90,17 @@ class ParsedRun(NamedTuple):
     name: str
     print_config: bool
 
+    def values(self) -> dict[str, Any]:
+        """Every flag's value by field name."""
+        return {f.name: getattr(part, f.name) for part in self.config.parts for f in dataclasses.fields(part)}
+
     def report(self) -> str:
         """Every flag with its value and origin; can be read back as a flag file."""
         return render_flags(self.config.parts, self.origins)
+
+    def values(self) -> dict[str, Any]:
+        """Field name -> value, of all configs."""
+        return {f.name: getattr(part, f.name) for part in self.config.parts for f in dataclasses.fields(part)}
 
 
 def parse_run_config(argv: Sequence[str], script_dir: Path, *, program: str = "pretrain_gpt.py") -> ParsedRun:

@@ -116,6 +116,8 @@ def test_values_and_origins_come_from_the_last_place_that_gives_them() -> None:
     assert "adam_eps" in parsed.origins
     assert "sgd_momentum" not in parsed.origins
     assert parsed.name == "gpt_125m"
+    assert parsed.values()["lr"] == 1e-4
+    assert parsed.values()["sgd_momentum"] == 0.9
 
 
 def test_without_flag_file_and_model_the_tiny_config_comes_first() -> None:
