@@ -98,10 +98,6 @@ class ParsedRun(NamedTuple):
         """Every flag with its value and origin; can be read back as a flag file."""
         return render_flags(self.config.parts, self.origins)
 
-    def values(self) -> dict[str, Any]:
-        """Field name -> value, of all configs."""
-        return {f.name: getattr(part, f.name) for part in self.config.parts for f in dataclasses.fields(part)}
-
 
 def parse_run_config(argv: Sequence[str], script_dir: Path, *, program: str = "pretrain_gpt.py") -> ParsedRun:
     """Read the command line (without the program's name) and the flag files it names.
