@@ -7,11 +7,13 @@ its dense 16-bit tensor rate from the vendor's data sheet; a device that is not 
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 TERA = 1e12
 
-# Dense bf16 (V100: fp16) tensor rate in TFLOP/s, by a part of the device's name; the first match counts.
+# Dense bf16 (V100: fp16) tensor rate in TFLOP/s, by words of the device's name; the first match counts.
 PEAK_TFLOPS = (
     ("B200", 2250.0),
     ("H200 NVL", 835.0),
@@ -27,7 +29,7 @@ PEAK_TFLOPS = (
     ("L40S", 362.0),
     ("A40", 149.7),
     ("A10G", 70.0),
-    ("V100-SXM", 125.0),
+    ("V100-SXM2", 125.0),
     ("V100-PCIE", 112.0),
 )
 
@@ -73,7 +75,7 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
         return None
     if dtype is torch.bfloat16 and "V100" in device_name:
         return None
-    return next((tflops * TERA for part, tflops in PEAK_TFLOPS if part in device_name), None)
+    return next((tflops * TERA for part, tflops in PEAK_TFLOPS if re.search(rf"\b{part}\b", device_name)), None)
 
 
 def mfu_convention(flops_per_token: int, device_name: str, peak: float | None) -> str:

@@ -1,0 +1,112 @@
+"""Model FLOPs against a count of the real matrix products; peaks; the printed convention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megazpp.training.flops import mfu_convention, model_flops_per_token, peak_flops
+
+SHAPE = {
+    "num_layers": 3,
+    "hidden_size": 48,
+    "ffn_hidden_size": 112,
+    "num_attention_heads": 6,
+    "kv_channels": 10,
+    "num_query_groups": 2,
+    "padded_vocab_size": 256,
+    "seq_length": 16,
+}
+
+
+def counted_flops(swiglu: bool) -> int:
+    """Forward and backward of the matrix products of a GPT, per token, as torch counts them."""
+    hidden_size, ffn, tokens = SHAPE["hidden_size"], SHAPE["ffn_hidden_size"], SHAPE["seq_length"]
+    heads, groups, channels = SHAPE["num_attention_heads"], SHAPE["num_query_groups"], SHAPE["kv_channels"]
+
+    def linear(rows: int, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.randn(x.shape[-1], rows, requires_grad=True)
+
+    def keys_or_values(x: torch.Tensor) -> torch.Tensor:
+        split = linear(groups * channels, x).view(tokens, groups, channels).transpose(0, 1)
+        return split.repeat_interleave(heads // groups, dim=0)
+
+    with FlopCounterMode(display=False) as counter:
+        x = torch.randn(tokens, hidden_size, requires_grad=True)
+        for _ in range(SHAPE["num_layers"]):
+            query = linear(heads * channels, x).view(tokens, heads, channels).transpose(0, 1)
+            mixed = query @ keys_or_values(x).transpose(1, 2) @ keys_or_values(x)
+            x = linear(hidden_size, mixed.transpose(0, 1).reshape(tokens, -1))
+            inner = linear(ffn, x) * linear(ffn, x) if swiglu else linear(ffn, x)
+            x = linear(hidden_size, inner)
+        linear(SHAPE["padded_vocab_size"], x).sum().backward()
+    products = 2 * 3  # scores and weighted sum, forward and twice that in backward
+    full_attention = products * 2 * heads * channels * tokens * SHAPE["num_layers"]
+    return counter.get_total_flops() // tokens - full_attention // 2
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_the_formula_counts_the_matrix_products_with_half_of_the_attention(swiglu: bool):
+    assert model_flops_per_token(**SHAPE, swiglu=swiglu) == counted_flops(swiglu)
+
+
+def test_gpt3_175b_is_megatrons_figure():
+    # 72 B s l h^2 (1 + s / 6h + V / 12lh), arXiv 2104.04473, less half of the attention term
+    layers, h, s, vocab = 96, 12288, 2048, 51200
+    ours = model_flops_per_token(
+        num_layers=layers,
+        hidden_size=h,
+        ffn_hidden_size=4 * h,
+        swiglu=False,
+        num_attention_heads=96,
+        kv_channels=128,
+        num_query_groups=96,
+        padded_vocab_size=vocab,
+        seq_length=s,
+    )
+    assert ours == pytest.approx(72 * layers * h**2 * (1 + s / (12 * h) + vocab / (12 * layers * h)), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L40S", 362),
+    ],
+)
+def test_the_peak_is_that_of_the_named_device(name: str, tflops: float):
+    assert peak_flops(name, torch.bfloat16) == tflops * 1e12
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("cpu", torch.bfloat16),
+        ("NVIDIA GB200", torch.bfloat16),
+        ("NVIDIA A1000 Laptop GPU", torch.bfloat16),
+        ("NVIDIA RTX A4000", torch.bfloat16),
+        ("NVIDIA L40", torch.bfloat16),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16),
+        ("NVIDIA A100-SXM4-80GB", torch.float32),
+        ("Tesla V100-SXM2-16GB", torch.bfloat16),
+    ],
+)
+def test_what_is_not_known_for_sure_has_no_peak(name: str, dtype: torch.dtype):
+    assert peak_flops(name, dtype) is None
+
+
+def test_the_convention_says_what_mfu_means_or_why_there_is_none():
+    assert "MFU = model FLOP/s / 989 TFLOP/s, the dense 16-bit peak of NVIDIA H200" in mfu_convention(
+        6_000_000, "NVIDIA H200", 989e12
+    )
+    assert "no MFU: the peak of cpu" in mfu_convention(6_000_000, "cpu", None)
+    assert "6.0000E+06 per token" in mfu_convention(6_000_000, "cpu", None)
