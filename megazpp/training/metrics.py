@@ -38,7 +38,7 @@ class StepRecord:
         global_batch_size: samples of this step over all ranks.
         seconds: wall time of the step, waiting for data included.
         skipped: the gradients were not finite and the step was not taken.
-        sent_bytes: what this step put on each wire.
+        sent_bytes: put on each wire since the last record that says so; may be counted once per interval only.
         num_zeros, params_norm: None unless asked for.
     """
 
@@ -170,11 +170,11 @@ class RunTotals:
 
 
 class Meter:
-    """Collects steps; `interval()` sums up those since it was last called."""
+    """Collects steps; `interval()` sums up those since it was last called, `totals` all of them."""
 
     def __init__(self, shape: RunShape) -> None:
         self.totals = RunTotals()
-        self._shape = shape
+        self.shape = shape
         self._steps: list[StepRecord] = []
 
     def add(self, step: StepRecord) -> None:
@@ -193,7 +193,7 @@ class Meter:
         """The steps since the last call; there must be at least one."""
         steps, self._steps = self._steps, []
         assert steps, "an interval needs a step"
-        shape, last = self._shape, steps[-1]
+        shape, last = self.shape, steps[-1]
         seconds = sum(step.seconds for step in steps)
         samples = sum(step.global_batch_size for step in steps)
         tokens_per_second = samples * shape.seq_length / seconds
@@ -236,7 +236,7 @@ class Meter:
             peak_memory_bytes: the largest of all ranks.
         """
         totals = self.totals
-        tokens = totals.samples * self._shape.seq_length
+        tokens = totals.samples * self.shape.seq_length
         steps = max(1, totals.steps)
         return {
             "iterations": totals.steps,
