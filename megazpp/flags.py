@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -234,17 +232,6 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
     if len(kinds) != 1:
         raise TypeError(f"a flag has one type, possibly | None, not {hint}")
     return kinds[0], True
-
-
-@contextmanager
-def user_errors(program: str) -> Iterator[None]:
-    """Around reading and checking flags: a ValueError becomes `program: error: ...`, one line each, and exit code 2."""
-    try:
-        yield
-    except ValueError as error:
-        for line in str(error).splitlines():
-            print(f"{program}: error: {line}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def as_words(value: Any) -> str:

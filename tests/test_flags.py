@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from megazpp.flag_files import COMMAND_LINE, Word
-from megazpp.flags import FlagParser, flag, split_into_flags, user_errors
+from megazpp.flags import FlagParser, flag, split_into_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,10 +149,3 @@ def test_two_configs_cannot_share_a_field() -> None:
 
     with pytest.raises(AssertionError, match="depth"):
         FlagParser([PumpConfig, Other], program="pump")
-
-
-def test_a_user_error_is_one_line_per_problem_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop, user_errors("pump.py"):
-        raise ValueError("first\nsecond")
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == "pump.py: error: first\npump.py: error: second\n"

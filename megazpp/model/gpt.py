@@ -246,3 +246,23 @@ def make_norm(config: GPTConfig, tp: MeshAxis, sequence_parallel: bool) -> Norm:
         tp=tp,
         sequence_parallel=sequence_parallel,
     )
+
+
+def model_backends(config: GPTConfig, tp_size: int) -> list[tuple[str, str, str]]:
+    """Rows (piece, implementation, why) for the table of back ends."""
+    norm = {"LayerNorm": "torch layer_norm", "RMSNorm": "torch rms_norm"}[config.normalization]
+    loss = (
+        ("torch cross_entropy", "the vocabulary is whole on every rank")
+        if tp_size == 1
+        else ("vocab-parallel cross entropy", "the logits are split over tp and never gathered")
+    )
+    return [
+        (
+            "attention",
+            "torch scaled_dot_product_attention",
+            "flash, memory-efficient or plain by device and mask",
+        ),
+        ("norms", norm, "one fused kernel per device"),
+        ("cross entropy", *loss),
+        ("layers", "torch.compile" if config.compile else "eager", f"--{'' if config.compile else 'no-'}compile"),
+    ]

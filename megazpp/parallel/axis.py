@@ -67,12 +67,13 @@ class MeshAxis:
         self.size = len(ranks)
         self.counter = counter or TrafficCounter()
 
-    def all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Reduce `x` in place over the axis and return it."""
-        if self.size > 1:
-            dist.all_reduce(x, op=op, group=self.group)
-            self.count("all_reduce", 2 * self.ring_bytes(x))
-        return x
+    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum `x` in place over the axis and return it."""
+        return self._all_reduce_(x, dist.ReduceOp.SUM)
+
+    def max_(self, x: torch.Tensor) -> torch.Tensor:
+        """Replace `x` in place by its elementwise maximum over the axis and return it."""
+        return self._all_reduce_(x, dist.ReduceOp.MAX)
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """[n, ...] on each rank -> [size * n, ...], in axis order; `out` may alias `x` in this rank's slot."""
@@ -102,6 +103,12 @@ class MeshAxis:
         dist.all_to_all_single(out, x.contiguous(), group=self.group)
         self.count("all_to_all", self.ring_bytes(x))
         return out
+
+    def _all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        if self.size > 1:
+            dist.all_reduce(x, op=op, group=self.group)
+            self.count("all_reduce", 2 * self.ring_bytes(x))
+        return x
 
     def ring_bytes(self, full: torch.Tensor) -> int:
         """Bytes one rank sends when a ring gathers or scatters the buffer `full`."""

@@ -19,14 +19,17 @@ import subprocess
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 from torch.distributed.launcher.api import elastic_launch
@@ -49,6 +52,24 @@ class LaunchConfig:
         None, "accepted for old launchers; the environment decides", aliases=("--local_rank",)
     )
     seed: int = flag(1234, "seed of the weights, the data order and dropout")
+
+
+class UserError(Exception):
+    """Something the user asked for cannot be done; the message says what, and no traceback helps."""
+
+    def show(self) -> None:
+        """Print it to stderr, one line per problem."""
+        for line in str(self).splitlines():
+            print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Where flags and files are checked: a ValueError becomes a UserError."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +127,9 @@ def launch_workers(command: list[str], nproc: int) -> int:
     )
     try:
         elastic_launch(config, command[0])(*command[1:])
+    except SignalException as error:  # Ctrl-C or a termination: the workers are gone by now
+        print(f"ended by {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"worker {rank} ended with {_exit_reason(failure.exitcode)}; the job is over", file=sys.stderr)
@@ -147,7 +171,7 @@ def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None
         main(Worker(device=device, rank=rank, world_size=world_size))
     except BaseException as error:
         _report_once(error, store, rank)
-        leave(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+        leave(2 if isinstance(error, UserError) else 1)
     dist.barrier()
     dist.destroy_process_group()
     leave(0)
@@ -178,12 +202,12 @@ def _report_once(error: BaseException, store: dist.Store, rank: int) -> None:
         first = store.add(f"megazpp/failures/{attempt}", 1) == 1
     except Exception:  # the store's host is gone, so somebody else failed before
         first = rank == 0
-    if not first or isinstance(error, SystemExit):
+    if not first:
         return
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
-    elif isinstance(error, ValueError) and getattr(error, "user_error", False):
-        print(f"error: {error}", file=sys.stderr)
+    elif isinstance(error, UserError):
+        error.show()
     else:
         text = "".join(traceback.format_exception(error))
         print(f"rank {rank} failed:\n{text}", file=sys.stderr)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megazpp.data.batch import MicroBatch
+from megazpp.data.loader import BatchLoader
 from megazpp.flags import flag
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
@@ -29,23 +28,44 @@ class EvalConfig:
             raise ValueError(f"--eval-interval {self.eval_interval} is not positive")
 
 
-@torch.no_grad()
-def evaluate(model: GPTModel, sharding: Sharding, batches: Iterable[Sequence[MicroBatch]], dims: ParallelDims) -> float:
-    """Mean loss in nats per token over `batches`, each this rank's micro-batches of a global batch.
+class Evaluator:
+    """Mean loss over the first batches of a dataset: the same batches at every call, so that losses compare.
 
-    The same number on all ranks. The model is back in training mode afterwards, and the next training step reads
-    its weights anew.
+    Args:
+        model, sharding: the model in training and its handle.
+        loader: batches of the held-out data.
+        iterations, batch_size: how many global batches of how many samples.
     """
-    model.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # loss, tokens
-    for micro_batches in batches:
-        for batch in micro_batches:
-            losses = model(
-                batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
-            )
-            totals[0] += (losses * batch.loss_mask).sum()
-            totals[1] += batch.loss_mask.sum()
-    sharding.free_gathered()
-    model.train()
-    loss, tokens = dims.sum_over_data_(totals).tolist()
-    return loss / tokens if tokens else math.nan
+
+    def __init__(
+        self,
+        model: GPTModel,
+        sharding: Sharding,
+        loader: BatchLoader,
+        dims: ParallelDims,
+        *,
+        iterations: int,
+        batch_size: int,
+    ) -> None:
+        self._model, self._sharding, self._loader, self._dims = model, sharding, loader, dims
+        self._starts = range(0, iterations * batch_size, batch_size)
+        self._batch_size = batch_size
+
+    @torch.no_grad()
+    def __call__(self) -> float:
+        """Nats per token, the same number on all ranks; NaN if no token counts.
+
+        The model is back in training mode afterwards, and its next forward reads the shards anew.
+        """
+        self._model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=next(self._model.parameters()).device)  # loss, tokens
+        for start in self._starts:
+            for batch in self._loader.step(start, self._batch_size):
+                losses = self._model(
+                    batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
+                )
+                totals += torch.stack(((losses * batch.loss_mask).sum(), batch.loss_mask.sum()))
+        self._sharding.free_gathered()
+        self._model.train()
+        loss, tokens = self._dims.sum_over_data_(totals).tolist()
+        return loss / tokens if tokens else math.nan

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,10 +17,11 @@ from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
 from megazpp.training.batches import BatchPlan
 from megazpp.training.console import Console
+from megazpp.training.evaluate import Evaluator
 from megazpp.training.metrics import IntervalRecord, Meter, SentBytes, StepRecord, validation_lines
-from megazpp.training.resources import memory_line, peak_memory_bytes
+from megazpp.training.resources import cpu_seconds, memory_line, peak_memory_bytes
 from megazpp.training.step import StepResult, TrainStep
-from megazpp.training.tracking import Tracker
+from megazpp.training.tracking import Tracker, TrackingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,79 +37,6 @@ class LoopConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
-
-
-class Recorder:
-    """Turns what this rank measured into what the run did, and shows it.
-
-    Every rank calls every method (some communicate); only rank 0 has a `tracker` and a console that prints.
-
-    Args:
-        meter: sums up steps.
-        log_interval: iterations between log lines.
-        log_params_norm: also compute the norm of the parameters at every log line.
-    """
-
-    def __init__(
-        self,
-        meter: Meter,
-        console: Console,
-        tracker: Tracker | None,
-        dims: ParallelDims,
-        device: torch.device,
-        *,
-        log_interval: int,
-        log_params_norm: bool,
-    ) -> None:
-        self.meter, self.console, self._tracker = meter, console, tracker
-        self._dims, self._device = dims, device
-        self._log_interval, self._log_params_norm = log_interval, log_params_norm
-        self._sent_before = SentBytes()
-        self.last_interval: IntervalRecord | None = None
-
-    def step(self, record: StepRecord, step: TrainStep, *, last: bool) -> None:
-        """Record a step; at a log interval and at the `last` one also print and write a line."""
-        log = last or record.iteration % self._log_interval == 0
-        if log:
-            record = dataclasses.replace(
-                record, sent_bytes=self._sent_bytes_per_node(), params_norm=self._params_norm(step)
-            )
-        self.meter.add(record)
-        self.console.advance(record.lm_loss)
-        if self._tracker is not None:
-            self._tracker.step(record)
-        if log:
-            self._log(record.iteration)
-
-    def validation(self, loss: float, *, iteration: int, consumed_samples: int) -> None:
-        for line in validation_lines(f"iteration {iteration}", loss):
-            self.console.say(line)
-        if self._tracker is not None:
-            self._tracker.validation(loss, iteration=iteration, consumed_samples=consumed_samples)
-
-    def _log(self, iteration: int) -> None:
-        first = self.last_interval is None
-        interval = self.meter.interval(peak_memory_bytes=peak_memory_bytes(self._device))
-        self.last_interval = interval
-        self.console.say(interval.log_line())
-        if first and (line := memory_line(self._dims.world.rank, iteration, self._device)):
-            self.console.say(line)
-        if self._tracker is not None:
-            self._tracker.interval(interval)
-
-    def _params_norm(self, step: TrainStep) -> float | None:
-        if not self._log_params_norm:
-            return None
-        return float(global_parameter_norm(step.model.named_parameters(), self._dims.tp, self._dims.shard))
-
-    def _sent_bytes_per_node(self) -> SentBytes:
-        """Bytes sent since the last call by all ranks together, divided by the number of nodes."""
-        counter = self._dims.counter
-        now = SentBytes(*(counter.sent_bytes(wire) for wire in SentBytes._fields))
-        since = torch.tensor(now, dtype=torch.int64) - torch.tensor(self._sent_before, dtype=torch.int64)
-        self._sent_before = now
-        total = self._dims.world.all_reduce_(since.to(self._device))
-        return SentBytes(*(total // self._dims.layout.cluster.num_nodes).tolist())
 
 
 class Progress(NamedTuple):
@@ -127,6 +55,118 @@ class Progress(NamedTuple):
     stop_reason: str | None = None
 
 
+class Recorder:
+    """Turns what this rank measured into what the run did, and shows it.
+
+    Every rank calls every method (some communicate); only rank 0 has a `tracker` and a console that prints.
+
+    Args:
+        meter: sums up steps.
+        config: how often to log, and whether the norm of the parameters too.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        console: Console,
+        tracker: Tracker | None,
+        dims: ParallelDims,
+        config: TrackingConfig,
+        device: torch.device,
+    ) -> None:
+        self.meter, self.console, self._tracker = meter, console, tracker
+        self._dims, self._config, self._device = dims, config, device
+        self._sent_before = SentBytes()
+        self.last_interval: IntervalRecord | None = None
+        self.last_validation: tuple[int, float] | None = None
+        self.cpu_seconds = 0.0
+
+    def step(self, record: StepRecord, step: TrainStep, *, last: bool) -> None:
+        """Record a step; at a log interval and at the `last` one also print and write a line."""
+        log = last or record.iteration % self._config.log_interval == 0
+        if log:
+            record = dataclasses.replace(
+                record, sent_bytes=self._sent_bytes_per_node(), params_norm=self._params_norm(step)
+            )
+        self.meter.add(record)
+        self.console.advance(record.lm_loss)
+        if self._tracker is not None:
+            self._tracker.step(record)
+        if log:
+            self._log(record.iteration)
+
+    def validate(self, evaluate: Evaluator, progress: Progress) -> None:
+        """Evaluate, show and record; what the evaluation sends is not a training step's."""
+        before = self._sent()
+        loss = evaluate()
+        self._sent_before = SentBytes(
+            *(s + now - then for s, now, then in zip(self._sent_before, self._sent(), before, strict=True))
+        )
+        self.last_validation = (progress.iteration, loss)
+        for line in validation_lines(f"iteration {progress.iteration}", loss):
+            self.console.say(line)
+        if self._tracker is not None:
+            self._tracker.validation(loss, iteration=progress.iteration, consumed_samples=progress.consumed_samples)
+
+    def finish(
+        self,
+        progress: Progress,
+        validate: Evaluator | None,
+        test: Evaluator | None,
+        *,
+        unigram_entropy: float | None,
+        wait_share: float,
+    ) -> None:
+        """The last evaluations, then what the run came to: printed, and written to summary.json."""
+        where = f"iteration {progress.iteration}"
+        if validate is not None and (self.last_validation is None or self.last_validation[0] != progress.iteration):
+            self.validate(validate, progress)
+        test_loss = None if test is None else test()
+        if test_loss is not None:
+            for line in validation_lines(f"{where} on test set", test_loss):
+                self.console.say(line)
+        used = torch.tensor(self.cpu_seconds, dtype=torch.float64, device=self._device)
+        peak = torch.tensor(float(peak_memory_bytes(self._device)), dtype=torch.float64, device=self._device)
+        summary = self.meter.summary(
+            final_loss=math.nan if self.last_interval is None else self.last_interval.lm_loss,
+            validation_loss=None if self.last_validation is None else self.last_validation[1],
+            unigram_entropy=unigram_entropy,
+            cpu_seconds=float(self._dims.world.all_reduce_(used)),
+            peak_memory_bytes=int(self._dims.world.max_(peak)),
+        )
+        summary |= {"test_loss": test_loss, "data_wait_share": wait_share, "stop_reason": progress.stop_reason}
+        self.console.say(_closing_lines(summary, self.last_interval))
+        if self._tracker is not None:
+            self._tracker.summary(summary)
+
+    def _log(self, iteration: int) -> None:
+        first = self.last_interval is None
+        interval = self.meter.interval(peak_memory_bytes=peak_memory_bytes(self._device))
+        self.last_interval = interval
+        self.console.say(interval.log_line())
+        if first and (line := memory_line(self._dims.world.rank, iteration, self._device)):
+            self.console.say(line)
+        if self._tracker is not None:
+            self._tracker.interval(interval)
+
+    def _params_norm(self, step: TrainStep) -> float | None:
+        if not self._config.log_params_norm:
+            return None
+        return float(global_parameter_norm(step.model.named_parameters(), self._dims.tp, self._dims.shard))
+
+    def _sent_bytes_per_node(self) -> SentBytes:
+        """Bytes sent since the last call by all ranks together, divided by the number of nodes."""
+        now = self._sent()
+        since = torch.tensor(now, dtype=torch.int64) - torch.tensor(self._sent_before, dtype=torch.int64)
+        self._sent_before = now
+        total = self._dims.world.all_reduce_(since.to(self._device))
+        return SentBytes(*(total // self._dims.layout.cluster.num_nodes).tolist())
+
+    def _sent(self) -> SentBytes:
+        """Bytes this rank has sent so far."""
+        return SentBytes(*(self._dims.counter.sent_bytes(wire) for wire in SentBytes._fields))
+
+
 def train(
     step: TrainStep,
     loader: BatchLoader,
@@ -136,19 +176,19 @@ def train(
     config: LoopConfig,
     *,
     eval_interval: int,
-    evaluate: Callable[[], float] | None,
-    start: Progress = Progress(),
+    evaluate: Evaluator | None,
+    start: Progress,
 ) -> Progress:
     """Train until `plan` is fulfilled or `config` says stop.
 
     Args:
-        evaluate: validation loss on all ranks, called every `eval_interval` iterations; None for no evaluation.
+        evaluate: the validation, called every `eval_interval` iterations; None for no evaluation.
         start: where to begin.
     """
     progress, began = start, time.monotonic()
     recorder.console.start_bar(plan.total_iterations, progress.iteration)
     while progress.iteration < plan.total_iterations and progress.stop_reason is None:
-        started = time.perf_counter()
+        started, cpu_before = time.perf_counter(), cpu_seconds()
         batch_size = plan.batch_size_at(progress.consumed_samples)
         rate = schedule.learning_rate(progress.scheduled_samples)
         loss_scale = step.scaler.scale
@@ -158,13 +198,14 @@ def train(
             weight_decay=schedule.weight_decay(progress.scheduled_samples),
         )
         seconds = time.perf_counter() - started
+        recorder.cpu_seconds += cpu_seconds() - cpu_before
         progress = _advance(progress, batch_size, skipped=result.skipped)
         reason = _stop_reason(config, progress.iteration, began, step.dims)
         progress = progress._replace(stop_reason=reason)
         record = _record(result, progress, batch_size, rate=rate, seconds=seconds, loss_scale=loss_scale)
         recorder.step(record, step, last=reason is not None or progress.iteration == plan.total_iterations)
         if evaluate is not None and progress.iteration % eval_interval == 0:
-            recorder.validation(evaluate(), iteration=progress.iteration, consumed_samples=progress.consumed_samples)
+            recorder.validate(evaluate, progress)
     recorder.console.stop_bar()
     return progress
 
@@ -204,3 +245,23 @@ def _stop_reason(config: LoopConfig, iteration: int, began: float, dims: Paralle
         if float(dims.world.all_reduce_(vote)) > 0:
             return f"--exit-duration-in-mins {config.exit_duration_in_mins}"
     return None
+
+
+def _closing_lines(summary: dict[str, Any], last: IntervalRecord | None) -> str:
+    """What the run came to, for a reader."""
+    lines = []
+    if summary["stop_reason"]:
+        lines.append(f"stopped by {summary['stop_reason']}")
+    if last is not None:
+        lines.append(
+            f"trained {summary['iterations']} iterations in {summary['seconds']:.1f} s: "
+            f"{summary['tokens_per_second']:.0f} tokens/s, {summary['cpu_seconds_per_token'] * 1e6:.1f} CPU "
+            f"microseconds per token, {summary['data_wait_share']:.1%} of the time waiting for data"
+        )
+        lines.append(f"training loss of the last log interval: {summary['final_loss']:.4f} nats per token")
+    if summary["validation_loss"] is not None:
+        lines.append(
+            f"validation loss: {summary['validation_loss']:.4f}; unigram entropy of the validation text: "
+            f"{summary['unigram_entropy']:.4f} nats per token"
+        )
+    return "\n".join(lines)

@@ -9,18 +9,17 @@ import torch
 
 from megazpp.data.batch import MicroBatch, make_micro_batch
 from megazpp.model.config import GPTConfig
-from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.launch import seed_everything
-from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_
+from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.topology.cluster import Cluster
+from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep
 from megazpp.zero.precision import PrecisionConfig
-from megazpp.zero.sharding import materialize, shard_model
 
 EOD = 3
 CPU = torch.device("cpu")
@@ -42,6 +41,7 @@ LLAMA_STYLE = GPTConfig(
     num_attention_heads=8,
     group_query_attention=True,
     num_query_groups=4,
+    kv_channels=4,
     ffn_hidden_size=36,
     max_position_embeddings=16,
     position_embedding_type="rope",
@@ -77,9 +77,8 @@ class Case:
     def batch(self, step: int, first: int, count: int) -> MicroBatch:
         """Samples `first` to `first + count` of the step's global batch."""
         generator = torch.Generator().manual_seed(1000 + step)
-        samples = torch.randint(self.vocab_size, (self.global_batch, self.seq_length + 1), generator=generator)
-        # a skewed distribution, so that there is something to learn
-        samples = samples.minimum(torch.randint(self.vocab_size, samples.shape, generator=generator))
+        uniform = torch.rand(self.global_batch, self.seq_length + 1, generator=generator)
+        samples = (self.vocab_size * uniform**4).long()  # a skewed distribution, so that there is something to learn
         return make_micro_batch(
             samples[first : first + count],
             eod=EOD,
@@ -121,21 +120,17 @@ def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
     config = ParallelConfig(tensor_model_parallel_size=case.tp, num_distributed_optimizer_instances=case.replicas)
     dims = ParallelDims(plan_dims(config, cluster, zero_stage=case.stage), device_type="cpu")
     seed_everything(case.seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
-    shared = SharedGenerator(CPU, seed=case.seed, data_rank=dims.data_rank)
-    with torch.device("meta"):
-        model = GPTModel(
-            case.model,
-            vocab_size=case.vocab_size,
-            tp=dims.tp,
-            sequence_parallel=case.sequence_parallel,
-            shared_generator=shared,
-        )
-    if dims.tp.size > 1:
-        distribute_parameters(model, dims.mesh["tp"])
-    sharding = shard_model(model, model.sharding_units(), dims, stage=case.stage, precision=case.precision)
-    materialize(model, CPU)
-    initialize_parameters_(model, seed=case.seed, draw_device=CPU)
-    return model, sharding, dims
+    built = build_model(
+        case.model,
+        vocab_size=case.vocab_size,
+        dims=dims,
+        sequence_parallel=case.sequence_parallel,
+        stage=case.stage,
+        precision=case.precision,
+        seed=case.seed,
+        device=CPU,
+    )
+    return *built, dims
 
 
 def train_on_ranks(case: Case) -> dict[str, Any]:

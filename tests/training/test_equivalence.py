@@ -15,7 +15,6 @@ from helpers.ranks import ranks
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, train_plain
 
 from megazpp.model.config import GPTConfig
-from megazpp.zero.precision import PrecisionConfig
 
 STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}
 

@@ -1,0 +1,205 @@
+"""Pretrain a GPT: the table of contents.
+
+    python pretrain_gpt.py                                      a small model on the shipped text, 4 local workers
+    python pretrain_gpt.py @configs/gpt_125m.args --lr 3e-4     flags from a file; what comes later wins
+    torchrun --nproc-per-node 8 pretrain_gpt.py @configs/...    workers that torchrun (or srun) has started
+
+Parse and check everything, start the workers, then in each worker: axes, tokenizer, data, model, optimizer, training,
+evaluation, a sample of text, and where everything went.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import sys
+from pathlib import Path
+
+import torch
+
+from megazpp.arguments import ParsedRun, RunConfig, RunPlan, check_run_config, parse_run_config
+from megazpp.data.dataset import build_tokenizer, cache_dir, unigram_entropy
+from megazpp.data.tokenizer import Tokenizer
+from megazpp.flag_report import render_arguments_block
+from megazpp.inference.sample import generate
+from megazpp.model.gpt import model_backends
+from megazpp.optim.backends import backend_table, optimizer_backends
+from megazpp.optim.loss_scale import build_loss_scaler
+from megazpp.optim.optimizer import build_optimizer
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.launch import (
+    UserError,
+    Worker,
+    find_place,
+    launch_workers,
+    run_worker,
+    seed_everything,
+    user_errors,
+)
+from megazpp.topology.cluster import detect_cluster
+from megazpp.training.console import Console
+from megazpp.training.evaluate import Evaluator
+from megazpp.training.flops import mfu_convention, model_flops_per_token, peak_flops
+from megazpp.training.loop import Progress, Recorder, train
+from megazpp.training.metrics import Meter, RunShape
+from megazpp.training.run_folder import RunFolder, default_run_dir
+from megazpp.training.setup import Built, build_model, open_datasets, open_loader
+from megazpp.training.step import TrainStep
+from megazpp.training.tracking import Tracker, open_sinks
+
+HERE = Path(__file__).resolve().parent
+
+
+def main() -> int:
+    """Parse, check, and become a worker or start the workers."""
+    try:
+        with user_errors():
+            parsed = parse_run_config(sys.argv[1:], HERE)
+            if parsed.print_config:
+                print(parsed.report())
+                return 0
+            place = find_place(parsed.config.launch)
+            cluster = detect_cluster(place.world_size, parsed.config.cluster)
+            device_type = "cuda" if torch.cuda.is_available() else "cpu"
+            plan = check_run_config(parsed.config, cluster, device_type=device_type)
+    except UserError as error:
+        error.show()
+        return 2
+    if place.started:
+        run_worker(place, parsed.config.launch, functools.partial(pretrain, parsed, plan))
+    return launch_workers([sys.executable, *sys.argv], place.world_size)
+
+
+def pretrain(parsed: ParsedRun, plan: RunPlan, worker: Worker) -> None:
+    """One worker's whole run."""
+    config, seed, device = parsed.config, parsed.config.launch.seed, worker.device
+    console = Console(enabled=worker.rank == 0)
+    dims = ParallelDims(plan.layout, device_type=device.type)
+    seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+    with user_errors():
+        tracker = open_tracker(parsed, worker) if worker.rank == 0 else None
+        introduce(console, parsed, plan, worker)
+        tokenizer = build_tokenizer(config.tokenizer, config.data, announce=console.say)
+        datasets = open_datasets(
+            config.data, tokenizer, plan.batches, config.evaluation, seed=seed, announce=console.say
+        )
+
+    built = build_model(
+        config.model,
+        vocab_size=tokenizer.vocab_size,
+        dims=dims,
+        sequence_parallel=config.parallel.sequence_parallel,
+        stage=config.zero.stage,
+        precision=config.precision,
+        seed=seed,
+        device=device,
+    )
+    step = TrainStep(
+        *built,
+        build_optimizer(list(built.model.named_parameters()), config.optimizer, device),
+        build_loss_scaler(config.loss_scale, fp16=config.precision.fp16),
+        dims,
+        clip_grad=config.optimizer.clip_grad,
+        count_zeros=config.tracking.log_num_zeros_in_grad,
+    )
+    meter = Meter(describe_run(config, plan, tokenizer, worker))
+    console.say(mfu_convention(meter.shape.flops_per_token, device_name(device), meter.shape.peak_flops))
+    recorder = Recorder(meter, console, tracker, dims, config.tracking, device)
+
+    load = functools.partial(
+        open_loader, config=config.data, tokenizer=tokenizer, plan=plan.batches, dims=dims, device=device
+    )
+    held_out = {"iterations": config.evaluation.eval_iters, "batch_size": plan.batches.global_batch_size}
+    validate, test = (
+        None if dataset is None else Evaluator(*built, load(dataset, ramp_up=False), dims, **held_out)
+        for dataset in (datasets.valid, datasets.test)
+    )
+    progress, wait_share = Progress(), 0.0
+    if datasets.train is not None and not config.loop.skip_train:
+        with load(datasets.train, ramp_up=True) as batches:
+            progress = train(
+                step,
+                batches,
+                plan.batches,
+                plan.schedule,
+                recorder,
+                config.loop,
+                eval_interval=config.evaluation.eval_interval,
+                evaluate=validate,
+                start=progress,
+            )
+            wait_share = batches.wait_seconds / meter.totals.seconds
+    entropy = unigram_entropy(datasets.valid, tokenizer.vocab_size) if datasets.valid is not None else None
+    recorder.finish(progress, validate, test, unigram_entropy=entropy, wait_share=wait_share)
+    write_sample(console, config, tokenizer, built)
+    if tracker is not None:
+        tracker.close()
+        console.say(f"records of this run: {tracker.folder.path}")
+        console.say(f"tokenizer and data indices: {cache_dir(config.data)}")
+
+
+def open_tracker(parsed: ParsedRun, worker: Worker) -> Tracker:
+    """The run folder with the flags in it, and what else the flags ask to record to."""
+    tracking = parsed.config.tracking
+    folder = RunFolder(tracking.run_dir or default_run_dir(parsed.name, datetime.datetime.now()))
+    folder.write_args(parsed.values(), parsed.report())
+    sinks = open_sinks(tracking, folder, parsed.values())
+    return Tracker(tracking, folder, sinks, world_size=worker.world_size, device=worker.device)
+
+
+def introduce(console: Console, parsed: ParsedRun, plan: RunPlan, worker: Worker) -> None:
+    """Print what will run: flags, sizes, layout, back ends."""
+    layout, config = plan.layout, parsed.config
+    console.say(
+        f"using world size: {worker.world_size}, data-parallel size: {layout.data}, "
+        f"tensor-model-parallel size: {layout.tp}, pipeline-model-parallel size: 1"
+    )
+    console.say(render_arguments_block(config.parts))
+    for notice in (*parsed.notices, *plan.notices):
+        console.say(f"note: {notice}")
+    console.say(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
+    rows = [*optimizer_backends(config.optimizer, worker.device.type), *model_backends(config.model, layout.tp)]
+    console.say(backend_table(rows))
+
+
+def describe_run(config: RunConfig, plan: RunPlan, tokenizer: Tokenizer, worker: Worker) -> RunShape:
+    """The constants behind tokens per second, TFLOP/s and the time left."""
+    model, seq_length = config.model, config.data.seq_length
+    assert seq_length is not None
+    return RunShape(
+        total_iterations=plan.batches.total_iterations,
+        total_samples=plan.batches.total_samples,
+        seq_length=seq_length,
+        world_size=worker.world_size,
+        flops_per_token=model_flops_per_token(
+            num_layers=model.layers,
+            hidden_size=model.hidden,
+            ffn_hidden_size=model.ffn_size,
+            swiglu=model.swiglu,
+            num_attention_heads=model.heads,
+            kv_channels=model.head_size,
+            num_query_groups=model.query_groups,
+            padded_vocab_size=model.padded_vocab_size(tokenizer.vocab_size, plan.layout.tp),
+            seq_length=seq_length,
+        ),
+        peak_flops=peak_flops(device_name(worker.device), config.precision.param_dtype),
+    )
+
+
+def write_sample(console: Console, config: RunConfig, tokenizer: Tokenizer, built: Built) -> None:
+    """Let the model continue the prompt, if --sample-tokens asks for it."""
+    if config.sample.sample_tokens == 0:
+        return
+    prompt = config.sample.sample_prompt
+    start = tokenizer.encode(prompt) if prompt else [tokenizer.eod or 0]
+    assert config.data.seq_length is not None
+    new = generate(*built, start, config.sample, max_length=config.data.seq_length, seed=config.launch.seed)
+    console.say(f"a sample of text:\n{prompt or ''}{tokenizer.decode(new)}")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
