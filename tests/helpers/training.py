@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Shard
 
 from megazpp.data.batch import MicroBatch, make_micro_batch
 from megazpp.model.config import GPTConfig
@@ -23,7 +24,7 @@ from megazpp.zero.precision import PrecisionConfig
 
 EOD = 3
 CPU = torch.device("cpu")
-LEARNING_RATE, CLIP = 1e-2, 0.5
+CLIP = 0.5
 
 GPT2_STYLE = GPTConfig(
     num_layers=2,
@@ -73,6 +74,7 @@ class Case:
     seq_length: int = 16
     global_batch: int = 16
     seed: int = 5
+    learning_rate: float = 1e-2
 
     def batch(self, step: int, first: int, count: int) -> MicroBatch:
         """Samples `first` to `first + count` of the step's global batch."""
@@ -96,7 +98,7 @@ def train_plain(case: Case) -> dict[str, list[float]]:
     no_decay = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
         [{"params": decay, "weight_decay": 0.01}, {"params": no_decay, "weight_decay": 0.0}],
-        lr=LEARNING_RATE,
+        lr=case.learning_rate,
         betas=(0.9, 0.999),
     )
     losses, norms = [], []
@@ -133,21 +135,35 @@ def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
     return *built, dims
 
 
-def train_on_ranks(case: Case) -> dict[str, Any]:
-    """The same run through shard_model and TrainStep on the ranks of this process group."""
+def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:
     model, sharding, dims = build_on_ranks(case)
     optimizer = build_optimizer(list(model.named_parameters()), OptimizerConfig(), CPU)
     scaler = build_loss_scaler(LossScaleConfig(initial_loss_scale=2.0**12), fp16=case.precision.fp16)
-    step = TrainStep(model, sharding, optimizer, scaler, dims, clip_grad=CLIP)
+    return TrainStep(model, sharding, optimizer, scaler, dims, clip_grad=CLIP), dims
+
+
+def train_on_ranks(case: Case) -> dict[str, Any]:
+    """The same run through shard_model and TrainStep on the ranks of this process group."""
+    step, dims = build_step(case)
     size = case.global_batch // dims.data_size // case.micro_batches
     losses, norms, skipped = [], [], 0
     for index in range(case.steps):
         batches = [
             case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(case.micro_batches)
         ]
-        result = step(batches, learning_rate=LEARNING_RATE, weight_decay=0.01)
+        result = step(batches, learning_rate=case.learning_rate, weight_decay=0.01)
         losses.append(result.loss)
         norms.append(result.grad_norm)
         skipped += result.skipped
     sent = {wire: dims.counter.sent_bytes(wire) for wire in ("tp", "local", "cross")}
-    return {"loss": losses, "grad_norm": norms, "skipped": skipped, "sent": sent}
+    # FSDP2 pads dim 0 of each parameter to a multiple of the ranks
+    padded = [
+        -(-(p.shape[0] // (dims.tp.size if is_split(p) else 1)) // dims.shard.size) * p.shape[1:].numel()
+        for p in step.model.parameters()
+    ]
+    return {"loss": losses, "grad_norm": norms, "skipped": skipped, "sent": sent, "shard_elements": sum(padded)}
+
+
+def is_split(parameter: torch.nn.Parameter) -> bool:
+    """Whether tp splits dim 0."""
+    return any(isinstance(placement, Shard) and placement.dim == 0 for placement in parameter.placements[1:])
