@@ -10,6 +10,7 @@ evaluation, a sample of text, and where everything went.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import sys
@@ -71,14 +72,21 @@ def main() -> int:
 
 
 def pretrain(parsed: ParsedRun, plan: RunPlan, worker: Worker) -> None:
-    """One worker's whole run."""
+    """One worker's whole run; rank 0 records it."""
+    with user_errors():
+        tracker = open_tracker(parsed, worker) if worker.rank == 0 else None
+    with tracker or contextlib.nullcontext():
+        build_and_train(parsed, plan, worker, tracker)
+
+
+def build_and_train(parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: Tracker | None) -> None:
+    """Make every part from its own config, train, evaluate, and show what came out."""
     config, seed, device = parsed.config, parsed.config.launch.seed, worker.device
     console = Console(enabled=worker.rank == 0)
     dims = ParallelDims(plan.layout, device_type=device.type)
     seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+    introduce(console, parsed, plan, worker)
     with user_errors():
-        tracker = open_tracker(parsed, worker) if worker.rank == 0 else None
-        introduce(console, parsed, plan, worker)
         tokenizer = build_tokenizer(config.tokenizer, config.data, announce=console.say)
         datasets = open_datasets(
             config.data, tokenizer, plan.batches, config.evaluation, seed=seed, announce=console.say
@@ -133,7 +141,6 @@ def pretrain(parsed: ParsedRun, plan: RunPlan, worker: Worker) -> None:
     recorder.finish(progress, validate, test, unigram_entropy=entropy, wait_share=wait_share)
     write_sample(console, config, tokenizer, built)
     if tracker is not None:
-        tracker.close()
         console.say(f"records of this run: {tracker.folder.path}")
         console.say(f"tokenizer and data indices: {cache_dir(config.data)}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -123,10 +124,15 @@ class Tracker:
         """Write summary.json."""
         self.folder.write_summary(values)
 
-    def close(self, *, exit_code: int = 0) -> None:
-        """Flush everything; call it on every way out."""
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Flush everything; an exception marks the run as failed."""
         for sink in self._sinks:
-            sink.close(exit_code=exit_code)
+            sink.close(exit_code=0 if error is None else 1)
 
     def _write(self, scalars: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
         for sink in self._sinks:

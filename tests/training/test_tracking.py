@@ -113,10 +113,13 @@ def test_validation_loss_and_perplexity(tmp_path: Path):
     assert sink.written == [({"lm loss validation": 0.0, "lm loss validation ppl": 1.0}, 5, 40)]
 
 
-def test_closing_passes_the_exit_code_on_and_the_summary_is_written(tmp_path: Path):
+def test_an_exception_marks_the_run_as_failed_and_the_summary_is_written(tmp_path: Path):
     track, sink = tracker(tmp_path)
-    track.summary({"final_loss": 1.0})
-    track.close(exit_code=1)
+    with track:
+        track.summary({"final_loss": 1.0})
+    assert sink.exit_code == 0
+    with pytest.raises(RuntimeError), track:
+        raise RuntimeError
     assert sink.exit_code == 1
     assert json.loads((tmp_path / "summary.json").read_text()) == {"final_loss": 1.0}
 
