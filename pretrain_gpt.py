@@ -117,9 +117,16 @@ def build_and_train(parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: T
     load = functools.partial(
         open_loader, config=config.data, tokenizer=tokenizer, plan=plan.batches, dims=dims, device=device
     )
-    held_out = {"iterations": config.evaluation.eval_iters, "batch_size": plan.batches.global_batch_size}
     validate, test = (
-        None if dataset is None else Evaluator(*built, load(dataset, ramp_up=False), dims, **held_out)
+        None
+        if dataset is None
+        else Evaluator(
+            *built,
+            load(dataset, ramp_up=False),
+            dims,
+            iterations=config.evaluation.eval_iters,
+            batch_size=plan.batches.global_batch_size,
+        )
         for dataset in (datasets.valid, datasets.test)
     )
     progress, wait_share = Progress(), 0.0
