@@ -1,0 +1,169 @@
+"""The loop's bookkeeping, with a step that only pretends: what is asked of whom, when, and when it ends."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megazpp.optim.schedule import ScheduleConfig, build_schedule
+from megazpp.parallel.axis import MeshAxis, TrafficCounter
+from megazpp.topology.cluster import Cluster
+from megazpp.training.batches import BatchConfig, plan_batches
+from megazpp.training.console import Console
+from megazpp.training.loop import LoopConfig, Progress, Recorder, train
+from megazpp.training.metrics import Meter, RunShape
+from megazpp.training.step import StepResult
+from megazpp.training.tracking import TrackingConfig
+
+CPU = torch.device("cpu")
+
+
+class FakeDims:
+    """One rank of one of two nodes, with a counter that the pretended step adds to."""
+
+    def __init__(self) -> None:
+        self.counter = TrafficCounter()
+        self.world = self.tp = self.shard = MeshAxis("world")
+        self.layout = SimpleNamespace(cluster=Cluster(num_nodes=2, ranks_per_node=1))
+        self.mesh = SimpleNamespace(device_type="cpu")
+
+
+@dataclass
+class FakeStep:
+    """Sends 100 bytes a step and reports the losses it was given; a NaN is a skipped step."""
+
+    dims: Any
+    losses: list[float]
+    calls: list[dict[str, float]] = field(default_factory=list)
+    scaler: Any = field(default_factory=lambda: SimpleNamespace(scale=1.0))
+
+    def __call__(self, micro_batches: Any, *, learning_rate: float, weight_decay: float) -> StepResult:
+        loss = self.losses[len(self.calls)]
+        self.calls.append({"learning_rate": learning_rate, "batch": micro_batches})
+        self.dims.counter.add("cross", "shard", "all_gather", 100)
+        return StepResult(loss, 1.0, 8, skipped=loss != loss)
+
+
+class FakeLoader:
+    def step(self, consumed_samples: int, global_batch_size: int) -> Any:
+        return (consumed_samples, global_batch_size)
+
+
+class Run:
+    def __init__(self, losses: list[float], *, log_interval: int = 2, eval_interval: int = 3, **loop: Any) -> None:
+        self.dims = FakeDims()
+        self.step = FakeStep(self.dims, losses)
+        batches = BatchConfig(micro_batch_size=2, global_batch_size=2, train_iters=len(losses))
+        self.plan = plan_batches(batches, data_parallel_size=1)
+        schedule = build_schedule(
+            ScheduleConfig(lr=1.0, lr_decay_style="constant", lr_warmup_iters=4, lr_decay_iters=100),
+            weight_decay=0.0,
+            train_iters=len(losses),
+            train_samples=None,
+            global_batch_size=2,
+        )
+        self.out = io.StringIO()
+        shape = RunShape(
+            total_iterations=len(losses), total_samples=2 * len(losses), seq_length=4, world_size=1, flops_per_token=1
+        )
+        tracker = SimpleNamespace(records=[], validations=[])
+        tracker.step = lambda record: None
+        tracker.interval = lambda record: tracker.records.append(record.as_json())
+        tracker.validation = lambda loss, **where: tracker.validations.append((where["iteration"], loss))
+        self.tracker = tracker
+        recorder = Recorder(
+            Meter(shape),
+            Console(enabled=True, out=self.out),
+            tracker,
+            self.dims,
+            TrackingConfig(log_interval=log_interval),
+            CPU,
+        )
+        self.recorder = recorder
+        self.progress = train(
+            self.step,
+            FakeLoader(),
+            self.plan,
+            schedule,
+            recorder,
+            LoopConfig(**loop),
+            eval_interval=eval_interval,
+            evaluate=self.evaluate,
+            start=Progress(),
+        )
+
+    def evaluate(self) -> float:
+        self.dims.counter.add("cross", "shard", "all_gather", 10_000)
+        return 7.0
+
+
+def test_each_step_gets_the_next_samples_and_a_line_is_logged_every_interval_and_at_the_end():
+    run = Run([5.0, 4.0, 3.0, 2.0, 1.0])
+    assert [call["batch"] for call in run.step.calls] == [(0, 2), (2, 2), (4, 2), (6, 2), (8, 2)]
+    assert run.progress == Progress(iteration=5, consumed_samples=10, scheduled_samples=10)
+    assert [(r["iteration"], r["lm_loss"]) for r in run.tracker.records] == [(2, 4.5), (4, 2.5), (5, 1.0)]
+    assert run.out.getvalue().count(" consumed samples: ") == 3
+    assert run.tracker.validations == [(3, 7.0)]
+
+
+def test_bytes_are_those_of_training_steps_per_node_and_not_of_evaluations():
+    run = Run([1.0] * 6)
+    # 100 bytes a step over 2 nodes; the evaluation at 3 falls inside the second interval
+    assert [r["cross_bytes"] for r in run.tracker.records] == [50, 50, 50]
+
+
+def test_a_skipped_step_consumes_samples_but_does_not_move_the_schedule():
+    nan = float("nan")
+    run = Run([1.0, nan, 1.0, 1.0])
+    assert [call["learning_rate"] for call in run.step.calls] == [0.0, 0.25, 0.25, 0.5]
+    assert run.progress == Progress(iteration=4, consumed_samples=8, scheduled_samples=6)
+    assert "number of skipped iterations:   1 |" in run.out.getvalue()
+
+
+def test_a_loss_that_is_not_a_number_is_printed():
+    assert "lm loss: NAN" in Run([float("nan")] * 2).out.getvalue()
+
+
+def test_exit_interval_ends_the_run_after_a_multiple_and_logs_the_last_step():
+    run = Run([1.0] * 9, log_interval=100, exit_interval=4)
+    assert run.progress.iteration == 4
+    assert run.progress.stop_reason == "--exit-interval 4"
+    assert [r["iteration"] for r in run.tracker.records] == [4]
+
+
+def test_exit_duration_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+    clock = iter(range(0, 1000, 50))  # 50 seconds pass between two looks
+    monkeypatch.setattr("megazpp.training.loop.time.monotonic", lambda: float(next(clock)))
+    run = Run([1.0] * 9, exit_duration_in_mins=2)
+    assert run.progress.iteration == 3
+    assert run.progress.stop_reason == "--exit-duration-in-mins 2"
+
+
+@pytest.mark.parametrize("name", ["exit_interval", "exit_duration_in_mins"])
+def test_limits_that_are_not_positive_name_the_flag(name: str):
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} 0 is not positive"):
+        LoopConfig(**{name: 0})
+
+
+def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
+    run = Run([3.0, 2.0, 1.0])
+    summaries: list[dict[str, Any]] = []
+    run.tracker.summary = summaries.append
+    run.recorder.finish(run.progress, run.evaluate, lambda: 8.0, unigram_entropy=6.0, wait_share=0.25)
+    (summary,) = summaries
+    assert summary["validation_loss"] == 7.0
+    assert summary["unigram_entropy"] == 6.0
+    assert summary["final_loss"] == 1.0
+    assert summary["test_loss"] == 8.0
+    assert summary["cross_bytes_per_step"] == 50
+    assert summary["cpu_seconds_per_token"] >= 0.0
+    assert run.tracker.validations == [(3, 7.0)]  # evaluated at the last iteration already, not again
+    text = run.out.getvalue()
+    assert "25.0% of the time waiting for data" in text
+    assert "validation loss: 7.0000; unigram entropy of the validation text: 6.0000 nats per token" in text
+    assert "validation loss at iteration 3 on test set | lm loss value: 8.0" in text

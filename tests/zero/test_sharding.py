@@ -1,0 +1,114 @@
+"""`shard_model` on a model that is not ours: odd sizes, frozen and unused parameters, what is freed when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.topology.cluster import Cluster
+from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.sharding import Sharding, ZeroConfig, shard_model
+
+RATE = 0.1
+
+
+class Odd(nn.Module):
+    """Sizes that divide nothing (1, 5, 7), a frozen layer, and a parameter that no output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first, self.frozen, self.last = nn.Linear(7, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+        self.unused = nn.Linear(3, 3)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.frozen(torch.tanh(self.first(x))))).sum()
+
+
+def samples(step: int, first: int, count: int) -> torch.Tensor:
+    return torch.randn(12, 7, generator=torch.Generator().manual_seed(step))[first : first + count]
+
+
+def plain_weights() -> dict[str, torch.Tensor]:
+    model = Odd()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    for step in range(3):
+        model(samples(step, 0, 12)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def build(stage: int, replicas: int = 1) -> tuple[Odd, Sharding, ParallelDims]:
+    cluster = Cluster(num_nodes=1, ranks_per_node=torch.distributed.get_world_size())
+    config = ParallelConfig(num_distributed_optimizer_instances=replicas)
+    dims = ParallelDims(plan_dims(config, cluster, zero_stage=stage), device_type="cpu")
+    model = Odd()
+    units = [[model.first], [model.frozen, model.last]]
+    return model, shard_model(model, units, dims, stage=stage, precision=PrecisionConfig()), dims
+
+
+def train(stage: int, micro_batches: int) -> dict[str, torch.Tensor]:
+    model, sharding, dims = build(stage)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    size = 12 // dims.data_size // micro_batches
+    for step in range(3):
+        for index in range(micro_batches):
+            sharding.begin_micro_batch(last=index == micro_batches - 1)
+            model(samples(step, (index * dims.data_size + dims.data_rank) * size, size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_odd_frozen_and_unused_parameters_train_as_in_one_process(world_size: int, stage: int):
+    """The sum over ranks of sums over samples is the sum over all samples: fp32 rounding only."""
+    expected = plain_weights()
+    for weights in ranks(world_size).run(train, stage, 3):
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def freed_after_evaluation(stage: int) -> dict[str, Any]:
+    model, sharding, _ = build(stage)
+    with torch.no_grad():
+        model(samples(0, 0, 4))
+    gathered = not isinstance(model.first.weight, DTensor)
+    sharding.free_gathered()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)  # a change of the shards that the next forward has to see
+        seen = model(samples(0, 0, 4)).item()
+    return {"gathered": gathered, "sharded_again": isinstance(model.first.weight, DTensor) or stage < 3, "seen": seen}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_after_an_evaluation_the_next_forward_reads_the_shards(stage: int):
+    doubled = Odd()
+    with torch.no_grad():
+        for parameter in doubled.parameters():
+            parameter.mul_(2.0)
+    expected = doubled(samples(0, 0, 4)).item()
+    for result in ranks(2).run(freed_after_evaluation, stage):
+        assert result["gathered"] is (stage < 3)  # stage 3 frees after each use by itself
+        assert result["seen"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_stage_follows_from_the_flags():
+    assert ZeroConfig().stage == 3
+    assert ZeroConfig(use_distributed_optimizer=True).stage == 1
+    assert ZeroConfig(zero_stage=0).stage == 0
+    assert ZeroConfig(zero_stage=2, use_distributed_optimizer=True).stage == 2
