@@ -28,15 +28,8 @@ from megazpp.optim.backends import backend_table, optimizer_backends
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import (
-    UserError,
-    Worker,
-    find_place,
-    launch_workers,
-    run_worker,
-    seed_everything,
-    user_errors,
-)
+from megazpp.parallel.launch import find_place, launch_workers
+from megazpp.parallel.worker import UserError, Worker, run_worker, seed_everything, user_errors
 from megazpp.topology.cluster import detect_cluster
 from megazpp.training.console import Console
 from megazpp.training.evaluate import Evaluator

@@ -1,0 +1,176 @@
+"""The start and the end of a worker process: device, process group, seeds, and how it leaves.
+
+Every worker, whoever started it, enters and leaves through `run_worker`:
+
+- the first rank that fails claims the failure in the store and prints its traceback; the others, whose collectives
+  then break, leave without a word, so that a user reads one traceback: the right one. A rank whose collective breaks
+  first waits for the launcher to end it, because a rank that was killed could not claim anything;
+- every exit is barrier, destroy, flush, `os._exit`: an ordinary interpreter exit races with gloo's threads and
+  aborts about one run in six (torch 2.13);
+- the kernel ends a worker that we started when its launcher is gone (`kill -9` included).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megazpp.parallel.launch import EXIT_ECHO, EXIT_ERROR, EXIT_USER_ERROR, LAUNCHER_PID, LaunchConfig, Place
+
+ECHO_SECONDS = 1.0
+
+
+class UserError(Exception):
+    """Something the user asked for cannot be done; the message says what, and no traceback helps."""
+
+    def show(self) -> None:
+        """Print it to stderr, one line per problem."""
+        for line in str(self).splitlines():
+            print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Where flags and files are checked: a ValueError becomes a UserError."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """What a worker has once the process group stands."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+
+
+def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None]) -> NoReturn:
+    """Set up the device and the process group, run `main`, and leave the process with its exit code."""
+    if LAUNCHER_PID in os.environ:
+        _end_with(int(os.environ[LAUNCHER_PID]))
+    if place.world_size > 1:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C must not wait for a blocked collective
+    _set_missing_rendezvous(place)
+    if "OMP_NUM_THREADS" not in os.environ:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+    device = _pick_device(place.local_rank)
+    backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    store, rank, world_size = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        main(Worker(device=device, rank=rank, world_size=world_size))
+        dist.barrier()
+    except BaseException as error:
+        leave(_report_once(error, store, rank))
+    dist.destroy_process_group()
+    leave(0)
+
+
+def leave(code: int) -> NoReturn:
+    """Flush and end the process at once; see the module docstring for why not `sys.exit`."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # whoever read it may be gone
+            stream.flush()
+    os._exit(code)
+
+
+def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:
+    """Seed the default generators so that every rank draws differently; used for dropout only.
+
+    Weights come from (seed, name) and data order from the seed, so neither depends on this.
+    """
+    mixed = (seed * 1_000_003 + data_rank * 1_009 + tp_rank) % 2**63
+    random.seed(mixed)
+    np.random.seed(mixed % 2**32)
+    torch.manual_seed(mixed)
+
+
+def _report_once(error: BaseException, store: dist.Store, rank: int) -> int:
+    """Print the traceback if this is the first rank to fail; returns the exit code."""
+    if _broke_in_a_collective(error):
+        time.sleep(ECHO_SECONDS)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        first = store.add(f"megazpp/failures/{attempt}", 1) == 1
+    except Exception:  # the store's host is gone, so somebody else failed before
+        first = rank == 0
+    if not first:
+        return EXIT_ECHO
+    if isinstance(error, UserError):
+        error.show()
+        return EXIT_USER_ERROR
+    if isinstance(error, KeyboardInterrupt):
+        print("\ninterrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    text = "".join(traceback.format_exception(error))
+    print(f"rank {rank} failed:\n{text}", file=sys.stderr, end="")
+    return EXIT_ERROR
+
+
+def _broke_in_a_collective(error: BaseException) -> bool:
+    """Whether torch.distributed raised it: then most likely because another rank is gone."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(dist.__file__).parent)
+
+
+def _end_with(launcher: int) -> None:
+    """Have the kernel kill this process when its launcher dies, however that happens."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+    with contextlib.suppress(OSError, AttributeError):  # other systems have no prctl
+        ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
+    if os.getppid() != launcher:  # it died before the line above
+        leave(EXIT_ERROR)
+
+
+def _pick_device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _set_missing_rendezvous(place: Place) -> None:
+    """Give `env://` an address where the launcher has not: a single process, or srun."""
+    env = os.environ
+    if place.world_size == 1:
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+        env.setdefault("MASTER_PORT", "0")
+    elif "SLURM_PROCID" in env:
+        if "MASTER_ADDR" not in env:
+            hosts = subprocess.run(
+                ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.split()
+            env["MASTER_ADDR"] = hosts[0]
+        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
