@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from megazpp.arguments import ParsedRun, RunConfig, RunPlan, check_run_config, parse_run_config
-from megazpp.data.dataset import build_tokenizer, cache_dir, unigram_entropy
+from megazpp.data.dataset import build_tokenizer, cache_dir, check_inputs, unigram_entropy
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.flag_report import render_arguments_block
 from megazpp.inference.sample import generate
@@ -56,6 +56,7 @@ def main() -> int:
             cluster = detect_cluster(place.world_size, parsed.config.cluster)
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
             plan = check_run_config(parsed.config, cluster, device_type=device_type)
+            check_inputs(parsed.config.data, parsed.config.tokenizer)
     except UserError as error:
         error.show()
         return 2

@@ -117,6 +117,26 @@ def check_data(config: DataConfig) -> None:
         parse_blend(values, flag_name=f"--{use}-data-path")
 
 
+_NO_TOKENIZER = "--tokenizer-model is missing: the ids in --data-path mean nothing without their tokenizer"
+
+
+def check_inputs(config: DataConfig, tokenizer: TokenizerConfig) -> None:
+    """Open every file that the flags name, so that a wrong one is known before anything is started or written.
+
+    Raises:
+        ValueError: a file is missing or damaged, or a tokenizer is; the flag and the file are named.
+    """
+    if load_tokenizer(tokenizer) is None and not (config.text_path or config.mock_data):
+        raise ValueError(_NO_TOKENIZER)
+    resolve_text_paths(config.text_path)
+    for flag_name, values in {
+        "--data-path": config.data_path,
+        **{f"--{use}-data-path": values for use, values in _paths_per_split(config)._asdict().items()},
+    }.items():
+        if values:
+            open_sources(values, flag_name=flag_name)
+
+
 def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, announce: Callable[[str], None]) -> Tokenizer:
     """The tokenizer the flags name, else one trained on --text-path, else bytes for --mock-data.
 

@@ -16,6 +16,7 @@ from megazpp.data.dataset import (
     build_datasets,
     build_tokenizer,
     check_data,
+    check_inputs,
     parse_split,
     unigram_entropy,
 )
@@ -198,6 +199,25 @@ def test_unusable_sources_are_refused_with_flag_and_value(tmp_path: Path, flags:
     }
     with pytest.raises(ValueError, match=reason.format(tmp=tmp_path)):
         build(tmp_path, **filled)
+
+
+def test_unusable_files_are_found_before_anything_is_built(tmp_path: Path) -> None:
+    good = write(tmp_path / "good", first_id=1)
+    cache = str(tmp_path / "cache")
+    (tmp_path / "junk.idx").write_bytes(b"junk")
+    (tmp_path / "junk.bin").write_bytes(b"junk")
+    byte_level = TokenizerConfig(tokenizer_type="NullTokenizer")
+    check_inputs(DataConfig(data_path=(good,), data_cache_path=cache), byte_level)
+    for flags, tokenizer, reason in (
+        ({"text_path": (str(tmp_path / "absent.txt"),)}, TokenizerConfig(), "--text-path .*absent.txt does not exist"),
+        ({"data_path": (str(tmp_path / "absent"),)}, byte_level, "--data-path .*absent"),
+        ({"valid_data_path": (str(tmp_path / "junk"),)}, byte_level, "--valid-data-path .*junk"),
+        ({"data_path": (good,)}, TokenizerConfig(), "--tokenizer-model is missing"),
+        ({"data_path": (good,)}, TokenizerConfig(tokenizer_model="absent.model"), "--tokenizer-model absent.model"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            check_inputs(DataConfig(**flags, data_cache_path=cache), tokenizer)
+    assert not Path(cache).exists()
 
 
 def test_document_flags_need_a_tokenizer_that_ends_documents(tmp_path: Path) -> None:
