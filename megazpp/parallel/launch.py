@@ -110,7 +110,7 @@ def launch_workers(command: list[str], nproc: int) -> int:
 
 
 def _ended_by(signum: signal.Signals) -> int:
-    print(f"\nended by {signum.name}", file=sys.stderr)  # below a progress bar or the terminal's ^C
+    print(f"\nended by {signum.name}", file=sys.stderr)  # on a line of its own after a progress bar or the ^C
     return 128 + signum
 
 

@@ -131,7 +131,7 @@ def _report_once(error: BaseException, store: dist.Store, rank: int) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     text = "".join(traceback.format_exception(error))
-    print(f"rank {rank} failed:\n{text}", file=sys.stderr, end="")
+    print(f"\nrank {rank} failed:\n{text}", file=sys.stderr, end="")  # below a progress bar
     return EXIT_ERROR
 
 

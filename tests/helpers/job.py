@@ -1,0 +1,50 @@
+"""A tiny program for the tests of the launcher: `python job.py <what goes wrong> <workers>`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from megazpp.parallel.launch import LaunchConfig, find_place, launch_workers
+from megazpp.parallel.worker import UserError, Worker, run_worker
+
+FOREVER = 1000
+
+
+def work(what: str, worker: Worker) -> None:
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    if worker.rank == 0:
+        print(f"sum {total[0]:.0f}", flush=True)
+    kind, _, rank = what.partition("-on-")
+    if kind == "user-error":
+        raise UserError("--flag 3 is wrong\n--other 4 too")
+    if rank == str(worker.rank):
+        time.sleep(0.3)  # let the others reach their collective
+        if kind == "raise":
+            raise RuntimeError("injected")
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "sleep":
+            time.sleep(FOREVER)
+    if kind != "nothing":
+        dist.all_reduce(total)
+
+
+def main() -> int:
+    what, nproc = sys.argv[1], int(sys.argv[2])
+    config = LaunchConfig(nproc=nproc if nproc else None)
+    place = find_place(config)
+    if place.started:
+        run_worker(place, config, functools.partial(work, what))
+    return launch_workers([sys.executable, *sys.argv], place.world_size)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

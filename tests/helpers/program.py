@@ -1,0 +1,97 @@
+"""Run a program as a user does, and see what is left of it.
+
+Every program gets a marker in its environment, which all its descendants inherit: `left_behind` looks for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MARKER = "MEGAZPP_TEST_MARKER"
+SECONDS_PER_RUN = 120
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WANDB_MODE")
+
+
+class Program:
+    """A started program without a terminal; stdout and stderr together in a file, read by `output()`.
+
+    Args:
+        command: arguments after the Python interpreter.
+        folder: holds the output file, and is HOME, so that no one's settings are found.
+    """
+
+    def __init__(self, *command: str, folder: Path, cwd: Path = ROOT) -> None:
+        self.marker = f"{MARKER}={uuid.uuid4().hex}"
+        env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+        env |= {"HOME": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env |= dict([self.marker.split("=")])
+        self._file = folder / f"output-{uuid.uuid4().hex}.txt"
+        self.started = time.monotonic()
+        with self._file.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=cwd,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def output(self) -> str:
+        return self._file.read_text()
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + SECONDS_PER_RUN
+        while text not in self.output():
+            assert self.process.poll() is None, f"ended before it said {text!r}:\n{self.output()}"
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.05)
+
+    def finish(self) -> str:
+        """Wait for the end and return the output."""
+        try:
+            self.process.wait(timeout=SECONDS_PER_RUN)
+        finally:
+            self.kill()
+        return self.output()
+
+    def seconds_until_all_are_gone(self, limit: float) -> float:
+        """Wait until no process of the program is left; the number of seconds, or `limit`."""
+        began = time.monotonic()
+        while self.left_behind() and time.monotonic() - began < limit:
+            self.process.poll()  # no zombie
+            time.sleep(0.05)
+        return min(limit, time.monotonic() - began)
+
+    def left_behind(self) -> list[int]:
+        """Processes that carry the marker, in any session; zombies do not count."""
+        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and self._owns(entry)]
+
+    def kill(self) -> None:
+        """End what is left."""
+        for pid in self.left_behind():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def _owns(self, entry: Path) -> bool:
+        try:
+            return self.marker.encode() in (entry / "environ").read_bytes().split(b"\0")
+        except OSError:  # gone, a zombie, or another user's
+            return False
+
+
+def run_program(*command: str, folder: Path, cwd: Path = ROOT) -> tuple[int, str]:
+    """(exit code, output) of a program that ends by itself."""
+    program = Program(*command, folder=folder, cwd=cwd)
+    output = program.finish()
+    return program.process.returncode, output
