@@ -28,7 +28,7 @@ from megazpp.optim.backends import backend_table, optimizer_backends
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import find_place, launch_workers
+from megazpp.parallel.launch import EXIT_USER_ERROR, find_place, launch_workers, launched_rank
 from megazpp.parallel.worker import UserError, Worker, run_worker, seed_everything, user_errors
 from megazpp.topology.cluster import detect_cluster
 from megazpp.training.console import Console
@@ -58,8 +58,9 @@ def main() -> int:
             plan = check_run_config(parsed.config, cluster, device_type=device_type)
             check_inputs(parsed.config.data, parsed.config.tokenizer)
     except UserError as error:
-        error.show()
-        return 2
+        if launched_rank() == 0:
+            error.show()
+        return EXIT_USER_ERROR
     if place.started:
         run_worker(place, parsed.config.launch, functools.partial(pretrain, parsed, plan))
     return launch_workers([sys.executable, *sys.argv], place.world_size)

@@ -58,12 +58,14 @@ def cached_sentencepiece(
     """
     key = cache_key(kind="sentencepiece-1", text=_content_hash(paths), vocab_size=vocab_size)
 
+    path = cache_dir / "tokenizers" / f"{key}.model"
+
     def build(file: Path) -> None:
-        announce(f"training a SentencePiece tokenizer of {vocab_size} pieces on {_names(paths)}")
         file.write_bytes(train_sentencepiece(_all_documents(paths), vocab_size))
 
-    path = build_once(cache_dir / "tokenizers" / f"{key}.model", build)
-    return SentencePieceTokenizer(path.read_bytes())
+    if not path.exists():  # announced also by a process that then waits for the one that builds
+        announce(f"training a SentencePiece tokenizer of {vocab_size} pieces on {_names(paths)}")
+    return SentencePieceTokenizer(build_once(path, build).read_bytes())
 
 
 def cached_indexed_dataset(
@@ -76,12 +78,15 @@ def cached_indexed_dataset(
     """
     key = cache_key(kind="indexed-1", text=_content_hash(paths), tokenizer=tokenizer.identity)
 
+    path = cache_dir / "text" / key
+
     def build(directory: Path) -> None:
-        announce(f"tokenizing {_names(paths)}")
         directory.mkdir()
         write_indexed_dataset(_all_documents(paths), tokenizer, directory / "text")
 
-    return build_once(cache_dir / "text" / key, build) / "text"
+    if not path.exists():
+        announce(f"tokenizing {_names(paths)}")
+    return build_once(path, build) / "text"
 
 
 def write_indexed_dataset(documents: Iterator[str], tokenizer: Tokenizer, prefix: Path) -> None:

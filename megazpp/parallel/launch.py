@@ -76,6 +76,13 @@ def find_place(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> Pla
     return Place(started=True, world_size=world_size, rank=rank, local_rank=local_rank)
 
 
+def launched_rank(env: Mapping[str, str] = os.environ) -> int:
+    """This process's rank before `find_place` has succeeded, so that one process reports a wrong flag; 0 if unclear."""
+    if "RANK" in env:
+        return int(env["RANK"])
+    return int(env["SLURM_PROCID"]) if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env else 0
+
+
 def launch_workers(command: list[str], nproc: int) -> int:
     """Run `command` in `nproc` local worker processes.
 

@@ -1,0 +1,331 @@
+"""The program as a user runs it, on two gloo workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from helpers.program import ROOT, Program, run_program
+
+# fmt: off
+MAIN_JOB = [
+    "@configs/gpt_tiny.args", "--train-iters", "6", "--log-interval", "2", "--eval-interval", "4", "--eval-iters", "1",
+    "--sample-tokens", "8",
+]
+TOY = [
+    "--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "32",
+    "--max-position-embeddings", "32", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "256",
+    "--train-iters", "4", "--lr", "1e-3", "--micro-batch-size", "2", "--log-interval", "1", "--eval-iters", "1",
+]
+METRICS = [
+    "iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens", "step_seconds",
+    "tokens_per_second", "skipped", "tp_bytes", "cross_bytes", "local_bytes",
+]
+SUMMARY = {
+    "final_loss", "validation_loss", "unigram_entropy", "tokens_per_second", "cpu_seconds_per_token",
+    "peak_memory_bytes", "tp_bytes_per_step", "cross_bytes_per_step", "local_bytes_per_step",
+}
+# fmt: on
+REDUCTION_ORDER = 1e-5  # relative: fp32 sums in another order over 6 steps
+
+
+class Run(NamedTuple):
+    code: int
+    output: str
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def losses(self, key: str = "lm_loss") -> list[float]:
+        return [row[key] for row in self.metrics]
+
+
+class Home:
+    """A folder with a cache that several runs share."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pretrain(
+        self,
+        *flags: str,
+        run: str,
+        launcher: tuple[str, ...] = ("pretrain_gpt.py",),
+        nproc: int | None = 2,
+        cwd: Path = ROOT,
+    ) -> Run:
+        command = [*launcher, *flags, *self.places(run)]
+        if nproc is not None:
+            command += ["--nproc", str(nproc)]
+        return Run(*run_program(*command, folder=self.path, cwd=cwd), self.path / run)
+
+    def places(self, run: str) -> tuple[str, ...]:
+        return ("--run-dir", str(self.path / run), "--data-cache-path", str(self.path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return Home(tmp_path_factory.mktemp("pretrain"))
+
+
+@pytest.fixture(scope="module")
+def main_job(home: Home) -> Run:
+    run = home.pretrain(*MAIN_JOB, run="main")
+    assert run.code == 0, run.output
+    return run
+
+
+def test_the_main_job_says_what_runs_and_what_came_out(main_job: Run, home: Home):
+    output = main_job.output
+    for text in (
+        "using world size: 2, data-parallel size: 2, tensor-model-parallel size: 1",
+        "  train_iters ..................................... 6\n",
+        "ZeRO stage 3",
+        "torch.optim.AdamW(fused=True)",
+        "training a SentencePiece tokenizer of 2048 pieces",
+        "no MFU: the peak of CPU in this precision is not known",
+        "validation loss at iteration 4 | lm loss value: ",
+        "trained 6 iterations in ",
+        "of the time waiting for data",
+        "; unigram entropy of the validation text: ",
+        "a sample of text:\n",
+        f"records of this run: {home.path / 'main'}\n",
+        f"tokenizer and data indices: {home.path / 'cache'}\n",
+    ):
+        assert output.count(text) == 1, f"{text!r} in:\n{output}"
+    assert "Traceback" not in output
+    assert "\r" not in output  # no progress bar without a terminal
+
+
+def test_the_log_lines_split_into_megatron_s_fields(main_job: Run):
+    lines = [line for line in main_job.output.splitlines() if line.startswith(" iteration ")]
+    assert len(lines) == 3
+    for line, row in zip(lines, main_job.metrics, strict=True):
+        head, *fields = line.rstrip(" |").split(" | ")
+        assert re.fullmatch(rf" iteration +{row['iteration']}/ +6", head)
+        values = dict(field.strip().split(": ", 1) for field in fields)
+        assert int(values["consumed samples"]) == row["consumed_samples"]
+        assert float(values["lm loss"]) == pytest.approx(row["lm_loss"], rel=1e-6)
+        assert float(values["grad norm"]) == pytest.approx(row["grad_norm"], abs=1e-3)
+        assert float(values["elapsed time per iteration (ms)"]) == pytest.approx(1e3 * row["step_seconds"], abs=0.1)
+        assert float(values["tokens/s per rank"]) == pytest.approx(row["tokens_per_second"] / 2, abs=0.1)
+        assert values["number of skipped iterations"].strip() == "0"
+        assert "MFU" not in values
+
+
+def test_metrics_jsonl_has_the_promised_fields_with_sane_values(main_job: Run):
+    rows = main_job.metrics
+    assert [row["iteration"] for row in rows] == [2, 4, 6]
+    for row in rows:
+        assert list(row) == METRICS
+        assert row["consumed_samples"] == 32 * row["iteration"]
+        assert row["consumed_tokens"] == 128 * row["consumed_samples"]
+        assert row["tokens_per_second"] == pytest.approx(32 * 128 / row["step_seconds"])
+        assert row["step_seconds"] > 0
+        assert row["grad_norm"] > 0
+        assert row["learning_rate"] > 0
+        assert row["local_bytes"] > 1e6  # a gather and a reduce-scatter of a million fp32 parameters at least
+        assert row["tp_bytes"] == row["cross_bytes"] == row["skipped"] == 0
+    assert rows[0]["lm_loss"] == pytest.approx(7.62, abs=0.1)  # ln 2048
+    assert rows[2]["lm_loss"] < rows[0]["lm_loss"] - 0.3
+
+
+def test_summary_json_has_the_promised_fields_with_sane_values(main_job: Run):
+    summary = main_job.summary
+    assert set(summary) >= SUMMARY
+    assert summary["final_loss"] == main_job.metrics[-1]["lm_loss"]
+    assert 5 < summary["validation_loss"] < 8
+    assert 5 < summary["unigram_entropy"] < 7.62
+    assert summary["tokens"] == 6 * 32 * 128
+    assert summary["tokens_per_second"] == pytest.approx(summary["tokens"] / summary["seconds"])
+    assert 1e-6 < summary["cpu_seconds_per_token"] < 1e-2
+    assert 1e8 < summary["peak_memory_bytes"] < 1e10
+    assert summary["local_bytes_per_step"] == pytest.approx(main_job.metrics[0]["local_bytes"], rel=0.01)
+
+
+def test_args_json_holds_every_flag_s_value(main_job: Run):
+    values = json.loads((main_job.folder / "args.json").read_text())
+    assert values["train_iters"] == 6
+    assert values["zero_stage"] == 3
+    assert values["nproc"] == 2
+    assert values["micro_batch_size"] * 2 <= values["global_batch_size"] == 32
+    assert len(values) > 100
+
+
+@pytest.fixture(scope="module")
+def repeated(main_job: Run, home: Home) -> tuple[Run, bytes]:
+    """The main job again, from the flag file it left, in the same folder, with wandb; and the old metrics."""
+    before = (main_job.folder / "metrics.jsonl").read_bytes()
+    run = home.pretrain(f"@{main_job.folder / 'args.txt'}", "--wandb-project", "a-project", run="main", nproc=None)
+    assert run.code == 0, run.output
+    return run, before
+
+
+def test_a_run_folder_used_again_loses_nothing(repeated: tuple[Run, bytes]):
+    run, before = repeated
+    assert (run.folder / "metrics.jsonl").read_bytes().startswith(before)
+    assert len(run.metrics) == 6
+    assert json.loads((run.folder / "args.1.json").read_text())["wandb_project"] == ""
+    assert json.loads((run.folder / "args.json").read_text())["wandb_project"] == "a-project"
+    assert (run.folder / "summary.1.json").exists()
+    assert run.summary["final_loss"] == run.metrics[-1]["lm_loss"]
+
+
+def test_args_txt_fed_back_gives_the_same_losses_bit_for_bit(repeated: tuple[Run, bytes]):
+    run, _ = repeated
+    for key in ("lm_loss", "grad_norm", "learning_rate"):
+        assert run.losses(key)[:3] == run.losses(key)[3:]
+
+
+def test_a_cached_tokenizer_is_not_trained_again(repeated: tuple[Run, bytes]):
+    assert "training a SentencePiece tokenizer" not in repeated[0].output
+
+
+def test_wandb_records_offline_without_a_terminal_or_an_account(repeated: tuple[Run, bytes]):
+    run_files = list(repeated[0].folder.glob("wandb/offline-run-*/*.wandb"))
+    assert len(run_files) == 1
+    assert b"lm loss" in run_files[0].read_bytes()
+
+
+def test_one_worker_gives_the_losses_of_two(main_job: Run, home: Home):
+    run = home.pretrain(*MAIN_JOB, run="one", nproc=1)
+    assert run.code == 0, run.output
+    assert run.losses() == pytest.approx(main_job.losses()[:3], rel=REDUCTION_ORDER)
+    assert [row["local_bytes"] for row in run.metrics] == [0, 0, 0]
+
+
+def test_tensor_parallel_workers_started_from_another_folder_give_the_same_losses(
+    main_job: Run, home: Home, tmp_path: Path
+):
+    flags = [*MAIN_JOB, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    run = home.pretrain(*flags, run="tp", launcher=("-m", "pretrain_gpt"), cwd=tmp_path)
+    assert run.code == 0, run.output
+    assert "data-parallel size: 1, tensor-model-parallel size: 2" in run.output
+    assert run.losses() == pytest.approx(main_job.losses()[:3], rel=REDUCTION_ORDER)
+    assert all(row["tp_bytes"] > 1e6 for row in run.metrics)
+    assert list(tmp_path.iterdir()) == []
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py")
+
+
+def test_exit_interval_under_torchrun_stops_early_with_the_same_losses(main_job: Run, home: Home):
+    run = home.pretrain(*MAIN_JOB, "--exit-interval", "4", run="torchrun", launcher=TORCHRUN, nproc=None)
+    assert run.code == 0, run.output
+    assert run.output.count("stopped by --exit-interval 4\n") == 1
+    assert run.summary["stop_reason"] == "--exit-interval 4"
+    assert run.losses() == main_job.losses()[:2]
+
+
+def test_skip_train_only_evaluates(home: Home):
+    run = home.pretrain(*TOY, "--skip-train", "--split", "90,5,5", run="skip", nproc=1)
+    assert run.code == 0, run.output
+    assert not (run.folder / "metrics.jsonl").exists()
+    assert run.summary["iterations"] == 0
+    assert run.summary["validation_loss"] == pytest.approx(5.55, abs=0.1)  # ln 257
+    assert run.summary["test_loss"] == pytest.approx(5.55, abs=0.1)
+    assert "nan" not in run.output.lower().replace("number of nan", "")
+
+
+@pytest.mark.parametrize("flag", ["--help", "--print-config"])
+def test_asking_for_help_or_the_config_prints_it_and_starts_nothing(tmp_path: Path, flag: str):
+    code, output = run_program(str(ROOT / "pretrain_gpt.py"), flag, folder=tmp_path, cwd=tmp_path)
+    assert code == 0
+    assert "--tensor-model-parallel-size" in output
+    assert "using world size" not in output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_wrong_flags_are_refused_in_one_line_each_before_anything_is_written(tmp_path: Path):
+    home = Home(tmp_path)
+    code, output, folder = home.pretrain("--no-such-flag", "3", "--train-iter", "4", run="never")
+    assert code == 2
+    assert output.splitlines() == [
+        "pretrain_gpt.py: error: command line: --no-such-flag is not a flag",
+        "pretrain_gpt.py: error: command line: --train-iter is not a flag; did you mean --train-iters?",
+    ]
+    assert not folder.exists()
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 3"),
+        ("--hidden-size 130", "--hidden-size 130"),
+        ("--seq-length 4096", "--seq-length 4096"),
+        ("--micro-batch-size 3", "--micro-batch-size"),
+        ("--nproc 0", "--nproc 0"),
+        ("--train-iters 0x", "--train-iters"),
+        ("--save checkpoints", "--save"),
+        ("--text-path missing.txt", "--text-path missing.txt"),
+        ("--fp16 --bf16", "--fp16"),
+        ("--log-interval 0", "--log-interval 0"),
+        ("@missing.args", "missing.args"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_workers_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: str, named: str
+):
+    import pretrain_gpt
+
+    def start_nothing(*_: object) -> int:
+        raise AssertionError("started workers")
+
+    monkeypatch.setattr(pretrain_gpt, "launch_workers", start_nothing)
+    monkeypatch.setattr(pretrain_gpt, "run_worker", start_nothing)
+    argv = ["pretrain_gpt.py", "--run-dir", str(tmp_path / "run"), "--nproc", "2", *flags.split()]
+    monkeypatch.setattr("sys.argv", argv)
+    assert pretrain_gpt.main() == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("pretrain_gpt.py: error: ")
+    assert err.count("\n") == 1
+    assert named in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_under_torchrun_wrong_flags_are_reported_by_one_rank(tmp_path: Path):
+    code, output, _ = Home(tmp_path).pretrain("--hidden-size", "130", run="never", launcher=TORCHRUN, nproc=None)
+    assert code != 0
+    assert output.count("pretrain_gpt.py: error: ") == 1
+
+
+@pytest.mark.parametrize("case", ["not text", "folder in the way"])
+def test_data_that_only_the_workers_can_refuse_is_reported_once(tmp_path: Path, case: str):
+    home, flags = Home(tmp_path), []
+    if case == "not text":
+        (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
+        flags, named = ["--text-path", str(tmp_path / "bad.txt")], f"--text-path {tmp_path / 'bad.txt'} is not UTF-8"
+    else:
+        (tmp_path / "cache").write_text("a file")
+        named = "--data-cache-path: cannot write "
+    code, output, _ = home.pretrain(*flags, run="run")
+    assert code == 2
+    assert output.count("error: ") == 1
+    assert f"pretrain_gpt.py: error: {named}" in output
+    assert "Traceback" not in output
+
+
+def test_ctrl_c_during_training_leaves_no_process_not_even_wandb_s(home: Home):
+    flags = [*TOY, "--train-iters", "100000", "--wandb-project", "a-project", "--nproc", "2"]
+    program = Program("pretrain_gpt.py", *flags, *home.places("interrupted"), folder=home.path)
+    program.wait_for(" iteration       20/")
+    assert len(program.left_behind()) > 3  # launcher, two workers, and wandb's own
+    os.killpg(program.process.pid, signal.SIGINT)
+    assert program.seconds_until_all_are_gone(20) < 20
+    output = program.finish()
+    assert program.process.returncode == 130
+    assert output.endswith("ended by SIGINT\n")
+    assert "Traceback" not in output
