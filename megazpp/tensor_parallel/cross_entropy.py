@@ -19,10 +19,12 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: [..., V/T], the columns of tp rank t are tokens t * V/T and on.
-        labels: [...] int64, in [0, vocab_size).
+        labels: [...] int64, in [0, vocab_size). Another label is an IndexError from torch where the vocabulary is
+            whole, and a loss and a gradient of NaN where it is split.
         tp: the axis the vocabulary is split over.
         vocab_size: tokens that exist; columns beyond are padding and count as minus infinity.
-        in_fp32: convert the logits first; otherwise exponentials are taken in the logits' own dtype.
+        in_fp32: copy the logits to fp32 first. Without it, a split vocabulary saves that copy and is as exact; a
+            whole one takes torch's 16-bit kernel, whose losses are rounded to 16 bits.
     Returns:
         [...] fp32.
     """
@@ -60,7 +62,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         column = column.clamp(0, columns - 1)
         score = scores.gather(-1, column.unsqueeze(-1)).squeeze(-1).float().masked_fill(~mine, 0.0)
         exp_sum, score = tp.all_reduce_(torch.stack((exp_sum, score)))
-        log_normalizer = top + exp_sum.log()
+        outside = (labels < 0) | (labels >= vocab_size)  # no rank has such a label, so none would contradict it
+        log_normalizer = (top + exp_sum.log()).masked_fill_(outside, float("nan"))
         ctx.save_for_backward(logits, log_normalizer, column, mine)
         ctx.real, ctx.in_fp32 = real, in_fp32
         return log_normalizer - score

@@ -1,0 +1,77 @@
+"""What tests of tensor parallelism share: an axis of all ranks of the job, slices of full tensors, counted calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megazpp.model.config import GPTConfig
+from megazpp.model.dropout import SharedGenerator
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.worker import seed_everything
+from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_
+
+CPU = torch.device("cpu")
+
+
+def tp_axis() -> MeshAxis:
+    """A tp axis of all ranks of this job (of one rank where there is no job), with a counter of its own."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if size == 1:
+        return MeshAxis("tp", wire="tp")
+    return MeshAxis("tp", ranks=tuple(range(size)), rank=dist.get_rank(), group=dist.group.WORLD, wire="tp")
+
+
+def part(full: torch.Tensor, dim: int, tp: MeshAxis) -> torch.Tensor:
+    """This rank's slice of `full` along `dim`, a copy."""
+    return full.chunk(tp.size, dim)[tp.rank].clone(memory_format=torch.contiguous_format)
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def counted(tp: MeshAxis, action: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """The result of `action` and how often it called each collective on `tp`."""
+    before = tp.counter.table()
+    result = action()
+    after = tp.counter.table()
+    calls = {key[2]: traffic.calls - (before[key].calls if key in before else 0) for key, traffic in after.items()}
+    return result, {collective: count for collective, count in calls.items() if count}
+
+
+def build_gpt(
+    config: GPTConfig,
+    tp: MeshAxis,
+    *,
+    vocab_size: int,
+    sequence_parallel: bool = False,
+    seed: int = 7,
+    dropout_seed: int = 11,
+    data_rank: int = 0,
+) -> GPTModel:
+    """An unsharded GPT on `tp`; weights follow from `seed`, dropout masks from `dropout_seed`."""
+    seed_everything(dropout_seed, data_rank=data_rank, tp_rank=tp.rank)
+    shared = SharedGenerator(CPU, seed=dropout_seed, data_rank=data_rank)
+    model = GPTModel(config, vocab_size=vocab_size, tp=tp, sequence_parallel=sequence_parallel, shared_generator=shared)
+    if tp.size > 1:
+        distribute_parameters(model, tp_mesh())
+    initialize_parameters_(model, seed=seed, draw_device=CPU)
+    return model
+
+
+@functools.cache
+def tp_mesh() -> DeviceMesh:
+    return DeviceMesh("cpu", list(range(dist.get_world_size())), mesh_dim_names=("tp",))
+
+
+def local_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's part of every gradient."""
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {name: grad.to_local() if hasattr(grad, "to_local") else grad for name, grad in grads.items()}

@@ -1,0 +1,177 @@
+"""Split layers against torch's whole ones: outputs, every gradient, and the collectives their docstrings promise.
+
+fp64, tolerance 1e-12: the partial sums of at most 4 ranks are added in another order, nothing else differs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import ranks
+from helpers.tensor_parallel import counted, draw, part, tp_axis
+
+from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+S, B, NARROW, WIDE = 8, 3, 7, 12  # S and WIDE are split over 2 and 4 ranks, B and NARROW are not
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+Calls = tuple[dict[str, int], dict[str, int]]
+
+
+def whole_linear(inputs: int, outputs: int, bias: bool) -> dict[str, torch.Tensor]:
+    """One process: output and gradients of x W^T + b under a random output gradient."""
+    values = {"x": draw(1, S, B, inputs), "weight": draw(2, outputs, inputs)}
+    if bias:
+        values["bias"] = draw(3, outputs)
+    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+    y = F.linear(leaves["x"], leaves["weight"], leaves.get("bias"))
+    y.backward(draw(4, S, B, outputs))
+    grads = {f"{name}_grad": leaf.grad for name, leaf in leaves.items()}
+    return {**values, "y": y.detach(), "y_grad": draw(4, S, B, outputs), **grads}
+
+
+def set_parameter(layer: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    assert getattr(layer, name).shape == value.shape
+    setattr(layer, name, torch.nn.Parameter(value.clone()))
+
+
+def sequence_part(x: torch.Tensor, tp: MeshAxis, sequence_parallel: bool) -> torch.Tensor:
+    return part(x, 0, tp) if sequence_parallel else x
+
+
+def run_column(bias: bool, sequence_parallel: bool, enter: bool) -> Calls:
+    tp, whole = tp_axis(), whole_linear(NARROW, WIDE, bias)
+    layer = ColumnParallelLinear(
+        NARROW, WIDE, tp=tp, std=1.0, bias=bias, sequence_parallel=sequence_parallel, enter=enter
+    )
+    names = ["weight", "bias"] if bias else ["weight"]
+    for name in names:
+        set_parameter(layer, name, part(whole[name], 0, tp))
+    x = sequence_part(whole["x"], tp, sequence_parallel and enter).clone().requires_grad_()
+    y, forward = counted(tp, lambda: layer(x))
+    torch.testing.assert_close(y, part(whole["y"], -1, tp), **EXACT)
+    _, backward = counted(tp, lambda: y.backward(part(whole["y_grad"], -1, tp)))
+    for name in names:
+        torch.testing.assert_close(getattr(layer, name).grad, part(whole[f"{name}_grad"], 0, tp), **EXACT)
+    x_grad = x.grad if enter else tp.all_reduce_(x.grad)
+    torch.testing.assert_close(x_grad, sequence_part(whole["x_grad"], tp, sequence_parallel and enter), **EXACT)
+    return forward, backward
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("sequence_parallel", "enter", "calls"), [
+    (False, True, ({}, {"all_reduce": 1})),
+    (True, True, ({"all_gather": 1}, {"reduce_scatter": 1})),
+    (False, False, ({}, {})),
+    (True, False, ({}, {})),
+])  # fmt: skip
+@pytest.mark.parametrize("size", [2, 4])
+def test_column_parallel_linear_is_a_slice_of_the_whole_one(
+    size: int, sequence_parallel: bool, enter: bool, calls: Calls, bias: bool
+):
+    assert ranks(size).run(run_column, bias, sequence_parallel, enter) == [calls] * size
+
+
+def run_row(bias: bool, sequence_parallel: bool) -> Calls:
+    tp, whole = tp_axis(), whole_linear(WIDE, NARROW, bias)
+    layer = RowParallelLinear(WIDE, NARROW, tp=tp, std=1.0, bias=bias, sequence_parallel=sequence_parallel)
+    set_parameter(layer, "weight", part(whole["weight"], 1, tp))
+    if bias:
+        set_parameter(layer, "bias", whole["bias"])
+    x = part(whole["x"], -1, tp).requires_grad_()
+    y, forward = counted(tp, lambda: layer(x))
+    torch.testing.assert_close(y, sequence_part(whole["y"], tp, sequence_parallel), **EXACT)
+    _, backward = counted(tp, lambda: y.backward(sequence_part(whole["y_grad"], tp, sequence_parallel)))
+    torch.testing.assert_close(layer.weight.grad, part(whole["weight_grad"], 1, tp), **EXACT)
+    torch.testing.assert_close(x.grad, part(whole["x_grad"], -1, tp), **EXACT)
+    if bias:
+        torch.testing.assert_close(layer.bias.grad, whole["bias_grad"], **EXACT)
+    return forward, backward
+
+
+@pytest.mark.parametrize(("sequence_parallel", "bias", "calls"), [
+    (False, False, ({"all_reduce": 1}, {})),
+    (False, True, ({"all_reduce": 1}, {})),
+    (True, False, ({"reduce_scatter": 1}, {"all_gather": 1})),
+    (True, True, ({"reduce_scatter": 1}, {"all_gather": 1, "all_reduce": 1})),
+])  # fmt: skip
+@pytest.mark.parametrize("size", [2, 4])
+def test_row_parallel_linear_sums_to_the_whole_one(size: int, sequence_parallel: bool, bias: bool, calls: Calls):
+    assert ranks(size).run(run_row, bias, sequence_parallel) == [calls] * size
+
+
+ROWS, VOCAB = 16, 11  # on 4 ranks: 4 + 4 + 3 tokens and a rank of padding
+
+
+def run_embedding(sequence_parallel: bool) -> Calls:
+    tp = tp_axis()
+    tokens = torch.cat([torch.arange(VOCAB), torch.tensor([0, 10, 3, 3, 7])]).view(8, 2)  # all of them, some twice
+    table = draw(5, ROWS, NARROW).requires_grad_()
+    y_grad = draw(6, 8, 2, NARROW)
+    whole = F.embedding(tokens, table)
+    whole.backward(y_grad)
+    layer = VocabParallelEmbedding(ROWS, NARROW, vocab_size=VOCAB, tp=tp, std=1.0, sequence_parallel=sequence_parallel)
+    set_parameter(layer, "weight", part(table.detach(), 0, tp))
+    y, forward = counted(tp, lambda: layer(tokens))
+    assert torch.equal(y, sequence_part(whole.detach(), tp, sequence_parallel))  # one term and zeros: exact
+    _, backward = counted(tp, lambda: y.backward(sequence_part(y_grad, tp, sequence_parallel)))
+    torch.testing.assert_close(layer.weight.grad, part(table.grad, 0, tp), **EXACT)
+    return forward, backward
+
+
+@pytest.mark.parametrize(("sequence_parallel", "calls"), [
+    (False, ({"all_reduce": 1}, {})),
+    (True, ({"reduce_scatter": 1}, {"all_gather": 1})),
+])  # fmt: skip
+@pytest.mark.parametrize("size", [2, 4])
+def test_vocab_parallel_embedding_looks_up_the_whole_table(size: int, sequence_parallel: bool, calls: Calls):
+    assert ranks(size).run(run_embedding, sequence_parallel) == [calls] * size
+
+
+def run_embedding_with_infinite_first_row() -> bool:
+    """Tokens of other ranks are looked up in row 0 and masked; nothing of row 0 may come through."""
+    tp = tp_axis()
+    layer = VocabParallelEmbedding(4, 3, vocab_size=4, tp=tp, std=1.0, sequence_parallel=False)
+    table = draw(5, 4, 3)
+    table[0] = float("inf")
+    set_parameter(layer, "weight", part(table, 0, tp))
+    y = layer(torch.tensor([[1], [2], [3]]))
+    y.sum().backward()
+    return torch.equal(y.detach().squeeze(1), table[1:]) and bool(layer.weight.grad.isfinite().all())
+
+
+def test_rows_of_another_rank_never_leak_through_the_lookup():
+    assert all(ranks(2).run(run_embedding_with_infinite_first_row))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_layers_on_one_rank_are_torch_s_own(sequence_parallel: bool):
+    alone = MeshAxis("tp")
+    kinds: list[tuple[Any, int, int]] = [(ColumnParallelLinear, NARROW, WIDE), (RowParallelLinear, WIDE, NARROW)]
+    for kind, inputs, outputs in kinds:
+        whole = whole_linear(inputs, outputs, bias=True)
+        layer = kind(inputs, outputs, tp=alone, std=1.0, bias=True, sequence_parallel=sequence_parallel)
+        set_parameter(layer, "weight", whole["weight"])
+        set_parameter(layer, "bias", whole["bias"])
+        x = whole["x"].clone().requires_grad_()
+        y = layer(x)
+        y.backward(whole["y_grad"])
+        assert torch.equal(y, whole["y"])
+        assert torch.equal(x.grad, whole["x_grad"])
+        assert torch.equal(layer.bias.grad, whole["bias_grad"])
+    assert not alone.counter.table()
+
+
+@pytest.mark.parametrize(("build", "message"), [
+    (lambda tp: ColumnParallelLinear(3, 7, tp=tp, std=1.0, bias=True, sequence_parallel=False), "7 outputs over 2"),
+    (lambda tp: RowParallelLinear(5, 4, tp=tp, std=1.0, bias=True, sequence_parallel=False), "5 inputs over 2"),
+    (lambda tp: VocabParallelEmbedding(9, 4, vocab_size=9, tp=tp, std=1.0, sequence_parallel=False), "9 rows over 2"),
+])  # fmt: skip
+def test_a_size_that_does_not_divide_names_itself(build: Any, message: str):
+    tp = MeshAxis("tp")
+    tp.size = 2
+    with pytest.raises(AssertionError, match=message):
+        build(tp)

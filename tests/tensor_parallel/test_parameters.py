@@ -1,0 +1,213 @@
+"""Initial weights, specs, and the order in which FSDP2 lays parameters out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.tensor_parallel import CPU, tp_mesh
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from megazpp.model.config import GPTConfig
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.parameters import (
+    ParameterSpec,
+    draw_parameter,
+    initialize_parameters_,
+    local,
+    owned_parameters,
+)
+
+VOCAB = 101
+STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}
+VOCABULARY = ("embedding.word.weight", "output.weight")
+
+
+@functools.cache
+def one_process_weights(model: GPTConfig, seed: int = 5) -> dict[str, torch.Tensor]:
+    built = GPTModel(model, vocab_size=VOCAB, tp=MeshAxis("tp"))
+    poison(built)
+    initialize_parameters_(built, seed=seed, draw_device=CPU)
+    return {name: p.detach() for name, p in built.named_parameters()}
+
+
+def poison(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+
+
+def weights_on_ranks(case: Case) -> dict[str, torch.Tensor]:
+    model, _, _ = build_on_ranks(case)
+    return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("size", "tp", "stage", "replicas", "blocks"), [
+    (2, 1, 3, 1, 1),
+    (2, 2, 3, 1, 1),
+    (4, 1, 0, 1, 8),
+    (4, 1, 1, 1, 1),
+    (4, 1, 3, 2, 1),
+    (4, 2, 0, 1, 1),
+    (4, 2, 2, 1, 64),
+    (4, 2, 3, 1, 1),
+    (4, 4, 3, 1, 32),
+])  # fmt: skip
+@pytest.mark.parametrize("style", STYLES)
+def test_initial_weights_are_those_of_one_process(
+    style: str, size: int, tp: int, stage: int, replicas: int, blocks: int
+):
+    """Bitwise, whatever the tp size, the stage, the number of data ranks and the padding; padding rows are zero."""
+    model = dataclasses.replace(STYLES[style], make_vocab_size_divisible_by=blocks)
+    expected = one_process_weights(STYLES[style])
+    case = Case(model=model, tp=tp, stage=stage, replicas=replicas)
+    for weights in ranks(size).run(weights_on_ranks, case):
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            if name in VOCABULARY:
+                assert weight.shape[0] == model.padded_vocab_size(VOCAB, tp)
+                assert not weight[VOCAB:].any()
+                assert torch.equal(weight[:VOCAB], expected[name][:VOCAB]), name
+            else:
+                assert torch.equal(weight, expected[name]), name
+
+
+def drawn(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: weight for name, weight in weights.items() if weight.dim() == 2}
+
+
+def test_every_weight_is_overwritten_and_no_two_are_alike():
+    weights = one_process_weights(GPT2_STYLE)
+    assert all(weight.isfinite().all() for weight in weights.values())
+    firsts = [tuple(weight.flatten()[:8].tolist()) for weight in drawn(weights).values()]
+    scaled = [tuple(round(x / abs(first[0]), 4) for x in first) for first in firsts]  # also not alike up to scale
+    assert len(set(scaled)) == len(firsts) == 10
+
+
+def test_another_seed_draws_other_weights_and_leaves_the_constants():
+    one, other = one_process_weights(GPT2_STYLE), one_process_weights(GPT2_STYLE, seed=6)
+    for name, weight in one.items():
+        if weight.dim() == 2:
+            assert (weight != other[name]).float().mean() > 0.9, name
+        else:
+            assert torch.equal(weight, other[name]), name
+
+
+def test_weights_do_not_depend_on_the_default_generator_and_leave_it_alone():
+    torch.manual_seed(1)
+    model = GPTModel(GPT2_STYLE, vocab_size=VOCAB, tp=MeshAxis("tp"))
+    state = torch.get_rng_state()
+    initialize_parameters_(model, seed=5, draw_device=CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, one_process_weights(GPT2_STYLE)[name])
+
+
+@pytest.mark.parametrize(("changes", "inputs", "outputs"), [
+    ({}, 0.02, 0.02 / math.sqrt(6)),
+    ({"init_method_std": 0.01, "swiglu": True, "untie_embeddings_and_output_weights": True}, 0.01, 0.01 / math.sqrt(6)),
+])  # fmt: skip
+def test_each_weight_is_normal_with_megatron_s_standard_deviation(
+    changes: dict[str, Any], inputs: float, outputs: float
+):
+    """3 layers: what is added to the residual stream is scaled by 1/sqrt(2 x 3). Within 5 standard errors."""
+    model = GPTConfig(
+        num_layers=3,
+        hidden_size=64,
+        num_attention_heads=4,
+        ffn_hidden_size=192,
+        max_position_embeddings=48,
+        **changes,
+    )
+    weights = one_process_weights(model)
+    for name, weight in drawn(weights).items():
+        values = weight[:VOCAB] if name in VOCABULARY else weight
+        std = outputs if name.endswith(("proj.weight", "fc2.weight")) else inputs
+        n = values.numel()
+        assert float(values.mean()) == pytest.approx(0.0, abs=5 * std / math.sqrt(n)), name
+        assert float(values.std()) == pytest.approx(std, rel=5 / math.sqrt(2 * n)), name
+        beyond = float((values.abs() > 2 * std).float().mean())  # 4.55 % of a normal distribution
+        assert beyond == pytest.approx(0.0455, abs=5 * math.sqrt(0.0455 / n)), name
+    constants = {name: set(weight.tolist()) for name, weight in weights.items() if weight.dim() == 1}
+    assert {name for name, value in constants.items() if value == {1.0}} == {
+        name for name in constants if name.endswith("norm.weight")
+    }
+    assert all(value == {0.0} for name, value in constants.items() if name.endswith("bias"))
+
+
+def test_padding_rows_and_constants_are_drawn_as_their_spec_says():
+    spec = ParameterSpec(split=0, std=0.5, rows=3)
+    wide, narrow = (draw_parameter("w", (rows, 5), spec, seed=1, device=CPU) for rows in (9, 4))
+    assert torch.equal(wide[:3], narrow[:3])
+    assert wide[:3].all()
+    assert not wide[3:].any()
+    assert torch.equal(draw_parameter("b", (3,), ParameterSpec(value=2.5), seed=1, device=CPU), torch.full((3,), 2.5))
+    assert not torch.equal(wide, draw_parameter("w2", (9, 5), spec, seed=1, device=CPU))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_parameter_has_a_spec_and_lives_on_a_leaf_module(style: str):
+    """Only then is FSDP2's flat order that of `named_parameters()`."""
+    model = GPTModel(STYLES[style], vocab_size=VOCAB, tp=MeshAxis("tp"))
+    owned = list(owned_parameters(model))
+    assert [entry.name for entry in owned] == [name for name, _ in model.named_parameters()]
+    for name, module, attribute, spec in owned:
+        assert model.get_parameter(name) is getattr(module, attribute)
+        assert not list(module.children()), f"{name} is on a module with children"
+        if spec.split is not None:
+            assert spec.split < getattr(module, attribute).dim()
+
+
+def test_a_parameter_without_a_spec_is_named():
+    with pytest.raises(TypeError, match=r"Linear has no ParameterSpec for 0\.weight"):
+        list(owned_parameters(nn.Sequential(nn.Linear(2, 3))))
+
+
+def flat_orders(case: Case) -> list[tuple[list[str], list[str]]]:
+    """Per sharding unit: the names in the order FSDP2 concatenates them, and those of named_parameters()."""
+    model, _, _ = build_on_ranks(case)
+    prefix = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+    orders, seen = [], set()
+    for unit in [*model.sharding_units(), [model]]:
+        groups = unit[0]._get_fsdp_state()._fsdp_param_groups
+        assert len(groups) <= 1  # FSDP2 refuses custom communication for several
+        params = [p for group in groups for p in group.fsdp_params]
+        flat = [prefix[p._module_info.module] + p._module_info.param_name for p in params]
+        named = [prefix[module] + name for module in unit for name, _ in module.named_parameters()]
+        orders.append((flat, [name for name in named if name not in seen]))
+        seen.update(flat)
+    return orders
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("style", STYLES)
+def test_fsdp2_s_flat_order_is_that_of_named_parameters(style: str, tp: int):
+    orders = ranks(2).run(flat_orders, Case(model=STYLES[style], tp=tp))[0]
+    for flat, named in orders:
+        assert flat == named
+    everything = one_process_weights(STYLES[style])
+    assert sorted(name for flat, _ in orders for name in flat) == sorted(everything)
+
+
+def test_local_is_the_local_tensor_and_keeps_the_gradient():
+    plain = torch.ones(3)
+    assert local(plain) is plain
+    for is_local, grad, is_dtensor in ranks(2).run(local_of_a_dtensor):
+        assert is_local
+        assert is_dtensor
+        assert torch.equal(grad, torch.full((2, 3), 4.0))
+
+
+def local_of_a_dtensor() -> tuple[bool, torch.Tensor, bool]:
+    wrapped = nn.Parameter(DTensor.from_local(torch.ones(2, 3), tp_mesh(), [Shard(0)]))
+    inside = local(wrapped)
+    (inside * 4.0).sum().backward()
+    return not isinstance(inside, DTensor), wrapped.grad.to_local(), isinstance(wrapped.grad, DTensor)

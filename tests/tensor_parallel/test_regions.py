@@ -1,0 +1,160 @@
+"""Each region against its formula over all ranks, forward and backward.
+
+Values are small integers, so sums are exact in any order and every comparison is bitwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.tensor_parallel import counted, tp_axis
+
+from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel import regions
+
+SHAPES = [(8, 3, 5), (4, 1, 1), (12, 7)]  # [S, ...]: S is a multiple of 4 ranks, the rest is odd
+
+
+def integers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def sliced(x: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    return x.chunk(size)[rank]
+
+
+def run_region(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], strided: bool) -> dict[str, Any]:
+    """Forward of this rank's input and backward of this rank's output gradient."""
+    tp = tp_axis()
+    x, grad = integers(tp.rank, *in_shape), integers(100 + tp.rank, *out_shape)
+    if strided:  # the same values in memory of another order
+        x, grad = x.mT.contiguous().mT, grad.mT.contiguous().mT
+    x.requires_grad_()
+    y, forward = counted(tp, lambda: getattr(regions, name)(x, tp))
+    _, backward = counted(tp, lambda: y.backward(grad))
+    unchanged = torch.equal(x.detach(), integers(tp.rank, *in_shape))
+    unchanged &= torch.equal(grad, integers(100 + tp.rank, *out_shape))
+    return {"y": y.detach(), "x_grad": x.grad, "calls": (forward, backward), "unchanged": unchanged}
+
+
+def expect(
+    name: str, xs: list[torch.Tensor], grads: list[torch.Tensor], rank: int
+) -> tuple[torch.Tensor, torch.Tensor, tuple[dict[str, int], dict[str, int]]]:
+    size = len(xs)
+    match name:
+        case "copy_to_region":
+            return xs[rank], sum(grads), ({}, {"all_reduce": 1})
+        case "reduce_from_region":
+            return sum(xs), grads[rank], ({"all_reduce": 1}, {})
+        case "gather_sequence":
+            return torch.cat(xs), sliced(sum(grads), rank, size), ({"all_gather": 1}, {"reduce_scatter": 1})
+        case "reduce_scatter_sequence":
+            return sliced(sum(xs), rank, size), torch.cat(grads), ({"reduce_scatter": 1}, {"all_gather": 1})
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["copy_to_region", "reduce_from_region", "gather_sequence", "reduce_scatter_sequence"])
+def test_a_region_does_what_its_row_of_the_table_says(name: str, size: int, shape: tuple[int, ...], strided: bool):
+    slice_shape = (shape[0] // size, *shape[1:])
+    in_shape = slice_shape if name == "gather_sequence" else shape
+    out_shape = slice_shape if name == "reduce_scatter_sequence" else shape
+    xs = [integers(rank, *in_shape) for rank in range(size)]
+    grads = [integers(100 + rank, *out_shape) for rank in range(size)]
+    for rank, result in enumerate(ranks(size).run(run_region, name, in_shape, out_shape, strided)):
+        y, x_grad, calls = expect(name, xs, grads, rank)
+        assert torch.equal(result["y"], y)
+        assert torch.equal(result["x_grad"], x_grad)
+        assert result["calls"] == calls
+        assert result["unchanged"]
+
+
+def run_sum_gradients() -> list[Any]:
+    tp = tp_axis()
+    parameters = [integers(i, *shape).requires_grad_() for i, shape in enumerate([(5,), (3, 7), (1,)])]
+    (a, b, _unused), forward = counted(tp, lambda: regions.sum_gradients(tp, *parameters))
+    loss = (a * integers(50 + tp.rank, 5)).sum() + (b * integers(60 + tp.rank, 3, 7)).sum()
+    _, backward = counted(tp, loss.backward)
+    return [*(p.grad for p in parameters), torch.equal(a, parameters[0]), forward, backward]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sum_gradients_sums_all_gradients_in_one_all_reduce(size: int):
+    """An output that nothing used counts as zero."""
+    for a, b, unused, identity, forward, backward in ranks(size).run(run_sum_gradients):
+        assert torch.equal(a, sum(integers(50 + rank, 5) for rank in range(size)))
+        assert torch.equal(b, sum(integers(60 + rank, 3, 7) for rank in range(size)))
+        assert torch.equal(unused, torch.zeros(1))
+        assert identity
+        assert (forward, backward) == ({}, {"all_reduce": 1})
+
+
+def run_with_a_second_branch(name: str) -> dict[str, torch.Tensor]:
+    """`a` goes through the region, `b` does not, and autograd hands one gradient tensor to both."""
+    tp = tp_axis()
+    a = integers(tp.rank, 8, 3).requires_grad_()
+    b = integers(10 + tp.rank, 8, 3).requires_grad_()
+    grad = integers(20 + tp.rank, 8, 3)
+    through = regions.sum_gradients(tp, a)[0] if name == "sum_gradients" else getattr(regions, name)(a, tp)
+    (through + b).backward(grad)
+    return {"a": a.grad, "b": b.grad, "given": grad, "input": a.detach()}
+
+
+@pytest.mark.parametrize("name", ["copy_to_region", "sum_gradients", "reduce_from_region"])
+def test_a_gradient_that_another_branch_shares_is_left_alone(name: str):
+    """An all-reduce in place must not reach the gradient of the other branch, nor the forward's input."""
+    results = ranks(2).run(run_with_a_second_branch, name)
+    total = integers(20, 8, 3) + integers(21, 8, 3)
+    for rank, result in enumerate(results):
+        own = integers(20 + rank, 8, 3)
+        assert torch.equal(result["b"], own)
+        assert torch.equal(result["given"], own)
+        assert torch.equal(result["input"], integers(rank, 8, 3))
+        assert torch.equal(result["a"], own if name == "reduce_from_region" else total)
+
+
+def run_input_in_two_branches() -> tuple[torch.Tensor, torch.Tensor]:
+    """x + reduce(2 x): the reduction must not overwrite what the other branch reads."""
+    tp = tp_axis()
+    x = integers(tp.rank, 4, 3).requires_grad_()
+    y = x + regions.reduce_from_region(x * 2, tp) + regions.copy_to_region(x, tp)
+    y.backward(integers(30, 4, 3))
+    return y.detach(), x.grad
+
+
+def test_an_input_that_another_branch_reads_is_left_alone():
+    total = 2 * (integers(0, 4, 3) + integers(1, 4, 3))
+    for rank, (y, x_grad) in enumerate(ranks(2).run(run_input_in_two_branches)):
+        assert torch.equal(y, 2 * integers(rank, 4, 3) + total)
+        assert torch.equal(x_grad, 5 * integers(30, 4, 3))  # 1 by itself, 2 through the sum, 2 ranks' copies
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_on_an_axis_of_one_rank_a_region_returns_its_argument(sequence_parallel: bool):
+    alone, x = MeshAxis("tp"), integers(0, 8, 3)
+    assert regions.enter_region(x, alone, sequence_parallel=sequence_parallel) is x
+    assert regions.leave_region(x, alone, sequence_parallel=sequence_parallel) is x
+    for name in ("copy_to_region", "reduce_from_region", "gather_sequence", "reduce_scatter_sequence"):
+        assert torch.equal(getattr(regions, name)(x, alone), x)
+    assert not alone.counter.table()
+
+
+def run_ways_in_and_out(sequence_parallel: bool) -> list[dict[str, int]]:
+    tp = tp_axis()
+    x = integers(0, 8 // tp.size if sequence_parallel else 8, 3)
+    inside, enter = counted(tp, lambda: regions.enter_region(x, tp, sequence_parallel=sequence_parallel))
+    outside, leave = counted(tp, lambda: regions.leave_region(inside, tp, sequence_parallel=sequence_parallel))
+    assert inside.shape == (8, 3)
+    assert outside.shape == x.shape
+    return [enter, leave]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sequence_parallelism_gathers_on_the_way_in_and_scatters_on_the_way_out(size: int):
+    assert ranks(size).run(run_ways_in_and_out, False) == [[{}, {"all_reduce": 1}]] * size
+    assert ranks(size).run(run_ways_in_and_out, True) == [[{"all_gather": 1}, {"reduce_scatter": 1}]] * size
