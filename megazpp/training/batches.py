@@ -62,9 +62,7 @@ class BatchPlan:
         if consumed_samples >= self.rampup_samples:
             return self.global_batch_size
         num_increments = (self.global_batch_size - self.start_batch_size) // self.increment
-        return (
-            self.start_batch_size + consumed_samples * num_increments // self.rampup_samples * self.increment
-        )
+        return self.start_batch_size + consumed_samples * num_increments // self.rampup_samples * self.increment
 
     def num_micro_batches_at(self, consumed_samples: int) -> int:
         """Micro-batches that each rank runs in the step that starts after `consumed_samples`."""
@@ -170,7 +168,6 @@ def _rampup(config: BatchConfig, global_batch_size: int) -> tuple[int, int, int]
         raise ValueError(f"{flag_text}: start size and increment must be positive, samples not negative")
     if start > global_batch_size or (global_batch_size - start) % increment:
         raise ValueError(
-            f"{flag_text}: --global-batch-size {global_batch_size} is not {start}"
-            f" plus a multiple of {increment}"
+            f"{flag_text}: --global-batch-size {global_batch_size} is not {start} plus a multiple of {increment}"
         )
     return start, increment, samples
