@@ -1,0 +1,205 @@
+"""Rotary positions, document masks and whole attention layers against independent formulas."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.tensor_parallel import counted, draw, part, tp_axis
+
+from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles, rotate
+from megazpp.model.config import GPTConfig
+from megazpp.parallel.axis import MeshAxis
+
+
+def rotate_complex(x: torch.Tensor, position_ids: torch.Tensor, *, channels: int, base: float) -> torch.Tensor:
+    """Channels (i, i + channels/2) of x [S, B, heads, D] as one complex number, times exp(i position base^(-2i/c))."""
+    half = channels // 2
+    numbers = torch.complex(x[..., :half], x[..., half:channels])
+    frequency = torch.tensor([base ** (-2 * i / channels) for i in range(half)], dtype=torch.float64)
+    angle = position_ids.t()[:, :, None, None].double() * frequency
+    turned = numbers * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((turned.real, turned.imag, x[..., channels:]), dim=-1)
+
+
+POSITIONS = {
+    "counting": torch.arange(9).expand(2, 9),
+    "restarting": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 0, 1]]),
+    "far": torch.arange(2000, 2009).expand(2, 9),
+}
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("base", [10000.0, 500000.0, 7.0])
+@pytest.mark.parametrize("percent", [1.0, 0.5, 0.2])
+def test_rotary_positions_turn_pairs_of_channels_as_complex_numbers(percent: float, base: float, positions: str):
+    """fp32 angles: 6e-8 relative to at most 2009 radians, 1.2e-4 after a turn; below 10 radians 1e-6."""
+    channels, ids = int(20 * percent), POSITIONS[positions]
+    x = draw(0, 9, 2, 3, 20)
+    cos, sin = rotary_angles(ids, channels=channels, base=base)
+    assert cos.shape == sin.shape == (9, 2, 1, channels)
+    expected = rotate_complex(x, ids, channels=channels, base=base)
+    tolerance = 1e-3 if positions == "far" else 5e-6
+    torch.testing.assert_close(rotate(x.float(), cos, sin).double(), expected, rtol=0, atol=tolerance)
+    if percent < 1.0:
+        assert torch.equal(rotate(x.float(), cos, sin)[..., channels:], x.float()[..., channels:])
+
+
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+def test_bf16_is_turned_in_fp32_and_rounded_once(percent: float):
+    x = draw(0, 9, 2, 3, 8).bfloat16()
+    channels = int(8 * percent)
+    angles = rotary_angles(POSITIONS["counting"], channels=channels, base=10000.0)
+    turned = rotate(x, *angles)
+    assert turned.dtype == torch.bfloat16
+    expected = rotate_complex(x.double(), POSITIONS["counting"], channels=channels, base=10000.0)
+    torch.testing.assert_close(turned.double(), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    """q at 7 with k at 3 scores as q at 4 with k at 0: fp32 rounding of sums of 16 products."""
+    q, k = draw(0, 1, 1, 1, 16).float(), draw(1, 1, 1, 1, 16).float()
+
+    def score(q_at: int, k_at: int) -> float:
+        def at(x: torch.Tensor, position: int) -> torch.Tensor:
+            return rotate(x, *rotary_angles(torch.tensor([[position]]), channels=16, base=100.0))
+
+        return float((at(q, q_at) * at(k, k_at)).sum())
+
+    assert score(7, 3) == pytest.approx(score(4, 0), abs=2e-6)
+    assert abs(score(7, 3) - score(7, 4)) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("starts", [
+    [0, 14],             # one document over two rows: rows are separate all the same
+    [0, 7, 14],
+    [0, 1, 2, 7, 12, 13, 14],
+    [0, 3, 7, 8, 14],
+    list(range(15)),     # every token by itself
+])  # fmt: skip
+def test_a_query_looks_at_earlier_tokens_of_its_own_document_only(starts: list[int], dtype: torch.dtype):
+    batch, seq = 2, 7
+    mask = document_mask(torch.tensor(starts, dtype=dtype), batch=batch, seq=seq)
+    assert mask.shape == (batch, 1, seq, seq)
+    for row in range(batch):
+        for query in range(seq):
+            own = max(start for start in starts if start <= row * seq + query)
+            allowed = [own <= row * seq + key and key <= query for key in range(seq)]
+            assert mask[row, 0, query].tolist() == allowed
+
+
+def attention_by_loops(
+    x: torch.Tensor, weights: dict[str, torch.Tensor], config: GPTConfig, mask: torch.Tensor
+) -> torch.Tensor:
+    """One query of one head at a time; the fused rows are [group, (queries, key, value), channels]."""
+    channels, per_group = config.head_size, config.heads // config.query_groups
+    seq, batch, _ = x.shape
+    projected = x @ weights["qkv.weight"].t() + weights.get("qkv.bias", 0.0)
+    blocks = projected.view(seq, batch, -1, channels)
+    context = x.new_zeros(seq, batch, config.heads, channels)
+    for head in range(config.heads):
+        first = head // per_group * (per_group + 2)
+        q, k, v = (blocks[:, :, i] for i in (first + head % per_group, first + per_group, first + per_group + 1))
+        for row in range(batch):
+            for query in range(seq):
+                scores = [float(q[query, row] @ k[key, row]) / math.sqrt(channels) for key in range(seq)]
+                exps = [math.exp(s) if mask[row, 0, query, key] else 0.0 for key, s in enumerate(scores)]
+                context[query, row, head] = sum(e / sum(exps) * v[key, row] for key, e in enumerate(exps))
+    return context.flatten(2) @ weights["proj.weight"].t() + weights.get("proj.bias", 0.0)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "multi-head": {},
+    "grouped": {"group_query_attention": True, "num_query_groups": 2},
+    "multi-query": {"group_query_attention": True, "num_query_groups": 1},
+    "kv-channels": {"kv_channels": 3},
+    "qkv-bias-only": {"disable_bias_linear": True, "add_qkv_bias": True},
+    "no-bias": {"disable_bias_linear": True, "group_query_attention": True, "num_query_groups": 2, "kv_channels": 5},
+}
+
+
+def shape(name: str) -> GPTConfig:
+    return GPTConfig(hidden_size=8, num_attention_heads=4, attention_dropout=0.0, **SHAPES[name])
+
+
+def whole_weights(config: GPTConfig) -> dict[str, torch.Tensor]:
+    rows = (config.heads + 2 * config.query_groups) * config.head_size
+    weights = {"qkv.weight": draw(1, rows, 8), "proj.weight": draw(2, 8, config.heads * config.head_size)}
+    if config.qkv_bias:
+        weights["qkv.bias"] = draw(3, rows)
+    if config.linear_bias:
+        weights["proj.bias"] = draw(4, 8)
+    return weights
+
+
+def build(config: GPTConfig, tp: MeshAxis, *, sequence_parallel: bool = False) -> SelfAttention:
+    layer = SelfAttention(
+        config, tp=tp, sequence_parallel=sequence_parallel, output_std=1.0, recompute_core=False
+    ).double()
+    splits = {"qkv.weight": 0, "qkv.bias": 0, "proj.weight": 1}
+    values = whole_weights(config)
+    assert values.keys() == dict(layer.named_parameters()).keys()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            value = part(values[name], splits[name], tp) if name in splits else values[name]
+            assert parameter.shape == value.shape
+            parameter.copy_(value)
+    return layer
+
+
+def masks() -> dict[str, torch.Tensor | None]:
+    return {"causal": None, "documents": document_mask(torch.tensor([0, 2, 6, 7, 12]), batch=2, seq=6)}
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_attention_is_that_of_a_plain_loop_over_queries(name: str, mask: str):
+    """fp64, so 1e-12: the order of the sums alone differs."""
+    config, given = shape(name), masks()[mask]
+    x = draw(0, 6, 2, 8)
+    allowed = torch.ones(2, 1, 6, 6).tril().bool() if given is None else given
+    y = build(config, MeshAxis("tp"))(x, AttentionInputs(rotary=None, mask=given))
+    torch.testing.assert_close(y, attention_by_loops(x, whole_weights(config), config, allowed), rtol=1e-12, atol=1e-12)
+
+
+def run_split(name: str, mask: str, sequence_parallel: bool) -> list[Any]:
+    tp, inputs = tp_axis(), AttentionInputs(rotary=None, mask=masks()[mask])
+    x = draw(0, 6, 2, 8)
+    x = (part(x, 0, tp) if sequence_parallel else x).requires_grad_()
+    layer = build(shape(name), tp, sequence_parallel=sequence_parallel)
+    y, forward = counted(tp, lambda: layer(x, inputs))
+    y_grad = draw(5, 6, 2, 8)
+    _, backward = counted(tp, lambda: y.backward(part(y_grad, 0, tp) if sequence_parallel else y_grad))
+    return [y.detach(), x.grad, {n: p.grad for n, p in layer.named_parameters()}, forward, backward]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("name", "mask"), [
+    ("multi-head", "causal"), ("grouped", "documents"), ("kv-channels", "documents"),
+    ("qkv-bias-only", "causal"), ("no-bias", "causal"),
+])  # fmt: skip
+def test_attention_split_over_heads_is_the_whole_one(name: str, mask: str, sequence_parallel: bool):
+    """Outputs and all gradients, fp64."""
+    x = draw(0, 6, 2, 8).requires_grad_()
+    layer = build(shape(name), MeshAxis("tp"))
+    y = layer(x, AttentionInputs(rotary=None, mask=masks()[mask]))
+    y.backward(draw(5, 6, 2, 8))
+    exact = {"rtol": 1e-11, "atol": 1e-11}
+    results = ranks(2).run(run_split, name, mask, sequence_parallel)
+    for rank, (ours, x_grad, grads, forward, backward) in enumerate(results):
+        torch.testing.assert_close(ours, y.chunk(2)[rank] if sequence_parallel else y, **exact)
+        torch.testing.assert_close(x_grad, x.grad.chunk(2)[rank] if sequence_parallel else x.grad, **exact)
+        for parameter, grad in grads.items():
+            whole = layer.get_parameter(parameter).grad
+            dim = {"qkv.weight": 0, "qkv.bias": 0, "proj.weight": 1}.get(parameter)
+            torch.testing.assert_close(grad, whole if dim is None else whole.chunk(2, dim)[rank], **exact)
+        if sequence_parallel:
+            bias = {"all_reduce": 1} if "proj.bias" in grads else {}
+            assert forward == {"all_gather": 1, "reduce_scatter": 1}
+            assert backward == {"all_gather": 1, "reduce_scatter": 1, **bias}
+        else:
+            assert (forward, backward) == ({"all_reduce": 1}, {"all_reduce": 1})

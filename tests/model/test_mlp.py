@@ -1,0 +1,119 @@
+"""The MLP's activations, whole and split, against their formulas in fp64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.tensor_parallel import counted, draw, part, tp_axis
+
+from megazpp.model.config import GPTConfig
+from megazpp.model.mlp import MLP
+from megazpp.parallel.axis import MeshAxis
+
+HIDDEN, WIDE = 5, 12
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def gelu_of_gpt2(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > 0, x * x, 0.0)
+
+
+KINDS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "gelu": ({}, gelu),
+    "openai-gelu": ({"openai_gelu": True}, gelu_of_gpt2),
+    "squared-relu": ({"squared_relu": True}, squared_relu),
+    "swiglu": ({"swiglu": True}, lambda x: x / (1 + torch.exp(-x))),
+}
+
+
+def config_of(kind: str, bias: bool) -> GPTConfig:
+    return GPTConfig(
+        hidden_size=HIDDEN, num_attention_heads=1, ffn_hidden_size=WIDE, disable_bias_linear=not bias, **KINDS[kind][0]
+    )
+
+
+def whole_weights(kind: str, bias: bool) -> dict[str, torch.Tensor]:
+    weights = {"fc1.weight": draw(1, WIDE, HIDDEN), "fc2.weight": draw(2, HIDDEN, WIDE)}
+    if kind == "swiglu":
+        weights["gate.weight"] = draw(3, WIDE, HIDDEN)
+    if bias:
+        weights |= {"fc1.bias": draw(4, WIDE), "fc2.bias": draw(5, HIDDEN)}
+        if kind == "swiglu":
+            weights["gate.bias"] = draw(6, WIDE)
+    return weights
+
+
+def by_formula(kind: str, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    def linear(name: str, value: torch.Tensor) -> torch.Tensor:
+        return value @ weights[f"{name}.weight"].t() + weights.get(f"{name}.bias", 0.0)
+
+    activation, up = KINDS[kind][1], linear("fc1", x)
+    return linear("fc2", activation(linear("gate", x)) * up if kind == "swiglu" else activation(up))
+
+
+def build(kind: str, bias: bool, tp: MeshAxis, sequence_parallel: bool = False) -> MLP:
+    mlp = MLP(config_of(kind, bias), tp=tp, sequence_parallel=sequence_parallel, output_std=1.0).double()
+    weights = whole_weights(kind, bias)
+    assert weights.keys() == dict(mlp.named_parameters()).keys()
+    with torch.no_grad():
+        for name, parameter in mlp.named_parameters():
+            dim = split_of(name)
+            parameter.copy_(weights[name] if dim is None else part(weights[name], dim, tp))
+    return mlp
+
+
+def split_of(name: str) -> int | None:
+    return None if name == "fc2.bias" else 1 if name == "fc2.weight" else 0
+
+
+def run(kind: str, bias: bool, sequence_parallel: bool) -> dict[str, Any]:
+    tp = tp_axis()
+    mlp = build(kind, bias, tp, sequence_parallel)
+    x, y_grad = draw(0, 8, 3, HIDDEN), draw(9, 8, 3, HIDDEN)
+    if sequence_parallel:
+        x, y_grad = part(x, 0, tp), part(y_grad, 0, tp)
+    x.requires_grad_()
+    y, forward = counted(tp, lambda: mlp(x))
+    _, backward = counted(tp, lambda: y.backward(y_grad))
+    grads = {name: p.grad for name, p in mlp.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, "grads": grads, "calls": (forward, backward)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mlp_is_its_formula_however_it_is_split(kind: str, bias: bool, size: int, sequence_parallel: bool):
+    """Output and all gradients; one region entered and one left, for SwiGLU's two matrices too."""
+    x = draw(0, 8, 3, HIDDEN).requires_grad_()
+    weights = {name: weight.requires_grad_() for name, weight in whole_weights(kind, bias).items()}
+    y = by_formula(kind, x, weights)
+    y.backward(draw(9, 8, 3, HIDDEN))
+    split_sequence = sequence_parallel and size > 1
+    if size == 1:
+        calls: Any = ({}, {})
+    elif sequence_parallel:
+        both = {"all_gather": 1, "reduce_scatter": 1}
+        calls = (both, {**both, "all_reduce": 1} if bias else both)
+    else:
+        calls = ({"all_reduce": 1}, {"all_reduce": 1})
+    for rank, result in enumerate(ranks(size).run(run, kind, bias, sequence_parallel)):
+        torch.testing.assert_close(result["y"], y.detach().chunk(size)[rank] if split_sequence else y, **EXACT)
+        torch.testing.assert_close(result["x"], x.grad.chunk(size)[rank] if split_sequence else x.grad, **EXACT)
+        for name, grad in result["grads"].items():
+            dim, whole = split_of(name), weights[name].grad
+            torch.testing.assert_close(grad, whole if dim is None else whole.chunk(size, dim)[rank], **EXACT)
+        assert result["calls"] == calls
