@@ -9,13 +9,14 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 from torch.distributed.launcher.api import elastic_launch
@@ -94,7 +95,21 @@ def launch_workers(command: list[str], nproc: int) -> int:
     logging.disable(logging.ERROR)  # of torch's agent: the failing worker has said what there is to say
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     os.environ[LAUNCHER_PID] = str(os.getpid())
-    config = ElasticConfig(
+    try:
+        with tempfile.TemporaryDirectory(prefix="megazpp-") as scratch:
+            elastic_launch(_local_workers(nproc, scratch), command[0])(*command[1:])
+    except KeyboardInterrupt:
+        return _ended_by(signal.SIGINT)
+    except SignalException as error:
+        return _ended_by(error.sigval)
+    except ChildFailedError as error:
+        return _worker_failed({rank: failure.exitcode for rank, failure in error.failures.items()})
+    return 0
+
+
+def _local_workers(nproc: int, scratch: str) -> ElasticConfig:
+    """Torch's agent for one node; without `scratch` it leaves a folder in /tmp behind."""
+    return ElasticConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=nproc,
@@ -103,17 +118,9 @@ def launch_workers(command: list[str], nproc: int) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=scratch),
         signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C stays Python's: the agent then ends workers by SIGTERM
     )
-    try:
-        elastic_launch(config, command[0])(*command[1:])
-    except KeyboardInterrupt:
-        return _ended_by(signal.SIGINT)
-    except SignalException as error:
-        return _ended_by(error.sigval)
-    except ChildFailedError as error:
-        return _worker_failed({rank: failure.exitcode for rank, failure in error.failures.items()})
-    return 0
 
 
 def _ended_by(signum: signal.Signals) -> int:

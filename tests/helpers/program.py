@@ -24,13 +24,15 @@ class Program:
 
     Args:
         command: arguments after the Python interpreter.
-        folder: holds the output file, and is HOME, so that no one's settings are found.
+        folder: holds the output file and /tmp, and is HOME, so that no one's settings are found.
     """
 
     def __init__(self, *command: str, folder: Path, cwd: Path = ROOT) -> None:
         self.marker = f"{MARKER}={uuid.uuid4().hex}"
         env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        env |= {"HOME": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self._scratch = folder / "tmp"
+        self._scratch.mkdir(exist_ok=True)
+        env |= {"HOME": str(folder), "TMPDIR": str(self._scratch), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         env |= dict([self.marker.split("=")])
         self._file = folder / f"output-{uuid.uuid4().hex}.txt"
         self.started = time.monotonic()
@@ -74,6 +76,10 @@ class Program:
     def left_behind(self) -> list[int]:
         """Processes that carry the marker, in any session; zombies do not count."""
         return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and self._owns(entry)]
+
+    def scratch_files(self) -> list[Path]:
+        """What lies in its temporary folder."""
+        return list(self._scratch.iterdir())
 
     def kill(self) -> None:
         """End what is left."""

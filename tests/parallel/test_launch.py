@@ -84,7 +84,10 @@ def test_nccl_without_a_gpu_is_refused():
 
 @pytest.mark.parametrize("repetition", range(3))
 def test_a_job_that_ends_well_exits_with_0(tmp_path: Path, repetition: int):
-    assert run_program(JOB, "nothing", "2", folder=tmp_path) == (0, "sum 2\n")
+    program = Program(JOB, "nothing", "2", folder=tmp_path)
+    assert program.finish() == "sum 2\n"
+    assert program.process.returncode == 0
+    assert program.scratch_files() == []
 
 
 def test_a_single_worker_needs_no_launcher(tmp_path: Path):
@@ -97,6 +100,7 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback_shown_once(tmp_pat
     program.wait_for("sum 2\n")
     assert program.seconds_until_all_are_gone(SECONDS) < SECONDS
     output = program.finish()
+    assert program.scratch_files() == []
     assert program.process.returncode == 1
     assert output.count("Traceback") == 1
     assert f"rank {rank} failed:\nTraceback" in output
@@ -146,6 +150,7 @@ def test_a_signal_to_the_launcher_leaves_no_process(tmp_path: Path, signum: int,
     assert program.process.returncode == code
     assert "Traceback" not in output
     if code > 0:
+        assert program.scratch_files() == []
         assert output.splitlines()[-1] == f"ended by {signal.Signals(signum).name}"
 
 
