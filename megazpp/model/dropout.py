@@ -2,7 +2,7 @@
 
 Where tp ranks hold different activations (heads of attention, slices of the sequence) their masks must differ:
 torch's default generator, seeded differently on each rank, does that. Where they hold the same activations (the
-residual stream without sequence parallelism) the masks must agree: `SharedDropout` draws from a generator that is
+residual stream without sequence parallelism) the masks must agree: `Dropout` draws from a generator that is
 seeded alike on all tp ranks of a data rank.
 """
 
@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megazpp.tensor_parallel.parameters import seed_for
+
 
 class SharedGenerator:
     """A generator whose state is the same on all tp ranks of a data rank.
@@ -26,7 +28,7 @@ class SharedGenerator:
     """
 
     def __init__(self, device: torch.device, *, seed: int, data_rank: int) -> None:
-        self.generator = torch.Generator(device).manual_seed((seed * 1_000_003 + data_rank + 1) % 2**63)
+        self.generator = torch.Generator(device).manual_seed(seed_for(f"dropout on data rank {data_rank}", seed=seed))
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For `torch.utils.checkpoint(context_fn=...)`: the recomputation draws what the forward drew."""

@@ -99,9 +99,14 @@ def draw_parameter(
     """The full initial value of one parameter, [shape] fp32, from (seed, name)."""
     full = torch.full(shape, spec.value, dtype=torch.float32, device=device)
     if spec.std > 0.0:
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        generator = torch.Generator(device).manual_seed(seed_for(name, seed=seed))
         full[: spec.rows].normal_(0.0, spec.std, generator=generator)
         if spec.rows is not None:
             full[spec.rows :] = 0.0
     return full
+
+
+def seed_for(name: str, *, seed: int) -> int:
+    """A generator seed that depends on (seed, name) alone and is unrelated to that of any other pair."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,217 @@
+"""Dropout under tensor parallelism: the same masks where tp ranks hold the same activations, others elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.tensor_parallel import CPU, build_gpt, local_gradients, tp_axis
+from helpers.training import GPT2_STYLE, Case, build_on_ranks, train_on_ranks
+
+from megazpp.model.attention import AttentionInputs, SelfAttention
+from megazpp.model.config import GPTConfig
+from megazpp.model.dropout import Dropout, SharedGenerator
+from megazpp.parallel.worker import seed_everything
+
+VOCAB, SEQ, BATCH = 101, 16, 4
+BOTH = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.25, attention_dropout=0.25)
+HIDDEN_ONLY = dataclasses.replace(BOTH, attention_dropout=0.0)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_a_share_of_the_elements_is_zero_and_the_rest_scaled(rate: float, shared: bool):
+    """Within 5 standard errors of 40,000 coin tosses; the gradient has the mask of the forward."""
+    torch.manual_seed(3)
+    dropout = Dropout(rate, SharedGenerator(CPU, seed=1, data_rank=0) if shared else None)
+    x = torch.ones(40, 1000, requires_grad=True)
+    y = dropout(x)
+    zeros = y == 0.0
+    assert zeros.float().mean().item() == pytest.approx(rate, abs=5 * math.sqrt(rate * (1 - rate) / 40_000))
+    torch.testing.assert_close(y[~zeros], torch.full_like(y[~zeros], 1 / (1 - rate)), rtol=1e-6, atol=0)
+    y.sum().backward()
+    assert torch.equal(x.grad, y)
+    assert not torch.equal(dropout(x) == 0.0, zeros)  # the next call draws another mask
+    assert dropout.eval()(x) is x or torch.equal(dropout(x), x)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_rate_zero_draws_nothing(shared: bool):
+    generator = SharedGenerator(CPU, seed=1, data_rank=0)
+    state, default = generator.generator.get_state(), torch.get_rng_state()
+    x = torch.ones(5)
+    assert torch.equal(Dropout(0.0, generator if shared else None)(x), x)
+    assert torch.equal(generator.generator.get_state(), state)
+    assert torch.equal(torch.get_rng_state(), default)
+
+
+def test_bf16_activations_stay_bf16():
+    y = Dropout(0.5, SharedGenerator(CPU, seed=1, data_rank=0))(torch.ones(100).bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert set(y.tolist()) == {0.0, 2.0}
+
+
+def test_no_generator_of_a_job_starts_like_another():
+    """Shared ones and every rank's default one: 4 data ranks x 4 tp ranks, 3 neighbouring seeds."""
+    starts = []
+    for seed in (1234, 1235, 1236):
+        for data_rank in range(4):
+            shared = SharedGenerator(CPU, seed=seed, data_rank=data_rank).generator
+            starts.append(tuple(torch.rand(4, generator=shared).tolist()))
+            for tp_rank in range(4):
+                seed_everything(seed, data_rank=data_rank, tp_rank=tp_rank)
+                starts.append(tuple(torch.rand(4).tolist()))
+    assert len(set(starts)) == len(starts) == 3 * 4 * 5
+
+
+def residual_streams(model: GPTConfig, sequence_parallel: bool) -> list[torch.Tensor]:
+    """What enters every norm in a training forward."""
+    gpt = build_gpt(model, tp_axis(), vocab_size=VOCAB, sequence_parallel=sequence_parallel)
+    seen: list[torch.Tensor] = []
+    for layer in gpt.layers:
+        for norm in (layer.attention_norm, layer.mlp_norm):
+            norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    gpt.final_norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    gpt(*batch())
+    return seen
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tp_ranks_hold_the_same_residual_stream_to_the_bit(size: int):
+    first, *others = ranks(size).run(residual_streams, BOTH, False)
+    for other in others:
+        for ours, theirs in zip(first, other, strict=True):
+            assert torch.equal(ours, theirs)
+    assert (first[0] == 0.0).float().mean().item() == pytest.approx(0.25, abs=0.06)  # dropout of the embedding was on
+
+
+def embedding_masks(sequence_parallel: bool) -> torch.Tensor:
+    return residual_streams(HIDDEN_ONLY, sequence_parallel)[0] == 0.0
+
+
+def test_with_sequence_parallelism_tp_ranks_draw_different_masks():
+    """1280 / T elements at rate 0.25: independent masks agree on 0.625 of them, within 5 standard errors of 0.027."""
+    masks = ranks(4).run(embedding_masks, True)
+    whole = torch.cat(masks)
+    assert whole.shape == (SEQ, BATCH, GPT2_STYLE.hidden)
+    assert whole.float().mean().item() == pytest.approx(0.25, abs=5 * math.sqrt(0.1875 / whole.numel()))
+    for i, one in enumerate(masks):
+        for other in masks[:i]:
+            assert (one == other).float().mean().item() == pytest.approx(0.625, abs=0.14)
+
+
+def contexts_of_equal_heads() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The attention core's output in evaluation and twice in training, with the same weights on every rank."""
+    tp = tp_axis()
+    seed_everything(1, data_rank=0, tp_rank=tp.rank)
+    config = dataclasses.replace(BOTH, hidden_size=8, num_attention_heads=4)
+    layer = SelfAttention(config, tp=tp, sequence_parallel=False, output_std=1.0, recompute_core=False)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    seen: list[torch.Tensor] = []
+    layer.proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    x = torch.randn(6, 2, 8, generator=torch.Generator().manual_seed(3))
+    for training in (False, True, True):
+        layer.train(training)(x, AttentionInputs(rotary=None, mask=None))
+    return seen[0], seen[1], seen[2]
+
+
+def test_attention_dropout_differs_over_tp_ranks():
+    """Different heads need different masks; with equal weights the masks are all that can differ."""
+    (evaluated, trained, again), (evaluated_1, trained_1, _) = ranks(2).run(contexts_of_equal_heads)
+    assert torch.equal(evaluated, evaluated_1)
+    assert not torch.equal(trained, trained_1)
+    assert not torch.equal(trained, again)
+    assert not torch.equal(trained, evaluated)
+
+
+def step_losses(model: GPTConfig, sequence_parallel: bool, dropout_seed: int) -> dict[str, Any]:
+    """Two training forwards with gradients, and an evaluation."""
+    gpt = build_gpt(model, tp_axis(), vocab_size=VOCAB, sequence_parallel=sequence_parallel, dropout_seed=dropout_seed)
+    first = gpt(*batch())
+    first.mean().backward()
+    second = gpt(*batch())
+    grads = local_gradients(gpt)
+    gpt.eval()
+    state = torch.get_rng_state()
+    evaluated = gpt(*batch())
+    drew = not torch.equal(state, torch.get_rng_state())
+    return {
+        "first": first.detach(),
+        "second": second.detach(),
+        "eval": evaluated.detach(),
+        "grads": grads,
+        "drew": drew,
+    }
+
+
+@pytest.mark.parametrize("model", [BOTH, HIDDEN_ONLY], ids=["both", "hidden"])
+@pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, False)])
+def test_dropout_follows_from_the_seed_and_is_off_in_evaluation(size: int, sequence_parallel: bool, model: GPTConfig):
+    run, repeated = (ranks(size).run(step_losses, model, sequence_parallel, 1) for _ in range(2))
+    other_seed = ranks(size).run(step_losses, model, sequence_parallel, 2)
+    none = dataclasses.replace(model, hidden_dropout=0.0, attention_dropout=0.0)
+    without = ranks(size).run(step_losses, none, sequence_parallel, 1)
+    for ours, again, other, plain in zip(run, repeated, other_seed, without, strict=True):
+        for name in ("first", "second", "eval"):
+            assert torch.equal(ours[name], again[name])
+            assert torch.equal(ours[name], run[0][name])  # tp ranks agree on the losses
+        for name, grad in ours["grads"].items():
+            assert torch.equal(grad, again["grads"][name]), name
+        assert not torch.equal(ours["first"], other["first"])
+        assert not torch.equal(ours["first"], ours["second"])
+        assert torch.equal(ours["eval"], other["eval"])
+        assert torch.equal(ours["eval"], plain["first"])
+        assert not ours["drew"]
+
+
+def replicated_gradients(model: GPTConfig) -> dict[str, torch.Tensor]:
+    gpt = build_gpt(model, tp_axis(), vocab_size=VOCAB)
+    gpt(*batch())[0].mean().backward()
+    return {name: g for name, g in local_gradients(gpt).items() if "norm" in name or name.endswith("fc2.bias")}
+
+
+def test_gradients_of_unsplit_parameters_agree_over_tp_ranks():
+    """Bitwise; weights that drift apart between tp ranks would go unnoticed for long."""
+    first, *others = ranks(4).run(replicated_gradients, BOTH)
+    for other in others:
+        for name, gradient in first.items():
+            assert torch.equal(gradient, other[name]), name
+            assert gradient.any(), name
+
+
+def loss_of_the_same_samples(case: Case) -> tuple[int, torch.Tensor]:
+    """Every data rank is given the samples of data rank 0."""
+    model, _, dims = build_on_ranks(case)
+    data = case.batch(0, 0, 4)
+    return dims.data_rank, model(data.tokens, data.labels).detach()
+
+
+@pytest.mark.parametrize("model", [BOTH, HIDDEN_ONLY], ids=["both", "hidden"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_data_ranks_draw_different_masks(stage: int, tp: int, model: GPTConfig):
+    losses: dict[int, torch.Tensor] = {}
+    for data_rank, loss in ranks(4).run(loss_of_the_same_samples, Case(model=model, tp=tp, stage=stage)):
+        assert torch.equal(losses.setdefault(data_rank, loss), loss)  # tp ranks of one data rank agree
+    assert len(losses) == 4 // tp
+    assert len({tuple(loss.flatten().tolist()) for loss in losses.values()}) == 4 // tp
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_a_training_run_with_dropout_can_be_repeated(tp: int, sequence_parallel: bool):
+    case = Case(model=BOTH, tp=tp, sequence_parallel=sequence_parallel, micro_batches=2, steps=2)
+    run, repeated = (ranks(4).run(train_on_ranks, case) for _ in range(2))
+    assert [(r["loss"], r["grad_norm"]) for r in run] == [(r["loss"], r["grad_norm"]) for r in repeated]
+    other = ranks(4).run(train_on_ranks, dataclasses.replace(case, model=HIDDEN_ONLY))
+    assert other[0]["loss"] != run[0]["loss"]

@@ -1,0 +1,225 @@
+"""The whole GPT: causality, documents, padding, output shapes, and what it communicates."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import ranks
+from helpers.tensor_parallel import build_gpt, counted, tp_axis
+from helpers.training import EOD, GPT2_STYLE, LLAMA_STYLE
+
+from megazpp.data.batch import MicroBatch, make_micro_batch
+from megazpp.model.config import GPTConfig
+from megazpp.parallel.axis import MeshAxis
+
+VOCAB, SEQ, BATCH = 101, 16, 3
+STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}
+TIED = dataclasses.replace(GPT2_STYLE, make_vocab_size_divisible_by=64)  # 27 rows of padding
+UNTIED = dataclasses.replace(LLAMA_STYLE, make_vocab_size_divisible_by=64)
+
+
+def sample(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def logits_before_and_after_a_change(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a batch, and of the same batch with token 9 of row 1 replaced."""
+    gpt = build_gpt(model, tp_axis(), vocab_size=VOCAB, sequence_parallel=sequence_parallel)
+    tokens, _ = sample()
+    changed = tokens.clone()
+    changed[1, 9] = (changed[1, 9] + 1) % VOCAB
+    with torch.no_grad():
+        return gpt(tokens), gpt(changed)
+
+
+@pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("style", STYLES)
+def test_a_token_changes_no_earlier_logit_and_no_other_row(style: str, size: int, sequence_parallel: bool):
+    """Bitwise: masked keys contribute exactly nothing."""
+    for before, after in ranks(size).run(logits_before_and_after_a_change, STYLES[style], sequence_parallel):
+        assert torch.equal(before[0], after[0])
+        assert torch.equal(before[2], after[2])
+        assert torch.equal(before[1, :9], after[1, :9])
+        assert all(not torch.equal(before[1, s], after[1, s]) for s in range(9, SEQ))
+
+
+def packed() -> MicroBatch:
+    """Rows of documents of 1 to 16 tokens; the last document of a row may be cut, documents never span rows."""
+    ids = torch.randint(EOD + 1, VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(4))
+    for row, end in [(0, 0), (0, 5), (0, 6), (0, 13), (1, 15), (2, 3), (2, 9)]:
+        ids[row, end] = EOD
+    return make_micro_batch(ids, eod=EOD, reset_position_ids=True, reset_attention_mask=True)
+
+
+def logits_of_packed(model: GPTConfig, masked: bool) -> torch.Tensor:
+    gpt, batch = build_gpt(model, tp_axis(), vocab_size=VOCAB), packed()
+    starts = batch.document_starts if masked else None
+    with torch.no_grad():
+        return gpt(batch.tokens, position_ids=batch.position_ids, document_starts=starts)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("style", STYLES)
+def test_packed_documents_are_each_as_if_alone(style: str, size: int):
+    """1e-6 absolute: fp32 sums of other lengths, logits of about 0.1."""
+    alone, batch = build_gpt(STYLES[style], MeshAxis("tp"), vocab_size=VOCAB), packed()
+    assert batch.document_starts is not None
+    starts = batch.document_starts.tolist()
+    assert len(starts) == 1 + 5 + 1 + 3
+    results = ranks(size).run(logits_of_packed, STYLES[style], True)
+    logits = torch.cat(results, dim=-1)[..., :VOCAB].flatten(0, 1)
+    unmasked = torch.cat(ranks(size).run(logits_of_packed, STYLES[style], False), dim=-1)[..., :VOCAB].flatten(0, 1)
+    tokens = batch.tokens.flatten()
+    for first, last in itertools.pairwise(starts):
+        with torch.no_grad():
+            expected = alone(tokens[None, first:last])[0, :, :VOCAB]
+        torch.testing.assert_close(logits[first:last], expected, rtol=0, atol=1e-6)
+        if first % SEQ:  # attention to the documents before it would have shown
+            assert float((unmasked[first:last] - expected).abs().max()) > 1e-4
+
+
+def test_positions_count_from_zero_unless_they_are_given():
+    tokens, _ = sample()
+    for model in STYLES.values():
+        gpt = build_gpt(model, MeshAxis("tp"), vocab_size=VOCAB)
+        counting = torch.arange(SEQ).expand(BATCH, SEQ)
+        assert torch.equal(gpt(tokens), gpt(tokens, position_ids=counting))
+        assert not torch.allclose(gpt(tokens), gpt(tokens, position_ids=counting.flip(1)))
+
+
+def test_without_positions_the_order_of_earlier_tokens_does_not_matter():
+    """One layer of attention without positions is a set operation on what came before."""
+    model = dataclasses.replace(GPT2_STYLE, num_layers=1, position_embedding_type="none", max_position_embeddings=None)
+    gpt = build_gpt(model, MeshAxis("tp"), vocab_size=VOCAB)
+    assert not [name for name, _ in gpt.named_parameters() if "position" in name]
+    tokens, _ = sample()
+    swapped = tokens[:, [1, 0, *range(2, SEQ)]]
+    torch.testing.assert_close(gpt(tokens)[:, 2:], gpt(swapped)[:, 2:], rtol=0, atol=1e-6)
+
+
+def padded_run(model: GPTConfig) -> dict[str, Any]:
+    """Losses and gradients with zero padding rows and with huge ones."""
+    tp, (tokens, labels), results = tp_axis(), sample(), []
+    for value in (0.0, 100.0):
+        gpt = build_gpt(model, tp, vocab_size=VOCAB)
+        output = gpt.embedding.word.weight if gpt.output is None else gpt.output.weight
+        rows = output.to_local() if tp.size > 1 else output
+        real = max(0, min(VOCAB - tp.rank * rows.shape[0], rows.shape[0]))
+        with torch.no_grad():
+            assert not rows[real:].any()
+            rows[real:] = value
+        losses = gpt(tokens, labels)
+        losses.mean().backward()
+        grad = output.grad.to_local() if tp.size > 1 else output.grad
+        results.append((losses.detach(), grad, real))
+    (losses, grad, real), (losses_huge, grad_huge, _) = results
+    return {
+        "same": torch.equal(losses, losses_huge) and torch.equal(grad, grad_huge),
+        "padding_grad": float(grad[real:].abs().sum()),
+        "real": real,
+        "losses": losses,
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("model", [TIED, UNTIED], ids=["tied", "untied"])
+def test_padding_gets_no_probability_and_no_gradient(model: GPTConfig, size: int):
+    results = ranks(size).run(padded_run, model)
+    assert sum(result["real"] for result in results) == VOCAB
+    for result in results:
+        assert result["same"]
+        assert result["padding_grad"] == 0.0
+
+
+def test_probabilities_of_the_real_vocabulary_sum_to_one():
+    """fp32 sum of 101 exponentials: 1e-5."""
+    gpt = build_gpt(TIED, MeshAxis("tp"), vocab_size=VOCAB).eval()
+    tokens = sample()[0][:1, :1].expand(VOCAB, 1)
+    with torch.no_grad():
+        losses = gpt(tokens, torch.arange(VOCAB)[:, None])
+    assert float((-losses).exp().sum()) == pytest.approx(1.0, abs=1e-5)
+
+
+def shapes(model: GPTConfig, sequence_parallel: bool) -> list[Any]:
+    gpt = build_gpt(model, tp_axis(), vocab_size=VOCAB, sequence_parallel=sequence_parallel)
+    tokens, labels = sample()
+    logits, losses = gpt(tokens), gpt(tokens, labels)
+    return [logits.detach(), losses.detach(), logits.is_contiguous() and losses.is_contiguous()]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("style", STYLES)
+def test_logits_are_split_over_the_vocabulary_and_losses_are_whole(style: str, size: int, sequence_parallel: bool):
+    """[B, S, V/T] and [B, S] in fp32; losses are those of the gathered logits, to fp32 rounding of 4.6 nats."""
+    results = ranks(size).run(shapes, STYLES[style], sequence_parallel)
+    padded = STYLES[style].padded_vocab_size(VOCAB, size)
+    logits = torch.cat([result[0] for result in results], dim=-1)
+    assert logits.shape == (BATCH, SEQ, padded)
+    expected = F.cross_entropy(logits[..., :VOCAB].flatten(0, 1), sample()[1].flatten(), reduction="none")
+    for part, losses, contiguous in results:
+        assert part.shape == (BATCH, SEQ, padded // size)
+        assert losses.dtype == torch.float32
+        torch.testing.assert_close(losses, expected.view(BATCH, SEQ), rtol=1e-6, atol=1e-6)
+        assert contiguous
+
+
+def calls_of_a_step(model: GPTConfig, sequence_parallel: bool) -> list[dict[str, int]]:
+    tp = tp_axis()
+    gpt = build_gpt(model, tp, vocab_size=VOCAB, sequence_parallel=sequence_parallel)
+    losses, forward = counted(tp, lambda: gpt(*sample()))
+    _, backward = counted(tp, lambda: losses.mean().backward())
+    return [forward, backward]
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("style", STYLES)
+def test_a_step_communicates_what_the_docstrings_say(style: str, layers: int):
+    """2 per layer each way, one at each end, two small ones in the loss; and the small sums of sequence parallelism."""
+    model = dataclasses.replace(STYLES[style], num_layers=layers)
+    forward, backward = ranks(2).run(calls_of_a_step, model, False)[0]
+    assert forward == {"all_reduce": 2 * layers + 1 + 2}
+    assert backward == {"all_reduce": 2 * layers + 1}
+    forward, backward = ranks(2).run(calls_of_a_step, model, True)[0]
+    assert forward == {"all_gather": 2 * layers + 1, "reduce_scatter": 2 * layers + 1, "all_reduce": 2}
+    # norms, and with biases those of proj and fc2; the final norm; learned positions
+    small = 4 * layers + 1 + 1 if style == "gpt2" else 2 * layers + 1
+    assert backward == {"all_gather": 2 * layers + 1, "reduce_scatter": 2 * layers + 1, "all_reduce": small}
+
+
+def test_one_rank_communicates_nothing():
+    alone = MeshAxis("tp")
+    build_gpt(GPT2_STYLE, alone, vocab_size=VOCAB)(*sample()).mean().backward()
+    assert not alone.counter.table()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_fp16_lm_cross_entropy_skips_the_fp32_copy_and_stays_within_bf16(size: int):
+    """Losses near 4.6 nats: half a bf16 step is 0.016, and torch rounds the normaliser and the loss."""
+    model = dataclasses.replace(GPT2_STYLE, fp16_lm_cross_entropy=True)
+    exact = ranks(size).run(bf16_losses, GPT2_STYLE)
+    for ours, wanted in zip(ranks(size).run(bf16_losses, model), exact, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=0.033)
+        assert torch.equal(ours, wanted) == (size > 1)  # a split vocabulary is as exact without the copy
+
+
+def bf16_losses(model: GPTConfig) -> torch.Tensor:
+    gpt = build_gpt(model, tp_axis(), vocab_size=VOCAB).bfloat16()
+    losses = gpt(*sample())
+    losses.mean().backward()
+    assert all(p.grad.isfinite().all() for p in gpt.parameters())
+    return losses.detach()
+
+
+def test_a_fresh_model_knows_nothing():
+    """Every token is about as likely as any other: log(101) nats, within the spread of small random logits."""
+    losses = build_gpt(GPT2_STYLE, MeshAxis("tp"), vocab_size=VOCAB)(*sample())
+    assert losses.mean().item() == pytest.approx(math.log(VOCAB), abs=0.05)

@@ -1,0 +1,139 @@
+"""Recomputation gives the loss and the gradients of a run without it, to the bit, also with dropout."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.tensor_parallel import build_gpt, counted, local_gradients, tp_axis
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks
+
+from megazpp.data.batch import make_micro_batch
+from megazpp.model.config import GPTConfig
+from megazpp.parallel.axis import MeshAxis
+
+VOCAB, SEQ, BATCH, EOD = 101, 16, 2, 3
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+STYLES = {
+    "gpt2": dataclasses.replace(GPT2_STYLE, num_layers=3, **DROPOUT),
+    "llama": dataclasses.replace(LLAMA_STYLE, **DROPOUT),
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "uniform": {"recompute_granularity": "full", "recompute_method": "uniform"},
+    "full": {"recompute_granularity": "full"},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective"},
+    "activations": {"recompute_activations": True},
+}
+
+
+def two_steps(model: GPTConfig, sequence_parallel: bool, documents: bool) -> dict[str, Any]:
+    """Losses and accumulated gradients of two micro-batches, and the state the generators are left in."""
+    tp = tp_axis()
+    gpt = build_gpt(model, tp, vocab_size=VOCAB, sequence_parallel=sequence_parallel)
+    ids = torch.randint(VOCAB, (2, BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    ids[:, :, 5] = EOD
+    losses = []
+    for samples in ids:
+        batch = make_micro_batch(samples, eod=EOD, reset_position_ids=documents, reset_attention_mask=documents)
+        loss = gpt(
+            batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
+        ).mean()
+        loss.backward()
+        losses.append(loss.item())
+    return {"losses": losses, "grads": local_gradients(gpt), "default": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("style", STYLES)
+def test_recomputation_with_dropout_changes_no_bit(
+    style: str, size: int, sequence_parallel: bool, kind: str, documents: bool
+):
+    model = STYLES[style]
+    expected = ranks(size).run(two_steps, model, sequence_parallel, documents)
+    results = ranks(size).run(two_steps, dataclasses.replace(model, **KINDS[kind]), sequence_parallel, documents)
+    for ours, plain in zip(results, expected, strict=True):
+        assert ours["losses"] == plain["losses"]
+        for name, grad in plain["grads"].items():
+            assert torch.equal(ours["grads"][name], grad), name
+        assert torch.equal(ours["default"], plain["default"])  # so the next step's masks are the same too
+    assert expected[0]["losses"][0] != expected[0]["losses"][1]
+
+
+@pytest.mark.parametrize("kind", ["full", "block", "selective"])
+@pytest.mark.parametrize(("tp", "stage", "sequence_parallel"), [(1, 3, False), (2, 3, True), (2, 2, False)])
+def test_a_sharded_run_with_dropout_is_the_same_with_recomputation(
+    tp: int, stage: int, sequence_parallel: bool, kind: str
+):
+    """Through FSDP2, which gathers a layer's weights again for the recomputation; bitwise."""
+    case = Case(model=STYLES["gpt2"], tp=tp, stage=stage, sequence_parallel=sequence_parallel, micro_batches=2, steps=2)
+    expected = ranks(4).run(train_on_ranks, case)
+    recomputed = dataclasses.replace(case, model=dataclasses.replace(case.model, **KINDS[kind]))
+    for ours, plain in zip(ranks(4).run(train_on_ranks, recomputed), expected, strict=True):
+        assert (ours["loss"], ours["grad_norm"]) == (plain["loss"], plain["grad_norm"])
+
+
+def calls_of_a_step(model: GPTConfig, training: bool) -> list[Any]:
+    """What forward and backward call on tp, and how often each layer's MLP ran."""
+    tp = tp_axis()
+    gpt = build_gpt(model, tp, vocab_size=VOCAB).train(training)
+    runs = [0] * len(gpt.layers)
+
+    def count(index: int) -> None:
+        runs[index] += 1
+
+    for index, layer in enumerate(gpt.layers):
+        layer.mlp.register_forward_pre_hook(lambda module, args, i=index: count(i))
+    tokens = torch.arange(SEQ).expand(BATCH, SEQ)
+    losses, forward = counted(tp, lambda: gpt(tokens, tokens))
+    _, backward = counted(tp, lambda: losses.mean().backward())
+    return [forward, backward, runs]
+
+
+@pytest.mark.parametrize(("kind", "runs", "repeated"), [
+    ("full", [2, 2, 2], 6),
+    ("block", [2, 1, 1], 2),
+    ("selective", [1, 1, 1], 0),
+    (None, [1, 1, 1], 0),
+])  # fmt: skip
+def test_the_chosen_layers_run_twice_with_their_forward_collectives(kind: str | None, runs: list[int], repeated: int):
+    """A layer's last all-reduce is not repeated where nothing after it is needed again."""
+    model = dataclasses.replace(STYLES["gpt2"], **KINDS.get(kind or "", {}))
+    for forward, backward, ran in ranks(2).run(calls_of_a_step, model, True):
+        assert ran == runs
+        assert forward == {"all_reduce": 2 * 3 + 1 + 2}
+        assert 7 + repeated // 2 <= backward["all_reduce"] <= 7 + repeated
+    for _, backward, ran in ranks(2).run(calls_of_a_step, model, False):
+        assert ran == [1, 1, 1]  # nothing is recomputed in evaluation mode
+        assert backward == {"all_reduce": 7}
+
+
+def saved_bytes(model: GPTConfig) -> int:
+    """Bytes that autograd keeps between forward and backward."""
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    gpt = build_gpt(model, MeshAxis("tp"), vocab_size=VOCAB)
+    weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
+    tokens = torch.arange(SEQ).expand(BATCH, SEQ)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        losses = gpt(tokens, tokens)
+    del losses
+    return sum(size for pointer, size in kept.items() if pointer not in weights)
+
+
+def test_recomputation_keeps_less():
+    """full < block < none and selective < none: what it is for."""
+    plain = saved_bytes(STYLES["gpt2"])
+    kept = {kind: saved_bytes(dataclasses.replace(STYLES["gpt2"], **KINDS[kind])) for kind in KINDS}
+    assert kept["full"] == kept["uniform"] < kept["block"] < plain
+    assert kept["selective"] == kept["activations"] < plain
+    assert kept["full"] < plain / 2
