@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import os
 import sys
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def main() -> int:
                 print(parsed.report())
                 return 0
             place = find_place(parsed.config.launch)
-            cluster = detect_cluster(place.world_size, parsed.config.cluster)
+            launcher_env = os.environ if place.started and place.world_size > 1 else {}  # a batch script's is not ours
+            cluster = detect_cluster(place.world_size, parsed.config.cluster, launcher_env)
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
             plan = check_run_config(parsed.config, cluster, device_type=device_type)
             check_inputs(parsed.config.data, parsed.config.tokenizer)

@@ -214,7 +214,7 @@ def test_tensor_parallel_workers_started_from_another_folder_give_the_same_losse
     assert "data-parallel size: 1, tensor-model-parallel size: 2" in run.output
     assert run.losses() == pytest.approx(main_job.losses()[:3], rel=REDUCTION_ORDER)
     assert all(row["tp_bytes"] > 1e6 for row in run.metrics)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []  # its working directory
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py")
@@ -294,6 +294,15 @@ def test_what_cannot_be_is_refused_before_workers_start(
     assert err.count("\n") == 1
     assert named in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_tasks_of_a_batch_script_that_uses_no_srun_do_not_count(monkeypatch: pytest.MonkeyPatch):
+    import pretrain_gpt
+
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
+    monkeypatch.setattr(pretrain_gpt, "launch_workers", lambda _, nproc: 100 + nproc)
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--nproc", "2"])
+    assert pretrain_gpt.main() == 102
 
 
 def test_under_torchrun_wrong_flags_are_reported_by_one_rank(tmp_path: Path):
