@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -128,7 +127,7 @@ class Recorder:
         used = torch.tensor(self.cpu_seconds, dtype=torch.float64, device=self._device)
         peak = torch.tensor(float(peak_memory_bytes(self._device)), dtype=torch.float64, device=self._device)
         summary = self.meter.summary(
-            final_loss=math.nan if self.last_interval is None else self.last_interval.lm_loss,
+            final_loss=None if self.last_interval is None else self.last_interval.lm_loss,
             validation_loss=None if self.last_validation is None else self.last_validation[1],
             unigram_entropy=unigram_entropy,
             cpu_seconds=float(self._dims.world.all_reduce_(used)),

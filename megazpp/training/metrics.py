@@ -221,7 +221,7 @@ class Meter:
     def summary(
         self,
         *,
-        final_loss: float,
+        final_loss: float | None,
         validation_loss: float | None,
         unigram_entropy: float | None,
         cpu_seconds: float,
@@ -230,7 +230,7 @@ class Meter:
         """The fields of summary.json.
 
         Args:
-            final_loss: training loss of the last log interval, nats per token.
+            final_loss: training loss of the last log interval, nats per token; None if there was no training.
             validation_loss, unigram_entropy: nats per token of the validation text; None if there is none.
             cpu_seconds: CPU time of the training steps, summed over all ranks.
             peak_memory_bytes: the largest of all ranks.
