@@ -94,7 +94,7 @@ def build_and_train(parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: T
         vocab_size=tokenizer.vocab_size,
         dims=dims,
         sequence_parallel=config.parallel.sequence_parallel,
-        stage=config.zero.stage,
+        zero=config.zero,
         precision=config.precision,
         seed=seed,
         device=device,

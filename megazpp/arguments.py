@@ -33,8 +33,8 @@ from megazpp.training.batches import BatchConfig, BatchPlan, plan_batches
 from megazpp.training.evaluate import EvalConfig
 from megazpp.training.loop import LoopConfig
 from megazpp.training.tracking import TrackingConfig, check_tracking
+from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
-from megazpp.zero.sharding import ZeroConfig
 
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
 

@@ -118,6 +118,11 @@ class MeshAxis:
         self.counter.add(self.wire, self.name, collective, sent_bytes)
 
 
+def make_group(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+    """A new process group of `ranks`, which only they have to call."""
+    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+
+
 # torch 2.13 renamed these two; 2.11 and 2.12 have only the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

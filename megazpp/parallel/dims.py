@@ -4,9 +4,12 @@
 |-----------|-----------------------------------------------|-------------------------------------------|
 | tp        | split one layer's matrices                    | activations, several times per layer      |
 | shard     | split one model copy's parameters and moments | weights and gradients, once per use       |
+| local     | the part of shard inside a node               | the fast hop of weights and gradients     |
+| cross     | the part of shard across nodes                | the slow hop, once per optimizer step     |
 | replicate | hold equal copies (HSDP, ZeRO-0)              | reduced gradients, once per optimizer step|
 
-Each rank is in exactly one group per axis and the number of groups does not grow with the model.
+A rank's index along shard is cross index x local size + local index. Each rank is in exactly one group per axis and
+the number of groups does not grow with the model.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megazpp.flags import flag
-from megazpp.parallel.axis import MeshAxis, TrafficCounter
+from megazpp.parallel.axis import MeshAxis, TrafficCounter, make_group
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
 
@@ -73,7 +76,7 @@ class ParallelDims:
     Attributes:
         layout: the integers.
         mesh: DeviceMesh [replicate, shard, tp].
-        tp, shard, replicate: this rank's axes; they share `counter`.
+        tp, shard, local, cross, replicate: this rank's axes; they share `counter`.
         world: the axis of all ranks, for logging and barriers; it counts on the "world" wire.
     """
 
@@ -83,7 +86,10 @@ class ParallelDims:
         shape = (layout.replicate, layout.shard, layout.tp)
         ranks = torch.arange(layout.cluster.world_size).view(shape)
         self.mesh = DeviceMesh(device_type, ranks, mesh_dim_names=("replicate", "shard", "tp"))
-        self.tp, self.shard, self.replicate = (self._axis(name) for name in ("tp", "shard", "replicate"))
+        self.tp, self.shard, self.replicate = (
+            self._axis(name, self.mesh.get_group(name)) for name in ("tp", "shard", "replicate")
+        )
+        self.local, self.cross = (self._axis(name, self._part_of_shard(name)) for name in ("local", "cross"))
         world = tuple(range(layout.cluster.world_size))
         self.world = MeshAxis(
             "world",
@@ -93,17 +99,24 @@ class ParallelDims:
             wire="world",
         )
 
-    def _axis(self, name: str) -> MeshAxis:
+    def _axis(self, name: str, group: dist.ProcessGroup) -> MeshAxis:
         rank = dist.get_rank()
         ranks = self.layout.axis_ranks(name, rank)
         return MeshAxis(
             name,
             ranks=ranks,
             rank=ranks.index(rank),
-            group=self.mesh.get_group(name) if len(ranks) > 1 else None,
+            group=group if len(ranks) > 1 else None,
             counter=self.counter,
             wire=self.layout.wire(name, rank),
         )
+
+    def _part_of_shard(self, name: str) -> dist.ProcessGroup:
+        """The group of the local or the cross axis: shard's own where the other axis has one rank."""
+        ranks = self.layout.axis_ranks(name, dist.get_rank())
+        if len(ranks) in (1, self.layout.shard):
+            return self.mesh.get_group("shard")
+        return make_group(ranks, name)
 
     @property
     def data_mesh(self) -> DeviceMesh:

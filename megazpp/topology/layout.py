@@ -38,9 +38,15 @@ class Layout:
         return self.replicate * self.shard
 
     def axis_ranks(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The global ranks of the "tp", "shard" or "replicate" group that `rank` belongs to, in axis order."""
+        """The global ranks of the group of `axis` that `rank` belongs to, in axis order.
+
+        Args:
+            axis: "tp", "local", "cross", "shard" (cross x local) or "replicate".
+        """
         stride, size = {
             "tp": (1, self.tp),
+            "local": (self.tp, self.local),
+            "cross": (self.tp * self.local, self.cross),
             "shard": (self.tp, self.shard),
             "replicate": (self.tp * self.shard, self.replicate),
         }[axis]

@@ -19,6 +19,7 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_
 from megazpp.training.batches import BatchPlan
 from megazpp.training.evaluate import EvalConfig
+from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import Sharding, materialize, shard_model
 
@@ -36,7 +37,7 @@ def build_model(
     vocab_size: int,
     dims: ParallelDims,
     sequence_parallel: bool,
-    stage: int,
+    zero: ZeroConfig,
     precision: PrecisionConfig,
     seed: int,
     device: torch.device,
@@ -49,7 +50,7 @@ def build_model(
         )
     if dims.tp.size > 1:
         distribute_parameters(model, dims.mesh["tp"])
-    sharding = shard_model(model, model.sharding_units(), dims, stage=stage, precision=precision)
+    sharding = shard_model(model, model.sharding_units(), dims, zero=zero, precision=precision)
     materialize(model, device)
     draw_device = torch.device("cpu") if config.use_cpu_initialization else device
     initialize_parameters_(model, seed=seed, draw_device=draw_device)

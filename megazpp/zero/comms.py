@@ -21,14 +21,18 @@ except ImportError as error:  # pragma: no cover
     ) from error
 
 
-class CountedAllGather(AllGather):
+class FreshBuffers:
+    """FSDP2 asks its comms for buffers; a new one per call leaves their lifetime to the allocator."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CountedGather(FreshBuffers, AllGather):
     """[n] shard -> [W n] parameters over `axis`, as FSDP2 does it."""
 
     def __init__(self, axis: MeshAxis) -> None:
         self.axis = axis
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -41,14 +45,11 @@ class CountedAllGather(AllGather):
         self.axis.all_gather(input_tensor, out=output_tensor)
 
 
-class CountedReduceScatter(ReduceScatter):
+class CountedReduce(FreshBuffers, ReduceScatter):
     """[W n] gradients -> this rank's [n] of their sum over `axis`, as FSDP2 does it."""
 
     def __init__(self, axis: MeshAxis) -> None:
         self.axis = axis
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -8,47 +8,55 @@
 | 3     | gathered for each use             | sharded, reduced every micro-batch    | sharded |
 
 All four are `fully_shard` with other settings (stage 0: a mesh of replicas with shards of one rank), so mixed
-precision, parameter types and checkpoints are the same everywhere. Communication only sums: the caller divides the
-loss by the global number of tokens.
+precision, parameter types and checkpoints are the same everywhere. ZeRO++ is stage 3 with other comms plugged in
+(gather.py, reduce.py). Communication only sums: the caller divides the loss by the global number of tokens.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megazpp.flags import flag
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.counted import CountedAllGather, CountedReduceScatter, count_all_reduce
+from megazpp.zero.comms import CountedGather, CountedReduce, count_all_reduce
+from megazpp.zero.config import WirePlan, ZeroConfig, plan_wire
+from megazpp.zero.gather import TwoHopGather
+from megazpp.zero.layout import plan_message, plan_segments
 from megazpp.zero.precision import PrecisionConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroConfig:
-    """ZeRO: what is sharded over the data ranks."""
-
-    zero_stage: Literal[0, 1, 2, 3] | None = flag(
-        None, "0: nothing, 1: moments, 2: and gradients, 3: and parameters (default 3)"
-    )
-    use_distributed_optimizer: bool = flag(False, "Megatron's name for --zero-stage 1")
-
-    @property
-    def stage(self) -> int:
-        if self.zero_stage is not None:
-            return self.zero_stage
-        return 1 if self.use_distributed_optimizer else 3
+from megazpp.zero.reduce import TwoHopReduce
+from megazpp.zero.units import Unit, find_units
+from megazpp.zero.wire import Codec
 
 
 class Sharding:
-    """The handle on a sharded model: what has to happen around micro-batches and evaluation."""
+    """The handle on a sharded model: what has to happen around micro-batches, evaluations and writes to weights.
 
-    def __init__(self, model: nn.Module, modules: Sequence[FSDPModule], stage: int) -> None:
-        self.model, self._modules, self.stage = model, modules, stage
+    Args:
+        model: the model.
+        units: its sharding units.
+        stage: the ZeRO stage.
+        gathers, reduces: the two-hop comms that were plugged in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        stage: int,
+        gathers: Sequence[TwoHopGather] = (),
+        reduces: Sequence[TwoHopReduce] = (),
+    ) -> None:
+        self.model, self.stage = model, stage
+        self._modules = [_as_fsdp(module) for unit in units for module in unit.modules]
+        self._gathers, self._reduces = gathers, reduces
+        if gathers:
+            _drop_after_steps(weakref.ref(self))
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Call before each forward of a training step; `last` for the step's last micro-batch."""
@@ -58,11 +66,27 @@ class Sharding:
             if self.stage <= 2:
                 module.set_reshard_after_backward(last, recurse=False)
             module.set_is_last_backward(last)
+        for reduce in self._reduces:
+            reduce.last_micro_batch = last
 
     def free_gathered(self) -> None:
         """Drop gathered parameters, so that the next forward reads the shards; call after an evaluation."""
         for module in self._modules:
             module.reshard()
+
+    def weights_changed(self) -> None:
+        """Have the next use of each weight gather it anew.
+
+        Needed only after writes that move no version counter (`parameter.data`, `torch._foreach_*`): optimizer steps,
+        loads and ordinary in-place operations are noticed.
+        """
+        for gather in self._gathers:
+            gather.drop()
+
+    @property
+    def secondary_bytes(self) -> int:
+        """Memory of the secondary partitions on this rank."""
+        return sum(gather.kept_bytes for gather in self._gathers)
 
 
 def shard_model(
@@ -70,39 +94,134 @@ def shard_model(
     units: Sequence[Sequence[nn.Module]],
     dims: ParallelDims,
     *,
-    stage: int,
-    precision: PrecisionConfig,
+    zero: ZeroConfig | None = None,
+    precision: PrecisionConfig | None = None,
 ) -> Sharding:
     """Shard `model` in place.
 
     Args:
         model: parameters may be on the meta device; with tensor parallelism all of them are DTensors on the tp mesh.
         units: modules whose parameters travel together, in the order of use; `model` takes what is left.
-        dims: the axes to shard and replicate over.
-        stage: 0 to 3, see the module docstring; with 0 `dims` has one replica per data rank.
-        precision: compute and reduction formats; the shards stay fp32.
+        dims: the axes to shard and replicate over; with stage 0 one replica per data rank.
+        zero: stage and wire formats; the default is ZeRO-3.
+        precision: compute and reduction formats; the shards stay fp32. The default computes in fp32.
     Returns:
         The handle whose `begin_micro_batch` the training step calls.
+    Raises:
+        ValueError: `zero` asks for what `dims` cannot do.
     """
-    assert stage > 0 or dims.shard.size == 1, "stage 0 replicates: dims must have shards of one rank"
+    zero, precision = zero or ZeroConfig(), precision or PrecisionConfig()
+    assert zero.stage > 0 or dims.shard.size == 1, "stage 0 replicates: dims must have shards of one rank"
+    plan_wire(zero, dims.layout)  # refuses before anything is changed
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )
     for unit in [*units, [model]]:
         target = unit[0] if len(unit) == 1 else list(unit)
-        fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
-    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    for module in modules:
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        if dims.shard.size > 1:
-            module.set_custom_all_gather(CountedAllGather(dims.shard))
-            module.set_custom_reduce_scatter(CountedReduceScatter(dims.shard))
-        if dims.replicate.size > 1:
-            module.set_all_reduce_hook(count_all_reduce(dims.replicate))
-    return Sharding(model, modules, stage)
+        fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=zero.stage == 3, mp_policy=policy)
+    return attach_zeropp(model, dims, zero=zero, precision=precision)
+
+
+def attach_zeropp(
+    model: nn.Module, dims: ParallelDims, *, zero: ZeroConfig | None = None, precision: PrecisionConfig | None = None
+) -> Sharding:
+    """Plug our comms into a model that `fully_shard` has wrapped already, over `dims.data_mesh`.
+
+    Args:
+        model: the root FSDPModule.
+        dims: the axes; its `data_mesh` is the mesh the model was wrapped with.
+        zero: stage (3 if the model reshards after forward) and wire formats.
+        precision: the policy that the model was wrapped with.
+    Raises:
+        ValueError: `zero` asks for what `dims` cannot do.
+        TypeError: `model` was not wrapped.
+    """
+    zero, precision = zero or ZeroConfig(zeropp=True), precision or PrecisionConfig()
+    plan = plan_wire(zero, dims.layout)
+    units = find_units(model, dims)
+    gathers, reduces = [], []
+    for unit in units:
+        gather, reduce = _two_hop_comms(unit, dims, plan, zero, precision)
+        gathers += [gather] if gather else []
+        reduces += [reduce] if reduce else []
+        for module in map(_as_fsdp, unit.modules):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if dims.shard.size > 1:
+                module.set_custom_all_gather(gather or CountedGather(dims.shard))
+                module.set_custom_reduce_scatter(reduce or CountedReduce(dims.shard))
+            if dims.replicate.size > 1:
+                module.set_all_reduce_hook(count_all_reduce(dims.replicate))
+            if reduce:
+                _reduce_unused_parameters(module)
+    return Sharding(model, units, zero.stage, gathers, reduces)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Give a sharded model on the meta device uninitialised memory for this rank's shards."""
     model.to_empty(device=device)
+
+
+def _as_fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _two_hop_comms(
+    unit: Unit, dims: ParallelDims, plan: WirePlan, zero: ZeroConfig, precision: PrecisionConfig
+) -> tuple[TwoHopGather | None, TwoHopReduce | None]:
+    gather, reduce = None, None
+    if plan.gather is not None:
+        dtype = precision.param_dtype
+        segments = plan_segments([(p.name, p.shape) for p in unit.parameters], dims.shard.size)
+        gather = TwoHopGather(
+            cross=dims.cross,
+            local=dims.local,
+            codec=Codec(plan_message(segments, plan.gather.fmt, exact_itemsize=dtype.itemsize), dtype),
+            keep=plan.gather.keep,
+            fingerprint=unit.fingerprint,
+            check=zero.zero_check_secondary,
+        )
+    trained = [p for p in unit.parameters if p.requires_grad]
+    if plan.reduce is not None and trained:
+        dtype = precision.reduce_dtype
+        segments = plan_segments([(p.name, p.shape) for p in trained], dims.shard.size)
+        middle_dtype = torch.bfloat16 if zero.zero_accumulate_in_bf16 else torch.float32
+        reduce = TwoHopReduce(
+            cross=dims.cross,
+            local=dims.local,
+            local_codec=Codec(plan_message(segments, plan.reduce.local, exact_itemsize=dtype.itemsize), dtype),
+            cross_codec=Codec(
+                plan_message(segments, plan.reduce.cross, exact_itemsize=middle_dtype.itemsize), middle_dtype
+            ),
+            middle_dtype=middle_dtype,
+            feedback=zero.zero_error_feedback,
+            every_micro_batch=zero.zero_cross_every_microbatch,
+        )
+    return gather, reduce
+
+
+def _reduce_unused_parameters(module: FSDPModule) -> None:
+    """Have parameters without a gradient reduced as zeros, so that every message has the same layout.
+
+    torch 2.11 and 2.12 cannot; there `TwoHopReduce` refuses a unit in which a parameter got no gradient.
+    """
+    switch: Any = getattr(module, "set_reduce_scatter_unused_params", None)
+    if switch is not None:
+        switch(True, recurse=False)
+
+
+def _drop_after_steps(sharding: weakref.ref[Sharding]) -> None:
+    """Drop the secondary partitions after every step of any torch optimizer.
+
+    A hook on all optimizers, because fused and foreach steps on DTensors move no version counter, and an optimizer
+    that somebody forgot to announce would train on stale weights. It outlives the model and then does nothing: taking
+    it away could happen while torch goes through its hooks.
+    """
+
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        alive = sharding()
+        if alive is not None:
+            alive.weights_changed()
+
+    register_optimizer_step_post_hook(after_step)

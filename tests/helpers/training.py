@@ -20,6 +20,7 @@ from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep
+from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
 
 EOD = 3
@@ -75,6 +76,7 @@ class Case:
     global_batch: int = 16
     seed: int = 5
     learning_rate: float = 1e-2
+    zero: ZeroConfig | None = None
 
     def batch(self, step: int, first: int, count: int) -> MicroBatch:
         """Samples `first` to `first + count` of the step's global batch."""
@@ -127,7 +129,7 @@ def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
         vocab_size=case.vocab_size,
         dims=dims,
         sequence_parallel=case.sequence_parallel,
-        stage=case.stage,
+        zero=case.zero or ZeroConfig(zero_stage=case.stage),
         precision=case.precision,
         seed=case.seed,
         device=CPU,

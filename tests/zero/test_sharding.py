@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
-from megazpp.zero.precision import PrecisionConfig
-from megazpp.zero.sharding import Sharding, ZeroConfig, shard_model
+from megazpp.zero.config import ZeroConfig
+from megazpp.zero.sharding import Sharding, shard_model
 
 RATE = 0.1
 
@@ -55,7 +55,7 @@ def build(stage: int, replicas: int = 1) -> tuple[Odd, Sharding, ParallelDims]:
     dims = ParallelDims(plan_dims(config, cluster, zero_stage=stage), device_type="cpu")
     model = Odd()
     units = [[model.first], [model.frozen, model.last]]
-    return model, shard_model(model, units, dims, stage=stage, precision=PrecisionConfig()), dims
+    return model, shard_model(model, units, dims, zero=ZeroConfig(zero_stage=stage)), dims
 
 
 def train(stage: int, micro_batches: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,153 @@
+"""The flags of ZeRO and ZeRO++, and what they come to on a given layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar
+
+from kernels.formats import BlockFormat
+from megazpp.flags import flag
+from megazpp.topology.layout import Layout
+
+T = TypeVar("T")
+
+WEIGHT_BLOCK, GRADIENT_BLOCK = 256, 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """ZeRO and ZeRO++: what is sharded over the data ranks, and how it travels."""
+
+    zero_stage: Literal[0, 1, 2, 3] | None = flag(
+        None, "0: nothing, 1: moments, 2: and gradients, 3: and parameters (default 3)"
+    )
+    use_distributed_optimizer: bool = flag(False, "Megatron's name for --zero-stage 1")
+    zeropp: bool = flag(
+        False,
+        "ZeRO++: --zero-quantized-weights, --zero-hpz-partition-size auto and --zero-quantized-gradients, each "
+        "can be set or unset alone",
+    )
+    zero_quantized_weights: bool | None = flag(None, "qwZ: gather weights as 8-bit blocks")
+    zero_hpz_partition_size: str | None = flag(
+        None,
+        "hpZ: keep a secondary partition over this many data ranks of a node and gather from it until the weights "
+        "change; auto: the node's, 1: none",
+    )
+    zero_quantized_gradients: bool | None = flag(None, "qgZ: reduce gradients as 8-bit and 4-bit blocks")
+    zero_weight_bits: Literal[8, 16] = flag(8, "bits of a weight on the wire; 16: the compute format, not quantized")
+    zero_gradient_bits: tuple[int, ...] = flag(
+        (8, 4), "bits of a gradient inside a node and across nodes: 4, 8, or 16 for the reduction format", nargs=2
+    )
+    zero_block_size: int | None = flag(
+        None, "elements that share a scale, a power of two from 32 to 2048 (default: weights 256, gradients 128)"
+    )
+    zero_error_feedback: bool = flag(
+        True, "add what the cross-node quantization of gradients lost to the next step; 1 byte per parameter and node"
+    )
+    zero_accumulate_in_bf16: bool = flag(
+        False, "keep the gradients that wait for the cross-node hop in bf16 instead of fp32: half the memory"
+    )
+    zero_cross_every_microbatch: bool = flag(
+        False, "reduce across nodes in every micro-batch: saves that memory, costs traffic"
+    )
+    zero_check_secondary: bool = flag(
+        False, "debugging: compare the secondary partition with the weights at every use, on all ranks"
+    )
+
+    @property
+    def stage(self) -> int:
+        if self.zero_stage is not None:
+            return self.zero_stage
+        return 1 if self.use_distributed_optimizer else 3
+
+
+class GatherPlan(NamedTuple):
+    """How weights travel: `fmt` None for the compute format; `keep` the middle."""
+
+    fmt: BlockFormat | None
+    keep: bool
+
+
+class ReducePlan(NamedTuple):
+    """How gradients travel; None for the reduction format."""
+
+    local: BlockFormat | None
+    cross: BlockFormat | None
+
+
+class WirePlan(NamedTuple):
+    """What replaces FSDP2's collectives: None where its own stay. `notices` are lines for the user."""
+
+    gather: GatherPlan | None = None
+    reduce: ReducePlan | None = None
+    notices: tuple[str, ...] = ()
+
+
+def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
+    """What the flags come to on `layout`.
+
+    Raises:
+        ValueError: a combination that means nothing; the flags and values are named.
+    """
+    quantized_weights = _default(config.zero_quantized_weights, config.zeropp) and config.zero_weight_bits < 16
+    quantized_gradients = _default(config.zero_quantized_gradients, config.zeropp)
+    keep = _keeps_secondary(config, layout)
+    wanted = {
+        "--zeropp": config.zeropp,
+        "--zero-quantized-weights": quantized_weights,
+        f"--zero-hpz-partition-size {config.zero_hpz_partition_size}": keep,
+        "--zero-quantized-gradients": quantized_gradients,
+    }
+    asked = [name for name, on in wanted.items() if on]
+    if not asked:
+        return WirePlan()
+    if config.stage != 3:
+        raise ValueError(f"{asked[0]} needs --zero-stage 3, not {config.stage}: it changes how shards travel")
+    if layout.cross == 1:
+        return WirePlan(
+            notices=(f"{asked[0]}: no traffic crosses nodes here, so weights and gradients travel as in ZeRO-3",)
+        )
+    notices = []
+    if layout.local == 1 and keep:
+        notices.append(
+            "--zero-hpz-partition-size: a node has one data rank, so each rank keeps a whole copy of the weights"
+        )
+    gather = None
+    if quantized_weights or keep:
+        gather = GatherPlan(_format(8, config.zero_block_size or WEIGHT_BLOCK) if quantized_weights else None, keep)
+    reduce = None
+    if quantized_gradients:
+        block = config.zero_block_size or GRADIENT_BLOCK
+        reduce = ReducePlan(*(_gradient_format(bits, block) for bits in _two_hops(config.zero_gradient_bits)))
+    return WirePlan(gather, reduce, tuple(notices))
+
+
+def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:
+    size = _default(config.zero_hpz_partition_size, "auto" if config.zeropp else "1")
+    if size == "auto":
+        return True
+    if not size.isdecimal() or int(size) not in (1, layout.local):
+        raise ValueError(
+            f"--zero-hpz-partition-size {size} is neither auto, 1 (none) nor {layout.local}, the data ranks of a node"
+        )
+    return int(size) > 1
+
+
+def _two_hops(bits: tuple[int, ...]) -> tuple[int, int]:
+    if len(bits) != 2 or any(b not in (4, 8, 16) for b in bits):
+        raise ValueError(f"--zero-gradient-bits {' '.join(map(str, bits))} is not two of 4, 8 and 16")
+    return bits[0], bits[1]
+
+
+def _gradient_format(bits: int, block_size: int) -> BlockFormat | None:
+    return None if bits == 16 else _format(bits, block_size)
+
+
+def _format(bits: int, block_size: int) -> BlockFormat:
+    if block_size < 32 or block_size > 2048 or block_size & (block_size - 1):
+        raise ValueError(f"--zero-block-size {block_size} is not a power of two from 32 to 2048")
+    return BlockFormat(bits=8 if bits == 8 else 4, block_size=block_size)
+
+
+def _default(value: T | None, default: T) -> T:
+    return default if value is None else value

@@ -1,0 +1,148 @@
+"""Where everything lies in a message: pure integers, decided once per unit.
+
+FSDP2 lays a unit's shards out flat: for each parameter its rows on this rank, padded to the same count on every rank
+(zeros), one parameter after the other. Each parameter is a segment. On the wire a shard is one message of bytes:
+
+    | payloads of the quantized segments | their scales | segments that travel exact | to a multiple of 16 bytes
+
+No quantization block spans two parameters (a block half norm gains, half weights loses 25 dB of the weights), and 1-D
+parameters travel exact, as do those so small that a block would be no shorter. Any shape and any number of ranks is
+padding here, so nothing downstream has a special case.
+
+    Example: W = 4 ranks, norm [6], weight [6, 100], 8 bits, blocks of 128, exact part bf16
+        segments    norm: 2 elements (6 rows -> 8, 2 each), weight: 200 elements (2 rows of 100)
+        message     payload 2 blocks = 256 B | 2 scales = 4 B, to 272 | norm exact 4 B | to 288 B
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kernels.formats import BlockFormat
+
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """One parameter's part of a flat shard.
+
+    Attributes:
+        name: the parameter's.
+        start: its first element in the shard.
+        size: elements, padding included; the same on every rank.
+        exact: it travels as it is.
+    """
+
+    name: str
+    start: int
+    size: int
+    exact: bool
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+
+def plan_segments(parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: int) -> tuple[Segment, ...]:
+    """The segments of a flat shard.
+
+    Args:
+        parameters: name and shape (on this tensor-parallel rank) in FSDP2's flat order.
+        num_ranks: ranks that dim 0 is spread over.
+    """
+    segments, start = [], 0
+    for name, shape in parameters:
+        rows = shape[0] if shape else 1
+        size = -(-rows // num_ranks) * math.prod(shape[1:])
+        segments.append(Segment(name=name, start=start, size=size, exact=len(shape) <= 1))
+        start += size
+    return tuple(segments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A run of elements of the shard and the bytes it takes in the message.
+
+    Attributes:
+        start, stop: elements of the shard.
+        payload: first byte and number of bytes of the quantized payload, or of the elements as they are.
+        scales: first byte and number of bytes of the scales; None for elements that travel exact.
+    """
+
+    start: int
+    stop: int
+    payload: tuple[int, int]
+    scales: tuple[int, int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageLayout:
+    """One shard's message.
+
+    Attributes:
+        size: elements of the shard.
+        message_bytes: a multiple of 16.
+        places: quantized runs, then exact ones.
+        fmt: of the quantized runs; None if all travel exact.
+    """
+
+    size: int
+    message_bytes: int
+    places: tuple[Place, ...]
+    fmt: BlockFormat | None
+
+
+def plan_message(segments: Sequence[Segment], fmt: BlockFormat | None, *, exact_itemsize: int) -> MessageLayout:
+    """Lay a shard's segments out in a message.
+
+    Args:
+        fmt: how segments are quantized; None sends all of them exact.
+        exact_itemsize: bytes per element of what travels exact.
+    """
+    quantized: list[Segment] = []
+    exact: list[Segment] = []
+    for segment in segments:
+        pays = fmt is not None and _wire_bytes(fmt, segment.size) < segment.size * exact_itemsize
+        (quantized if pays and not segment.exact else exact).append(segment)
+
+    places, offset = [], 0
+    if fmt is not None:
+        payloads = []
+        for segment in quantized:
+            payloads.append((offset, fmt.payload_bytes(segment.size)))
+            offset = _align(offset + fmt.payload_bytes(segment.size))
+        for segment, payload in zip(quantized, payloads, strict=True):
+            scales = (offset, fmt.scale_bytes(segment.size))
+            places.append(Place(start=segment.start, stop=segment.stop, payload=payload, scales=scales))
+            offset += fmt.scale_bytes(segment.size)
+    for start, stop in _runs(exact):
+        offset = _align(offset)
+        length = (stop - start) * exact_itemsize
+        places.append(Place(start=start, stop=stop, payload=(offset, length), scales=None))
+        offset += length
+    size = segments[-1].stop if segments else 0
+    return MessageLayout(size=size, message_bytes=_align(offset), places=tuple(places), fmt=fmt)
+
+
+def _wire_bytes(fmt: BlockFormat, size: int) -> int:
+    return fmt.payload_bytes(size) + fmt.scale_bytes(size)
+
+
+def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """Neighbouring segments joined, empty ones left out."""
+    runs: list[tuple[int, int]] = []
+    for segment in segments:
+        if segment.size == 0:
+            continue
+        if runs and runs[-1][1] == segment.start:
+            runs[-1] = (runs[-1][0], segment.stop)
+        else:
+            runs.append((segment.start, segment.stop))
+    return runs
+
+
+def _align(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

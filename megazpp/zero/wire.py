@@ -1,0 +1,112 @@
+"""Shards into messages and back: the only file between the hops and the kernels.
+
+A, B: leading dims (peers), in any order of memory; S: elements of a shard; M: bytes of a message.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.block_quant import (
+    Feedback,
+    dequantize_blockwise,
+    dequantize_sum,
+    quantize_blockwise,
+)
+from megazpp.zero.layout import MessageLayout, Place
+
+Errors = list[Feedback]
+
+
+class Codec:
+    """Packs and unpacks the shards of one unit.
+
+    Args:
+        layout: where everything lies.
+        dtype: of what travels exact.
+    """
+
+    def __init__(self, layout: MessageLayout, dtype: torch.dtype) -> None:
+        self.layout, self.dtype = layout, dtype
+
+    def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
+        """Uninitialised messages, [*peers, M] uint8, with the padding between parts zeroed once."""
+        return torch.zeros(*peers, self.layout.message_bytes, dtype=torch.uint8, device=device)
+
+    def pack(self, shards: torch.Tensor, messages: torch.Tensor, *, errors: Errors | None = None) -> None:
+        """shards [A, B, S] (any strides) -> messages [A, B, M].
+
+        Args:
+            errors: what the last pack lost, see `new_errors`; added before, and replaced.
+        """
+        quantized = 0
+        for place in self.layout.places:
+            values = shards[..., place.start : place.stop]
+            if place.scales is None:
+                self._exact(messages, place).copy_(values)
+                continue
+            assert self.layout.fmt is not None
+            quantize_blockwise(
+                values,
+                self.layout.fmt,
+                payload=_bytes(messages, place.payload),
+                scales=_scales(messages, place),
+                feedback=None if errors is None else errors[quantized],
+            )
+            quantized += 1
+
+    def new_errors(self, *peers: int, device: torch.device) -> Errors:
+        """Zero quantization errors for messages [*peers, M]: int8 blocks, one byte per quantized element."""
+        fmt = self.layout.fmt
+        if fmt is None:
+            return []
+        runs = [place.stop - place.start for place in self.layout.places if place.scales is not None]
+        return [Feedback.zeros(peers, run, fmt, device) for run in runs]
+
+    def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
+        """messages [A, B, M] -> shards [A, B, S] (any strides)."""
+        for place in self.layout.places:
+            out = shards[..., place.start : place.stop]
+            if place.scales is None:
+                out.copy_(self._exact(messages, place))
+                continue
+            assert self.layout.fmt is not None
+            dequantize_blockwise(_bytes(messages, place.payload), _scales(messages, place), self.layout.fmt, out=out)
+
+    def unpack_sum(self, messages: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
+        """The sum over peers: messages [K, B, M] -> out [B, S] fp32, added to what is there with `accumulate`."""
+        for place in self.layout.places:
+            target = out[..., place.start : place.stop]
+            if place.scales is None:
+                _sum_exact(self._exact(messages, place), target, accumulate=accumulate)
+                continue
+            assert self.layout.fmt is not None
+            dequantize_sum(
+                _bytes(messages, place.payload),
+                _scales(messages, place),
+                self.layout.fmt,
+                out=target,
+                accumulate=accumulate,
+            )
+
+    def _exact(self, messages: torch.Tensor, place: Place) -> torch.Tensor:
+        return _bytes(messages, place.payload).view(self.dtype)
+
+
+def _bytes(messages: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
+    return messages[..., span[0] : span[0] + span[1]]
+
+
+def _scales(messages: torch.Tensor, place: Place) -> torch.Tensor:
+    assert place.scales is not None
+    return _bytes(messages, place.scales).view(torch.bfloat16)
+
+
+def _sum_exact(parts: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
+    """parts [K, B, n] summed in order in fp32."""
+    if accumulate:
+        out.add_(parts[0])
+    else:
+        out.copy_(parts[0])
+    for part in parts[1:]:
+        out.add_(part)
