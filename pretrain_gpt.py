@@ -41,6 +41,8 @@ from megazpp.training.run_folder import RunFolder, default_run_dir
 from megazpp.training.setup import Built, build_model, open_datasets, open_loader
 from megazpp.training.step import TrainStep
 from megazpp.training.tracking import Tracker, open_sinks
+from megazpp.training.traffic import zero3_traffic
+from megazpp.zero.config import plan_wire
 
 HERE = Path(__file__).resolve().parent
 
@@ -142,7 +144,8 @@ def build_and_train(parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: T
             )
             wait_share = batches.wait_seconds / meter.totals.seconds
     entropy = unigram_entropy(datasets.valid, tokenizer.vocab_size) if datasets.valid is not None else None
-    recorder.finish(progress, validate, test, unigram_entropy=entropy, wait_share=wait_share)
+    zero3 = functools.partial(zero3_traffic, built.sharding.shard_elements, dims, config.precision)
+    recorder.finish(progress, validate, test, unigram_entropy=entropy, wait_share=wait_share, zero3=zero3)
     write_sample(console, config, tokenizer, built)
     if tracker is not None:
         console.say(f"records of this run: {tracker.folder.path}")
@@ -169,6 +172,7 @@ def introduce(console: Console, parsed: ParsedRun, plan: RunPlan, worker: Worker
     for notice in (*parsed.notices, *plan.notices):
         console.say(f"note: {notice}")
     console.say(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
+    console.say(plan_wire(config.zero, layout).describe())
     rows = [*optimizer_backends(config.optimizer, worker.device.type), *model_backends(config.model, layout.tp)]
     console.say(backend_table(rows))
 

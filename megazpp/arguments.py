@@ -33,7 +33,7 @@ from megazpp.training.batches import BatchConfig, BatchPlan, plan_batches
 from megazpp.training.evaluate import EvalConfig
 from megazpp.training.loop import LoopConfig
 from megazpp.training.tracking import TrackingConfig, check_tracking
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import ZeroConfig, plan_wire
 from megazpp.zero.precision import PrecisionConfig
 
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
@@ -172,6 +172,7 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
         train_samples=config.batches.train_samples,
         global_batch_size=batches.global_batch_size,
     )
+    notices += plan_wire(config.zero, layout).notices
     return RunPlan(layout, batches, schedule, notices)
 
 

@@ -9,6 +9,8 @@ all-reduce.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -27,8 +29,20 @@ class TrafficCounter:
 
     def __init__(self) -> None:
         self._traffic: dict[tuple[str, str, str], Traffic] = defaultdict(lambda: Traffic(0, 0))
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is sent inside is not counted: evaluations, samples, the counting itself."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def add(self, wire: str, axis: str, collective: str, sent_bytes: int) -> None:
+        if self._paused:
+            return
         calls, total = self._traffic[wire, axis, collective]
         self._traffic[wire, axis, collective] = Traffic(calls + 1, total + sent_bytes)
 

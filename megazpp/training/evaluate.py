@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megazpp.data.batch import MicroBatch
 from megazpp.data.loader import BatchLoader
 from megazpp.flags import flag
 from megazpp.model.gpt import GPTModel
@@ -59,13 +60,18 @@ class Evaluator:
         """
         self._model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=next(self._model.parameters()).device)  # loss, tokens
-        for start in self._starts:
-            for batch in self._loader.step(start, self._batch_size):
-                losses = self._model(
-                    batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
-                )
-                totals += torch.stack(((losses * batch.loss_mask).sum(), batch.loss_mask.sum()))
+        with self._dims.counter.paused():  # the traffic of training steps is what is reported
+            for start in self._starts:
+                for batch in self._loader.step(start, self._batch_size):
+                    totals += self._loss_and_tokens(batch)
+            self._dims.sum_over_data_(totals)
         self._sharding.free_gathered()
         self._model.train()
-        loss, tokens = self._dims.sum_over_data_(totals).tolist()
+        loss, tokens = totals.tolist()
         return loss / tokens if tokens else math.nan
+
+    def _loss_and_tokens(self, batch: MicroBatch) -> torch.Tensor:
+        losses = self._model(
+            batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
+        )
+        return torch.stack(((losses * batch.loss_mask).sum(), batch.loss_mask.sum()))

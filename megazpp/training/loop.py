@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from megazpp.training.metrics import IntervalRecord, Meter, SentBytes, StepRecor
 from megazpp.training.resources import cpu_seconds, memory_line, peak_memory_bytes
 from megazpp.training.step import StepResult, TrainStep
 from megazpp.training.tracking import Tracker, TrackingConfig
+from megazpp.training.traffic import Zero3Traffic, collect_traffic, traffic_summary, traffic_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +47,14 @@ class Progress(NamedTuple):
         iteration: steps done.
         consumed_samples: samples those steps were given.
         scheduled_samples: samples of the steps that were taken; skipped steps do not move the schedule.
+        micro_batches: of one rank, over all steps.
         stop_reason: why the loop ended before its last iteration, if it did.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     scheduled_samples: int = 0
+    micro_batches: int = 0
     stop_reason: str | None = None
 
 
@@ -95,12 +99,8 @@ class Recorder:
             self._log(record.iteration)
 
     def validate(self, evaluate: Evaluator, progress: Progress) -> None:
-        """Evaluate, show and record; what the evaluation sends is not a training step's."""
-        before = self._sent()
+        """Evaluate, show and record."""
         loss = evaluate()
-        self._sent_before = SentBytes(
-            *(s + now - then for s, now, then in zip(self._sent_before, self._sent(), before, strict=True))
-        )
         self.last_validation = (progress.iteration, loss)
         for line in validation_lines(f"iteration {progress.iteration}", loss):
             self.console.say(line)
@@ -115,8 +115,13 @@ class Recorder:
         *,
         unigram_entropy: float | None,
         wait_share: float,
+        zero3: Callable[[int], Zero3Traffic | None],
     ) -> None:
-        """The last evaluations, then what the run came to: printed, and written to summary.json."""
+        """The last evaluations, then what the run came to: printed, and written to summary.json.
+
+        Args:
+            zero3: number of micro-batches to what ZeRO-3 would have sent.
+        """
         where = f"iteration {progress.iteration}"
         if validate is not None and (self.last_validation is None or self.last_validation[0] != progress.iteration):
             self.validate(validate, progress)
@@ -134,6 +139,10 @@ class Recorder:
             peak_memory_bytes=int(self._dims.world.max_(peak)),
         )
         summary |= {"test_loss": test_loss, "data_wait_share": wait_share, "stop_reason": progress.stop_reason}
+        rows, compared = collect_traffic(self._dims, self._device), zero3(progress.micro_batches)
+        if rows:
+            self.console.say(traffic_table(rows, compared))
+        summary |= traffic_summary(rows, compared)
         self.console.say(_closing_lines(summary, self.last_interval))
         if self._tracker is not None:
             self._tracker.summary(summary)
@@ -198,7 +207,7 @@ def train(
         )
         seconds = time.perf_counter() - started
         recorder.cpu_seconds += cpu_seconds() - cpu_before
-        progress = _advance(progress, batch_size, skipped=result.skipped)
+        progress = _advance(progress, batch_size, plan, skipped=result.skipped)
         reason = _stop_reason(config, progress.iteration, began, step.dims)
         progress = progress._replace(stop_reason=reason)
         record = _record(result, progress, batch_size, rate=rate, seconds=seconds, loss_scale=loss_scale)
@@ -209,11 +218,12 @@ def train(
     return progress
 
 
-def _advance(progress: Progress, batch_size: int, *, skipped: bool) -> Progress:
+def _advance(progress: Progress, batch_size: int, plan: BatchPlan, *, skipped: bool) -> Progress:
     return progress._replace(
         iteration=progress.iteration + 1,
         consumed_samples=progress.consumed_samples + batch_size,
         scheduled_samples=progress.scheduled_samples + (0 if skipped else batch_size),
+        micro_batches=progress.micro_batches + plan.num_micro_batches_at(progress.consumed_samples),
     )
 
 

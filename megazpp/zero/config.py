@@ -82,6 +82,23 @@ class WirePlan(NamedTuple):
     reduce: ReducePlan | None = None
     notices: tuple[str, ...] = ()
 
+    def describe(self) -> str:
+        """One line for the log."""
+        weights = "gathered by FSDP2's ring"
+        if self.gather is not None:
+            kept = "kept inside the node until they change" if self.gather.keep else "not kept"
+            weights = f"gathered in two hops, {_spell(self.gather.fmt)}, {kept}"
+        gradients = "reduced by FSDP2's ring"
+        if self.reduce is not None:
+            gradients = (
+                f"reduced in two hops, {_spell(self.reduce.local)} inside nodes, {_spell(self.reduce.cross)} across"
+            )
+        return f"weights are {weights}; gradients are {gradients}"
+
+
+def _spell(fmt: BlockFormat | None) -> str:
+    return "not quantized" if fmt is None else f"int{fmt.bits} in blocks of {fmt.block_size}"
+
 
 def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
     """What the flags come to on `layout`.

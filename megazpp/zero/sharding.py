@@ -40,6 +40,7 @@ class Sharding:
     Args:
         model: the model.
         units: its sharding units.
+        num_ranks: data ranks that share a copy of the model.
         stage: the ZeRO stage.
         gathers, reduces: the two-hop comms that were plugged in.
     """
@@ -48,11 +49,13 @@ class Sharding:
         self,
         model: nn.Module,
         units: Sequence[Unit],
+        num_ranks: int,
         stage: int,
         gathers: Sequence[TwoHopGather] = (),
         reduces: Sequence[TwoHopReduce] = (),
     ) -> None:
         self.model, self.stage = model, stage
+        self._shard_elements = sum(unit.shard_elements(num_ranks) for unit in units)
         self._modules = [_as_fsdp(module) for unit in units for module in unit.modules]
         self._gathers, self._reduces = gathers, reduces
         if gathers:
@@ -82,6 +85,11 @@ class Sharding:
         """
         for gather in self._gathers:
             gather.drop()
+
+    @property
+    def shard_elements(self) -> int:
+        """Elements of all parameters on one data rank, padded as FSDP2 shards them."""
+        return self._shard_elements
 
     @property
     def secondary_bytes(self) -> int:
@@ -154,7 +162,7 @@ def attach_zeropp(
                 module.set_all_reduce_hook(count_all_reduce(dims.replicate))
             if reduce:
                 _reduce_unused_parameters(module)
-    return Sharding(model, units, zero.stage, gathers, reduces)
+    return Sharding(model, units, dims.shard.size, zero.stage, gathers, reduces)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

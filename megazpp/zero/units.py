@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from megazpp.parallel.dims import ParallelDims
+from megazpp.zero.layout import plan_segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,10 @@ class Unit:
 
     modules: tuple[nn.Module, ...]
     parameters: tuple[UnitParameter, ...]
+
+    def shard_elements(self, num_ranks: int) -> int:
+        """Elements of the unit's flat shard."""
+        return plan_segments([(p.name, p.shape) for p in self.parameters], num_ranks)[-1].stop
 
     def fingerprint(self) -> tuple[object, ...]:
         """Changes when a shard is written to by an operation that autograd counts, replaced, or the mode changes."""
