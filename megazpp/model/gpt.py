@@ -28,6 +28,11 @@ from megazpp.tensor_parallel.regions import enter_region, sum_gradients
 class GPTModel(nn.Module):
     """A decoder-only transformer on one tp axis.
 
+    Collectives on tp, beside those of the layers: forward one all-reduce after the embedding and the loss's two small
+    ones, backward one before the output layer; with sequence parallelism a reduce-scatter after the embedding and an
+    all-gather before the output layer (each the other way round in backward), and the sums of the gradients of the
+    final norm and of the learned positions.
+
     Args:
         config: the shape (`check_gpt_config` has accepted it).
         vocab_size: tokens that exist; the embedding is padded beyond.
@@ -195,7 +200,8 @@ class TransformerLayer(nn.Module):
     """Pre-norm attention and MLP around the residual stream: [S, B, H] -> [S, B, H] ([S/T, B, H] when split).
 
     Collectives on tp: forward 2 all-reduces, backward 2; with sequence parallelism each is an all-gather plus a
-    reduce-scatter, and norms and biases add 4 small all-reduces to backward. Full recomputation repeats the forward.
+    reduce-scatter, and backward has a small all-reduce for each norm and each of the two row-parallel biases. Full
+    recomputation repeats the forward's.
     """
 
     def __init__(

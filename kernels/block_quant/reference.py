@@ -1,0 +1,128 @@
+"""Block quantization in plain torch: the definition that the other implementations must match bit for bit.
+
+Every function pads the segments to whole blocks, views them as [.., blocks, block_size] in fp32, and writes its results
+into the tensors it is given. Nothing here is fast.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.block_quant.feedback import Feedback, feedback_format
+from kernels.formats import BlockFormat
+
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+
+
+def quantize(x: Tensor, fmt: BlockFormat, payload: Tensor, scales: Tensor, feedback: Feedback | None) -> None:
+    """Quantize x [.., n]; see `kernels.block_quant.quantize_blockwise`."""
+    _quantize_blocks(_to_blocks(x, fmt), fmt, payload, scales, feedback)
+
+
+def dequantize(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tensor) -> None:
+    """Dequantize into out [.., n]; see `kernels.block_quant.dequantize_blockwise`."""
+    out.copy_(_dequantize_blocks(payload, scales, fmt).flatten(-2)[..., : out.shape[-1]])
+
+
+def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tensor, accumulate: bool) -> None:
+    """Sum over the first dim into out [.., n]; see `kernels.block_quant.dequantize_sum`."""
+    parts = list(_dequantize_blocks(payload, scales, fmt))
+    if accumulate:
+        parts.insert(0, _to_blocks(out, fmt))
+    out.copy_(_sum_in_order(parts).flatten(-2)[..., : out.shape[-1]])
+
+
+def dequantize_sum_quantize(
+    payload: Tensor,
+    scales: Tensor,
+    fmt: BlockFormat,
+    out_payload: Tensor,
+    out_scales: Tensor,
+    out_fmt: BlockFormat,
+    feedback: Feedback | None,
+) -> None:
+    """Sum over the first dim and quantize again; see `kernels.block_quant.dequantize_sum_quantize`."""
+    total = _sum_in_order(list(_dequantize_blocks(payload, scales, fmt)))
+    _quantize_blocks(total, out_fmt, out_payload, out_scales, feedback)
+
+
+def _quantize_blocks(
+    values: Tensor, fmt: BlockFormat, payload: Tensor, scales: Tensor, feedback: Feedback | None
+) -> None:
+    """Quantize values [.., blocks, block_size], with the error of the last step added, and keep the new error."""
+    if feedback is not None:
+        stored = feedback_format(fmt)
+        values = values + _dequantize_blocks(*feedback, stored)
+    integers, scale = _integers_and_scale(values, fmt)
+    payload.copy_(_pack(integers, fmt))
+    _store_scales(scales, scale)
+    if feedback is not None:
+        error, error_scale = _integers_and_scale(values - integers * scale.unsqueeze(-1), stored)
+        feedback.payload.copy_(_pack(error, stored))
+        _store_scales(feedback.scales, torch.where(error_scale.isnan(), 0.0, error_scale))
+
+
+def _integers_and_scale(values: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
+    """Integers (as fp32) of values [.., blocks, block_size] and their scales [.., blocks], exact in bf16."""
+    scale = _scale(values, fmt)
+    usable = scale.isfinite() & (scale != 0)
+    inverse = torch.where(usable, 1 / scale, 0.0).unsqueeze(-1)
+    quotient = torch.where(usable.unsqueeze(-1), values, 0.0) * inverse
+    integers = quotient.round()  # half to even
+    return (integers if fmt.bits == 8 else integers.clamp(max=7)), scale
+
+
+def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
+    """NaN for a block that holds NaN or Inf, 0 for one whose scale would be subnormal."""
+    peak = values.abs().amax(-1)  # amax keeps NaN
+    if fmt.bits == 8:
+        scale = _round_up_to_bf16(peak * torch.tensor(1 / 127))
+    else:
+        negative = values.amin(-1) == -peak  # wins a tie
+        scale = torch.where(negative, peak, -peak).div(8).bfloat16().float()
+    scale = torch.where(scale.abs() < SMALLEST_NORMAL, 0.0, scale)
+    return torch.where(peak.isfinite(), scale, torch.nan)
+
+
+def _round_up_to_bf16(x: Tensor) -> Tensor:
+    """The smallest bf16 that is not below x >= 0, as fp32."""
+    return ((x.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+
+
+def _store_scales(scales: Tensor, scale: Tensor) -> None:
+    """Write fp32 that bf16 holds exactly, as bits: torch's own conversion has two different NaNs."""
+    scales.view(torch.int16).copy_(scale.view(torch.int32) >> 16)
+
+
+def _pack(integers: Tensor, fmt: BlockFormat) -> Tensor:
+    """Payload bytes [.., blocks * block_bytes] of integers [.., blocks, block_size] held as fp32."""
+    if fmt.bits == 8:
+        return integers.to(torch.int8).view(torch.uint8).flatten(-2)
+    low, high = (integers + 8).to(torch.uint8).chunk(2, dim=-1)
+    return (low | (high << 4)).flatten(-2)
+
+
+def _dequantize_blocks(payload: Tensor, scales: Tensor, fmt: BlockFormat) -> Tensor:
+    """[.., blocks, block_size] fp32; integer * scale is exact."""
+    packed = payload.unflatten(-1, (-1, fmt.block_bytes)) if payload.shape[-1] else payload.unsqueeze(-1)
+    if fmt.bits == 8:
+        integers = packed.view(torch.int8).float()
+    else:
+        integers = torch.cat([packed & 15, packed >> 4], dim=-1).float() - 8
+    return integers * scales.float().unsqueeze(-1)
+
+
+def _to_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
+    """[.., n] as [.., blocks, block_size] fp32, zeros behind the end."""
+    num_blocks = fmt.num_blocks(x.shape[-1])
+    padded = torch.zeros(*x.shape[:-1], num_blocks * fmt.block_size, device=x.device)
+    padded[..., : x.shape[-1]] = x
+    return padded.unflatten(-1, (num_blocks, fmt.block_size))
+
+
+def _sum_in_order(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

@@ -1,0 +1,214 @@
+"""The Triton functions that kernels are made of: a tile of blocks in registers, its loads, stores and arithmetic.
+
+A tile is TILE_ELEMENTS elements: ROWS blocks of BLOCK, held as two tensors [ROWS, HALF] of the low and the high halves
+of the blocks. That is the layout of int4 (byte j = elements j and j + HALF) and costs int8 nothing, so one body serves
+both. Pointers arrive at the first element of the tile; `left` is how many elements of the segment remain from there,
+and WHOLE says that they fill the tile, so that nothing needs a mask.
+
+Rules that keep the bits equal everywhere (GPU, interpreter, the reference):
+- rounding half to even by adding 1.5 * 2^23: one addition, and the low bits of the sum are the integer;
+- maxima over integer bits: a float maximum drops NaN;
+- integers become floats by placing a byte into the mantissa of 2^23, not by I2F, which runs at a quarter of the rate;
+- bf16 is read, and scales are written, as bits: conversions of NaN differ, and the interpreter's truncate;
+- quotients are IEEE divisions, and no multiply and add may be contracted into one (see `triton.py`).
+"""
+# Constants are upper case, as Triton's users write them; both branches of a constant `if` must be visible to its
+# compiler (RET505); what a kernel takes are pointers and tensors of the device, which mypy has no types for.
+# ruff: noqa: N803, RET505
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+TILE_ELEMENTS = 4096
+
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+_TILE = tl.constexpr(TILE_ELEMENTS)
+_UNROLL = tl.constexpr(4)
+_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits of the sum
+_INVERSE_127 = tl.constexpr(1 / 127)
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
+
+
+@triton.jit
+def load_sum(
+    payload, scales, start, payload_k, scales_k, left,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, ACCUMULATE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """((start where ACCUMULATE + segment 0) + segment 1) + ... + segment K - 1, in fp32."""
+    if ACCUMULATE:
+        low, high = load_data(start, left, BLOCK, WHOLE)
+        more_low, more_high = load_quantized(payload, scales, left, BITS, BLOCK, WHOLE)
+        low += more_low
+        high += more_high
+    else:
+        low, high = load_quantized(payload, scales, left, BITS, BLOCK, WHOLE)
+    for _ in tl.range(1, K, loop_unroll_factor=_UNROLL):
+        payload += payload_k
+        scales += scales_k
+        more_low, more_high = load_quantized(payload, scales, left, BITS, BLOCK, WHOLE)
+        low += more_low
+        high += more_high
+    return low, high
+
+
+@triton.jit
+def load_data(data, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Low and high halves [ROWS, HALF] of data as fp32, zeros behind the end of the segment."""
+    low = _offsets(BLOCK, BLOCK)
+    high = low + BLOCK // 2
+    return _to_float(_load(data + low, low < left, WHOLE)), _to_float(_load(data + high, high < left, WHOLE))
+
+
+@triton.jit
+def store_data(data, low_values, high_values, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Write halves of fp32, rounded to the dtype of data, up to the end of the segment."""
+    low = _offsets(BLOCK, BLOCK)
+    high = low + BLOCK // 2
+    _store(data + low, _from_float(low_values, data.dtype.element_ty), low < left, WHOLE)
+    _store(data + high, _from_float(high_values, data.dtype.element_ty), high < left, WHOLE)
+
+
+@triton.jit
+def load_quantized(payload, scales, left, BITS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Integers times scale, an exact product: low and high halves [ROWS, HALF] as fp32."""
+    used = _used(left, BLOCK)
+    offset = _offsets(BLOCK, BLOCK * BITS // 8)
+    scale = _to_float(_load(scales + tl.arange(0, _TILE // BLOCK), used, WHOLE))[:, None]
+    low = _load(payload + offset, used[:, None], WHOLE).to(tl.int32)
+    if BITS == 4:
+        return _byte_to_float(low & 15, 8.0) * scale, _byte_to_float(low >> 4, 8.0) * scale
+    else:
+        high = _load(payload + offset + BLOCK // 2, used[:, None], WHOLE).to(tl.int32)
+        # flipping the sign bit turns -128..127 into 0..255
+        return _byte_to_float(low ^ 0x80, 128.0) * scale, _byte_to_float(high ^ 0x80, 128.0) * scale
+
+
+@triton.jit
+def store_integers(
+    payload, shifted_low, shifted_high, finite, left, BITS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Write the integers that `round_shifted` returned; 0 for blocks that are not finite."""
+    used = _used(left, BLOCK)[:, None]
+    offset = _offsets(BLOCK, BLOCK * BITS // 8)
+    zero: tl.constexpr = 8 if BITS == 4 else 0
+    low = tl.where(finite[:, None], shifted_low.to(tl.int32, bitcast=True), zero)
+    high = tl.where(finite[:, None], shifted_high.to(tl.int32, bitcast=True), zero)
+    if BITS == 4:
+        _store(payload + offset, ((low & 15) | (high << 4)).to(tl.uint8), used, WHOLE)
+    else:
+        _store(payload + offset, low.to(tl.uint8), used, WHOLE)
+        _store(payload + offset + BLOCK // 2, high.to(tl.uint8), used, WHOLE)
+
+
+@triton.jit
+def store_scales(scales, scale, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """Write scales [ROWS], fp32 that bf16 holds exactly."""
+    bits = (scale.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    _store(scales + tl.arange(0, _TILE // BLOCK), bits, _used(left, BLOCK), WHOLE)
+
+
+@triton.jit
+def block_scales(low, high, BITS: tl.constexpr):
+    """Scale, inverse and finiteness [ROWS] of blocks given as halves; a scale is fp32 that bf16 holds exactly."""
+    if BITS == 8:
+        peak = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), axis=1)
+        scale = ((peak.to(tl.float32, bitcast=True) * _INVERSE_127).to(tl.int32, bitcast=True) + 0xFFFF) & -65536
+        sign = peak * 0
+    else:
+        # the sign in the lowest bit: the unsigned maximum is the largest magnitude, the negative one on a tie
+        key = tl.max(tl.maximum(_signed_magnitude(low), _signed_magnitude(high)), axis=1)
+        peak = (key >> 1).to(tl.int32)
+        scale = (peak.to(tl.float32, bitcast=True) * 0.125).to(tl.int32, bitcast=True)
+        scale = (scale + 0x7FFF + ((scale >> 16) & 1)) & -65536  # to the nearest bf16, half to even
+        sign = ((key & 1) ^ 1).to(tl.int32) << 31
+    finite = peak < _INFINITY_BITS
+    normal = finite & (scale >= _SMALLEST_NORMAL_BITS)
+    scale = tl.where(normal, scale | sign, 0).to(tl.float32, bitcast=True)
+    inverse = tl.where(normal, tl.div_rn(1.0, tl.where(normal, scale, 1.0)), 0.0)
+    return scale, inverse, finite
+
+
+@triton.jit
+def _magnitude(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _signed_magnitude(x):
+    bits = x.to(tl.uint32, bitcast=True)
+    return (bits << 1) | (bits >> 31)
+
+
+@triton.jit
+def round_shifted(x, inverse, BITS: tl.constexpr):
+    """x * inverse rounded half to even, plus _MAGIC (int4: plus 8 more, so that the low bits are offset binary)."""
+    if BITS == 4:
+        return tl.minimum(x * inverse[:, None] + (_MAGIC + 8), _MAGIC + 15)
+    else:
+        return x * inverse[:, None] + _MAGIC
+
+
+@triton.jit
+def unshift(shifted, BITS: tl.constexpr):
+    """The integers, as fp32, of what `round_shifted` returned."""
+    return shifted - (_MAGIC + (8 if BITS == 4 else 0))
+
+
+@triton.jit
+def _byte_to_float(byte, OFFSET: tl.constexpr):
+    """byte - OFFSET as fp32, by way of the mantissa of 2^23."""
+    return (byte | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + OFFSET)
+
+
+@triton.jit
+def _to_float(x):
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _from_float(x, dtype: tl.constexpr):
+    """Round to `dtype`, half to even; the interpreter's own conversion to bf16 truncates."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        is_nan = (bits & 0x7FFFFFFF) > _INFINITY_BITS
+        return tl.where(is_nan, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def _load(pointers, mask, WHOLE: tl.constexpr):
+    if WHOLE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
+def _store(pointers, values, mask, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=mask)
+
+
+@triton.jit
+def _offsets(BLOCK: tl.constexpr, STRIDE: tl.constexpr):
+    """[ROWS, HALF] offsets in a tile whose blocks are STRIDE apart."""
+    return tl.arange(0, _TILE // BLOCK)[:, None] * STRIDE + tl.arange(0, BLOCK // 2)[None, :]
+
+
+@triton.jit
+def _used(left, BLOCK: tl.constexpr):
+    """Which rows [ROWS] of a tile are blocks of the segment; a short last block is one."""
+    return tl.arange(0, _TILE // BLOCK) * BLOCK < left

@@ -1,0 +1,154 @@
+"""--compile: the same losses and gradients, one compilation for all layers, below FSDP2 and around recomputation.
+
+Except for one test, layers are compiled with torch's "aot_eager" back end: all of torch.compile but the C++ compiler,
+which takes most of the time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+from helpers.ranks import ranks
+from helpers.tensor_parallel import build_gpt, local_gradients, tp_axis
+from helpers.training import EOD, GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, train_plain
+
+from megazpp.data.batch import MicroBatch, make_micro_batch
+from megazpp.model.config import GPTConfig
+from megazpp.parallel.axis import MeshAxis
+
+VOCAB = 101
+STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+
+
+def compiled(model: GPTConfig, **changes: Any) -> GPTConfig:
+    return dataclasses.replace(model, compile=True, **changes)
+
+
+def batch(documents: bool = False, seq: int = 16) -> MicroBatch:
+    ids = torch.randint(EOD + 1, VOCAB, (2, seq + 1), generator=torch.Generator().manual_seed(0))
+    ids[0, 5] = EOD
+    return make_micro_batch(ids, eod=EOD, reset_position_ids=documents, reset_attention_mask=documents)
+
+
+def step(gpt: torch.nn.Module, data: MicroBatch) -> torch.Tensor:
+    losses = gpt(data.tokens, data.labels, position_ids=data.position_ids, document_starts=data.document_starts)
+    losses.mean().backward()
+    return losses.detach()
+
+
+def assert_same(ours: torch.nn.Module, eager: torch.nn.Module, data: MicroBatch) -> None:
+    """1e-5 relative, and to the largest element of a gradient: fused kernels add in another order."""
+    torch.testing.assert_close(step(ours, data), step(eager, data), rtol=1e-5, atol=0)
+    grads, expected = local_gradients(ours), local_gradients(eager)
+    assert list(grads) == list(expected)  # compiling renames nothing
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=1e-5 * float(grad.abs().max()))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU: no g++ here")
+def test_compiled_kernels_give_the_losses_and_gradients_of_eager_ones():
+    model = dataclasses.replace(GPT2_STYLE, num_layers=1)
+    alone = MeshAxis("tp")
+    assert_same(build_gpt(compiled(model), alone, vocab_size=VOCAB), build_gpt(model, alone, vocab_size=VOCAB), batch())
+
+
+def aot_eager() -> Any:
+    """Until the end of the block, torch.compile stops short of generating code."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+def compare_on_ranks(model: GPTConfig, sequence_parallel: bool) -> None:
+    tp = tp_axis()
+    with aot_eager():
+        ours, eager = (
+            build_gpt(m, tp, vocab_size=VOCAB, sequence_parallel=sequence_parallel) for m in (compiled(model), model)
+        )
+        for documents in (False, True):
+            assert_same(ours, eager, batch(documents))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("style", STYLES)
+def test_compiled_layers_give_the_losses_and_gradients_of_eager_ones(style: str, size: int, sequence_parallel: bool):
+    ranks(size).run(compare_on_ranks, STYLES[style], sequence_parallel)
+
+
+def graphs_of_a_deep_model() -> dict[str, int]:
+    """Compilations for 10 layers, which is more than torch's limit for one function."""
+    model = compiled(GPT2_STYLE, num_layers=10, hidden_size=8, ffn_hidden_size=8)
+    with aot_eager():
+        gpt = build_gpt(model, MeshAxis("tp"), vocab_size=VOCAB)
+        counts = []
+        for action in (lambda: step(gpt, batch()), lambda: step(gpt, batch()), lambda: gpt.eval()(batch().tokens)):
+            action()
+            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return dict(zip(("first", "second", "eval"), counts, strict=True))
+
+
+def test_all_layers_share_one_compilation():
+    counts = graphs_of_a_deep_model()
+    assert counts["first"] == counts["second"] == 1
+    assert counts["eval"] <= 2  # dropout is a branch at compile time
+
+
+def test_a_compiled_model_takes_other_lengths():
+    with aot_eager():
+        alone = MeshAxis("tp")
+        ours, eager = (build_gpt(m, alone, vocab_size=VOCAB) for m in (compiled(GPT2_STYLE), GPT2_STYLE))
+        for seq in (16, 7, 11):
+            assert_same(ours, eager, batch(seq=seq))
+
+
+def losses_and_gradients(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    with aot_eager():
+        gpt = build_gpt(model, tp_axis(), vocab_size=VOCAB, sequence_parallel=sequence_parallel)
+        return step(gpt, batch()), local_gradients(gpt)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_recomputation_of_compiled_layers_with_dropout_changes_no_bit(size: int, sequence_parallel: bool, kind: Any):
+    model = compiled(GPT2_STYLE, **DROPOUT)
+    recomputed = dataclasses.replace(model, recompute_granularity=kind)
+    expected = ranks(size).run(losses_and_gradients, model, sequence_parallel)
+    for (ours, grads), (loss, wanted) in zip(
+        ranks(size).run(losses_and_gradients, recomputed, sequence_parallel), expected, strict=True
+    ):
+        assert torch.equal(ours, loss)
+        for name, grad in wanted.items():
+            assert torch.equal(grads[name], grad), name
+
+
+def train_compiled(case: Case) -> dict[str, Any]:
+    with aot_eager():
+        result = train_on_ranks(case)
+    return {**result, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+
+
+@pytest.mark.parametrize(("size", "tp", "sequence_parallel", "changes"), [
+    (2, 1, False, {}),
+    (2, 2, True, {}),
+    (4, 2, False, {"recompute_granularity": "full"}),
+])  # fmt: skip
+def test_a_compiled_sharded_run_equals_one_plain_process(
+    size: int, tp: int, sequence_parallel: bool, changes: dict[str, Any]
+):
+    """Through build_model and FSDP2, two steps of two micro-batches: 1e-5 as for every other layout."""
+    case = Case(steps=2, micro_batches=2, tp=tp, sequence_parallel=sequence_parallel)
+    expected = train_plain(case)
+    case = dataclasses.replace(case, model=compiled(case.model, **changes))
+    for result in ranks(size).run(train_compiled, case):
+        assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert 0 < result["graphs"] < 20  # and not one per layer, step and micro-batch
