@@ -64,6 +64,8 @@ class TwoHopGather(FreshBuffers, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
+        layout = self._codec.layout
+        assert input_tensor.numel() == layout.size, f"a shard of {input_tensor.numel()} elements, planned {layout.size}"
         middle = self._fresh_middle(input_tensor)
         messages = self._codec.empty(self._local.size, *middle.shape[:1], device=middle.device)
         self._local.all_gather(middle, out=messages.flatten(0, 1))

@@ -59,6 +59,12 @@ class TwoHopReduce(FreshBuffers, ReduceScatter):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM, f"communication only sums, FSDP2 asked for {op}"
+        size, planned = output_tensor.numel(), self._local_codec.layout.size
+        if size != planned:
+            raise RuntimeError(
+                f"gradients of {size} elements per rank, planned {planned}: a parameter of this unit got no gradient, "
+                "which quantized reduction needs torch 2.13 for"
+            )
         middle = self._hop_inside(input_tensor)
         if self.last_micro_batch or self._every_micro_batch:
             self._middle = None

@@ -1,0 +1,70 @@
+"""What the ZeRO++ flags come to, and which combinations are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernels.formats import BlockFormat
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import Layout, plan_layout
+from megazpp.zero.config import GatherPlan, ReducePlan, ZeroConfig, plan_wire
+
+
+def layout(nodes: int = 2, ranks: int = 4, tp: int = 1, replicas: int = 1) -> Layout:
+    return plan_layout(Cluster(num_nodes=nodes, ranks_per_node=ranks), tp=tp, replicas=replicas)
+
+
+INT8, INT4, WEIGHTS = BlockFormat(8, 128), BlockFormat(4, 128), BlockFormat(8, 256)
+
+
+@pytest.mark.parametrize(
+    ("flags", "gather", "reduce"),
+    [
+        ({}, None, None),
+        ({"zeropp": True}, GatherPlan(WEIGHTS, True), ReducePlan(INT8, INT4)),
+        ({"zeropp": True, "zero_quantized_weights": False}, GatherPlan(None, True), ReducePlan(INT8, INT4)),
+        ({"zeropp": True, "zero_weight_bits": 16}, GatherPlan(None, True), ReducePlan(INT8, INT4)),
+        ({"zeropp": True, "zero_hpz_partition_size": "1"}, GatherPlan(WEIGHTS, False), ReducePlan(INT8, INT4)),
+        ({"zeropp": True, "zero_quantized_gradients": False}, GatherPlan(WEIGHTS, True), None),
+        ({"zero_quantized_weights": True}, GatherPlan(WEIGHTS, False), None),
+        ({"zero_hpz_partition_size": "4"}, GatherPlan(None, True), None),
+        ({"zero_quantized_gradients": True, "zero_gradient_bits": (16, 8)}, None, ReducePlan(None, INT8)),
+        (
+            {"zeropp": True, "zero_block_size": 64},
+            GatherPlan(BlockFormat(8, 64), True),
+            ReducePlan(BlockFormat(8, 64), BlockFormat(4, 64)),
+        ),
+    ],
+)
+def test_each_switch_can_be_set_or_unset_alone(flags, gather, reduce):
+    plan = plan_wire(ZeroConfig(**flags), layout())
+    assert (plan.gather, plan.reduce) == (gather, reduce)
+    assert plan.notices == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"zeropp": True, "zero_stage": 2}, "--zeropp needs --zero-stage 3, not 2"),
+        ({"zero_quantized_weights": True, "use_distributed_optimizer": True}, "--zero-quantized-weights needs"),
+        ({"zero_hpz_partition_size": "3"}, "--zero-hpz-partition-size 3 is neither auto, 1 .* nor 4"),
+        ({"zero_hpz_partition_size": "all"}, "--zero-hpz-partition-size all"),
+        ({"zeropp": True, "zero_gradient_bits": (8, 5)}, "--zero-gradient-bits 8 5"),
+        ({"zeropp": True, "zero_block_size": 100}, "--zero-block-size 100"),
+        ({"zeropp": True, "zero_block_size": 4096}, "--zero-block-size 4096"),
+    ],
+)
+def test_impossible_combinations_name_the_flags(flags, message):
+    with pytest.raises(ValueError, match=message):
+        plan_wire(ZeroConfig(**flags), layout())
+
+
+def test_a_combination_that_cannot_pay_says_what_it_does_instead():
+    one_node = plan_wire(ZeroConfig(zeropp=True), layout(nodes=1))
+    assert (one_node.gather, one_node.reduce) == (None, None)
+    assert "no traffic crosses nodes here, so weights and gradients travel as in ZeRO-3" in one_node.notices[0]
+    copy_per_node = plan_wire(ZeroConfig(zeropp=True), layout(replicas=2))
+    assert "as in ZeRO-3" in copy_per_node.notices[0]
+    alone = plan_wire(ZeroConfig(zeropp=True), layout(tp=4))
+    assert alone.gather is not None
+    assert "whole copy" in alone.notices[0]

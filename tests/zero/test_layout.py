@@ -1,0 +1,63 @@
+"""Messages: every element has one place, nothing overlaps, sizes are what the formats say."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.formats import BlockFormat
+from megazpp.zero.layout import ALIGNMENT, MessageLayout, plan_message, plan_segments
+
+shapes = st.lists(st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple), min_size=1, max_size=6)
+formats = st.sampled_from([None, BlockFormat(8, 32), BlockFormat(4, 32), BlockFormat(8, 256), BlockFormat(4, 128)])
+
+
+def plan(shapes: list[tuple[int, ...]], ranks: int, fmt: BlockFormat | None, itemsize: int) -> MessageLayout:
+    segments = plan_segments([(str(i), shape) for i, shape in enumerate(shapes)], ranks)
+    return plan_message(segments, fmt, exact_itemsize=itemsize)
+
+
+@given(shapes, st.integers(1, 7), formats, st.sampled_from([2, 4]))
+def test_every_element_has_one_place_and_no_two_places_share_a_byte(shapes, ranks, fmt, itemsize):
+    layout = plan(shapes, ranks, fmt, itemsize)
+    elements = sorted((p.start, p.stop) for p in layout.places)
+    assert sum(stop - start for start, stop in elements) == layout.size
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(elements))
+    spans = sorted(span for p in layout.places for span in (p.payload, p.scales) if span is not None)
+    assert all(a[0] + a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    assert all(first + length <= layout.message_bytes for first, length in spans)
+    assert layout.message_bytes % ALIGNMENT == 0
+    for place in layout.places:
+        assert place.payload[0] % ALIGNMENT == 0
+        n = place.stop - place.start
+        if place.scales is None:
+            assert place.payload[1] == n * itemsize
+        else:
+            assert fmt is not None
+            assert (place.payload[1], place.scales[1]) == (fmt.payload_bytes(n), fmt.scale_bytes(n))
+            assert place.scales[0] % 2 == 0
+
+
+@given(shapes, st.integers(1, 7), formats, st.sampled_from([2, 4]))
+def test_a_message_is_never_longer_than_the_elements_as_they_are(shapes, ranks, fmt, itemsize):
+    assert (
+        plan(shapes, ranks, fmt, itemsize).message_bytes <= plan(shapes, ranks, None, itemsize).message_bytes + 6 * 16
+    )
+
+
+def test_the_example_of_the_docstring():
+    segments = plan_segments([("norm", (6,)), ("weight", (6, 100))], 4)
+    assert [(s.start, s.size, s.exact) for s in segments] == [(0, 2, True), (2, 200, False)]
+    layout = plan_message(segments, BlockFormat(8, 128), exact_itemsize=2)
+    weight, norm = layout.places
+    assert (weight.payload, weight.scales) == ((0, 256), (256, 4))
+    assert (norm.payload, norm.scales) == ((272, 4), None)
+    assert layout.message_bytes == 288
+
+
+def test_one_dimensional_and_tiny_parameters_travel_exact():
+    layout = plan([(4096,), (4, 8), (64, 64)], 1, BlockFormat(8, 256), 2)
+    exact = [(p.start, p.stop) for p in layout.places if p.scales is None]
+    assert exact == [(0, 4096 + 32)]  # neighbours travel as one run
