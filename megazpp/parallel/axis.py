@@ -9,7 +9,7 @@ all-reduce.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -132,9 +132,9 @@ class MeshAxis:
         self.counter.add(self.wire, self.name, collective, sent_bytes)
 
 
-def make_group(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-    """A new process group of `ranks`, which only they have to call."""
-    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+def make_groups(partition: Iterable[tuple[int, ...]], name: str) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A new process group for each part; every rank calls this with the same parts in the same order."""
+    return {ranks: dist.new_group(list(ranks), group_desc=name) for ranks in partition}
 
 
 # torch 2.13 renamed these two; 2.11 and 2.12 have only the old names.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megazpp.flags import flag
-from megazpp.parallel.axis import MeshAxis, TrafficCounter, make_group
+from megazpp.parallel.axis import MeshAxis, TrafficCounter, make_groups
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
 
@@ -113,10 +113,11 @@ class ParallelDims:
 
     def _part_of_shard(self, name: str) -> dist.ProcessGroup:
         """The group of the local or the cross axis: shard's own where the other axis has one rank."""
-        ranks = self.layout.axis_ranks(name, dist.get_rank())
-        if len(ranks) in (1, self.layout.shard):
+        mine = self.layout.axis_ranks(name, dist.get_rank())
+        if len(mine) in (1, self.layout.shard):
             return self.mesh.get_group("shard")
-        return make_group(ranks, name)
+        world = range(self.layout.cluster.world_size)
+        return make_groups(dict.fromkeys(self.layout.axis_ranks(name, rank) for rank in world), name)[mine]
 
     @property
     def data_mesh(self) -> DeviceMesh:

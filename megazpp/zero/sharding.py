@@ -68,7 +68,6 @@ class Sharding:
                 module.set_requires_gradient_sync(last, recurse=False)
             if self.stage <= 2:
                 module.set_reshard_after_backward(last, recurse=False)
-            module.set_is_last_backward(last)
         for reduce in self._reduces:
             reduce.last_micro_batch = last
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -98,6 +99,11 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             answer = ("", function(*args, **kwargs))
         except BaseException:
             answer = (traceback.format_exc(), None)
+        # every gloo group keeps threads that wake up now and then: hundreds of cases would fill the cores with them
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        gc.collect()
         try:
             pipe.send(answer)
         except Exception:  # an unpicklable result
