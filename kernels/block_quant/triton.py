@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.block_quant import triton_tiles as tiles
+import kernels.block_quant.triton_tiles as tiles
 from kernels.block_quant.feedback import Feedback
 from kernels.block_quant.triton_tiles import TILE_ELEMENTS
 from kernels.formats import BlockFormat
