@@ -20,7 +20,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, str(ROOT / "tests" / "helpers" / "kernel_sass.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     if "nvdisasm" in done.stderr:
