@@ -5,7 +5,8 @@ strides are the permutation of the hops. Whole tiles run without masks; the last
 
 The launch configuration is fixed: tiles of 4096 elements and 4 warps give each thread 16 bytes per access and leave
 room for nine programs per SM. `enable_fp_fusion` is off because contracting a multiply and an add changes the rounding,
-and Triton's default differs between versions. Set TRITON_INTERPRET=1 before the import to run the same kernels on CPU
+and Triton's default differs between versions. Kernels go to the current CUDA device and stream, which the caller has
+set to those of the tensors. Set TRITON_INTERPRET=1 before the import to run the same kernels on CPU
 tensors.
 """
 # Constants are upper case, as Triton's users write them; what a kernel takes are pointers and tensors of the device,
