@@ -8,6 +8,9 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything defines a kernel: Triton on CPU tensors
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():

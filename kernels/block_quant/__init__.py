@@ -20,12 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.block_quant import cpu
+import kernels.block_quant.cpu as cpu
 from kernels.block_quant.feedback import Feedback, feedback_format
 from kernels.formats import BlockFormat
 
 if importlib.util.find_spec("triton") is not None:
-    from kernels.block_quant import triton as _triton
+    import kernels.block_quant.triton as _triton
 
     TRITON: ModuleType | None = _triton
 else:
@@ -56,7 +56,7 @@ def quantize_blockwise(
         feedback: the error of the last step; it is added to x before, and holds the new error after.
     Errors:
         int8: |x - dequantized| <= scale / 2 (1 + 2^-15). int4: the same, but for elements of the sign opposite to the
-        block's largest and more than 7.5/8 of it in size: they are clipped to 7 |scale|, at most 1.016 |scale| away.
+        block's largest and more than 7.5/8 of it in size: they are clipped to 7 |scale|, at most 1.032 |scale| away.
     Raises:
         ValueError: a shape, dtype, stride or device does not fit.
     Source: ZeRO++ section 3.1 and 3.3 (qwZ, qgZ); rounding is half to even.

@@ -5,7 +5,8 @@ strides are the permutation of the hops. Whole tiles run without masks; the last
 
 The launch configuration is fixed: tiles of 4096 elements and 4 warps give each thread 16 bytes per access and leave
 room for nine programs per SM. `enable_fp_fusion` is off because contracting a multiply and an add changes the rounding,
-and Triton's default differs between versions. Set TRITON_INTERPRET=1 before the import to run the same kernels on CPU
+and Triton's default differs between versions. Kernels go to the current CUDA device and stream, which the caller has
+set to those of the tensors. Set TRITON_INTERPRET=1 before the import to run the same kernels on CPU
 tensors.
 """
 # Constants are upper case, as Triton's users write them; what a kernel takes are pointers and tensors of the device,
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.block_quant import triton_tiles as tiles
+import kernels.block_quant.triton_tiles as tiles
 from kernels.block_quant.feedback import Feedback
 from kernels.block_quant.triton_tiles import TILE_ELEMENTS
 from kernels.formats import BlockFormat

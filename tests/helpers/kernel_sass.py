@@ -1,0 +1,64 @@
+"""Compile the Triton kernels for sm_90, which needs no GPU, and print as JSON how often each SASS instruction occurs.
+
+Run as a script in a process of its own: under TRITON_INTERPRET=1 there is nothing to compile.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import triton as triton_package
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.block_quant import triton
+
+DISASSEMBLER = Path(triton_package.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+DATA = ("x", "out")
+BYTES = ("payload", "error", "out_payload")
+SCALES = ("scales", "error_scales", "out_scales")
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]+)")
+
+
+def instructions(kernel: Any, dtype: str, **constants: int) -> dict[str, int]:
+    """Instructions of `kernel` compiled for data of `dtype` on aligned segments."""
+    names = kernel.arg_names
+    types = dict.fromkeys(names, "i32")
+    types |= dict.fromkeys(DATA, f"*{dtype}") | dict.fromkeys(BYTES, "*u8") | dict.fromkeys(SCALES, "*bf16")
+    types |= dict.fromkeys(constants, "constexpr")
+    aligned = [name for name in names if name not in constants and name != "n" and not name.startswith(SCALES)]
+    source = ASTSource(
+        kernel,
+        {name: types[name] for name in names},
+        constexprs={name: value for name, value in constants.items() if name in names},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": triton.NUM_WARPS, "enable_fp_fusion": False}
+    compiled = triton_package.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        listing = subprocess.run([DISASSEMBLER, file.name], capture_output=True, text=True, check=True).stdout
+    return Counter(INSTRUCTION.findall(listing))
+
+
+def main() -> None:
+    found = {
+        "quantize": instructions(triton._quantize_kernel, "bf16", BITS=8, BLOCK=128, FEEDBACK=0),
+        "dequantize": instructions(triton._dequantize_sum_kernel, "bf16", BITS=8, BLOCK=128, K=1, ACCUMULATE=0),
+        "dequantize_sum_quantize": instructions(
+            triton._dequantize_sum_quantize_kernel, "bf16", BITS=8, OUT_BITS=4, BLOCK=128, K=8, FEEDBACK=1
+        ),
+    }
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

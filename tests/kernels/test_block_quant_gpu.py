@@ -1,0 +1,75 @@
+"""The same comparisons on a GPU, on shapes that fill it, and buffers that 32-bit offsets cannot address."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.block_quant import bits, difficult, quantize_both, sum_both
+
+from kernels.block_quant import TRITON, Feedback, dequantize_blockwise, dequantize_sum, quantize_blockwise
+from kernels.formats import BlockFormat
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [32, 64, 128, 256, 512, 1024, 2048])
+@pytest.mark.parametrize("num_bits", [8, 4])
+def test_cuda_quantizes_like_the_reference(num_bits: int, block_size: int, dtype: torch.dtype):
+    assert TRITON is not None
+    for n in (1, 63, 257, 4096, 4101, 100_000):
+        for offset in (0, 1):
+            x = difficult((2, 4), n, dtype, seed=n)
+            fmt = BlockFormat(num_bits, block_size)
+            quantize_both(TRITON, x, fmt, "cuda", swapped=True, offset=offset, steps=offset * 2)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("num_bits", [8, 4])
+@pytest.mark.parametrize("out_bits", [8, 4])
+def test_cuda_sums_like_the_reference(num_parts: int, num_bits: int, out_bits: int):
+    assert TRITON is not None
+    for n, dtype in ((257, torch.bfloat16), (100_000, torch.float32)):
+        parts = difficult((num_parts, 9), n, torch.float32, seed=num_parts)
+        sum_both(TRITON, parts, BlockFormat(num_bits, 128), BlockFormat(out_bits, 128), "cuda", dtype)
+
+
+@pytest.mark.parametrize("num_bits", [8, 4])
+def test_offsets_beyond_two_to_the_31_are_right(num_bits: int):
+    """One segment of 2^31 + 257 elements: its last blocks equal those of the same elements quantized alone."""
+    n, fmt = 2**31 + 257, BlockFormat(num_bits, 128)
+    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
+        pytest.skip("needs 16 GiB of free GPU memory")
+    x = torch.zeros(n, dtype=torch.bfloat16, device="cuda")
+    x[-5000:] = torch.randn(5000, device="cuda")
+    payload = torch.empty(fmt.payload_bytes(n), dtype=torch.uint8, device="cuda")
+    scales = torch.empty(fmt.num_blocks(n), dtype=torch.bfloat16, device="cuda")
+    feedback = Feedback.zeros((), n, fmt, "cuda")
+    quantize_blockwise(x, fmt, payload=payload, scales=scales, feedback=feedback)
+    whole = 4096 + 257  # a multiple of the block size from the end
+    tail = x[-whole:].clone()
+    tail_payload = torch.empty(fmt.payload_bytes(whole), dtype=torch.uint8, device="cuda")
+    tail_scales = torch.empty(fmt.num_blocks(whole), dtype=torch.bfloat16, device="cuda")
+    quantize_blockwise(tail, fmt, payload=tail_payload, scales=tail_scales)
+    assert torch.equal(payload[-tail_payload.numel() :], tail_payload)
+    assert torch.equal(scales[-tail_scales.numel() :], tail_scales)
+    assert not scales[: 2**23].any()
+    dequantize_blockwise(payload, scales, fmt, out=x)
+    dequantize_blockwise(tail_payload, tail_scales, fmt, out=tail)
+    assert torch.equal(x[-whole:], tail)
+
+
+def test_rows_that_lie_beyond_two_to_the_31_bytes_are_right():
+    """Strides, not only offsets within a row, need 64 bits."""
+    fmt, n, apart = BlockFormat(8, 256), 1000, 2**31 + 16
+    buffer = torch.zeros(2 * apart, dtype=torch.uint8, device="cuda")
+    payload = buffer.as_strided((2, fmt.payload_bytes(n)), (apart, 1))
+    scales = torch.zeros(2, fmt.num_blocks(n), dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(2, n, device="cuda")
+    quantize_blockwise(x, fmt, payload=payload, scales=scales)
+    out, expected = torch.empty_like(x[0]), torch.empty_like(x[0])
+    dequantize_sum(payload, scales, fmt, out=out)
+    dequantize_sum(payload.contiguous(), scales, fmt, out=expected)
+    assert torch.equal(bits(out), bits(expected))
+    torch.testing.assert_close(out, x.sum(0), rtol=0, atol=2 * float(scales.max()))

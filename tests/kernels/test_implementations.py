@@ -1,0 +1,114 @@
+"""The CPU and the Triton implementation against the reference, bit for bit, wherever the segments lie.
+
+Triton runs on the GPU where there is one, else on CPU tensors under its interpreter (see tests/conftest.py).
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from helpers.block_quant import difficult, quantize_both, sum_both
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.block_quant import TRITON, cpu
+from kernels.formats import BlockFormat
+
+TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK_SIZES = [32, 64, 128, 256, 512, 1024, 2048]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LENGTHS = [1, 63, 256, 257, 4096, 4101, 8300]
+# n, dtype, block size, bits: few cases, because the interpreter takes 10 ms and more per program
+FEW = [
+    (1, torch.float32, 32, 8),
+    (63, torch.bfloat16, 32, 4),
+    (256, torch.float16, 256, 8),
+    (257, torch.float32, 64, 4),
+    (257, torch.bfloat16, 2048, 8),
+    (4096, torch.bfloat16, 128, 8),
+    (4101, torch.float32, 1024, 4),
+    (4101, torch.float16, 512, 4),
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, on NaN and Inf
+
+
+@pytest.fixture
+def triton() -> ModuleType:
+    if TRITON is None:
+        pytest.skip("Triton is not installed")
+    return TRITON
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_cpu_quantizes_like_the_reference(bits: int, block_size: int, dtype: torch.dtype):
+    for n in LENGTHS:
+        x = difficult((4, 2), n, dtype)
+        quantize_both(cpu, x, BlockFormat(bits, block_size), "cpu", swapped=n % 2 == 0, offset=n % 3)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cpu_feeds_back_errors_like_the_reference(bits: int, dtype: torch.dtype):
+    for n in LENGTHS:
+        x = difficult((2, 4), n, dtype, seed=n)
+        quantize_both(cpu, x, BlockFormat(bits, 128), "cpu", swapped=True, offset=1, steps=3)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("out_bits", [8, 4])
+def test_cpu_sums_like_the_reference(num_parts: int, bits: int, out_bits: int):
+    for n, dtype in ((1, torch.float32), (257, torch.bfloat16), (4101, torch.float32)):
+        parts = difficult((num_parts, 9), n, torch.float32, seed=num_parts)
+        sum_both(cpu, parts, BlockFormat(bits, 128), BlockFormat(out_bits, 128), "cpu", dtype)
+
+
+@given(
+    st.sampled_from([4, 8]),
+    st.sampled_from(BLOCK_SIZES),
+    st.integers(1, 3000),
+    st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    st.integers(16, 4096),
+    st.integers(0, 2),
+)
+@settings(max_examples=60, deadline=None)
+def test_cpu_tiles_may_cut_rows_and_segments_anywhere(
+    bits: int, block_size: int, n: int, lead: tuple[int, int], tile: int, steps: int
+):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "TILE_ELEMENTS", max(tile, block_size))
+        x = difficult(lead, n, torch.bfloat16, seed=n)
+        quantize_both(cpu, x, BlockFormat(bits, block_size), "cpu", swapped=True, offset=1, steps=steps)
+
+
+@pytest.mark.parametrize(("n", "dtype", "block_size", "bits"), FEW)
+def test_triton_quantizes_like_the_reference(
+    triton: ModuleType, n: int, dtype: torch.dtype, block_size: int, bits: int
+):
+    x = difficult((4, 2), n, dtype)
+    quantize_both(triton, x, BlockFormat(bits, block_size), TRITON_DEVICE, swapped=n % 2 == 1, offset=n % 3)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_triton_handles_every_block_size(triton: ModuleType, bits: int, block_size: int):
+    x = difficult((4, 2), block_size + block_size // 2 + 5, torch.bfloat16, seed=block_size)
+    quantize_both(triton, x, BlockFormat(bits, block_size), TRITON_DEVICE, swapped=True, offset=0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_triton_feeds_back_errors_like_the_reference(triton: ModuleType, bits: int):
+    x = difficult((2, 4), 300, torch.bfloat16, seed=1)
+    quantize_both(triton, x, BlockFormat(bits, 128), TRITON_DEVICE, swapped=True, offset=1, steps=2)
+
+
+@pytest.mark.parametrize(("num_parts", "bits", "out_bits"), [(1, 4, 8), (2, 8, 4), (3, 4, 4), (8, 8, 8)])
+def test_triton_sums_like_the_reference(triton: ModuleType, num_parts: int, bits: int, out_bits: int):
+    dtype = torch.bfloat16 if num_parts == 3 else torch.float32
+    parts = difficult((num_parts, 2), 4101 if num_parts == 2 else 257, torch.float32, seed=5)
+    sum_both(triton, parts, BlockFormat(bits, 128), BlockFormat(out_bits, 128), TRITON_DEVICE, dtype)

@@ -1,0 +1,152 @@
+"""The definition of the formats: by hand, by its bounds, and by its signal-to-noise ratio."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.block_quant import reference
+from kernels.block_quant.feedback import Feedback
+from kernels.formats import BlockFormat
+
+INT8, INT4 = BlockFormat(8, 32), BlockFormat(4, 32)
+
+
+def quantize(x: Tensor, fmt: BlockFormat, feedback: Feedback | None = None) -> tuple[Tensor, Tensor]:
+    payload = torch.empty(*x.shape[:-1], fmt.payload_bytes(x.shape[-1]), dtype=torch.uint8)
+    scales = torch.empty(*x.shape[:-1], fmt.num_blocks(x.shape[-1]), dtype=torch.bfloat16)
+    reference.quantize(x, fmt, payload, scales, feedback)
+    return payload, scales
+
+
+def there_and_back(x: Tensor, fmt: BlockFormat, feedback: Feedback | None = None) -> Tensor:
+    out = torch.full_like(x, float("nan"))
+    reference.dequantize(*quantize(x, fmt, feedback), fmt, out)
+    return out
+
+
+def block(*head: float) -> Tensor:
+    return torch.tensor([*head, *[0.0] * (32 - len(head))])
+
+
+def test_int8_divides_the_largest_magnitude_into_127_steps():
+    payload, scales = quantize(block(-127.0, 1.0, 2.5, 3.5, 126.4), INT8)
+    assert scales.tolist() == [1.0]
+    assert payload.view(torch.int8)[:6].tolist() == [-127, 1, 2, 4, 126, 0]  # halves go to the even integer
+
+
+def test_the_int8_scale_is_rounded_up_so_that_nothing_is_clipped():
+    _, scales = quantize(block(1.0), INT8)
+    assert scales.item() > 1 / 127 > scales.item() * (1 - 2**-7)
+
+
+def test_int4_maps_the_signed_maximum_to_minus_eight_and_packs_the_halves_of_a_block_into_bytes():
+    x = torch.zeros(32)
+    x[0], x[1], x[16], x[17] = -8.0, 3.0, 7.0, -1.0
+    payload, scales = quantize(x, INT4)
+    assert scales.tolist() == [1.0]
+    assert payload[:3].tolist() == [0 | 15 << 4, 11 | 7 << 4, 8 | 8 << 4]
+
+
+def test_a_positive_maximum_has_a_negative_int4_scale_and_a_tie_goes_to_the_negative_element():
+    assert quantize(block(8.0, 1.0), INT4)[1].item() == -1.0
+    assert quantize(block(8.0, -8.0), INT4)[1].item() == 1.0
+    assert there_and_back(block(8.0, -8.0), INT4)[:2].tolist() == [7.0, -8.0]
+
+
+@pytest.mark.parametrize("fmt", [INT8, INT4])
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
+def test_a_block_with_a_number_that_is_not_finite_comes_back_as_nan_and_its_neighbour_unharmed(
+    fmt: BlockFormat, bad: float
+):
+    x = torch.ones(3 * 32)
+    x[40] = bad
+    back = there_and_back(x, fmt)
+    assert back.isfinite().view(3, 32).sum(1).tolist() == [32, 0, 32]
+    assert quantize(x, fmt)[1].view(torch.int16)[1].item() == 0x7FC0
+
+
+@pytest.mark.parametrize("fmt", [INT8, INT4])
+@pytest.mark.parametrize("magnitude", [0.0, -0.0, 1e-45, 1e-38, 1e-37])
+def test_a_block_too_small_for_a_normal_scale_comes_back_as_zeros(fmt: BlockFormat, magnitude: float):
+    payload, scales = quantize(torch.full((32,), magnitude), fmt)
+    if scales.item() != 0:
+        assert magnitude / 8 >= torch.finfo(torch.float32).tiny
+        return
+    assert scales.view(torch.int16).item() == 0  # +0, so that all implementations can agree
+    assert there_and_back(torch.full((32,), magnitude), fmt).eq(0).all()
+    assert payload.eq(0 if fmt.bits == 8 else 0x88).all()
+
+
+@given(
+    st.sampled_from([8, 4]),
+    st.sampled_from([32, 128, 2048]),
+    st.integers(1, 5000),
+    st.integers(-30, 30),
+    st.integers(0, 2**30),
+)
+@settings(max_examples=80, deadline=None)
+def test_errors_stay_within_the_documented_bound(bits: int, block_size: int, n: int, exponent: int, seed: int):
+    fmt = BlockFormat(bits, block_size)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, generator=generator) * torch.rand(n, generator=generator) ** 4 * 10.0**exponent
+    _, scales = quantize(x, fmt)
+    error = (there_and_back(x, fmt) - x).abs()
+    scale = scales.float().repeat_interleave(block_size)[:n]
+    bound = scale.abs() / 2 * (1 + 2**-15)
+    if bits == 4:
+        clipped = x / scale > 7.5  # the sign opposite to the largest element's, which has a quotient of -8
+        bound = torch.where(clipped, 1.032 * scale.abs(), bound)
+    assert (error <= bound).all()
+
+
+@pytest.mark.parametrize(
+    ("bits", "block_size", "expected"),
+    [(8, 128, 43.7), (8, 256, 43.1), (8, 2048, 41.6), (4, 128, 19.7), (4, 64, 20.5), (4, 32, 21.3)],
+)
+def test_signal_to_noise_on_gaussian_data(bits: int, block_size: int, expected: float):
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
+    noise = there_and_back(x, BlockFormat(bits, block_size)) - x
+    decibels = 10 * math.log10(x.square().sum() / noise.square().sum())
+    assert decibels == pytest.approx(expected, abs=0.1)
+
+
+def test_error_feedback_returns_what_was_lost():
+    """The sum of many quantized steps keeps the error of one step, instead of one error per step."""
+    fmt = BlockFormat(4, 128)
+    generator = torch.Generator().manual_seed(0)
+    steps = [torch.randn(1024, generator=generator) for _ in range(32)]
+    total = sum(steps, torch.zeros(1024))
+    feedback = Feedback.zeros((), 1024, fmt)
+    with_feedback = sum((there_and_back(x, fmt, feedback) for x in steps), torch.zeros(1024))
+    without = sum((there_and_back(x, fmt) for x in steps), torch.zeros(1024))
+    assert (with_feedback - total).norm() < 0.3 * (without - total).norm()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])
+def test_a_bad_step_leaves_no_error_behind(bad: float):
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    feedback = Feedback.zeros((), 64, INT4)
+    there_and_back(x, INT4, feedback)
+    poisoned = x.clone()
+    poisoned[3] = bad
+    there_and_back(poisoned, INT4, feedback)
+    assert feedback.scales.isfinite().all()
+    assert feedback.scales[1] != 0, "the neighbour keeps its error"
+    if not math.isfinite(bad):
+        assert feedback.scales[0] == 0
+        assert feedback.payload[:32].eq(0).all()
+    assert there_and_back(x, INT4, feedback).isfinite().all()
+
+
+def test_a_feedback_buffer_that_is_itself_damaged_heals_after_one_step():
+    x = torch.ones(32)
+    feedback = Feedback.zeros((), 32, INT8)
+    feedback.scales.fill_(float("nan"))
+    assert there_and_back(x, INT8, feedback).isnan().all()
+    assert torch.equal(there_and_back(x, INT8, feedback), there_and_back(x, INT8))

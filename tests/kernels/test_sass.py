@@ -1,0 +1,55 @@
+"""What the Triton kernels become on sm_90: compiled here without a GPU, read as instructions."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    """Kernel name -> SASS instruction -> count."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, str(ROOT / "tests" / "helpers" / "kernel_sass.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    if "nvdisasm" in done.stderr:
+        pytest.skip("this Triton carries no disassembler")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def count(instructions: dict[str, int], *prefixes: str) -> int:
+    return sum(number for name, number in instructions.items() if name.startswith(prefixes))
+
+
+def test_integers_are_converted_without_the_slow_pipe_and_nothing_spills(kernels: dict[str, dict[str, int]]):
+    for name, instructions in kernels.items():
+        assert count(instructions, "I2F", "F2I") == 0, name
+        assert count(instructions, "STL", "LDL") == 0, name
+
+
+def test_whole_tiles_move_sixteen_bytes_per_access(kernels: dict[str, dict[str, int]]):
+    """4096 elements by 128 threads: 32 elements per thread, so 4 accesses of bf16, 2 of int8, 1 of int4."""
+    wide = {name: (count(found, "LDG.E.128"), count(found, "STG.E.128")) for name, found in kernels.items()}
+    # bf16 is masked element by element in the last tile; payloads are masked by blocks, so both branches are wide
+    assert wide["quantize"] == (4, 2 * 2)
+    assert wide["dequantize"] == (2 * 2, 4)
+    assert wide["dequantize_sum_quantize"][1] == 2 * (1 + 2)
+    assert wide["dequantize_sum_quantize"][0] >= 2 * 2 * (1 + 4 + 1), "first segment, unrolled segments, error"
+
+
+def test_nothing_is_contracted_outside_the_divisions(kernels: dict[str, dict[str, int]]):
+    assert count(kernels["dequantize"], "FFMA") == 0
+    assert count(kernels["quantize"], "FFMA") < 32, "Newton steps of two divisions, nothing per element"

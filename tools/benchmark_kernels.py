@@ -1,0 +1,150 @@
+"""Time block quantization against a plain copy of the same bytes, in the same process and the same rounds.
+
+python tools/benchmark_kernels.py --elements 16777216 --block-size 128 --threads 1
+
+Bytes are what a function must read and write (each once); "of memcpy" is its bytes per second over those of copying a
+buffer of fp32. Medians of rounds in which everything is timed once. On the CPU with one thread the clock is that
+thread's CPU time, so that neighbours on a shared machine count for less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from kernels.block_quant import (
+    Feedback,
+    backend,
+    dequantize_blockwise,
+    dequantize_sum,
+    dequantize_sum_quantize,
+    quantize_blockwise,
+)
+from kernels.formats import BlockFormat
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Piece(NamedTuple):
+    """One function call to time: its name, the elements of data it produces or consumes, and the bytes it moves."""
+
+    name: str
+    elements: int
+    num_bytes: float
+    run: Callable[[], object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=1 << 24, help="elements of the data")
+    parser.add_argument("--block-size", type=int, default=128, help="elements of a block")
+    parser.add_argument("--peers", type=int, default=8, help="segments that are summed")
+    parser.add_argument("--rounds", type=int, default=15, help="repetitions of which the median counts")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    args = parser.parse_args()
+
+    torch.set_num_threads(args.threads)
+    print(f"torch {torch.__version__}, {args.device}, {args.threads} thread(s): {backend(args.device).implementation}")
+    pieces = build_pieces(args.elements, args.block_size, args.peers, args.device)
+    report(pieces, time_pieces(pieces, args.rounds, clock(args.device, args.threads)))
+
+
+def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece]:
+    """The copy first, then every function on every format and dtype."""
+    source, target = (torch.ones(n, device=device) for _ in range(2))
+    pieces = [Piece("memcpy fp32", n, 8 * n, lambda: target.copy_(source))]
+    for bits in (8, 4):
+        fmt = BlockFormat(8 if bits == 8 else 4, block_size)
+        wire = fmt.bits_per_element(n) / 8
+        for name, dtype in DTYPES.items():
+            x = torch.randn(n, device=device).to(dtype)
+            payload, scales = quantized((), n, fmt, device)
+            data = x.element_size()
+            pieces += [
+                Piece(f"quantize {name} to int{bits}", n, n * (data + wire), quantize(x, fmt, payload, scales)),
+                Piece(f"dequantize int{bits} to {name}", n, n * (wire + data), dequantize(x, fmt, payload, scales)),
+            ]
+        pieces += sums(n // peers, peers, fmt, device)
+    return pieces
+
+
+def sums(n: int, peers: int, fmt: BlockFormat, device: str) -> list[Piece]:
+    """The sum of `peers` segments of n elements to fp32, and to int4 with error feedback."""
+    out_fmt = BlockFormat(4, fmt.block_size)
+    payload, scales = quantized((peers,), n, fmt, device)
+    quantize_blockwise(torch.randn(peers, n, device=device), fmt, payload=payload, scales=scales)
+    again, again_scales = quantized((), n, out_fmt, device)
+    feedback, out = Feedback.zeros((), n, out_fmt, device), torch.empty(n, device=device)
+    received = peers * fmt.bits_per_element(n) / 8
+    sent, kept = out_fmt.bits_per_element(n) / 8, 2 * (1 + 2 / fmt.block_size)
+
+    def to_floats() -> None:
+        dequantize_sum(payload, scales, fmt, out=out)
+
+    def to_int4() -> None:
+        dequantize_sum_quantize(
+            payload, scales, fmt, out_payload=again, out_scales=again_scales, out_fmt=out_fmt, feedback=feedback
+        )
+
+    return [
+        Piece(f"sum {peers} int{fmt.bits} to fp32", n, n * (received + 4), to_floats),
+        Piece(f"sum {peers} int{fmt.bits} to int4, feedback", n, n * (received + sent + kept), to_int4),
+    ]
+
+
+def quantized(lead: tuple[int, ...], n: int, fmt: BlockFormat, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    payload = torch.zeros(*lead, fmt.payload_bytes(n), dtype=torch.uint8, device=device)
+    return payload, torch.zeros(*lead, fmt.num_blocks(n), dtype=torch.bfloat16, device=device)
+
+
+def quantize(x: torch.Tensor, fmt: BlockFormat, payload: torch.Tensor, scales: torch.Tensor) -> Callable[[], None]:
+    return lambda: quantize_blockwise(x, fmt, payload=payload, scales=scales)
+
+
+def dequantize(x: torch.Tensor, fmt: BlockFormat, payload: torch.Tensor, scales: torch.Tensor) -> Callable[[], None]:
+    return lambda: dequantize_blockwise(payload, scales, fmt, out=x)
+
+
+def clock(device: str, threads: int) -> Callable[[], float]:
+    """A function that returns seconds once everything before it is done."""
+    if device != "cpu":
+
+        def synchronized() -> float:
+            torch.cuda.synchronize()
+            return time.perf_counter()
+
+        return synchronized
+    return time.thread_time if threads == 1 else time.perf_counter
+
+
+def time_pieces(pieces: list[Piece], rounds: int, now: Callable[[], float]) -> list[float]:
+    """Median seconds of every piece; the first round (page faults, compilation) does not count."""
+    seconds: list[list[float]] = [[] for _ in pieces]
+    for index in range(rounds + 1):
+        for piece, times in zip(pieces, seconds, strict=True):
+            started = now()
+            piece.run()
+            if index > 0:
+                times.append(now() - started)
+    return [statistics.median(times) for times in seconds]
+
+
+def report(pieces: list[Piece], seconds: list[float]) -> None:
+    copied = pieces[0].num_bytes / seconds[0]
+    print(f"{'':32s} {'ms':>9s} {'Gelement/s':>11s} {'GB/s':>8s} {'of memcpy':>10s}")
+    for piece, time_taken in zip(pieces, seconds, strict=True):
+        rate = piece.num_bytes / time_taken
+        print(
+            f"{piece.name:32s} {time_taken * 1e3:9.3f} {piece.elements / time_taken / 1e9:11.2f} {rate / 1e9:8.1f}"
+            f" {rate / copied:10.0%}"
+        )
+
+
+if __name__ == "__main__":
+    main()
