@@ -1,0 +1,95 @@
+"""Train the same model over the same samples with other wire formats and seeds; print losses with error bars.
+
+python tools/compare_wire_formats.py --seeds 1 2 3 --out runs/wire_formats -- --train-iters 300 --bf16
+
+What stands after `--` goes to pretrain_gpt.py (default: the tiny config, which emulates two nodes). Each run has its
+own folder under --out; runs whose summary.json is there already are not repeated, so an interrupted study goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).resolve().parent.parent / "pretrain_gpt.py"
+LAST_STEPS = 50
+
+VARIANTS = {
+    "ZeRO-3": [],
+    "+qwZ": ["--zero-quantized-weights"],
+    "+qwZ +hpZ": ["--zero-quantized-weights", "--zero-hpz-partition-size", "auto"],
+    "+qgZ 8/8": ["--zero-quantized-gradients", "--zero-gradient-bits", "8", "8"],
+    "+qgZ 8/4": ["--zero-quantized-gradients"],
+    "+qgZ 8/4, no error feedback": ["--zero-quantized-gradients", "--no-zero-error-feedback"],
+    "+qgZ 4/4": ["--zero-quantized-gradients", "--zero-gradient-bits", "4", "4"],
+    "--zeropp": ["--zeropp"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of weights and data order")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), help="which to run")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
+    parser.add_argument("flags", nargs="*", help="flags for pretrain_gpt.py, after --")
+    args = parser.parse_args()
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in args.variants}
+    for seed in args.seeds:  # seeds outside, so that an interrupted study has whole rows
+        for name in args.variants:
+            folder = args.out / f"{name.replace(' ', '').replace('/', '-').replace(',', '-')}-seed{seed}"
+            if not (folder / "summary.json").exists():
+                train(folder, [*args.flags, *VARIANTS[name], "--seed", str(seed)])
+            results[name].append(read(folder))
+    print(table(results))
+
+
+def train(folder: Path, flags: list[str]) -> None:
+    command = [sys.executable, str(PROGRAM), *flags, "--log-interval", "1", "--sample-tokens", "0"]
+    done = subprocess.run([*command, "--run-dir", str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    print(f"{folder.name}: {done.stdout.splitlines()[-3]}", file=sys.stderr, flush=True)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Mean training loss of the last steps, validation loss, MB between nodes per step, CPU seconds per token."""
+    summary = json.loads((folder / "summary.json").read_text())
+    losses = [json.loads(line)["lm_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "train": statistics.mean(losses[-LAST_STEPS:]),
+        "valid": summary["validation_loss"],
+        "cross": summary["cross_bytes_per_step"] / 1e6,
+        "cpu": summary["cpu_seconds_per_token"],
+    }
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
+    """A markdown table; differences are paired by seed, with the standard error of their mean."""
+    baseline = next(iter(results.values()))
+    lines = [
+        f"| wire | train, last {LAST_STEPS} | validation | difference of validation | MB between nodes per step |",
+        "|---|---|---|---|---|",
+    ]
+    for name, runs in results.items():
+        differences = [run["valid"] - base["valid"] for run, base in zip(runs, baseline, strict=True)]
+        mean = statistics.mean(differences)
+        error = statistics.stdev(differences) / len(runs) ** 0.5 if len(runs) > 1 else float("nan")
+        valid = statistics.mean(run["valid"] for run in runs)
+        lines.append(
+            f"| {name} | {statistics.mean(run['train'] for run in runs):.4f} | {valid:.4f} "
+            f"| {mean:+.4f} ± {error:.4f} ({100 * mean / valid:+.2f} %) "
+            f"| {statistics.mean(run['cross'] for run in runs):.3f} |"
+        )
+    spread = statistics.stdev(run["valid"] for run in baseline) if len(baseline) > 1 else float("nan")
+    return "\n".join(
+        [*lines, "", f"Seed to seed, {next(iter(results))}'s validation loss has standard deviation {spread:.4f}."]
+    )
+
+
+if __name__ == "__main__":
+    main()
