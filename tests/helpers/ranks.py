@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import gc
 import multiprocessing
 import os
 import tempfile
@@ -90,6 +89,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=60),
     )
+    _share_groups_between_cases()
     while True:
         try:
             function, args, kwargs = pipe.recv()
@@ -99,12 +99,34 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             answer = ("", function(*args, **kwargs))
         except BaseException:
             answer = (traceback.format_exc(), None)
-        # every gloo group keeps threads that wake up now and then: hundreds of cases would fill the cores with them
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
-        gc.collect()
         try:
             pipe.send(answer)
         except Exception:  # an unpicklable result
             pipe.send((traceback.format_exc(), None))
+
+
+def _share_groups_between_cases() -> None:
+    """Make each layout's process groups once per worker.
+
+    Every gloo group keeps a thread that wakes up a hundred times a second, so hundreds of cases with groups of their
+    own would fill the cores; and a group cannot be destroyed while DTensor's caches may name it.
+    """
+    from megazpp.parallel import dims
+
+    make_mesh, make_groups = dims.DeviceMesh, dims.make_groups
+    meshes: dict[Any, Any] = {}
+    groups: dict[Any, Any] = {}
+
+    def shared_mesh(device_type: str, ranks: Any, *, mesh_dim_names: tuple[str, ...]) -> Any:
+        key = (device_type, str(ranks.tolist()), mesh_dim_names)
+        if key not in meshes:
+            meshes[key] = make_mesh(device_type, ranks, mesh_dim_names=mesh_dim_names)
+        return meshes[key]
+
+    def shared_groups(partition: Any, name: str) -> Any:
+        key = (tuple(partition), name)
+        if key not in groups:
+            groups[key] = make_groups(key[0], name)
+        return groups[key]
+
+    dims.DeviceMesh, dims.make_groups = shared_mesh, shared_groups
