@@ -2,8 +2,8 @@
 
 python tools/compare_wire_formats.py --seeds 1 2 3 --out runs/wire_formats -- --train-iters 300 --bf16
 
-What stands after `--` goes to pretrain_gpt.py (default: the tiny config, which emulates two nodes). Each run has its
-own folder under --out; runs whose summary.json is there already are not repeated, so an interrupted study goes on.
+What stands after `--` goes to pretrain_gpt.py (default: the tiny config on two emulated nodes). Each run has its own
+folder under --out; runs whose summary.json is there already are not repeated, so an interrupted study goes on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
         for name in args.variants:
             folder = args.out / f"{name.replace(' ', '').replace('/', '-').replace(',', '-')}-seed{seed}"
             if not (folder / "summary.json").exists():
-                train(folder, [*args.flags, *VARIANTS[name], "--seed", str(seed)])
+                train(folder, ["--emulate-nodes", "2", *args.flags, *VARIANTS[name], "--seed", str(seed)])
             results[name].append(read(folder))
     print(table(results))
 
