@@ -56,18 +56,13 @@ class TwoHopGather(FreshBuffers, AllGather):
         """Forget the middle: the weights have changed, or its memory is wanted."""
         self._made_from = None
 
-    @property
-    def kept_bytes(self) -> int:
-        """Memory of the middle on this rank."""
-        return 0 if self._middle is None else self._middle.numel()
-
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         layout = self._codec.layout
         assert input_tensor.numel() == layout.size, f"a shard of {input_tensor.numel()} elements, planned {layout.size}"
         middle = self._fresh_middle(input_tensor)
-        messages = self._codec.empty(self._local.size, *middle.shape[:1], device=middle.device)
+        messages = middle.new_empty(self._local.size, *middle.shape)
         self._local.all_gather(middle, out=messages.flatten(0, 1))
         # [N L, S] in FSDP2's rank order, written through [L, N, S]
         shards = output_tensor.view(self._cross.size, self._local.size, -1).transpose(0, 1)

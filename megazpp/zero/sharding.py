@@ -90,11 +90,6 @@ class Sharding:
         """Elements of all parameters on one data rank, padded as FSDP2 shards them."""
         return self._shard_elements
 
-    @property
-    def secondary_bytes(self) -> int:
-        """Memory of the secondary partitions on this rank."""
-        return sum(gather.kept_bytes for gather in self._gathers)
-
 
 def shard_model(
     model: nn.Module,

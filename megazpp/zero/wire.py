@@ -30,7 +30,7 @@ class Codec:
         self.layout, self.dtype = layout, dtype
 
     def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
-        """Uninitialised messages, [*peers, M] uint8, with the padding between parts zeroed once."""
+        """Messages to pack into, [*peers, M] uint8: zeros, so that the padding between parts compares equal."""
         return torch.zeros(*peers, self.layout.message_bytes, dtype=torch.uint8, device=device)
 
     def pack(self, shards: torch.Tensor, messages: torch.Tensor, *, errors: Errors | None = None) -> None:
