@@ -2,9 +2,9 @@
 
 A config is a frozen dataclass whose fields are made by `flag()`; its owner is the file that uses it. One field
 is one flag: the field name with dashes (`micro_batch_size` is `--micro-batch-size`), its annotation gives the
-type (`int`, `float`, `str`, `bool`, `Literal[...]`, `tuple[int, ...]`, each possibly `| None`), its default the
-default. A bool gets both spellings, `--name` and `--no-name`, and a field that may be None accepts the word
-`none`, so that the command line can undo what a flag file set.
+type (`int`, `float`, `str`, `bool`, `Literal[...]`, `int | Literal["auto"]`, `tuple[int, ...]`, each possibly
+`| None`), its default the default. A bool gets both spellings, `--name` and `--no-name`, and a field that may be
+None accepts the word `none`, so that the command line can undo what a flag file set.
 """
 
 from __future__ import annotations
@@ -203,20 +203,23 @@ def _add_flag(
 
 def _one_value(kind: Any, optional: bool, metavar: str | None) -> dict[str, Any]:
     """How argparse reads and shows one value of type `kind`."""
-    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
-    convert: Callable[[str], Any] = type(choices[0]) if choices else kind
-    allowed = [*map(str, choices), *(["none"] if optional else [])]
+    parts = typing.get_args(kind) if _is_union(kind) else (kind,)
+    choices = tuple(word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part))
+    types_ = [part for part in parts if typing.get_origin(part) is not Literal]
+    convert: Callable[[str], Any] = types_[0] if types_ else type(choices[0])
+    words = {str(choice): choice for choice in choices}
+    allowed = [*words, *(["none"] if optional else [])]
 
     def read(text: str) -> Any:
-        if choices and text not in allowed:
+        if text in words:
+            return words[text]
+        if not types_:
             raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(allowed)}")
         return convert(text)
 
-    read.__name__ = convert.__name__  # what argparse calls the type in its messages
-    return {
-        "type": read,
-        "metavar": metavar or (f"{{{','.join(allowed)}}}" if choices else convert.__name__.upper()),
-    }
+    read.__name__ = " or ".join([convert.__name__, *words])  # what argparse calls the type in its messages
+    shown = [convert.__name__.upper(), *words] if types_ else allowed
+    return {"type": read, "metavar": metavar or (f"{{{','.join(shown)}}}" if words else shown[0])}
 
 
 class _StoreTuple(argparse.Action):
@@ -225,13 +228,17 @@ class _StoreTuple(argparse.Action):
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
-    """`X | None` -> (X, True); X -> (X, False)."""
-    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+    """`X | None` -> (X, True); X -> (X, False). X is one type, possibly with words: `int | Literal["auto"]`."""
+    if not _is_union(hint):
         return hint, False
     kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
-    if len(kinds) != 1:
-        raise TypeError(f"a flag has one type, possibly | None, not {hint}")
-    return kinds[0], True
+    if len([kind for kind in kinds if typing.get_origin(kind) is not Literal]) > 1:
+        raise TypeError(f"a flag has one type, possibly with words and | None, not {hint}")
+    return typing.Union[tuple(kinds)], types.NoneType in typing.get_args(hint)  # noqa: UP007 - of a list
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def as_words(value: Any) -> str:

@@ -20,6 +20,7 @@ class PumpConfig:
 
     speed: float = flag(0.5, "revolutions per second, 100% is full speed", aliases=("--velocity",))
     depth: int | None = flag(None, "metres")
+    valves: int | Literal["auto"] | None = flag(None, "how many")
     mode: Literal["push", "pull"] = flag("push", "which way")
     level: Literal[0, 1, 2] | None = flag(None, "how much")
     loud: bool = flag(False, "make noise")
@@ -55,6 +56,9 @@ def test_no_flags_give_the_defaults() -> None:
         (["--velocity", "3"], "speed", 3.0),
         (["--depth", "7"], "depth", 7),
         (["--depth", "7", "--depth", "none"], "depth", None),
+        (["--valves", "7"], "valves", 7),
+        (["--valves", "7", "--valves", "auto"], "valves", "auto"),
+        (["--valves", "auto", "--valves", "none"], "valves", None),
         (["--mode", "pull"], "mode", "pull"),
         (["--level", "2"], "level", 2),
         (["--level", "2", "--level", "none"], "level", None),
@@ -85,6 +89,7 @@ def test_a_flag_is_read_by_the_type_of_its_field_and_the_last_one_wins(argv: lis
     [
         (["--depth", "deep"], "command line: --depth: invalid int value: 'deep'"),
         (["--depth", "1.5"], "command line: --depth: invalid int value: '1.5'"),
+        (["--valves", "many"], "command line: --valves: invalid int or auto value: 'many'"),
         (["--depth"], "command line: --depth takes one value, not 0"),
         (["--depth", "1", "2"], "command line: --depth takes one value, not 2"),
         (["--speed", "none"], "command line: --speed/--velocity: invalid float value: 'none'"),
@@ -140,6 +145,7 @@ def test_help_is_grouped_by_dataclass(capsys: pytest.CaptureFixture[str]) -> Non
     assert text.index("Pipes:") < text.index("--label STR")
     assert "100% is full speed (default 0.5)" in " ".join(text.split())
     assert "--level {0,1,2,none}" in text
+    assert "--valves {INT,auto}" in text
 
 
 def test_two_configs_cannot_share_a_field() -> None:
