@@ -57,7 +57,8 @@ def main() -> int:
                 return 0
             place = find_place(parsed.config.launch)
             launcher_env = os.environ if place.started and place.world_size > 1 else {}  # a batch script's is not ours
-            cluster = detect_cluster(place.world_size, parsed.config.cluster, launcher_env)
+            tp = parsed.config.parallel.tensor_model_parallel_size
+            cluster = detect_cluster(place.world_size, parsed.config.cluster, launcher_env, tp=tp)
             device_type = "cuda" if torch.cuda.is_available() else "cpu"
             plan = check_run_config(parsed.config, cluster, device_type=device_type)
             check_inputs(parsed.config.data, parsed.config.tokenizer)

@@ -173,7 +173,7 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
         global_batch_size=batches.global_batch_size,
     )
     notices += plan_wire(config.zero, layout).notices
-    return RunPlan(layout, batches, schedule, notices)
+    return RunPlan(layout, batches, schedule, (*cluster.notices, *notices))
 
 
 def _check_required(config: RunConfig) -> None:

@@ -87,3 +87,24 @@ def test_the_cluster_comes_from_the_launcher_or_is_emulated():
         detect_cluster(8, ClusterConfig(emulate_nodes=3), {})
     with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE"):
         detect_cluster(8, none, {"LOCAL_WORLD_SIZE": "3"})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tp", "nodes"), [(4, 1, 2), (4, 2, 2), (2, 1, 2), (1, 1, 1), (2, 2, 1), (3, 1, 1), (4, 4, 1)]
+)
+def test_emulate_nodes_auto_makes_two_nodes_of_one_machine_where_they_fit_and_says_so(
+    world_size: int, tp: int, nodes: int
+):
+    auto = ClusterConfig(emulate_nodes="auto")
+    cluster = detect_cluster(world_size, auto, {}, tp=tp)
+    assert cluster == Cluster(num_nodes=nodes, ranks_per_node=world_size // nodes)
+    [notice] = cluster.notices
+    assert notice.startswith(f"--emulate-nodes auto: {world_size} rank")
+    assert ("treated as 2 nodes" in notice) == (nodes == 2)
+    plan_layout(cluster, tp=tp, replicas=1)
+
+
+def test_emulate_nodes_auto_leaves_several_machines_alone():
+    cluster = detect_cluster(8, ClusterConfig(emulate_nodes="auto"), {"LOCAL_WORLD_SIZE": "2"})
+    assert cluster == Cluster(num_nodes=4, ranks_per_node=2)
+    assert cluster.notices == ()
