@@ -42,7 +42,7 @@ from megazpp.training.setup import Built, build_model, open_datasets, open_loade
 from megazpp.training.step import TrainStep
 from megazpp.training.tracking import Tracker, open_sinks
 from megazpp.training.traffic import zero3_traffic
-from megazpp.zero.config import plan_wire
+from megazpp.zero.config import plan_wire, wire_backends
 
 HERE = Path(__file__).resolve().parent
 
@@ -173,9 +173,10 @@ def introduce(console: Console, parsed: ParsedRun, plan: RunPlan, worker: Worker
     for notice in (*parsed.notices, *plan.notices):
         console.say(f"note: {notice}")
     console.say(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
-    console.say(plan_wire(config.zero, layout).describe())
-    rows = [*optimizer_backends(config.optimizer, worker.device.type), *model_backends(config.model, layout.tp)]
-    console.say(backend_table(rows))
+    wire, device_type = plan_wire(config.zero, layout), worker.device.type
+    console.say(wire.describe())
+    rows = [*optimizer_backends(config.optimizer, device_type), *model_backends(config.model, layout.tp)]
+    console.say(backend_table([*rows, *wire_backends(wire, device_type)]))
 
 
 def describe_run(config: RunConfig, plan: RunPlan, tokenizer: Tokenizer, worker: Worker) -> RunShape:

@@ -33,7 +33,7 @@ from megazpp.training.batches import BatchConfig, BatchPlan, plan_batches
 from megazpp.training.evaluate import EvalConfig
 from megazpp.training.loop import LoopConfig
 from megazpp.training.tracking import TrackingConfig, check_tracking
-from megazpp.zero.config import ZeroConfig, plan_wire
+from megazpp.zero.config import ZeroConfig, plan_wire, wire_backends
 from megazpp.zero.precision import PrecisionConfig
 
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
@@ -172,7 +172,9 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
         train_samples=config.batches.train_samples,
         global_batch_size=batches.global_batch_size,
     )
-    notices += plan_wire(config.zero, layout).notices
+    wire = plan_wire(config.zero, layout)
+    wire_backends(wire, device_type)  # refuses a device that cannot quantize
+    notices += wire.notices
     return RunPlan(layout, batches, schedule, (*cluster.notices, *notices))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
+from kernels.block_quant import backend
 from kernels.formats import BlockFormat
 from megazpp.flags import flag
 from megazpp.topology.layout import Layout
@@ -137,6 +138,17 @@ def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
         block = config.zero_block_size or GRADIENT_BLOCK
         reduce = ReducePlan(*(_gradient_format(bits, block) for bits in _two_hops(config.zero_gradient_bits)))
     return WirePlan(gather, reduce, tuple(notices))
+
+
+def wire_backends(plan: WirePlan, device_type: str) -> list[tuple[str, str, str]]:
+    """Rows (piece, implementation, why) for the table of back ends: none where nothing is quantized.
+
+    Raises:
+        ValueError: blocks cannot be quantized on a device of this type.
+    """
+    formats = [plan.gather.fmt] if plan.gather else []
+    formats += [plan.reduce.local, plan.reduce.cross] if plan.reduce else []
+    return [backend(device_type)] if any(formats) else []
 
 
 def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:

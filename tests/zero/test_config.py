@@ -7,7 +7,7 @@ import pytest
 from kernels.formats import BlockFormat
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
-from megazpp.zero.config import GatherPlan, ReducePlan, ZeroConfig, plan_wire
+from megazpp.zero.config import GatherPlan, ReducePlan, ZeroConfig, plan_wire, wire_backends
 
 
 def layout(nodes: int = 2, ranks: int = 4, tp: int = 1, replicas: int = 1) -> Layout:
@@ -68,3 +68,23 @@ def test_a_combination_that_cannot_pay_says_what_it_does_instead():
     alone = plan_wire(ZeroConfig(zeropp=True), layout(tp=4))
     assert alone.gather is not None
     assert "whole copy" in alone.notices[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "quantizes"),
+    [
+        ({}, False),
+        ({"zeropp": True}, True),
+        ({"zero_hpz_partition_size": "auto"}, False),
+        ({"zeropp": True, "zero_weight_bits": 16, "zero_gradient_bits": (16, 16)}, False),
+        ({"zero_quantized_gradients": True, "zero_gradient_bits": (16, 4)}, True),
+    ],
+)
+def test_the_table_of_back_ends_names_block_quantization_where_something_is_quantized(flags, quantizes):
+    rows = wire_backends(plan_wire(ZeroConfig(**flags), layout()), "cpu")
+    assert [piece for piece, _, _ in rows] == ["block quantization"] * quantizes
+
+
+def test_a_device_that_cannot_quantize_is_refused():
+    with pytest.raises(ValueError, match="no implementation for xpu"):
+        wire_backends(plan_wire(ZeroConfig(zeropp=True), layout()), "xpu")
