@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megazpp.parallel.timeline import Timeline
+
 
 class Traffic(NamedTuple):
     """Calls and bytes sent by this rank."""
@@ -64,6 +66,7 @@ class MeshAxis:
         group: the process group of exactly these ranks; None if and only if there is one rank.
         counter: where sent bytes are counted.
         wire: the wire under this rank's link to its successor: "tp", "local" (inside a node) or "cross".
+        timeline: where each collective is recorded, on the lane `name`.
     """
 
     def __init__(
@@ -75,11 +78,13 @@ class MeshAxis:
         group: dist.ProcessGroup | None = None,
         counter: TrafficCounter | None = None,
         wire: str = "local",
+        timeline: Timeline | None = None,
     ) -> None:
         assert (group is None) == (len(ranks) == 1), f"axis {name}: ranks {ranks}, group {group}"
         self.name, self.ranks, self.rank, self.group, self.wire = name, ranks, rank, group, wire
         self.size = len(ranks)
         self.counter = counter or TrafficCounter()
+        self.timeline = timeline or Timeline()
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` in place over the axis and return it."""
@@ -95,7 +100,8 @@ class MeshAxis:
             return x if out is None else out.copy_(x)
         if out is None:
             out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        _all_gather_single(out, x.contiguous(), group=self.group)
+        with self.timeline.span(self.name, "all_gather"):
+            _all_gather_single(out, x.contiguous(), group=self.group)
         self.count("all_gather", self.ring_bytes(out))
         return out
 
@@ -105,7 +111,8 @@ class MeshAxis:
             return x if out is None else out.copy_(x)
         if out is None:
             out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        _reduce_scatter_single(out, x.contiguous(), group=self.group)
+        with self.timeline.span(self.name, "reduce_scatter"):
+            _reduce_scatter_single(out, x.contiguous(), group=self.group)
         self.count("reduce_scatter", self.ring_bytes(x))
         return out
 
@@ -114,13 +121,15 @@ class MeshAxis:
         if self.size == 1:
             return x
         out = torch.empty_like(x)
-        dist.all_to_all_single(out, x.contiguous(), group=self.group)
+        with self.timeline.span(self.name, "all_to_all"):
+            dist.all_to_all_single(out, x.contiguous(), group=self.group)
         self.count("all_to_all", self.ring_bytes(x))
         return out
 
     def _all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.size > 1:
-            dist.all_reduce(x, op=op, group=self.group)
+            with self.timeline.span(self.name, "all_reduce"):
+                dist.all_reduce(x, op=op, group=self.group)
             self.count("all_reduce", 2 * self.ring_bytes(x))
         return x
 

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megazpp.flags import flag
 from megazpp.parallel.axis import MeshAxis, TrafficCounter, make_groups
+from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
 
@@ -77,12 +78,13 @@ class ParallelDims:
         layout: the integers.
         mesh: DeviceMesh [replicate, shard, tp].
         tp, shard, local, cross, replicate: this rank's axes; they share `counter`.
+        timeline: where all axes record what they do.
         world: the axis of all ranks, for logging and barriers; it counts on the "world" wire.
     """
 
     def __init__(self, layout: Layout, *, device_type: str) -> None:
         self.layout = layout
-        self.counter = TrafficCounter()
+        self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
         shape = (layout.replicate, layout.shard, layout.tp)
         ranks = torch.arange(layout.cluster.world_size).view(shape)
         self.mesh = DeviceMesh(device_type, ranks, mesh_dim_names=("replicate", "shard", "tp"))
@@ -97,6 +99,7 @@ class ParallelDims:
             rank=dist.get_rank(),
             group=dist.group.WORLD if len(world) > 1 else None,
             wire="world",
+            timeline=self.timeline,
         )
 
     def _axis(self, name: str, group: dist.ProcessGroup) -> MeshAxis:
@@ -109,6 +112,7 @@ class ParallelDims:
             group=group if len(ranks) > 1 else None,
             counter=self.counter,
             wire=self.layout.wire(name, rank),
+            timeline=self.timeline,
         )
 
     def _part_of_shard(self, name: str) -> dist.ProcessGroup:

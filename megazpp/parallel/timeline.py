@@ -1,0 +1,249 @@
+"""When what ran on this rank: spans by lane, and how much of one lane was hidden behind other work.
+
+A lane is "compute", the name of an axis ("tp", "local", "cross", "shard", ...), or "wait", where the computing thread
+waits for something in flight. Spans may nest and may come from any thread. While nothing is recorded a span costs
+less than a microsecond.
+
+On the CPU a span is two readings of the monotonic clock. On CUDA it is a pair of events on the current stream, turned
+into seconds when the recording stops: work that is launched but not waited for ends where the stream ends it.
+
+All times are seconds of this host's monotonic clock (CLOCK_MONOTONIC on Linux), which its processes and containers
+share, so ranks of one host can be compared as they are. Hosts are aligned by the end of a barrier, see `align`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+WAIT, COMPUTE = "wait", "compute"
+
+
+class Span(NamedTuple):
+    """Something that took time.
+
+    Attributes:
+        lane, name: where it is drawn and what it is.
+        start_seconds: on the host's monotonic clock.
+        seconds: how long it took.
+        blocking: it ran on the computing thread (CPU) or stream (CUDA), which did nothing else meanwhile.
+    """
+
+    lane: str
+    name: str
+    start_seconds: float
+    seconds: float
+    blocking: bool = False
+
+    @property
+    def end_seconds(self) -> float:
+        return self.start_seconds + self.seconds
+
+
+class Timeline:
+    """Records spans between `start()` and `stop()`; one per process, thread-safe.
+
+    Args:
+        device_type: "cuda" takes times from CUDA events, everything else from the clock.
+    """
+
+    def __init__(self, device_type: str = "cpu") -> None:
+        self._cuda = device_type == "cuda"
+        self._recording: _Recording | None = None
+
+    @property
+    def recording(self) -> bool:
+        return self._recording is not None
+
+    def span(self, lane: str, name: str) -> AbstractContextManager[object]:
+        """Record what happens inside as `name` on `lane`; nothing while not recording."""
+        recording = self._recording
+        return _NOTHING if recording is None else recording.span(lane, name)
+
+    def start(self) -> None:
+        """Begin to record. The calling thread (its current stream on CUDA) is the one that computes."""
+        assert self._recording is None, "already recording"
+        self._recording = _CudaRecording() if self._cuda else _ClockRecording()
+
+    def stop(self) -> list[Span]:
+        """The spans that have ended since `start()`, by their beginning; waits for the device on CUDA."""
+        recording, self._recording = self._recording, None
+        assert recording is not None, "not recording"
+        return sorted(recording.spans(), key=lambda span: span.start_seconds)
+
+
+class _ClockRecording:
+    """Spans by the clock."""
+
+    def __init__(self) -> None:
+        self._computing = threading.get_ident()
+        self._spans: list[Span] = []  # appending is atomic
+
+    def span(self, lane: str, name: str) -> AbstractContextManager[object]:
+        return _OpenSpan(time.perf_counter_ns, lambda start, end: self._add(lane, name, start, end))
+
+    def spans(self) -> list[Span]:
+        return list(self._spans)
+
+    def _add(self, lane: str, name: str, start: int, end: int) -> None:
+        blocking = threading.get_ident() == self._computing
+        self._spans.append(Span(lane, name, start * 1e-9, (end - start) * 1e-9, blocking))
+
+
+class _CudaRecording:
+    """Spans by CUDA events, which have no common zero with the clock: one event is tied to it at the start."""
+
+    def __init__(self) -> None:
+        self._computing = torch.cuda.current_stream()
+        self._pairs: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event, bool]] = []
+        torch.cuda.synchronize()
+        self._zero = _record_event()
+        self._zero.synchronize()
+        self._zero_seconds = time.perf_counter_ns() * 1e-9
+
+    def span(self, lane: str, name: str) -> AbstractContextManager[object]:
+        blocking = torch.cuda.current_stream() == self._computing
+        return _OpenSpan(_record_event, lambda start, end: self._pairs.append((lane, name, start, end, blocking)))
+
+    def spans(self) -> list[Span]:
+        torch.cuda.synchronize()
+        return [
+            Span(
+                lane,
+                name,
+                self._zero_seconds + self._zero.elapsed_time(start) * 1e-3,
+                start.elapsed_time(end) * 1e-3,
+                blocking,
+            )
+            for lane, name, start, end, blocking in list(self._pairs)
+        ]
+
+
+_Recording = _ClockRecording | _CudaRecording
+
+
+class _OpenSpan:
+    def __init__(self, now: Callable[[], object], close: Callable[..., None]) -> None:
+        self._now, self._close = now, close
+
+    def __enter__(self) -> None:
+        self._start = self._now()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(self._start, self._now())
+
+
+def _record_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+Interval = tuple[float, float]
+
+
+def lane_seconds(spans: Iterable[Span]) -> dict[str, float]:
+    """Seconds in which each lane was busy; of "compute" without its waits and its blocking collectives."""
+    spans = list(spans)
+    busy = {
+        lane: union(_intervals(s for s in spans if s.lane == lane)) for lane in dict.fromkeys(s.lane for s in spans)
+    }
+    stalled = _stalls(spans)
+    return {
+        lane: total(intervals) - (total(intersection(intervals, stalled)) if lane == COMPUTE else 0.0)
+        for lane, intervals in busy.items()
+    }
+
+
+def hidden_share(spans: Iterable[Span], lane: str, waits: str = WAIT) -> float | None:
+    """The share of `lane`'s time in which this rank computed: neither in `waits` nor in a blocking collective.
+
+    A lower bound of what is hidden behind other work: a wait counts whatever it is for.
+
+    Returns:
+        0 (all of it kept the rank from computing) to 1 (all hidden), or None if the lane has no time.
+    """
+    spans = list(spans)
+    busy = union(_intervals(s for s in spans if s.lane == lane))
+    seconds = total(busy)
+    return 1.0 - total(intersection(busy, _stalls(spans, waits))) / seconds if seconds else None
+
+
+def clip(spans: Iterable[Span], start_seconds: float, end_seconds: float) -> list[Span]:
+    """The parts of the spans between two moments."""
+    cut = [
+        s._replace(start_seconds=start, seconds=min(s.end_seconds, end_seconds) - start)
+        for s in spans
+        for start in (max(s.start_seconds, start_seconds),)
+    ]
+    return [s for s in cut if s.seconds > 0]
+
+
+def align(
+    spans_by_rank: Sequence[Sequence[Span]], hosts: Sequence[str], barrier_ends: Sequence[float]
+) -> list[list[Span]]:
+    """The spans of all ranks on one clock, whose zero is the end of a barrier.
+
+    Ranks of a host keep their distances exactly. Hosts are shifted so that the earliest return from the barrier is the
+    same moment on each: off by at most the time that the last messages of the barrier took, a few network latencies.
+
+    Args:
+        hosts: of each rank, whatever tells hosts apart (a boot id).
+        barrier_ends: when each rank came out of the same barrier, on its own clock.
+    """
+    zeros: dict[str, float] = {}
+    for host, end in zip(hosts, barrier_ends, strict=True):
+        zeros[host] = min(end, zeros.get(host, end))
+    return [
+        [span._replace(start_seconds=span.start_seconds - zeros[host]) for span in spans]
+        for host, spans in zip(hosts, spans_by_rank, strict=True)
+    ]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Disjoint intervals, in order, that cover the same moments."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    """What two unions share."""
+    shared, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            shared.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """Seconds that disjoint intervals cover."""
+    return sum(end - start for start, end in intervals)
+
+
+def _intervals(spans: Iterable[Span]) -> list[Interval]:
+    return [(s.start_seconds, s.end_seconds) for s in spans]
+
+
+def _stalls(spans: Sequence[Span], waits: str = WAIT) -> list[Interval]:
+    """When the computing thread waited or was inside a collective."""
+    return union(_intervals(s for s in spans if s.lane == waits or (s.blocking and s.lane != COMPUTE)))
