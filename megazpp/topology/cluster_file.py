@@ -1,0 +1,146 @@
+"""`--cluster-file FILE.yaml`: a cluster in words; every mistake is an error that names file, key and value.
+
+nodes: 2                  # hosts
+ranks_per_node: 4         # ranks that the job has on each of them
+fast_domain: 2            # optional: ranks that share the fastest wire, counted inside a node or over whole nodes
+                          #   (2: NVLink pairs; 72: an NVLink rack); default: the ranks of a node
+rank_order: cyclic        # optional: block (default): node 0 has ranks 0 to 3, node 1 has 4 to 7
+                          #   cyclic: node 0 has ranks 0 2 4 6, node 1 has 1 3 5 7
+                          #   or a list for each node, domain by domain: [[0, 2, 4, 6], [1, 3, 5, 7]]
+links:                    # optional, each of them; figures hold for one direction
+  domain:                 # between ranks of a domain, what one rank can send
+    gigabytes_per_second: 56.25
+    source: GA102 whitepaper
+  node:                   # between domains of a node, what one rank can send
+    gigabytes_per_second: 31.5
+  network:                # between nodes, what one node can send with all its adapters
+    gigabits_per_second: 100
+    microseconds: 5       # optional: until a small message has arrived
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import yaml
+
+from megazpp.topology.links import LINK_KINDS, Link, Links
+
+KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links")
+LINK_KEYS = ("gigabytes_per_second", "gigabits_per_second", "microseconds", "source")
+
+
+class ClusterFile(NamedTuple):
+    """What the file says; `rank_order` is the rank at each position, node by node, None for block order."""
+
+    nodes: int
+    ranks_per_node: int
+    fast_domain: int | None
+    rank_order: tuple[int, ...] | None
+    links: Links | None
+
+
+def read_cluster_file(path: str | Path) -> ClusterFile:
+    """Read the file and check what each key says; how the values fit together is the Cluster's to check.
+
+    Raises:
+        ValueError: the file cannot be read, or a key is missing, unknown, doubled or has a value that means nothing.
+    """
+    try:
+        return _Reader(str(path)).read(yaml.load(Path(path).read_text(encoding="utf-8"), _Loader))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--cluster-file {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"--cluster-file {path} is not YAML: {' '.join(str(error).split())}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose keys may not be doubled: the plain loader would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(problem=f"key {key.value} twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Reader:
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def read(self, content: Any) -> ClusterFile:
+        top = self._mapping("the file", content, KEYS)
+        for key in ("nodes", "ranks_per_node"):
+            if key not in top:
+                self._fail(f"key {key} is missing")
+        nodes, ranks_per_node = (self._count(key, top[key]) for key in ("nodes", "ranks_per_node"))
+        return ClusterFile(
+            nodes=nodes,
+            ranks_per_node=ranks_per_node,
+            fast_domain=self._count("fast_domain", top["fast_domain"]) if "fast_domain" in top else None,
+            rank_order=self._rank_order(top.get("rank_order", "block"), nodes, ranks_per_node),
+            links=self._links(top["links"]) if "links" in top else None,
+        )
+
+    def _rank_order(self, value: Any, nodes: int, ranks_per_node: int) -> tuple[int, ...] | None:
+        if value == "block":
+            return None
+        if value == "cyclic":
+            return tuple(index * nodes + node for node in range(nodes) for index in range(ranks_per_node))
+        if not isinstance(value, list) or not all(isinstance(ranks, list) for ranks in value):
+            self._fail(f"rank_order {value!r} is not block, cyclic or one list of ranks for each node")
+        if len(value) != nodes:
+            self._fail(f"rank_order has lists for {len(value)} node(s), nodes is {nodes}")
+        for node, ranks in enumerate(value):
+            if len(ranks) != ranks_per_node:
+                self._fail(f"rank_order {ranks} of node {node}: {len(ranks)} ranks, ranks_per_node is {ranks_per_node}")
+            for rank in ranks:
+                if not _is_integer(rank):
+                    self._fail(f"rank_order {ranks} of node {node}: {rank!r} is not a rank")
+        return tuple(rank for ranks in value for rank in ranks)
+
+    def _links(self, value: Any) -> Links:
+        given = self._mapping("links", value, LINK_KINDS)
+        return Links(**{kind: self._link(f"links.{kind}", link) for kind, link in given.items()})
+
+    def _link(self, where: str, value: Any) -> Link:
+        given = self._mapping(where, value, LINK_KEYS)
+        speeds = [key for key in ("gigabytes_per_second", "gigabits_per_second") if key in given]
+        if len(speeds) != 1:
+            self._fail(f"{where} {given} needs one of gigabytes_per_second and gigabits_per_second")
+        speed = self._positive(f"{where}.{speeds[0]}", given[speeds[0]])
+        latency = self._positive(f"{where}.microseconds", given["microseconds"]) if "microseconds" in given else None
+        source = given.get("source", self._path)
+        if not isinstance(source, str):
+            self._fail(f"{where}.source {source!r} is not text")
+        return Link(speed / 8 if speeds[0] == "gigabits_per_second" else speed, latency, source)
+
+    def _mapping(self, where: str, value: Any, keys: Collection[str]) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            self._fail(f"{where} {value!r} is not a list of key: value")
+        for key in value:
+            if key not in keys:
+                self._fail(f"{where}: unknown key {key} (value {value[key]!r}); known are {', '.join(keys)}")
+        return value
+
+    def _count(self, key: str, value: Any) -> int:
+        if not _is_integer(value) or value < 1:
+            self._fail(f"{key} {value!r} is not a positive whole number")
+        return int(value)
+
+    def _positive(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            self._fail(f"{key} {value!r} is not a positive number")
+        return float(value)
+
+    def _fail(self, problem: str) -> NoReturn:
+        raise ValueError(f"--cluster-file {self._path}: {problem}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
