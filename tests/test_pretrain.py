@@ -1,4 +1,4 @@
-"""The program as a user runs it, on two gloo workers."""
+"""The program as a user runs it, on two gloo workers (four for ZeRO++)."""
 
 from __future__ import annotations
 
@@ -91,6 +91,7 @@ def test_the_main_job_says_what_runs_and_what_came_out(main_job: Run, home: Home
     for text in (
         "using world size: 2, data-parallel size: 2, tensor-model-parallel size: 1",
         "  train_iters ..................................... 6\n",
+        "note: --emulate-nodes auto: 2 ranks on one machine are treated as 2 nodes\n",
         "ZeRO stage 3",
         "torch.optim.AdamW(fused=True)",
         "training a SentencePiece tokenizer of 2048 pieces",
@@ -135,8 +136,8 @@ def test_metrics_jsonl_has_the_promised_fields_with_sane_values(main_job: Run):
         assert row["step_seconds"] > 0
         assert row["grad_norm"] > 0
         assert row["learning_rate"] > 0
-        assert row["local_bytes"] > 1e6  # a gather and a reduce-scatter of a million fp32 parameters at least
-        assert row["tp_bytes"] == row["cross_bytes"] == row["skipped"] == 0
+        assert row["cross_bytes"] > 1e6  # a gather and a reduce-scatter of a million fp32 parameters at least
+        assert row["tp_bytes"] == row["local_bytes"] == row["skipped"] == 0  # two nodes of one rank each
     assert rows[0]["lm_loss"] == pytest.approx(7.62, abs=0.1)  # ln 2048
     assert rows[2]["lm_loss"] < rows[0]["lm_loss"] - 0.3
 
@@ -151,7 +152,7 @@ def test_summary_json_has_the_promised_fields_with_sane_values(main_job: Run):
     assert summary["tokens_per_second"] == pytest.approx(summary["tokens"] / summary["seconds"])
     assert 1e-6 < summary["cpu_seconds_per_token"] < 1e-2
     assert 1e8 < summary["peak_memory_bytes"] < 1e10
-    assert summary["local_bytes_per_step"] == pytest.approx(main_job.metrics[0]["local_bytes"], rel=0.01)
+    assert summary["cross_bytes_per_step"] == pytest.approx(main_job.metrics[0]["cross_bytes"], rel=0.01)
 
 
 def test_args_json_holds_every_flag_s_value(main_job: Run):
@@ -202,7 +203,8 @@ def test_one_worker_gives_the_losses_of_two(main_job: Run, home: Home):
     run = home.pretrain(*MAIN_JOB, run="one", nproc=1)
     assert run.code == 0, run.output
     assert run.losses() == pytest.approx(main_job.losses()[:3], rel=REDUCTION_ORDER)
-    assert [row["local_bytes"] for row in run.metrics] == [0, 0, 0]
+    assert "note: --emulate-nodes auto: 1 rank(s) on one machine stay one node" in run.output
+    assert [row[f"{wire}_bytes"] for row in run.metrics for wire in ("local", "cross")] == [0] * 6
 
 
 def test_tensor_parallel_workers_started_from_another_folder_give_the_same_losses(
@@ -214,7 +216,41 @@ def test_tensor_parallel_workers_started_from_another_folder_give_the_same_losse
     assert "data-parallel size: 1, tensor-model-parallel size: 2" in run.output
     assert run.losses() == pytest.approx(main_job.losses()[:3], rel=REDUCTION_ORDER)
     assert all(row["tp_bytes"] > 1e6 for row in run.metrics)
+    assert "note: --emulate-nodes auto: 2 rank(s) on one machine stay one node (not 2 x tp 2)" in run.output
     assert list(tmp_path.iterdir()) == []  # its working directory
+
+
+def test_zeropp_on_two_nodes_of_two_shows_what_it_saves_between_them(main_job: Run, home: Home):
+    """Its losses follow ZeRO-3's (the main job) to 0.5 %, with a tenth of the traffic."""
+    run = home.pretrain(*MAIN_JOB, "--zeropp", "--micro-batch-size", "4", run="zeropp", nproc=4)
+    assert run.code == 0, run.output
+    assert run.losses() == pytest.approx(main_job.losses()[:3], rel=5e-3)
+    assert re.search(r"^block quantization +torch \(tiled eager\)", run.output, re.MULTILINE)
+    assert "weights are gathered in two hops, int8 in blocks of 256, kept" in run.output
+
+    rows = {(row["collective"], row["axis"]): row for row in run.summary["traffic"]}
+    assert {key: row["wire"] for key, row in rows.items()} == {
+        ("all_gather", "local"): "local",
+        ("all_to_all", "local"): "local",
+        ("all_gather", "cross"): "cross",
+        ("all_to_all", "cross"): "cross",
+        ("all_reduce", "shard"): "cross",  # the loss and the gradient norm
+    }
+    units = rows["all_gather", "cross"]["calls"] / 6  # once per optimizer step; k = 2 micro-batches
+    assert rows["all_to_all", "cross"]["calls"] == 6 * units
+    assert rows["all_to_all", "local"]["calls"] == 6 * 2 * units
+    cross = sum(row["sent_bytes"] for key, row in rows.items() if row["wire"] == "cross")
+    assert run.summary["cross_bytes_per_step"] == pytest.approx(cross / 6, rel=1e-3)
+
+    zero3 = run.summary["zero3"]
+    assert zero3["micro_batches"] == 12
+    assert zero3["weight_bytes"] == pytest.approx(4 * 1.08e6, rel=0.03)
+    assert cross < 0.1 * zero3["cross_bytes"]
+    for row in run.summary["traffic"]:
+        cells = [row["collective"], row["axis"], row["wire"], str(row["calls"]), f"{row['sent_bytes'] / 1e6:.3f}"]
+        assert sum(line.split() == cells for line in run.output.splitlines()) == 1, run.output
+    assert f"ZeRO-3 would have sent {zero3['cross_bytes'] / 1e6:.3f} MB" in run.output
+    assert zero3["formula"] in run.output
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py")
