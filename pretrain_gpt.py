@@ -40,6 +40,7 @@ from megazpp.training.metrics import Meter, RunShape
 from megazpp.training.run_folder import RunFolder, default_run_dir
 from megazpp.training.setup import Built, build_model, open_datasets, open_loader
 from megazpp.training.step import TrainStep
+from megazpp.training.step_timeline import StepTimeline
 from megazpp.training.tracking import Tracker, open_sinks
 from megazpp.training.traffic import zero3_traffic
 from megazpp.zero.config import plan_wire, wire_backends
@@ -139,6 +140,7 @@ def build_and_train(parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: T
                 plan.schedule,
                 recorder,
                 config.loop,
+                StepTimeline(config.timeline, dims, folder=tracker.folder if tracker else None, say=console.say),
                 eval_interval=config.evaluation.eval_interval,
                 evaluate=validate,
                 start=progress,

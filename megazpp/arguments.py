@@ -32,6 +32,7 @@ from megazpp.topology.layout import Layout
 from megazpp.training.batches import BatchConfig, BatchPlan, plan_batches
 from megazpp.training.evaluate import EvalConfig
 from megazpp.training.loop import LoopConfig
+from megazpp.training.step_timeline import TimelineConfig, check_timeline
 from megazpp.training.tracking import TrackingConfig, check_tracking
 from megazpp.zero.config import ZeroConfig, plan_wire, wire_backends
 from megazpp.zero.precision import PrecisionConfig
@@ -58,6 +59,7 @@ class RunConfig:
     loop: LoopConfig
     evaluation: EvalConfig
     tracking: TrackingConfig
+    timeline: TimelineConfig
     sample: SampleConfig
 
     @property
@@ -165,6 +167,12 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
     check_optimizer(config.optimizer, device_type)
     check_loss_scale(config.loss_scale)
     batches = plan_batches(config.batches, data_parallel_size=layout.data)
+    check_timeline(
+        config.timeline,
+        total_iterations=batches.total_iterations,
+        exit_interval=config.loop.exit_interval,
+        trains=not config.loop.skip_train,
+    )
     schedule = build_schedule(
         config.schedule,
         weight_decay=config.optimizer.weight_decay,

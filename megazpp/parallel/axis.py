@@ -8,14 +8,16 @@ all-reduce.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megazpp.parallel.lane import Lane, StreamLane, ThreadLane
 from megazpp.parallel.timeline import Timeline
 
 
@@ -86,6 +88,13 @@ class MeshAxis:
         self.counter = counter or TrafficCounter()
         self.timeline = timeline or Timeline()
 
+    @functools.cached_property
+    def lane(self) -> Lane:
+        """Where this axis's collectives run beside the compute; while tasks are pending there, nowhere else."""
+        if self.timeline.device_type == "cuda":
+            return StreamLane(priority=0 if self.wire == "cross" else -1)  # slow hops have the whole step
+        return ThreadLane(self.name, self.timeline)
+
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` in place over the axis and return it."""
         return self._all_reduce_(x, dist.ReduceOp.SUM)
@@ -125,6 +134,14 @@ class MeshAxis:
             dist.all_to_all_single(out, x.contiguous(), group=self.group)
         self.count("all_to_all", self.ring_bytes(x))
         return out
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """The picklable `value` of every rank on the axis's first rank, in axis order; elsewhere nothing."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size if self.rank == 0 else []
+        dist.gather_object(value, values or None, dst=self.ranks[0], group=self.group)
+        return values
 
     def _all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.size > 1:

@@ -1,8 +1,8 @@
 """When what ran on this rank: spans by lane, and how much of one lane was hidden behind other work.
 
-A lane is "compute", the name of an axis ("tp", "local", "cross", "shard", ...), or "wait", where the computing thread
-waits for something in flight. Spans may nest and may come from any thread. While nothing is recorded a span costs
-less than a microsecond.
+A lane is "compute", the name of an axis ("tp", "local", "cross", "shard", ...), "wait", where the computing thread
+waits for something in flight, or "step", the whole. Spans may nest and may come from any thread. While nothing is
+recorded a span costs less than a microsecond.
 
 On the CPU a span is two readings of the monotonic clock. On CUDA it is a pair of events on the current stream, turned
 into seconds when the recording stops: work that is launched but not waited for ends where the stream ends it.
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-WAIT, COMPUTE = "wait", "compute"
+STEP, COMPUTE, WAIT = "step", "compute", "wait"
 
 
 class Span(NamedTuple):
@@ -54,7 +54,7 @@ class Timeline:
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
-        self._cuda = device_type == "cuda"
+        self.device_type = device_type
         self._recording: _Recording | None = None
 
     @property
@@ -69,7 +69,7 @@ class Timeline:
     def start(self) -> None:
         """Begin to record. The calling thread (its current stream on CUDA) is the one that computes."""
         assert self._recording is None, "already recording"
-        self._recording = _CudaRecording() if self._cuda else _ClockRecording()
+        self._recording = _CudaRecording() if self.device_type == "cuda" else _ClockRecording()
 
     def stop(self) -> list[Span]:
         """The spans that have ended since `start()`, by their beginning; waits for the device on CUDA."""
@@ -246,4 +246,4 @@ def _intervals(spans: Iterable[Span]) -> list[Interval]:
 
 def _stalls(spans: Sequence[Span], waits: str = WAIT) -> list[Interval]:
     """When the computing thread waited or was inside a collective."""
-    return union(_intervals(s for s in spans if s.lane == waits or (s.blocking and s.lane != COMPUTE)))
+    return union(_intervals(s for s in spans if s.lane == waits or (s.blocking and s.lane not in (STEP, COMPUTE))))

@@ -15,12 +15,14 @@ from megazpp.flags import flag
 from megazpp.optim.clip import global_parameter_norm
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.timeline import WAIT
 from megazpp.training.batches import BatchPlan
 from megazpp.training.console import Console
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.metrics import IntervalRecord, Meter, SentBytes, StepRecord, validation_lines
 from megazpp.training.resources import cpu_seconds, memory_line, peak_memory_bytes
 from megazpp.training.step import StepResult, TrainStep
+from megazpp.training.step_timeline import StepTimeline
 from megazpp.training.tracking import Tracker, TrackingConfig
 from megazpp.training.traffic import Zero3Traffic, collect_traffic, traffic_summary, traffic_table
 
@@ -182,6 +184,7 @@ def train(
     schedule: Schedule,
     recorder: Recorder,
     config: LoopConfig,
+    timeline: StepTimeline,
     *,
     eval_interval: int,
     evaluate: Evaluator | None,
@@ -190,6 +193,7 @@ def train(
     """Train until `plan` is fulfilled or `config` says stop.
 
     Args:
+        timeline: records the step that was asked for.
         evaluate: the validation, called every `eval_interval` iterations; None for no evaluation.
         start: where to begin.
     """
@@ -200,13 +204,16 @@ def train(
         batch_size = plan.batch_size_at(progress.consumed_samples)
         rate = schedule.learning_rate(progress.scheduled_samples)
         loss_scale = step.scaler.scale
-        result = step(
-            loader.step(progress.consumed_samples, batch_size),
-            learning_rate=rate,
-            weight_decay=schedule.weight_decay(progress.scheduled_samples),
-        )
-        seconds = time.perf_counter() - started
-        recorder.cpu_seconds += cpu_seconds() - cpu_before
+        with timeline.step(progress.iteration + 1):
+            with step.dims.timeline.span(WAIT, "data"):
+                batches = loader.step(progress.consumed_samples, batch_size)
+            result = step(
+                batches,
+                learning_rate=rate,
+                weight_decay=schedule.weight_decay(progress.scheduled_samples),
+            )
+            seconds = time.perf_counter() - started
+            recorder.cpu_seconds += cpu_seconds() - cpu_before
         progress = _advance(progress, batch_size, plan, skipped=result.skipped)
         reason = _stop_reason(config, progress.iteration, began, step.dims)
         progress = progress._replace(stop_reason=reason)

@@ -2,6 +2,7 @@
 
     args.json        every flag's value                        summary.json   what came out
     args.txt         the same as a flag file                   metrics.jsonl  one object per log line
+    timeline.json    what every rank did in one step (--timeline-step)
     wandb_run_id     names the wandb run that a restart continues
 
 Nothing is lost when a folder is used again: metrics.jsonl grows, and a file that would be replaced by other
@@ -75,6 +76,10 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
         self._write("summary.json", _json(summary, indent=2) + "\n")
+
+    def write_timeline(self, trace: Mapping[str, Any]) -> None:
+        """Write timeline.json."""
+        self._write("timeline.json", _json(trace) + "\n")
 
     def wandb_run_id(self) -> str:
         """The id of this folder's wandb run, drawn the first time it is asked for."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from megazpp.optim.clip import clip_grads_, count_zero_grads, global_grad_norm
 from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.optimizer import set_rates_
 from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.timeline import COMPUTE
 from megazpp.zero.sharding import Sharding
 
 
@@ -71,15 +73,19 @@ class TrainStep:
         self.model.train()
         loss, tokens = self._forward_backward(micro_batches)
         named, axes, scale = list(self.model.named_parameters()), (self.dims.tp, self.dims.shard), self.scaler.scale
-        norm = global_grad_norm(named, *axes, divisor=scale)
-        loss_value, num_tokens, norm_value = torch.stack((loss, tokens, norm.double())).tolist()  # the one host sync
+        with self._span("norm"):
+            norm = global_grad_norm(named, *axes, divisor=scale)
+            loss_value, num_tokens, norm_value = torch.stack(
+                (loss, tokens, norm.double())
+            ).tolist()  # the one host sync
         zeros = int(count_zero_grads(named, *axes)) if self.count_zeros else None
         finite = math.isfinite(norm_value)
-        if finite:
-            clip_grads_((p for _, p in named), norm, self.clip_grad, divisor=scale)
-            set_rates_(self.optimizer, learning_rate=learning_rate, weight_decay=weight_decay)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with self._span("optimizer"):
+            if finite:
+                clip_grads_((p for _, p in named), norm, self.clip_grad, divisor=scale)
+                set_rates_(self.optimizer, learning_rate=learning_rate, weight_decay=weight_decay)
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         self.scaler.update(found_inf=not finite)
         return StepResult(loss_value, norm_value, round(num_tokens), not finite, zeros)
 
@@ -92,10 +98,15 @@ class TrainStep:
         total = torch.zeros_like(tokens)
         for index, batch in enumerate(micro_batches):
             self.sharding.begin_micro_batch(last=index == len(micro_batches) - 1)
-            losses = self.model(
-                batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
-            )
-            loss = (losses * batch.loss_mask).sum() * per_token
-            (loss * self.scaler.scale).backward()
+            with self._span("forward"):
+                losses = self.model(
+                    batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
+                )
+                loss = (losses * batch.loss_mask).sum() * per_token
+            with self._span("backward"):
+                (loss * self.scaler.scale).backward()
             total += loss.detach()
         return self.dims.sum_over_data_(total), tokens
+
+    def _span(self, name: str) -> AbstractContextManager[object]:
+        return self.dims.timeline.span(COMPUTE, name)

@@ -18,6 +18,7 @@ def test_one_rank_is_the_identity_without_a_process_group():
     assert axis.all_to_all(x) is x
     out = torch.full_like(x, float("nan"))
     assert torch.equal(axis.all_gather(x, out=out), x)
+    assert axis.gather_objects("x") == ["x"]
     assert axis.counter.table() == {}
 
 
@@ -34,6 +35,7 @@ def run_collectives() -> dict[str, object]:
         "all_to_all": axis.all_to_all(10 * axis.rank + torch.arange(4.0)),
         "traffic": axis.counter.table(),
     }
+    results["objects"] = axis.gather_objects({"rank": axis.rank})
     aliased = torch.full((4, 3), float("nan"))
     aliased[axis.rank] = mine
     axis.all_gather(aliased[axis.rank], out=aliased.view(-1))
@@ -46,6 +48,7 @@ def test_collectives_and_the_bytes_a_ring_sends():
         assert result["all_gather"].tolist() == [r for r in range(4) for _ in range(3)]
         assert result["reduce_scatter"].tolist() == [8.0 * rank, 4 * (2.0 * rank + 1)]
         assert result["all_to_all"].tolist() == [10 * sender + rank for sender in range(4)]
+        assert result["objects"] == ([{"rank": r} for r in range(4)] if rank == 0 else [])
         assert result["aliased"].tolist() == [[r] * 3 for r in range(4)]
         # ranks 1 and 3 send to a rank of the other node; a ring moves 3/4 of the buffer, twice for all-reduce
         wire = "cross" if rank in (1, 3) else "local"

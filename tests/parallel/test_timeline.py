@@ -128,6 +128,7 @@ def span(lane: str, start: float, end: float, *, blocking: bool = False) -> Span
 
 
 STEP = [
+    span("step", 0, 10, blocking=True),
     span("compute", 0, 10, blocking=True),  # forward and backward, with everything below inside
     span("cross", 1, 5),  # 4 s, of which 4 to 5 are waited for
     span("wait", 4, 6, blocking=True),
@@ -163,7 +164,7 @@ def test_time_that_two_spans_share_counts_once():
 
 
 def test_computing_is_counted_without_waits_and_blocking_collectives():
-    assert lane_seconds(STEP) == pytest.approx({"compute": 7.5, "cross": 6, "wait": 2, "local": 1})
+    assert lane_seconds(STEP) == pytest.approx({"step": 10, "compute": 7.5, "cross": 6, "wait": 2, "local": 1})
 
 
 def test_clipping_keeps_the_part_inside():

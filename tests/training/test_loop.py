@@ -12,12 +12,14 @@ import torch
 
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
+from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.training.batches import BatchConfig, plan_batches
 from megazpp.training.console import Console
 from megazpp.training.loop import LoopConfig, Progress, Recorder, train
 from megazpp.training.metrics import Meter, RunShape
 from megazpp.training.step import StepResult
+from megazpp.training.step_timeline import StepTimeline, TimelineConfig
 from megazpp.training.tracking import TrackingConfig
 
 CPU = torch.device("cpu")
@@ -27,7 +29,7 @@ class FakeDims:
     """One rank of one of two nodes, with a counter that the pretended step adds to."""
 
     def __init__(self) -> None:
-        self.counter = TrafficCounter()
+        self.counter, self.timeline = TrafficCounter(), Timeline()
         self.world = self.tp = self.shard = MeshAxis("world")
         self.layout = SimpleNamespace(cluster=Cluster(num_nodes=2, ranks_per_node=1))
         self.mesh = SimpleNamespace(device_type="cpu")
@@ -92,6 +94,7 @@ class Run:
             schedule,
             recorder,
             LoopConfig(**loop),
+            StepTimeline(TimelineConfig(), self.dims, folder=None, say=lambda _: None),
             eval_interval=eval_interval,
             evaluate=self.evaluate,
             start=Progress(),

@@ -1,0 +1,122 @@
+"""The timeline of one optimizer step: recorded on all ranks, gathered, written to the run folder, and summed up.
+
+Recording begins one step early, because what the step before leaves in flight (the cross gathers) runs under this one.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megazpp.flags import flag
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span, align, clip, hidden_share, lane_seconds
+from megazpp.training.chrome_trace import chrome_trace, sorted_lanes
+from megazpp.training.run_folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineConfig:
+    """A look at one step."""
+
+    timeline_step: int | None = flag(
+        None,
+        "record what every rank does in this iteration (the first is 1): timeline.json in the run folder, "
+        "for ui.perfetto.dev or tools/plot_timeline.py",
+    )
+
+
+def check_timeline(config: TimelineConfig, *, total_iterations: int, exit_interval: int | None, trains: bool) -> None:
+    """Refuse a step that the run does not have.
+
+    Raises:
+        ValueError: names the flags and their values.
+    """
+    step = config.timeline_step
+    if step is None:
+        return
+    if step < 1:
+        raise ValueError(f"--timeline-step {step} is not positive: the first iteration is 1")
+    if not trains:
+        raise ValueError(f"--timeline-step {step}: --skip-train takes no step")
+    if step > total_iterations:
+        raise ValueError(f"--timeline-step {step} is beyond the run's {total_iterations} iterations")
+    if exit_interval is not None and step > exit_interval:
+        raise ValueError(f"--timeline-step {step} is beyond --exit-interval {exit_interval}, where the run ends")
+
+
+class StepTimeline:
+    """Records the step that the flags name; every rank calls it.
+
+    Args:
+        config: which step.
+        dims: its timeline is the one that records; its world axis gathers.
+        folder: where rank 0 writes; None on the others.
+        say: prints on rank 0.
+    """
+
+    def __init__(
+        self, config: TimelineConfig, dims: ParallelDims, *, folder: RunFolder | None, say: Callable[[str], None]
+    ) -> None:
+        self._step, self._dims, self._folder, self._say = config.timeline_step, dims, folder, say
+        self._barrier_end = 0.0
+
+    @contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """Around iteration `iteration`, data included."""
+        if self._step is None or not self._step - 1 <= iteration <= self._step:
+            yield
+            return
+        timeline = self._dims.timeline
+        if not timeline.recording:
+            self._barrier()
+            timeline.start()
+        if iteration < self._step:
+            yield
+            return
+        with timeline.span(STEP, f"step {iteration}"):
+            yield
+        self._finish(timeline.stop())
+
+    def _barrier(self) -> None:
+        float(self._dims.world.all_reduce_(torch.zeros((), device=self._dims.mesh.device_type)))
+        self._barrier_end = time.perf_counter()
+
+    def _finish(self, spans: list[Span]) -> None:
+        (whole,) = (span for span in spans if span.lane == STEP)
+        inside = clip(spans, whole.start_seconds, whole.end_seconds)
+        gathered = self._dims.world.gather_objects((inside, _host(), self._barrier_end))
+        if self._folder is None or not gathered:
+            return
+        spans_by_rank = align(*zip(*gathered, strict=True))
+        cluster = self._dims.layout.cluster
+        names = [f"rank {rank}, node {cluster.node_of(rank)}" for rank in range(len(spans_by_rank))]
+        self._folder.write_timeline(chrome_trace(spans_by_rank, names))
+        self._say(describe(whole.name, spans_by_rank))
+
+
+def describe(name: str, spans_by_rank: Sequence[Sequence[Span]]) -> str:
+    """Seconds of each lane, mean over the ranks, and how much of each axis's time was hidden."""
+    by_rank = [(spans, lane_seconds(spans)) for spans in spans_by_rank]
+    step_seconds = max(seconds[STEP] for _, seconds in by_rank)
+    lines = [f"timeline of {name}: {step_seconds:.3f} s; busy seconds of each lane, mean of {len(by_rank)} ranks:"]
+    for lane in sorted_lanes([span for spans in spans_by_rank for span in spans])[1:]:
+        total = sum(seconds.get(lane, 0.0) for _, seconds in by_rank)
+        line = f"  {lane:<10} {total / len(by_rank):9.4f} s"
+        if lane not in (COMPUTE, WAIT):
+            hidden = sum(seconds.get(lane, 0.0) * (hidden_share(spans, lane) or 0.0) for spans, seconds in by_rank)
+            line += f", {hidden / total:.0%} hidden behind compute"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _host() -> str:
+    """The same on all processes that share a monotonic clock, and nowhere else."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else platform.node()

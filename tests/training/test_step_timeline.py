@@ -1,0 +1,137 @@
+"""The timeline of a step: which step, from when on, what is gathered, and how it is summed up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers.ranks import ranks
+from helpers.training import Case, build_step
+
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.timeline import Span, Timeline
+from megazpp.topology.cluster import Cluster
+from megazpp.training.chrome_trace import read_chrome_trace
+from megazpp.training.run_folder import RunFolder
+from megazpp.training.step_timeline import StepTimeline, TimelineConfig, check_timeline, describe
+from megazpp.zero.config import ZeroConfig
+
+
+class OneRank:
+    """What a StepTimeline needs of the dims."""
+
+    def __init__(self) -> None:
+        self.timeline, self.world = Timeline(), MeshAxis("world")
+        self.layout = SimpleNamespace(cluster=Cluster(num_nodes=1, ranks_per_node=1))
+        self.mesh = SimpleNamespace(device_type="cpu")
+
+
+def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_left_in_flight(tmp_path: Path):
+    dims, said = OneRank(), []
+    config = TimelineConfig(timeline_step=3)
+    steps = StepTimeline(config, dims, folder=RunFolder(tmp_path), say=said.append)
+    go_on, ends = threading.Event(), threading.Event()
+
+    def gather_that_lasts_into_the_next_step() -> None:
+        with dims.timeline.span("cross", "gather"):
+            ends.set()
+            go_on.wait()
+
+    recording = []
+    for iteration in range(1, 6):
+        with steps.step(iteration):
+            recording.append(dims.timeline.recording)
+            with dims.timeline.span("compute", f"forward {iteration}"):
+                if iteration == 2:
+                    thread = threading.Thread(target=gather_that_lasts_into_the_next_step)
+                    thread.start()
+                    ends.wait()
+                if iteration == 3:
+                    time.sleep(0.01)
+                    go_on.set()
+                    thread.join()
+    assert recording == [False, True, True, False, False]
+    (spans,) = read_chrome_trace(tmp_path / "timeline.json").values()
+    by_name = {span.name: span for span in spans}
+    assert set(by_name) == {"step 3", "forward 3", "gather"}
+    assert by_name["gather"].start_seconds == by_name["step 3"].start_seconds  # cut where the step begins
+    assert by_name["gather"].seconds >= 0.01
+    (text,) = said
+    assert text.startswith("timeline of step 3: ")
+    assert "100% hidden behind compute" in text
+
+
+def test_without_the_flag_nothing_is_recorded_and_the_first_step_can_be():
+    dims = OneRank()
+    with StepTimeline(TimelineConfig(), dims, folder=None, say=print).step(1):
+        assert not dims.timeline.recording
+    with StepTimeline(TimelineConfig(timeline_step=1), dims, folder=None, say=print).step(1):
+        assert dims.timeline.recording
+    assert not dims.timeline.recording
+
+
+def train_with_a_timeline(folder: str) -> tuple[list[str], list[float]]:
+    """Four ranks on two nodes, ZeRO++, two micro-batches; what was said on this rank and the losses."""
+    case = Case(steps=3, nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))
+    step, dims = build_step(case)
+    said: list[str] = []
+    mine = RunFolder(folder) if dims.world.rank == 0 else None
+    timeline = StepTimeline(TimelineConfig(timeline_step=2), dims, folder=mine, say=said.append)
+    size, losses = case.global_batch // dims.data_size // 2, []
+    for index in range(case.steps):
+        batches = [case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(2)]
+        with timeline.step(index + 1):
+            losses.append(step(batches, learning_rate=1e-2, weight_decay=0.01).loss)
+    return said, losses
+
+
+def test_a_trained_step_shows_every_rank_s_phases_and_axes_on_one_clock(tmp_path: Path):
+    results = ranks(4).run(train_with_a_timeline, str(tmp_path))
+    assert [len(said) for said, _ in results] == [1, 0, 0, 0]
+    trace = json.loads((tmp_path / "timeline.json").read_text())
+    assert {e["ph"] for e in trace["traceEvents"]} == {"M", "X"}
+    by_rank = read_chrome_trace(tmp_path / "timeline.json")
+    assert list(by_rank) == ["rank 0, node 0", "rank 1, node 0", "rank 2, node 1", "rank 3, node 1"]
+    for spans in by_rank.values():
+        phases = [s.name for s in spans if s.lane == "compute"]
+        assert phases == ["forward", "backward", "forward", "backward", "norm", "optimizer"]
+        assert {s.name for s in spans if s.lane == "cross"} >= {"all_gather", "all_to_all"}
+        assert {s.name for s in spans if s.lane == "local"} >= {"all_gather", "all_to_all"}
+    whole = [span for spans in by_rank.values() for span in spans if span.lane == "step"]
+    # a step ends with collectives of all ranks, so none can begin after another has ended
+    assert max(s.start_seconds for s in whole) < min(s.end_seconds for s in whole)
+    assert min(s.start_seconds for s in whole) > 0  # the barrier before the recording is the zero
+
+
+def test_the_summary_adds_up_lanes_over_ranks_and_weighs_what_is_hidden_by_its_time():
+    first = [Span("step", "step 7", 0, 10, True), Span("compute", "f", 0, 10, True), Span("cross", "x", 0, 6)]
+    second = [Span("step", "step 7", 0, 8, True), Span("compute", "f", 0, 4, True), Span("cross", "x", 4, 2, True)]
+    assert describe("step 7", [first, second]).splitlines() == [
+        "timeline of step 7: 10.000 s; busy seconds of each lane, mean of 2 ranks:",
+        "  compute       7.0000 s",
+        "  cross         4.0000 s, 75% hidden behind compute",
+    ]
+
+
+RUN = {"total_iterations": 10, "exit_interval": None, "trains": True}
+
+
+@pytest.mark.parametrize(
+    ("step", "run", "message"),
+    [
+        (0, {}, "--timeline-step 0 is not positive"),
+        (11, {}, "--timeline-step 11 is beyond the run's 10 iterations"),
+        (5, {"exit_interval": 4}, "--timeline-step 5 is beyond --exit-interval 4"),
+        (5, {"trains": False}, "--timeline-step 5: --skip-train takes no step"),
+    ],
+)
+def test_a_step_that_the_run_does_not_have_is_refused(step: int, run: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        check_timeline(TimelineConfig(timeline_step=step), **{**RUN, **run})
+    check_timeline(dataclasses.replace(TimelineConfig(), timeline_step=4), **RUN)
+    check_timeline(TimelineConfig(), **{**RUN, **run})
