@@ -1,25 +1,37 @@
 """Who gets which rank: pure integers, from a cluster and the parallel degrees to mesh coordinates.
 
-Ranks are numbered node by node, so consecutive ranks share the fast wire. The layout gives the innermost ranks to
-tensor parallelism, the rest of a node to the local axis, nodes to the cross axis, and groups of nodes to replicas:
+Positions (topology/cluster.py) go island by island, node by node, domain by domain, so neighbours share the fastest
+wire. The innermost positions go to tensor parallelism, the rest of an island to the local axis, islands to the cross
+axis (ranks with the same local index: one rail), and groups of islands to replicas:
 
-    rank = ((replica * cross + node in replica) * local + local index) * tp + tp index
+    position = ((replica * cross + island in replica) * local + local index) * tp + tp index
 
-    2 nodes x 4 ranks, tp 2:   node 0: [0 1] [2 3]    node 1: [4 5] [6 7]
-        tp groups     {0 1} {2 3} {4 5} {6 7}
-        shard groups  {0 2 4 6} {1 3 5 7}        (shard = cross x local)
+    2 nodes x 4 ranks, tp 2      block order: node 0: [0 1] [2 3]     cyclic order: node 0: [0 2] [4 6]
+                                              node 1: [4 5] [6 7]                   node 1: [1 3] [5 7]
+        tp groups                {0 1} {2 3} {4 5} {6 7}              {0 2} {4 6} {1 3} {5 7}
+        local groups             {0 2} {1 3} {4 6} {5 7}              {0 4} {2 6} {1 5} {3 7}
+        cross groups             {0 4} {1 5} {2 6} {3 7}              {0 1} {2 3} {4 5} {6 7}
+        shard groups             {0 2 4 6} {1 3 5 7}                  {0 4 1 5} {2 6 3 7}     shard = cross x local
+
+A rank's index along shard is cross index x local size + local index, whatever the order (zero/gather.py relies on it).
+Tensor parallelism over more ranks than an island has takes whole islands; the local axis then has one rank.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster import Cluster, nested_sizes
+from megazpp.topology.links import LINK_KINDS, LinkKind
+
+AXES = ("tp", "local", "cross", "shard", "replicate")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Mesh sizes, outermost first; a rank's coordinates follow from its number."""
+    """Mesh sizes, outermost first; a rank's coordinates follow from its position in the cluster."""
 
     cluster: Cluster
     replicate: int
@@ -37,63 +49,140 @@ class Layout:
         """Ranks that see different samples."""
         return self.replicate * self.shard
 
+    def axis_size(self, axis: str) -> int:
+        return self._stride_and_size(axis)[1]
+
     def axis_ranks(self, axis: str, rank: int) -> tuple[int, ...]:
         """The global ranks of the group of `axis` that `rank` belongs to, in axis order.
 
         Args:
             axis: "tp", "local", "cross", "shard" (cross x local) or "replicate".
         """
-        stride, size = {
+        return self._group(axis, self.cluster.position_of(rank))
+
+    def axis_groups(self, axis: str) -> Iterator[tuple[int, ...]]:
+        """Every group of `axis` once, each in axis order; all ranks get them in the same order."""
+        stride, size = self._stride_and_size(axis)
+        for block in range(0, self.cluster.world_size, stride * size):
+            for first in range(block, block + stride):
+                yield self._group(axis, first)
+
+    def mesh_ranks(self) -> tuple[int, ...]:
+        """All ranks in the order of a mesh [replicate, shard, tp]."""
+        return self.cluster.order or tuple(range(self.cluster.world_size))
+
+    def link(self, axis: str, rank: int) -> LinkKind:
+        """What connects `rank` with its successor in the ring of `axis`."""
+        stride, size = self._stride_and_size(axis)
+        position = self.cluster.position_of(rank)
+        index = position // stride % size
+        successor = position + ((index + 1) % size - index) * stride
+        return self.cluster.link_between(rank, self.cluster.rank_at(successor))
+
+    def links(self, axis: str) -> dict[LinkKind, int]:
+        """How many ranks send over which kind of link in the rings of `axis`, fastest first; {} for an axis of 1."""
+        if self.axis_size(axis) == 1:
+            return {}
+        counts = Counter(self.link(axis, rank) for rank in range(self.cluster.world_size))
+        return {kind: counts[kind] for kind in LINK_KINDS if counts[kind]}
+
+    def wire(self, axis: str, rank: int) -> str:
+        """How traffic from `rank` along the ring of `axis` is counted: "tp", "local" or, between islands, "cross"."""
+        if self.link(axis, rank) == "network":
+            return "cross"
+        return "tp" if axis == "tp" else "local"
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What somebody who pays for it should know: tensor parallelism off the fastest wire, and its price."""
+        cluster, tp = self.cluster, self.tp
+        if cluster.ranks_per_domain % tp == 0:
+            return ()
+        price = (
+            f"4 all-reduces per layer and micro-batch, so each rank sends {16 * (tp - 1) / tp:g} x --hidden-size bytes "
+            "per token and layer in 16 bit"
+        )
+        if tp > cluster.island_size:
+            islands = tp // cluster.island_size
+            return (
+                f"warning: --tensor-model-parallel-size {tp} spans {islands} {_islands(cluster)} of "
+                f"{cluster.island_size} ranks: {price}, and as much crosses each of their uplinks",
+            )
+        return (
+            f"--tensor-model-parallel-size {tp} does not fit into the {cluster.ranks_per_domain} ranks that share the "
+            f"fastest wire, so tensor parallelism also takes the slower links of a node: {price}",
+        )
+
+    def describe(self) -> str:
+        """One line for the log."""
+        c = self.cluster
+        domains = f" (fastest wire among {c.ranks_per_domain})" if c.ranks_per_domain != c.ranks_per_node else ""
+        order = "" if c.is_block_order else f", ranks in the order {_shorten(self.mesh_ranks())}"
+        return (
+            f"{c.num_nodes} node(s) x {c.ranks_per_node} rank(s){domains}{order}: tensor parallel {self.tp}, "
+            f"shards {self.shard} ({self.cross} across {_islands(c)} x {self.local} inside), replicas {self.replicate}"
+        )
+
+    def _group(self, axis: str, position: int) -> tuple[int, ...]:
+        stride, size = self._stride_and_size(axis)
+        first = position - position // stride % size * stride
+        positions = range(first, first + size * stride, stride)
+        order = self.cluster.order
+        return tuple(positions) if order is None else tuple(order[position] for position in positions)
+
+    def _stride_and_size(self, axis: str) -> tuple[int, int]:
+        """Positions between neighbours along `axis`, and how many ranks it has."""
+        return {
             "tp": (1, self.tp),
             "local": (self.tp, self.local),
             "cross": (self.tp * self.local, self.cross),
             "shard": (self.tp, self.shard),
             "replicate": (self.tp * self.shard, self.replicate),
         }[axis]
-        first = rank - rank // stride % size * stride
-        return tuple(range(first, first + size * stride, stride))
-
-    def wire(self, axis: str, rank: int) -> str:
-        """The wire between `rank` and its successor in the ring of `axis`: "tp", "local" or "cross"."""
-        ranks = self.axis_ranks(axis, rank)
-        successor = ranks[(ranks.index(rank) + 1) % len(ranks)]
-        if self.cluster.node_of(rank) != self.cluster.node_of(successor):
-            return "cross"
-        return "tp" if axis == "tp" else "local"
-
-    def describe(self) -> str:
-        """One line for the log."""
-        c = self.cluster
-        return (
-            f"{c.num_nodes} node(s) x {c.ranks_per_node} rank(s): tensor parallel {self.tp}, "
-            f"shards {self.shard} ({self.cross} across nodes x {self.local} inside), replicas {self.replicate}"
-        )
 
 
 def plan_layout(cluster: Cluster, *, tp: int, replicas: int) -> Layout:
     """Fit the degrees onto the cluster.
 
     Args:
-        cluster: nodes of equal size.
-        tp: tensor-parallel degree; has to fit inside a node.
+        cluster: nodes and domains.
+        tp: tensor-parallel degree: divides an island, or is made of whole islands.
         replicas: copies of the sharded model (HSDP); the world's data ranks for unsharded data parallelism.
     Raises:
-        ValueError: a degree does not divide what it splits; the message names the flag.
+        ValueError: a degree does not divide what it splits; the message names the flag and what would fit.
     """
-    if tp < 1 or cluster.ranks_per_node % tp:
+    island, world = cluster.island_size, cluster.world_size
+    if tp < 1 or (island % tp and (tp % island or world % tp)):
         raise ValueError(
-            f"--tensor-model-parallel-size {tp} does not divide the {cluster.ranks_per_node} ranks of a node "
-            f"({cluster.num_nodes} node(s), {cluster.world_size} ranks)"
+            f"--tensor-model-parallel-size {tp} neither divides the {island} ranks of {_an_island(cluster)} nor is it "
+            f"made of whole ones ({cluster.num_nodes} node(s) x {cluster.ranks_per_node} ranks); "
+            f"{_numbers(nested_sizes(island, world))} would fit"
+            + (f", or a multiple of {tp} ranks on each node (--nproc)" if tp > 1 else "")
         )
-    per_node = cluster.ranks_per_node // tp
-    data = cluster.num_nodes * per_node
-    if replicas < 1 or data % replicas:
-        raise ValueError(f"--num-distributed-optimizer-instances {replicas} does not divide the {data} data ranks")
-    shard = data // replicas
-    local = min(shard, per_node)
-    if shard % local or per_node % local:
+    per_island = max(island // tp, 1)
+    data = world // tp
+    fitting = [data // size for size in reversed(nested_sizes(per_island, data))]
+    if replicas not in fitting:
         raise ValueError(
-            f"--num-distributed-optimizer-instances {replicas} gives shards over {shard} data ranks, which are "
-            f"neither whole nodes nor an even part of a node ({per_node} data ranks each)"
+            f"--num-distributed-optimizer-instances {replicas} does not divide the {data} data ranks into equal copies "
+            f"that are whole {_islands(cluster)} or an even part of one ({per_island} data ranks each); "
+            f"{_numbers(fitting)} would fit"
         )
-    return Layout(cluster=cluster, replicate=replicas, cross=shard // local, local=local, tp=tp)
+    local = min(data // replicas, per_island)
+    return Layout(cluster=cluster, replicate=replicas, cross=data // replicas // local, local=local, tp=tp)
+
+
+def _islands(cluster: Cluster) -> str:
+    return "nodes" if cluster.island_size == cluster.ranks_per_node else "domains"
+
+
+def _an_island(cluster: Cluster) -> str:
+    return f"a {_islands(cluster)[:-1]}"
+
+
+def _numbers(values: list[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _shorten(ranks: tuple[int, ...], shown: int = 8) -> str:
+    return " ".join(map(str, ranks[:shown])) + (" ..." if len(ranks) > shown else "")

@@ -1,110 +1,248 @@
-"""Layouts are partitions, tp stays inside a node, and what does not fit says which flag is wrong."""
+"""Every axis partitions the ranks, neighbours are as near as the cluster allows, and what does not fit says why."""
+
+from __future__ import annotations
+
+import itertools
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazpp.topology.cluster import Cluster, ClusterConfig, detect_cluster
-from megazpp.topology.layout import Layout, plan_layout
+from megazpp.topology.cluster import Cluster, nested_sizes
+from megazpp.topology.layout import AXES, Layout, plan_layout
 
-AXES = ("tp", "shard", "replicate")
+CYCLIC = tuple(index * 2 + node for node in range(2) for index in range(4))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    """Up to 48 ranks in block, cyclic or any other order, with domains smaller, as large and larger than a node."""
+    num_nodes, ranks_per_node = draw(st.integers(1, 6)), draw(st.integers(1, 8))
+    world = num_nodes * ranks_per_node
+    cyclic = tuple(index * num_nodes + node for node in range(num_nodes) for index in range(ranks_per_node))
+    return Cluster(
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        domain_size=draw(st.sampled_from([None, *nested_sizes(ranks_per_node, world)])),
+        order=draw(st.one_of(st.none(), st.just(cyclic), st.permutations(range(world)).map(tuple))),
+    )
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    tp, local, cross, replicate = (draw(st.integers(1, 4)) for _ in range(4))
-    cluster = Cluster(num_nodes=cross * replicate, ranks_per_node=tp * local)
-    return plan_layout(cluster, tp=tp, replicas=replicate)
+    """Every tp and every number of replicas that fits."""
+    cluster = draw(clusters())
+    tp = draw(st.sampled_from(nested_sizes(cluster.island_size, cluster.world_size)))
+    per_island, data = max(cluster.island_size // tp, 1), cluster.world_size // tp
+    return plan_layout(cluster, tp=tp, replicas=data // draw(st.sampled_from(nested_sizes(per_island, data))))
+
+
+def coordinates(layout: Layout, rank: int) -> dict[str, int]:
+    return {axis: layout.axis_ranks(axis, rank).index(rank) for axis in AXES}
 
 
 @given(layouts())
 def test_every_axis_partitions_the_ranks_and_all_members_agree(layout: Layout):
-    world = range(layout.cluster.world_size)
+    world = list(range(layout.cluster.world_size))
     for axis in AXES:
-        groups = {layout.axis_ranks(axis, rank) for rank in world}
-        assert sorted(rank for group in groups for rank in group) == list(world)
-        for rank in world:
-            assert rank in layout.axis_ranks(axis, rank)
+        groups = list(layout.axis_groups(axis))
+        assert sorted(rank for group in groups for rank in group) == world
+        for group in groups:
+            assert len(group) == layout.axis_size(axis)
+            assert {layout.axis_ranks(axis, rank) for rank in group} == {group}
 
 
 @given(layouts())
-def test_the_axes_of_a_rank_meet_only_in_that_rank(layout: Layout):
-    for rank in range(layout.cluster.world_size):
-        sets = [set(layout.axis_ranks(axis, rank)) for axis in AXES]
-        for i, one in enumerate(sets):
-            for other in sets[i + 1 :]:
-                assert one & other == {rank}
+def test_ranks_of_a_group_differ_in_that_coordinate_only(layout: Layout):
+    place = {rank: coordinates(layout, rank) for rank in range(layout.cluster.world_size)}
+    for axis, others in {
+        "tp": ("local", "cross", "replicate"),  # cross and replica peers share tp and local index: one rail
+        "local": ("tp", "cross", "replicate"),
+        "cross": ("tp", "local", "replicate"),
+        "shard": ("tp", "replicate"),
+        "replicate": ("tp", "shard"),
+    }.items():
+        for group in layout.axis_groups(axis):
+            assert len({tuple(place[rank][other] for other in others) for rank in group}) == 1
 
 
 @given(layouts())
-def test_tp_ranks_share_a_node_and_only_links_between_nodes_are_cross(layout: Layout):
+def test_the_index_along_shard_is_cross_index_times_local_size_plus_local_index(layout: Layout):
     for rank in range(layout.cluster.world_size):
-        assert len({layout.cluster.node_of(r) for r in layout.axis_ranks("tp", rank)}) == 1
-        assert layout.wire("tp", rank) == "tp"
-        ranks = layout.axis_ranks("shard", rank)
-        successor = ranks[(ranks.index(rank) + 1) % len(ranks)]
-        leaves = layout.cluster.node_of(rank) != layout.cluster.node_of(successor)
-        assert layout.wire("shard", rank) == ("cross" if leaves else "local")
+        at = coordinates(layout, rank)
+        assert at["shard"] == at["cross"] * layout.local + at["local"]
 
 
-def test_the_docstring_example():
-    layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=4), tp=2, replicas=1)
-    assert [layout.axis_ranks("tp", r) for r in (0, 2, 4, 6)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert layout.axis_ranks("shard", 4) == (0, 2, 4, 6)
-    assert layout.axis_ranks("shard", 3) == (1, 3, 5, 7)
-    assert (layout.cross, layout.local) == (2, 2)
+@given(layouts())
+def test_mesh_ranks_lists_the_ranks_by_replica_shard_and_tp(layout: Layout):
+    sizes = (layout.replicate, layout.shard, layout.tp)
+    for rank, at in zip(layout.mesh_ranks(), itertools.product(*map(range, sizes)), strict=True):
+        assert tuple(coordinates(layout, rank)[axis] for axis in ("replicate", "shard", "tp")) == at
 
 
-def test_replicas_that_are_parts_of_a_node_are_laid_out_and_uneven_ones_refused():
+@given(layouts())
+def test_peers_are_as_near_as_the_cluster_allows(layout: Layout):
+    cluster = layout.cluster
+    for rank in range(cluster.world_size):
+        tp = layout.axis_ranks("tp", rank)
+        if cluster.ranks_per_domain % layout.tp == 0:
+            assert {cluster.domain_of(peer) for peer in tp} == {cluster.domain_of(rank)}
+        assert len({cluster.island_of(peer) for peer in tp}) == -(-layout.tp // cluster.island_size)
+        assert {cluster.island_of(peer) for peer in layout.axis_ranks("local", rank)} == {cluster.island_of(rank)}
+        across = layout.axis_ranks("cross", rank)
+        assert len({cluster.island_of(peer) for peer in across}) == len(across)
+        assert len({cluster.position_of(peer) % cluster.island_size for peer in across}) == 1
+
+
+@given(layouts())
+def test_only_links_between_islands_are_cross_and_a_notice_says_when_tp_leaves_the_fastest_wire(layout: Layout):
+    cluster = layout.cluster
+    for axis in AXES:
+        for group in layout.axis_groups(axis):
+            for rank, successor in zip(group, (*group[1:], group[0]), strict=True):
+                leaves = cluster.island_of(rank) != cluster.island_of(successor)
+                inside = "tp" if axis == "tp" else "local"
+                assert layout.wire(axis, rank) == ("cross" if leaves else inside)
+                assert layout.link(axis, rank) == cluster.link_between(rank, successor)
+    assert bool(layout.notices) == (layout.axis_size("tp") > 1 and list(layout.links("tp")) != ["domain"])
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (
+            None,
+            {
+                "tp": "01 23 45 67",
+                "local": "02 13 46 57",
+                "cross": "04 15 26 37",
+                "shard": "0246 1357",
+            },
+        ),
+        (
+            CYCLIC,
+            {
+                "tp": "02 46 13 57",
+                "local": "04 26 15 37",
+                "cross": "01 23 45 67",
+                "shard": "0415 2637",
+            },
+        ),
+    ],
+)
+def test_the_docstring_example(order: tuple[int, ...] | None, expected: dict[str, str]):
+    layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=4, order=order), tp=2, replicas=1)
+    for axis, groups in expected.items():
+        found = {"".join(map(str, ranks)) for ranks in layout.axis_groups(axis)}
+        assert found == set(groups.split()), axis
+
+
+def test_tp_stays_inside_a_pair_and_the_local_axis_takes_the_rest_of_the_node():
+    pairs = Cluster(num_nodes=2, ranks_per_node=8, domain_size=2)
+    layout = plan_layout(pairs, tp=2, replicas=1)
+    assert (layout.tp, layout.local, layout.cross, layout.notices) == (2, 4, 2, ())
+    assert (layout.links("tp"), layout.links("local"), layout.links("cross")) == (
+        {"domain": 16},
+        {"node": 16},
+        {"network": 16},
+    )
+    [notice] = plan_layout(pairs, tp=4, replicas=1).notices
+    assert notice.startswith("--tensor-model-parallel-size 4 does not fit into the 2 ranks that share the fastest wire")
+    assert "each rank sends 12 x --hidden-size bytes per token and layer" in notice
+
+
+def test_a_rack_is_one_island_so_tp_and_the_local_axis_reach_over_its_nodes():
+    racks = Cluster(num_nodes=36, ranks_per_node=4, domain_size=72)
+    layout = plan_layout(racks, tp=8, replicas=1)
+    assert (layout.local, layout.cross, layout.notices) == (9, 2, ())
+    assert layout.links("tp") == layout.links("local") == {"domain": 144}
+    assert layout.wire("local", 0) == "local"
+    assert layout.wire("cross", 0) == "cross"
+
+
+def test_tp_of_a_whole_node_leaves_a_local_axis_of_one():
+    layout = plan_layout(Cluster(num_nodes=3, ranks_per_node=4), tp=4, replicas=1)
+    assert (layout.local, layout.cross, layout.shard, layout.notices) == (1, 3, 3, ())
+    assert layout.links("local") == {}
+
+
+def test_tp_over_nodes_is_laid_out_with_a_warning_that_gives_the_price():
+    layout = plan_layout(Cluster(num_nodes=4, ranks_per_node=4), tp=8, replicas=1)
+    assert (layout.local, layout.cross, layout.links("tp")) == (1, 2, {"domain": 12, "network": 4})
+    [notice] = layout.notices
+    assert notice.startswith("warning: --tensor-model-parallel-size 8 spans 2 nodes of 4 ranks")
+    assert "each rank sends 14 x --hidden-size bytes per token and layer in 16 bit" in notice
+
+
+def test_the_price_is_what_a_ring_sends_in_four_all_reduces():
+    layout = plan_layout(Cluster(num_nodes=4, ranks_per_node=4), tp=8, replicas=1)
+    hidden, tokens, itemsize, size = 64, 10, 2, 8
+    sent = 4 * 2 * (size - 1) / size * tokens * hidden * itemsize
+    assert f"{sent / tokens / hidden:g} x --hidden-size" in layout.notices[0]
+
+
+def test_replicas_are_groups_of_nodes_or_even_parts_of_one():
     layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=4), tp=1, replicas=2)
     assert (layout.cross, layout.local, layout.shard) == (1, 2, 2)
-    with pytest.raises(ValueError, match="--num-distributed-optimizer-instances 2 gives shards over 9"):
+    layout = plan_layout(Cluster(num_nodes=4, ranks_per_node=2), tp=1, replicas=2)
+    assert (layout.cross, layout.local, layout.replicate) == (2, 2, 2)
+    with pytest.raises(ValueError, match=r"--num-distributed-optimizer-instances 2 .* 1, 3, 6, 9, 18 would fit"):
         plan_layout(Cluster(num_nodes=3, ranks_per_node=6), tp=1, replicas=2)
 
 
 @pytest.mark.parametrize(
     ("tp", "replicas", "message"),
     [
-        (3, 1, "--tensor-model-parallel-size 3 does not divide the 4 ranks of a node"),
-        (8, 1, "--tensor-model-parallel-size 8 does not divide"),
+        (
+            3,
+            1,
+            "--tensor-model-parallel-size 3 neither divides the 4 ranks of a node .*1, 2, 4, 8 would fit, or a mult",
+        ),
+        (16, 1, "--tensor-model-parallel-size 16 neither"),
         (0, 1, "--tensor-model-parallel-size 0"),
-        (1, 3, "--num-distributed-optimizer-instances 3 does not divide the 8 data ranks"),
+        (-1, 1, "--tensor-model-parallel-size -1"),
+        (1, 3, "--num-distributed-optimizer-instances 3 does not divide the 8 data ranks .*1, 2, 4, 8 would fit"),
+        (1, 0, "--num-distributed-optimizer-instances 0"),
     ],
 )
-def test_degrees_that_do_not_fit_name_the_flag(tp: int, replicas: int, message: str):
+def test_degrees_that_do_not_fit_name_the_flag_and_what_would(tp: int, replicas: int, message: str):
     with pytest.raises(ValueError, match=message):
         plan_layout(Cluster(num_nodes=2, ranks_per_node=4), tp=tp, replicas=replicas)
 
 
-def test_the_cluster_comes_from_the_launcher_or_is_emulated():
-    none = ClusterConfig()
-    assert detect_cluster(8, none, {}) == Cluster(num_nodes=1, ranks_per_node=8)
-    assert detect_cluster(8, none, {"LOCAL_WORLD_SIZE": "4"}) == Cluster(num_nodes=2, ranks_per_node=4)
-    assert detect_cluster(8, none, {"SLURM_NTASKS_PER_NODE": "2"}) == Cluster(num_nodes=4, ranks_per_node=2)
-    emulated = detect_cluster(8, ClusterConfig(emulate_nodes=2), {"LOCAL_WORLD_SIZE": "8"})
-    assert emulated == Cluster(num_nodes=2, ranks_per_node=4)
-    with pytest.raises(ValueError, match="--emulate-nodes 3 does not divide the 8 ranks"):
-        detect_cluster(8, ClusterConfig(emulate_nodes=3), {})
-    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE"):
-        detect_cluster(8, none, {"LOCAL_WORLD_SIZE": "3"})
+@given(clusters(), st.integers(1, 60))
+def test_what_the_message_says_would_fit_fits_and_nothing_else(cluster: Cluster, tp: int):
+    if tp in nested_sizes(cluster.island_size, cluster.world_size):
+        plan_layout(cluster, tp=tp, replicas=1)
+    else:
+        with pytest.raises(ValueError, match="would fit"):
+            plan_layout(cluster, tp=tp, replicas=1)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "tp", "nodes"), [(4, 1, 2), (4, 2, 2), (2, 1, 2), (1, 1, 1), (2, 2, 1), (3, 1, 1), (4, 4, 1)]
-)
-def test_emulate_nodes_auto_makes_two_nodes_of_one_machine_where_they_fit_and_says_so(
-    world_size: int, tp: int, nodes: int
-):
-    auto = ClusterConfig(emulate_nodes="auto")
-    cluster = detect_cluster(world_size, auto, {}, tp=tp)
-    assert cluster == Cluster(num_nodes=nodes, ranks_per_node=world_size // nodes)
-    [notice] = cluster.notices
-    assert notice.startswith(f"--emulate-nodes auto: {world_size} rank")
-    assert ("treated as 2 nodes" in notice) == (nodes == 2)
-    plan_layout(cluster, tp=tp, replicas=1)
+def test_131072_ranks_in_any_order_are_planned_in_under_two_seconds():
+    world = 131_072
+    order = tuple(rank * 48_271 % world for rank in range(world))  # odd, so a permutation
+    start = time.process_time()
+    cluster = Cluster(num_nodes=world // 8, ranks_per_node=8, order=order)
+    layout = plan_layout(cluster, tp=4, replicas=16)
+    assert len(layout.mesh_ranks()) == world
+    for axis in AXES:
+        assert sum(map(len, layout.axis_groups(axis))) == world
+    mine = [layout.axis_ranks(axis, 77_777) for axis in AXES]
+    wires = [layout.wire(axis, 77_777) for axis in AXES]
+    seconds = time.process_time() - start
+    assert [len(ranks) for ranks in mine] == [4, 2, 1024, 2048, 16]
+    assert wires[:3] == ["tp", "local", "cross"]
+    assert seconds < 2
 
 
-def test_emulate_nodes_auto_leaves_several_machines_alone():
-    cluster = detect_cluster(8, ClusterConfig(emulate_nodes="auto"), {"LOCAL_WORLD_SIZE": "2"})
-    assert cluster == Cluster(num_nodes=4, ranks_per_node=2)
-    assert cluster.notices == ()
+def test_the_log_line_names_domains_and_an_order_of_its_own():
+    plain = plan_layout(Cluster(num_nodes=2, ranks_per_node=4), tp=2, replicas=1)
+    assert plain.describe() == (
+        "2 node(s) x 4 rank(s): tensor parallel 2, shards 4 (2 across nodes x 2 inside), replicas 1"
+    )
+    pairs = plan_layout(Cluster(num_nodes=2, ranks_per_node=4, domain_size=2, order=CYCLIC), tp=2, replicas=1)
+    assert pairs.describe().startswith(
+        "2 node(s) x 4 rank(s) (fastest wire among 2), ranks in the order 0 2 4 6 1 3 5 7: tensor parallel 2"
+    )

@@ -1,0 +1,116 @@
+"""A cluster file is read as its docstring says, and every mistake names file, key and value."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megazpp.topology import cluster_file
+from megazpp.topology.cluster_file import ClusterFile, read_cluster_file
+from megazpp.topology.links import Link, Links
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "cluster.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_docstring_example(tmp_path: Path):
+    assert cluster_file.__doc__ is not None
+    path = write(tmp_path, textwrap.dedent(cluster_file.__doc__.partition("\n")[2]))
+    assert read_cluster_file(path) == ClusterFile(
+        nodes=2,
+        ranks_per_node=4,
+        fast_domain=2,
+        rank_order=(0, 2, 4, 6, 1, 3, 5, 7),
+        links=Links(
+            domain=Link(56.25, None, "GA102 whitepaper"),
+            node=Link(31.5, None, str(path)),
+            network=Link(12.5, 5.0, str(path)),
+        ),
+    )
+
+
+def test_only_nodes_and_ranks_per_node_are_needed(tmp_path: Path):
+    path = write(tmp_path, "nodes: 3\nranks_per_node: 1\n")
+    assert read_cluster_file(path) == ClusterFile(3, 1, fast_domain=None, rank_order=None, links=None)
+
+
+@pytest.mark.parametrize(
+    ("order", "ranks"),
+    [("block", None), ("cyclic", (0, 2, 4, 1, 3, 5)), ("[[5, 4, 0], [1, 2, 3]]", (5, 4, 0, 1, 2, 3))],
+)
+def test_rank_orders(tmp_path: Path, order: str, ranks: tuple[int, ...] | None):
+    path = write(tmp_path, f"nodes: 2\nranks_per_node: 3\nrank_order: {order}\n")
+    assert read_cluster_file(path).rank_order == ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ranks_per_node: 2", "key nodes is missing"),
+        ("nodes: 2", "key ranks_per_node is missing"),
+        ("nodes: 0\nranks_per_node: 2", "nodes 0 is not a positive whole number"),
+        ("nodes: true\nranks_per_node: 2", "nodes True is not"),
+        ("nodes: 2\nranks_per_node: 2.5", "ranks_per_node 2.5 is not"),
+        ("nodes: 2\nranks_per_node: two", "ranks_per_node 'two' is not"),
+        ("nodes: 2\nranks_per_node: 2\nfast_domain: -1", "fast_domain -1 is not"),
+        ("nodes: 2\nranks_per_node: 2\nfast_domain:", "fast_domain None is not"),
+        ("nodes: 2\nranks_per_node: 2\nrank_oder: block", "unknown key rank_oder .value 'block'.; known are nodes"),
+        ("nodes: 2\nnodes: 3\nranks_per_node: 2", "is not YAML: key nodes twice .* line 2"),
+        ("nodes: 2\nranks_per_node: 2\nrank_order: random", "rank_order 'random' is not block, cyclic or"),
+        (
+            "nodes: 2\nranks_per_node: 2\nrank_order: [0, 1, 2, 3]",
+            "rank_order .0, 1, 2, 3. is not .* list .* each node",
+        ),
+        ("nodes: 2\nranks_per_node: 2\nrank_order: [[0, 1]]", "lists for 1 node.s., nodes is 2"),
+        ("nodes: 2\nranks_per_node: 2\nrank_order: [[0, 1, 2], [3]]", "node 0: 3 ranks, ranks_per_node is 2"),
+        ("nodes: 2\nranks_per_node: 2\nrank_order: [[0, x], [2, 3]]", "node 0: 'x' is not a rank"),
+        ("nodes: 2\nranks_per_node: 2\nlinks: fast", "links 'fast' is not a list of key: value"),
+        ("nodes: 2\nranks_per_node: 2\nlinks: {net: {}}", "links: unknown key net .*known are domain, node, network"),
+        ("nodes: 2\nranks_per_node: 2\nlinks: {node: {}}", "links.node .* needs one of gigabytes_per_second and"),
+        (
+            "nodes: 2\nranks_per_node: 2\nlinks: {node: {gigabits_per_second: 8, gigabytes_per_second: 1}}",
+            "links.node .* needs one of",
+        ),
+        (
+            "nodes: 2\nranks_per_node: 2\nlinks: {network: {gigabits_per_second: -1}}",
+            "links.network.gigabits_per_second -1 is not a positive number",
+        ),
+        (
+            "nodes: 2\nranks_per_node: 2\nlinks: {network: {gigabits_per_second: .nan}}",
+            "links.network.gigabits_per_second nan is not",
+        ),
+        (
+            "nodes: 2\nranks_per_node: 2\nlinks: {network: {gigabits_per_second: 1, microseconds: fast}}",
+            "links.network.microseconds 'fast' is not",
+        ),
+        (
+            "nodes: 2\nranks_per_node: 2\nlinks: {network: {gigabits_per_second: 1, source: 7}}",
+            "links.network.source 7 is not text",
+        ),
+        (
+            "nodes: 2\nranks_per_node: 2\nlinks: {network: {gigabits_per_second: 1, latency: 7}}",
+            "links.network: unknown key latency .value 7.",
+        ),
+        ("- nodes\n- 2", "the file .'nodes', 2. is not"),
+        ("", "the file None is not"),
+        ("nodes: [", "is not YAML"),
+    ],
+)
+def test_a_mistake_names_the_file_the_key_and_the_value(tmp_path: Path, text: str, message: str):
+    path = write(tmp_path, text + "\n")
+    with pytest.raises(ValueError, match=f"--cluster-file {path}:? .*{message}"):
+        read_cluster_file(path)
+
+
+def test_a_file_that_is_not_there_or_not_text_is_a_users_error(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"--cluster-file nowhere.yaml cannot be read: .*No such file"):
+        read_cluster_file("nowhere.yaml")
+    path = tmp_path / "cluster.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_cluster_file(path)
