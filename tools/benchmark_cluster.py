@@ -1,0 +1,243 @@
+"""Time training steps of ZeRO-3, its parts of ZeRO++ and all of it, on nodes whose links are really slow.
+
+    python tools/benchmark_cluster.py --out runs/cluster                          2 nodes x 4 ranks, all rates, k = 1
+    python tools/benchmark_cluster.py --out runs/cluster --rates 100mbit --micro-batches 8 --samples 3
+    python tools/benchmark_cluster.py --out runs/local --local --samples 20       one machine: CPU seconds per token
+
+One set of rank processes holds the models of all variants and runs their steps in turn, so that whatever else the
+machine does falls on all of them; medians count, and ratios are medians of ratios within a round. Rates change between
+rounds, under the running processes. Bytes are read from the interfaces and compared with our own counters. Samples are
+written after every round to --out/samples.json, from which the same command goes on when it was interrupted, and from
+which the tables and the plot are made. Needs root and iproute2, except with --local.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmark_cluster_ranks import VARIANTS, Order, Settings
+from benchmark_cluster_report import LOCAL, Sample, plot, tables
+from emulate_cluster import UNLIMITED, EmulatedCluster, exit_on_signals, parse_rate
+from rank_processes import RankProcesses, start_on_this_machine
+
+from megazpp.parallel.worker import UserError
+
+RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
+POLL_SECONDS = 0.05
+RATES = ["100mbit", "200mbit", "500mbit", "1gbit", "10gbit"]
+SHAPE = ("nodes", "ranks_per_node", "hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
+
+
+class Case(NamedTuple):
+    """What a round measures: every variant once."""
+
+    tp: int
+    micro_batches: int
+    rate: str
+
+
+class Results:
+    """The samples of a benchmark, in a file.
+
+    Raises:
+        ValueError: the file holds samples of another model or cluster.
+    """
+
+    def __init__(self, path: Path, shape: dict[str, int]) -> None:
+        self.path, self.shape = path, shape
+        self.parameters = 0
+        self.samples: list[Sample] = []
+        if path.exists():
+            saved = json.loads(path.read_text())
+            if saved["shape"] != shape:
+                raise ValueError(f"--out {path.parent} holds samples of {saved['shape']}, not of {shape}")
+            self.samples, self.parameters = [Sample(**fields) for fields in saved["samples"]], saved["parameters"]
+
+    def missing(self, case: Case, round_index: int, variants: list[str]) -> list[str]:
+        """The variants that this round has no sample of yet."""
+        have = {s.variant for s in self.samples if (*case, round_index) == (s.tp, s.micro_batches, s.rate, s.round)}
+        return [name for name in variants if name not in have]
+
+    def write(self) -> None:
+        """Replace the file, so that an interruption leaves either the old or the new one."""
+        content = {
+            "shape": self.shape,
+            "parameters": self.parameters,
+            "samples": [sample._asdict() for sample in self.samples],
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_suffix(".new")
+        fresh.write_text(json.dumps(content, indent=1))
+        fresh.replace(self.path)
+
+
+class Driver:
+    """A job of rank processes, and the pipe through which rank 0 takes orders."""
+
+    def __init__(self, start: Callable[[list[str], int], RankProcesses], settings: Settings) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        self._pipe: Connection = ours
+        command = [sys.executable, str(RANKS), json.dumps(dataclasses.asdict(settings)), str(theirs.fileno())]
+        self.job = start(command, theirs.fileno())
+        theirs.close()
+        self.parameters = int(self._receive()["parameters"])
+
+    def step(self, order: Order) -> dict[str, Any]:
+        """Have all ranks run one optimizer step."""
+        self._pipe.send(tuple(order))
+        return self._receive()
+
+    def finish(self) -> None:
+        self._pipe.send(None)
+        if self.job.wait():
+            raise UserError("the ranks did not end well")
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            while not self._pipe.poll(POLL_SECONDS):
+                if self.job.poll() is not None:
+                    raise EOFError
+            answer: dict[str, Any] = self._pipe.recv()
+        except EOFError:
+            self.job.wait()
+            raise UserError("the ranks have ended") from None
+        return answer
+
+
+def measure(args: argparse.Namespace, results: Results) -> None:
+    """Run all rounds that `results` does not hold."""
+    cluster = None if args.local else EmulatedCluster(nodes=args.nodes, ranks_per_node=args.ranks_per_node)
+    rates = [LOCAL] if args.local else args.rates
+    with cluster or contextlib.nullcontext():
+        for tp in args.tp:
+            cases = [Case(tp, *rest) for rest in itertools.product(args.micro_batches, rates)]
+            rounds = [(case, index) for case in cases for index in range(args.samples)]
+            rounds = [r for r in rounds if results.missing(*r, args.variants)]
+            if not rounds:
+                continue
+            settings = Settings(**results.shape, tp=tp, variants=tuple(args.variants))
+            with open_driver(cluster, settings) as driver:
+                results.parameters = driver.parameters
+                warm_up(cluster, driver, args.variants)
+                for case, index in rounds:
+                    run_round(cluster, driver, results, case, index, args.variants)
+
+
+@contextlib.contextmanager
+def open_driver(cluster: EmulatedCluster | None, settings: Settings) -> Iterator[Driver]:
+    """Rank processes on the cluster, or on this machine; ended in any case."""
+
+    def start(command: list[str], fd: int) -> RankProcesses:
+        if cluster is not None:
+            return cluster.start(command, pass_fds=(fd,))
+        shape = {"nodes": settings.nodes, "ranks_per_node": settings.ranks_per_node}
+        return start_on_this_machine(command, **shape, pass_fds=(fd,))
+
+    driver = Driver(start, settings)
+    try:
+        yield driver
+        driver.finish()
+    finally:
+        driver.job.stop()
+
+
+def warm_up(cluster: EmulatedCluster | None, driver: Driver, variants: list[str]) -> None:
+    """A step of every variant, uncounted: connections, the optimizers' state, the allocator."""
+    if cluster is not None:
+        cluster.set_rate(UNLIMITED)
+    for name in variants:
+        say(f"{name}: first step, {driver.step(Order(name, 1))['seconds']:.2f} s")
+
+
+def run_round(
+    cluster: EmulatedCluster | None, driver: Driver, results: Results, case: Case, index: int, variants: list[str]
+) -> None:
+    """One sample of every variant that has none yet."""
+    if cluster is not None:
+        cluster.set_rate(case.rate)
+    for name in results.missing(case, index, variants):
+        before = cluster.uplink_bytes() if cluster else []
+        answer = driver.step(Order(name, case.micro_batches))
+        after = cluster.uplink_bytes() if cluster else []
+        uplinks = [now.sent - then.sent for now, then in zip(after, before, strict=True)]
+        results.samples.append(Sample(*case, round=index, variant=name, uplink_bytes=uplinks, **answer))
+        say(
+            f"tp {case.tp}, k {case.micro_batches}, {case.rate}, round {index + 1}: {name} {answer['seconds']:.2f} s, "
+            f"loss {answer['loss']:.3f}"
+        )
+    results.write()
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parse_flags() -> argparse.Namespace:
+    """The flags, checked.
+
+    Raises:
+        ValueError: naming the flag and its value.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for samples.json, table.md and plot.png")
+    parser.add_argument("--nodes", type=int, default=2, help="nodes of the cluster")
+    parser.add_argument("--ranks-per-node", type=int, default=4, help="ranks of each node")
+    parser.add_argument("--rates", nargs="+", default=RATES, help=f"of the uplinks: 500mbit, 1gbit, ..., {UNLIMITED}")
+    parser.add_argument("--local", action="store_true", help="no namespaces and no rates: the nodes are only counted")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1], help="micro-batches per optimizer step")
+    parser.add_argument("--tp", type=int, nargs="+", default=[1], help="tensor-parallel degrees")
+    parser.add_argument("--samples", type=int, default=5, help="rounds per rate and number of micro-batches")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), help="what to compare")
+    parser.add_argument("--hidden-size", type=int, default=512, help="width of the model")
+    parser.add_argument("--num-layers", type=int, default=8, help="layers of the model")
+    parser.add_argument("--vocab-size", type=int, default=512, help="tokens that the model knows")
+    parser.add_argument("--seq-length", type=int, default=64, help="tokens of a sample")
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="samples of a rank's micro-batch")
+    args = parser.parse_args()
+    for rate in args.rates:
+        parse_rate(rate)
+    for name in (*SHAPE, "samples"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is not positive")
+    for tp in args.tp:
+        if tp < 1 or args.ranks_per_node % tp:
+            raise ValueError(f"--tp {tp} does not divide --ranks-per-node {args.ranks_per_node}")
+    if min(args.micro_batches) < 1:
+        raise ValueError(f"--micro-batches {min(args.micro_batches)} is not positive")
+    return args
+
+
+def main() -> int:
+    """Measure what is missing, then write and print the tables; returns the exit code."""
+    exit_on_signals()
+    try:
+        args = parse_flags()
+        results = Results(args.out / "samples.json", {name: getattr(args, name) for name in SHAPE})
+        measure(args, results)
+    except (UserError, ValueError) as error:
+        UserError(str(error)).show()
+        return 2
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on from here")
+        return 128 + signal.SIGINT
+    labels = {name: variant.label for name, variant in VARIANTS.items()}
+    text = tables(results.samples, results.shape, results.parameters, labels)
+    (args.out / "table.md").write_text(text)
+    print(text)
+    say(plot(results.samples, labels, args.out / "plot.png"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""One rank of tools/benchmark_cluster.py: holds the models of all variants and runs a step of whichever it is told.
+
+Rank 0 takes orders from the benchmark through a pipe and passes them on; every order is one optimizer step, timed
+between two barriers. Everything is the product's own (`build_model`, `TrainStep`) but two baselines: plain FSDP2, and
+a ring in place of gloo's reduce-scatter, which puts 3.5 instead of 2.6 model sizes on an uplink (facts of gloo, not of
+ZeRO-3; NCCL's is a ring).
+
+Weights and gradients are bf16 on every wire where a variant does not quantize them; the shards are fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megazpp.data.batch import MicroBatch, make_micro_batch
+from megazpp.model.config import GPTConfig
+from megazpp.model.gpt import GPTModel
+from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
+from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.parallel.launch import LaunchConfig, find_place
+from megazpp.parallel.worker import Worker, run_worker, seed_everything
+from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_
+from megazpp.topology.cluster import Cluster
+from megazpp.training.resources import cpu_seconds
+from megazpp.training.setup import Built, build_model
+from megazpp.training.step import TrainStep
+from megazpp.zero.config import ZeroConfig
+from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.sharding import Sharding, materialize
+from megazpp.zero.units import find_units
+
+SEED, LEARNING_RATE = 1234, 1e-4
+TIMEOUT_MINUTES = 60  # a step of 8 micro-batches takes minutes on the slowest links
+PRECISION = PrecisionConfig(bf16=True, grad_reduce_in_bf16=True)
+
+
+class Variant(NamedTuple):
+    """One way to train.
+
+    Attributes:
+        label: for people.
+        zero: None for FSDP2 as it is.
+        hsdp: one sharded copy of the model per node.
+    """
+
+    label: str
+    zero: ZeroConfig | None
+    hsdp: bool = False
+
+    @property
+    def counted(self) -> bool:
+        """Whether our own counters see its collectives."""
+        return self.zero is not None
+
+
+VARIANTS = {
+    "fsdp2": Variant("FSDP2, gloo's collectives", None),
+    "zero3": Variant("ZeRO-3, ring", ZeroConfig()),
+    "zero3-overlap": Variant("ZeRO-3, ring, overlap", ZeroConfig(overlap_param_gather=True, overlap_grad_reduce=True)),
+    "hsdp": Variant("FSDP2 HSDP", ZeroConfig(), hsdp=True),
+    "qwz": Variant("+qwZ", ZeroConfig(zero_quantized_weights=True)),
+    "hpz": Variant("+hpZ", ZeroConfig(zero_hpz_partition_size="auto")),
+    "qgz": Variant("+qgZ", ZeroConfig(zero_quantized_gradients=True)),
+    "zeropp": Variant(
+        "--zeropp, no overlap", ZeroConfig(zeropp=True, overlap_param_gather=False, overlap_grad_reduce=False)
+    ),
+    "zeropp-overlap": Variant("--zeropp", ZeroConfig(zeropp=True)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the ranks of one job build.
+
+    Attributes:
+        tp: tensor-parallel degree.
+        variants: keys of VARIANTS.
+        hidden_size, num_layers, vocab_size: of the model.
+        seq_length, micro_batch_size: tokens of a sample and samples of a rank's micro-batch.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    tp: int
+    variants: tuple[str, ...]
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    seq_length: int
+    micro_batch_size: int
+
+    @property
+    def model(self) -> GPTConfig:
+        return GPTConfig(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_attention_heads=max(self.hidden_size // 64, self.tp),
+            max_position_embeddings=self.seq_length,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+
+
+class Order(NamedTuple):
+    """One optimizer step of one variant."""
+
+    variant: str
+    micro_batches: int
+
+
+class RingAxis(MeshAxis):
+    """An axis whose reduce-scatter is a ring of sends and receives: (n-1)/n of the buffer per rank, as counted."""
+
+    def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        if self.size == 1:
+            return super().reduce_scatter(x, out=out)
+        slots = x.contiguous().view(self.size, x.shape[0] // self.size, *x.shape[1:])
+        successor, predecessor = self.ranks[(self.rank + 1) % self.size], self.ranks[self.rank - 1]
+        with self.timeline.span(self.name, "reduce_scatter"):
+            partial = slots[self.rank - 1]
+            for hop in range(2, self.size + 1):  # the slot that is sum so far goes round and ends at its owner
+                incoming = torch.empty_like(partial)
+                requests = [
+                    dist.irecv(incoming, predecessor, group=self.group),
+                    dist.isend(partial, successor, group=self.group),
+                ]
+                for request in requests:
+                    assert request is not None
+                    request.wait()
+                partial = incoming.add_(slots[self.rank - hop])
+        self.count("reduce_scatter", self.ring_bytes(x))
+        return partial if out is None else out.copy_(partial)
+
+
+def use_ring_(dims: ParallelDims) -> None:
+    """Replace the shard axis by one that reduces in a ring."""
+    axis = dims.shard
+    dims.shard = RingAxis(
+        axis.name,
+        ranks=axis.ranks,
+        rank=axis.rank,
+        group=axis.group,
+        counter=axis.counter,
+        wire=axis.wire,
+        timeline=axis.timeline,
+    )
+
+
+class Bench:
+    """The variants' models and training steps of this rank."""
+
+    def __init__(self, settings: Settings) -> None:
+        cluster = Cluster(num_nodes=settings.nodes, ranks_per_node=settings.ranks_per_node)
+        self.settings, self.cluster = settings, cluster
+        self._dims: dict[bool, ParallelDims] = {}
+        self._steps = {name: self._build(VARIANTS[name]) for name in settings.variants}
+        some_dims = next(iter(self._dims.values()))
+        generator = torch.Generator().manual_seed(SEED + some_dims.data_rank)
+        shape = (settings.micro_batch_size, settings.seq_length + 1)
+        self._batch: MicroBatch = make_micro_batch(
+            torch.randint(settings.vocab_size, shape, generator=generator), eod=None
+        )
+        self._world = some_dims.world
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return sum(p.numel() for p in next(iter(self._steps.values())).model.parameters())
+
+    def run(self, order: Order) -> dict[str, Any]:
+        """One step on all ranks.
+
+        Returns:
+            seconds between two barriers; cpu_seconds of all ranks together; cross_bytes, per node as our counters have
+            it; the loss.
+        """
+        step = self._steps[order.variant]
+        before = self._counted()
+        dist.barrier()
+        started = time.perf_counter()
+        result = step([self._batch] * order.micro_batches, learning_rate=LEARNING_RATE, weight_decay=0.0)
+        dist.barrier()
+        seconds = time.perf_counter() - started
+        mine = torch.tensor([self._counted()], dtype=torch.float64) - torch.tensor([before], dtype=torch.float64)
+        everyone = self._world.all_gather(mine)  # [ranks, (CPU seconds, cross bytes)]
+        per_node = everyone[:, 1].view(self.cluster.num_nodes, -1).sum(1)
+        return {
+            "seconds": seconds,
+            "cpu_seconds": float(everyone[:, 0].sum()),
+            "cross_bytes": [int(sent) for sent in per_node],
+            "loss": result.loss,
+        }
+
+    def _counted(self) -> tuple[float, float]:
+        return cpu_seconds(), float(sum(dims.counter.sent_bytes("cross") for dims in self._dims.values()))
+
+    def _build(self, variant: Variant) -> TrainStep:
+        settings = self.settings
+        if variant.hsdp not in self._dims:
+            config = ParallelConfig(tensor_model_parallel_size=settings.tp, hsdp=variant.hsdp)
+            made = ParallelDims(plan_dims(config, self.cluster, zero_stage=3), device_type="cpu")
+            use_ring_(made)
+            self._dims[variant.hsdp] = made
+        dims = self._dims[variant.hsdp]
+        seed_everything(SEED, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+        if variant.zero is None:
+            built = build_plain(settings, dims)
+        else:
+            built = build_model(
+                settings.model,
+                vocab_size=settings.vocab_size,
+                dims=dims,
+                sequence_parallel=False,
+                zero=variant.zero,
+                precision=PRECISION,
+                seed=SEED,
+                device=torch.device("cpu"),
+            )
+        optimizer = build_optimizer(list(built.model.named_parameters()), OptimizerConfig(), torch.device("cpu"))
+        return TrainStep(*built, optimizer, build_loss_scaler(LossScaleConfig(), fp16=False), dims, clip_grad=1.0)
+
+
+def build_plain(settings: Settings, dims: ParallelDims) -> Built:
+    """The same model wrapped with FSDP2 alone: nothing plugged in, gradients summed as ours are."""
+    with torch.device("meta"):
+        model = GPTModel(settings.model, vocab_size=settings.vocab_size, tp=dims.tp)
+    if dims.tp.size > 1:
+        distribute_parameters(model, dims.mesh["tp"])
+    policy = MixedPrecisionPolicy(
+        param_dtype=PRECISION.param_dtype, reduce_dtype=PRECISION.reduce_dtype, cast_forward_inputs=False
+    )
+    units: list[list[nn.Module]] = [*model.sharding_units(), [model]]
+    for unit in units:
+        target = unit[0] if len(unit) == 1 else unit
+        fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=True, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    materialize(model, torch.device("cpu"))
+    initialize_parameters_(model, seed=SEED, draw_device=torch.device("cpu"))
+    return Built(model, Sharding(model, find_units(model, dims), 3))
+
+
+def serve(settings: Settings, control: int, worker: Worker) -> None:
+    """Build everything, then run what rank 0 is told to through the pipe `control`, until it is told None."""
+    bench = Bench(settings)
+    pipe = Connection(control) if worker.rank == 0 else None
+    if pipe:
+        pipe.send({"parameters": bench.num_parameters})
+    while True:
+        box: list[Order | None] = [Order(*words) if pipe and (words := pipe.recv()) else None]
+        dist.broadcast_object_list(box, src=0)
+        if box[0] is None:
+            return
+        answer = bench.run(box[0])
+        if pipe:
+            pipe.send(answer)
+
+
+def main() -> None:
+    """Arguments: the settings as JSON, and the number of the pipe that rank 0 has inherited."""
+    fields: dict[str, Any] = json.loads(sys.argv[1])
+    settings = Settings(**{**fields, "variants": tuple(fields["variants"])})
+    config = LaunchConfig(distributed_backend="gloo", distributed_timeout_minutes=TIMEOUT_MINUTES, seed=SEED)
+    run_worker(find_place(config), config, functools.partial(serve, settings, int(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()

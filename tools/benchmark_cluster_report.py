@@ -1,0 +1,177 @@
+"""The tables and the plot of tools/benchmark_cluster.py: pure functions of its samples."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+BASELINE, PLAIN, LOCAL = "zero3", "fsdp2", "local"
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+MEGA = 1e6
+NONE = "-"
+
+
+class Sample(NamedTuple):
+    """One optimizer step.
+
+    Attributes:
+        tp, micro_batches, rate, round, variant: which.
+        seconds: of the step, between two barriers.
+        cpu_seconds: of all ranks together.
+        loss: of the step.
+        uplink_bytes: what each node's interface sent; empty without emulated links.
+        cross_bytes: what each node's ranks sent to other nodes by our own counters.
+    """
+
+    tp: int
+    micro_batches: int
+    rate: str
+    round: int
+    variant: str
+    seconds: float
+    cpu_seconds: float
+    loss: float
+    uplink_bytes: list[int]
+    cross_bytes: list[int]
+
+
+def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int, labels: Mapping[str, str]) -> str:
+    """All results as markdown.
+
+    Args:
+        samples: the results.
+        shape: nodes, ranks_per_node and what the model is made of.
+        parameters: of the whole model.
+        labels: the variants in the order of columns, with their names for people.
+    """
+    world = shape["nodes"] * shape["ranks_per_node"]
+    text = [
+        f"{shape['nodes']} nodes x {shape['ranks_per_node']} ranks, {parameters / MEGA:.1f}M parameters "
+        f"(M = {2 * parameters / MEGA:.1f} MB in bf16), {shape['seq_length'] * shape['micro_batch_size']} tokens per "
+        f"rank and micro-batch. Weights and gradients are bf16 on every wire where a variant does not quantize them. "
+        f"Seconds per optimizer step, median; in brackets tokens per second against {labels[BASELINE]}, median over "
+        f"rounds in which every variant ran once."
+    ]
+    for tp, k in sorted({(s.tp, s.micro_batches) for s in samples}):
+        part = [s for s in samples if (s.tp, s.micro_batches) == (tp, k)]
+        names = [name for name in labels if any(s.variant == name for s in part)]
+        text += ["", f"### TP {tp}, {k} micro-batch{'es' if k > 1 else ''} per step", ""]
+        text += _speed_table(part, names, labels)
+        if any(s.uplink_bytes for s in part):
+            text += ["", *_bytes_table(part, names, labels, parameters)]
+        tokens = world // tp * shape["seq_length"] * shape["micro_batch_size"] * k
+        for rate in _rates(part):
+            if _bits(rate) is None:  # with a slow link most of the time is waiting
+                text += ["", *_cpu_table([s for s in part if s.rate == rate], names, labels, tokens)]
+    return "\n".join([*text, ""])
+
+
+def paired_ratio(samples: Iterable[Sample], over: str, under: str, field: str) -> float | None:
+    """The median over rounds of one variant's `field` over another's; None where no round has both."""
+    values: dict[str, dict[tuple[int, int, str, int], float]] = {over: {}, under: {}}
+    for s in samples:
+        if s.variant in values:
+            values[s.variant][s.tp, s.micro_batches, s.rate, s.round] = float(getattr(s, field))
+    ratios = [value / values[under][which] for which, value in values[over].items() if which in values[under]]
+    return statistics.median(ratios) if ratios else None
+
+
+def plot(samples: Sequence[Sample], labels: Mapping[str, str], path: Path) -> str:
+    """Draw speed against ZeRO-3 over the rates; returns a line that says what came of it."""
+    limited = [s for s in samples if _bits(s.rate) is not None]
+    if not limited:
+        return "no plot: there are no samples with a rate"
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no plot: it needs matplotlib (pip install -e '.[plot]')"
+    parts = sorted({(s.tp, s.micro_batches) for s in limited})
+    figure = Figure(figsize=(6.4 * len(parts), 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (tp, k) in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
+        part = [s for s in limited if (s.tp, s.micro_batches) == (tp, k)]
+        for name, label in labels.items():
+            points = []
+            for rate in _rates(part):
+                speed = paired_ratio([s for s in part if s.rate == rate], BASELINE, name, "seconds")
+                if speed is not None:
+                    points.append((_bits(rate) or 0.0, speed))
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", label=label)
+        axes.set(xscale="log", yscale="log", xlabel="uplink, bit/s", title=f"TP {tp}, {k} micro-batches per step")
+        axes.set_ylabel(f"tokens per second against {labels[BASELINE]}")
+        axes.grid(True, which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return f"plot: {path}"
+
+
+def _speed_table(samples: list[Sample], names: list[str], labels: Mapping[str, str]) -> list[str]:
+    rows = []
+    for rate in _rates(samples):
+        here = [s for s in samples if s.rate == rate]
+        cells = []
+        for name in names:
+            times = [s.seconds for s in here if s.variant == name]
+            speed = paired_ratio(here, BASELINE, name, "seconds")
+            cells.append(f"{statistics.median(times):.2f} s ({_spell(speed, 'x')})" if times else NONE)
+        most = max(sum(s.variant == name for s in here) for name in names)
+        rows.append([rate, *cells, str(most)])
+    return _markdown(["uplink", *(labels[name] for name in names), "rounds"], rows)
+
+
+def _bytes_table(samples: list[Sample], names: list[str], labels: Mapping[str, str], parameters: int) -> list[str]:
+    """Bytes depend on no rate, so all samples count."""
+    rows = []
+    for name in names:
+        own = [s for s in samples if s.variant == name and s.uplink_bytes]
+        if not own:
+            continue
+        measured = statistics.median(statistics.mean(s.uplink_bytes) for s in own)
+        counted = statistics.median(statistics.mean(s.cross_bytes) for s in own)
+        seen = name != PLAIN  # nothing of ours is plugged into it
+        rows.append(
+            [
+                labels[name],
+                f"{measured / MEGA:.3f}",
+                f"{measured / (2 * parameters):.3f}",
+                f"{counted / MEGA:.3f}" if seen else NONE,
+                f"{100 * (measured / counted - 1):+.2f} %" if seen and counted else NONE,
+            ]
+        )
+    header = ["sent per uplink and step", "MB by the interface", "in M", "MB by our counters", "difference"]
+    return _markdown(header, rows)
+
+
+def _cpu_table(samples: list[Sample], names: list[str], labels: Mapping[str, str], tokens: int) -> list[str]:
+    rows = []
+    for name in names:
+        own = [s.cpu_seconds for s in samples if s.variant == name]
+        ratios = [_spell(paired_ratio(samples, name, base, "cpu_seconds"), "x") for base in (BASELINE, PLAIN)]
+        if own:
+            rows.append([labels[name], f"{1e3 * statistics.median(own) / tokens:.3f}", *ratios])
+    where = "no link" if samples[0].rate == LOCAL else "no limit"
+    header = [f"CPU, {where}", "ms per token", *(f"against {labels[base]}" for base in (BASELINE, PLAIN))]
+    return _markdown(header, rows)
+
+
+def _rates(samples: Iterable[Sample]) -> list[str]:
+    """Slowest first, no limit last."""
+    return sorted({s.rate for s in samples}, key=lambda rate: _bits(rate) or float("inf"))
+
+
+def _bits(rate: str) -> float | None:
+    """Bits per second; None without a limit."""
+    return float(rate[:-4]) * UNITS[rate[-4:]] if rate[-4:] in UNITS else None
+
+
+def _spell(ratio: float | None, unit: str) -> str:
+    return NONE if ratio is None else f"{ratio:.2f}{unit}"
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
