@@ -40,6 +40,9 @@ class ClusterConfig:
         "treat the ranks of one machine as this many nodes of equal size; traffic is then counted as if; auto: 2 where "
         "the ranks of one machine divide into two nodes of whole tensor-parallel groups",
     )
+    measure_links: bool = flag(
+        False, "time all-gathers over each axis at start-up and show what its wire does: a few seconds on slow wires"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
