@@ -158,7 +158,7 @@ def lane_seconds(spans: Iterable[Span]) -> dict[str, float]:
     busy = {
         lane: union(_intervals(s for s in spans if s.lane == lane)) for lane in dict.fromkeys(s.lane for s in spans)
     }
-    stalled = _stalls(spans)
+    stalled = stalls(spans)
     return {
         lane: total(intervals) - (total(intersection(intervals, stalled)) if lane == COMPUTE else 0.0)
         for lane, intervals in busy.items()
@@ -176,7 +176,12 @@ def hidden_share(spans: Iterable[Span], lane: str, waits: str = WAIT) -> float |
     spans = list(spans)
     busy = union(_intervals(s for s in spans if s.lane == lane))
     seconds = total(busy)
-    return 1.0 - total(intersection(busy, _stalls(spans, waits))) / seconds if seconds else None
+    return 1.0 - total(intersection(busy, stalls(spans, waits))) / seconds if seconds else None
+
+
+def stalls(spans: Sequence[Span], waits: str = WAIT) -> list[Interval]:
+    """When the computing thread waited or was inside a collective."""
+    return union(_intervals(s for s in spans if s.lane == waits or (s.blocking and s.lane not in (STEP, COMPUTE))))
 
 
 def clip(spans: Iterable[Span], start_seconds: float, end_seconds: float) -> list[Span]:
@@ -242,8 +247,3 @@ def total(intervals: Iterable[Interval]) -> float:
 
 def _intervals(spans: Iterable[Span]) -> list[Interval]:
     return [(s.start_seconds, s.end_seconds) for s in spans]
-
-
-def _stalls(spans: Sequence[Span], waits: str = WAIT) -> list[Interval]:
-    """When the computing thread waited or was inside a collective."""
-    return union(_intervals(s for s in spans if s.lane == waits or (s.blocking and s.lane not in (STEP, COMPUTE))))

@@ -52,6 +52,8 @@ def read_chrome_trace(path: Path) -> dict[str, list[Span]]:
                 spans[names[e["pid"]]].append(span)
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a timeline that --timeline-step has written: {error!r}") from error
+    if not any(spans.values()):
+        raise ValueError(f"{path} is not a timeline that --timeline-step has written: it has no spans")
     return spans
 
 

@@ -38,7 +38,9 @@ def test_a_trace_reads_back_as_it_was_written(tmp_path: Path):
     assert [sorted(spans) for spans in read.values()] == [sorted(spans) for spans in SPANS]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"traceEvents": [{"name": "process_name"}]}', "\N{SNOWMAN}"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"traceEvents": []}', '{"traceEvents": [{"name": "process_name"}]}', "\N{SNOWMAN}"]
+)
 def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, text: str):
     path = tmp_path / "other.json"
     path.write_text(text, encoding="utf-16")

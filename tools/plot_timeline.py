@@ -1,0 +1,143 @@
+"""Draw the timeline of a step, which `pretrain_gpt.py --timeline-step N` has written, as a picture.
+
+python tools/plot_timeline.py runs/.../timeline.json --out timeline.png --ranks 0 4
+
+A row per rank and lane. Hatched is where compute stands still: in a wait, or in a collective that it called itself.
+Whatever has no hatching above it is hidden behind compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span, hidden_share, stalls
+from megazpp.training.chrome_trace import read_chrome_trace, rows_without_crossings, sorted_lanes
+
+PHASES = {"forward": "#9ecae1", "backward": "#4292c6", "norm": "#c6dbef", "optimizer": "#08519c"}
+COLORS = {WAIT: "#bdbdbd", "tp": "#74c476", "local": "#fdae6b", "cross": "#de2d26", "shard": "#9e9ac8"}
+OTHER = "#8c6d31"
+STANDS_STILL: dict[str, Any] = {"facecolor": "white", "hatch": "//////", "edgecolor": "#969696", "linewidth": 0}
+ROW_INCHES, HEAD_INCHES, WIDTH_INCHES = 0.24, 0.32, 13.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path, help="the timeline.json of a run folder")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the picture; its suffix is the format (.png, .svg, .pdf)"
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", help="which ranks (default: all)")
+    args = parser.parse_args()
+    try:
+        plot(pick(read_chrome_trace(args.trace), args.ranks), args.out)
+    except (OSError, ValueError) as error:
+        print(f"plot_timeline.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def pick(by_rank: Mapping[str, list[Span]], ranks: Sequence[int] | None) -> dict[str, list[Span]]:
+    """The timelines of the ranks that were asked for.
+
+    Raises:
+        ValueError: the trace has no such rank.
+    """
+    names = list(by_rank)
+    for rank in ranks or ():
+        if not 0 <= rank < len(names):
+            raise ValueError(f"--ranks {rank}: the trace has ranks 0 to {len(names) - 1}")
+    return {names[rank]: by_rank[names[rank]] for rank in (range(len(names)) if ranks is None else ranks)}
+
+
+def plot(by_rank: Mapping[str, list[Span]], out: Path) -> None:
+    """Draw the ranks below each other on one time axis.
+
+    Raises:
+        ValueError: matplotlib is not installed, or cannot write files of that name.
+    """
+    try:
+        from matplotlib.figure import Figure  # optional
+    except ImportError as error:
+        raise ValueError("drawing needs matplotlib (pip install 'megazpp[plot]')") from error
+
+    zero = min(span.start_seconds for spans in by_rank.values() for span in spans)
+    end = max(span.end_seconds for spans in by_rank.values() for span in spans) - zero
+    num_rows = sum(len(shown_lanes(spans)) for spans in by_rank.values())
+    height = ROW_INCHES * num_rows + HEAD_INCHES * len(by_rank) + 1.4
+    figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
+    axes = figure.add_subplot()
+    y, ticks, labels = 0.0, [], []
+    for name, spans in by_rank.items():
+        y += HEAD_INCHES / ROW_INCHES
+        axes.text(0.0, y - 0.62, describe(name, spans), fontsize=8, fontweight="bold", va="bottom")
+        for lane in shown_lanes(spans):
+            draw_lane(axes, spans, lane, y, zero)
+            ticks.append(y)
+            labels.append(lane)
+            y += 1
+    axes.set_yticks(ticks, labels, fontsize=8)
+    axes.set_ylim(y - 0.4, 0.2)
+    axes.set_xlim(0, end)
+    axes.set_xlabel("seconds")
+    axes.grid(axis="x", alpha=0.3)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title(title(by_rank), fontsize=11)
+    figure.legend(handles=legend(by_rank), loc="outside lower center", ncols=10, fontsize=8, frameon=False)
+    figure.savefig(out, dpi=150)
+
+
+def shown_lanes(spans: Sequence[Span]) -> list[str]:
+    return [lane for lane in sorted_lanes(spans) if lane != STEP]
+
+
+def title(by_rank: Mapping[str, list[Span]]) -> str:
+    """The step, its seconds on the slowest rank shown."""
+    steps = [span for spans in by_rank.values() for span in spans if span.lane == STEP]
+    return ", ".join([*dict.fromkeys(span.name for span in steps), f"{max(span.seconds for span in steps):.3f} s"])
+
+
+def describe(name: str, spans: Sequence[Span]) -> str:
+    """The rank, and how much of the slow lane's time is hidden."""
+    hidden = hidden_share(spans, "cross")
+    return name if hidden is None else f"{name}: {hidden:.0%} of the cross axis's time hidden behind compute"
+
+
+def color(span: Span) -> str:
+    return PHASES.get(span.name, OTHER) if span.lane == COMPUTE else COLORS.get(span.lane, OTHER)
+
+
+def draw_lane(axes: Any, spans: Sequence[Span], lane: str, y: float, zero: float) -> None:
+    """One row; spans that overlap without nesting share its height."""
+    rows = rows_without_crossings(spans, lane)
+    height = 0.8 / len(rows)
+    for index, row in enumerate(rows):
+        bottom = y - 0.4 + index * height
+        bars: dict[str, list[tuple[float, float]]] = {}
+        for span in row:
+            bars.setdefault(color(span), []).append((span.start_seconds - zero, span.seconds))
+        for face, times in bars.items():
+            axes.broken_barh(times, (bottom, height), facecolor=face, linewidth=0)
+    if lane == COMPUTE:
+        times = [(start - zero, end - start) for start, end in stalls(spans)]
+        axes.broken_barh(times, (y - 0.4, 0.8), **STANDS_STILL)
+
+
+def legend(by_rank: Mapping[str, list[Span]]) -> list[Any]:
+    """A patch for each colour that occurs, and what hatching means."""
+    from matplotlib.patches import Patch
+
+    spans = [span for spans in by_rank.values() for span in spans if span.lane != STEP]
+    lanes = sorted_lanes(spans)
+    names = {name: PHASES[name] for name in PHASES if any(s.name == name and s.lane == COMPUTE for s in spans)}
+    names |= {lane: COLORS.get(lane, OTHER) for lane in lanes if lane != COMPUTE}
+    still = Patch(label="compute stands still", **STANDS_STILL)
+    return [*(Patch(facecolor=face, label=name) for name, face in names.items()), still]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
