@@ -150,8 +150,17 @@ class MeshAxis:
 
 
 def make_groups(partition: Iterable[tuple[int, ...]], name: str) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A new process group for each part; every rank calls this with the same parts in the same order."""
-    return {ranks: dist.new_group(list(ranks), group_desc=name) for ranks in partition}
+    """A new process group for each part, whose rank i is the part's i-th rank.
+
+    Every rank calls this with the same parts in the same order. Parts that do not ascend need torch 2.13's new_group.
+    """
+    groups = {}
+    for ranks in partition:
+        if list(ranks) == sorted(ranks):
+            groups[ranks] = dist.new_group(list(ranks), group_desc=name)
+        else:
+            groups[ranks] = dist.new_group(list(ranks), group_desc=name, sort_ranks=False)
+    return groups
 
 
 # torch 2.13 renamed these two; 2.11 and 2.12 have only the old names.

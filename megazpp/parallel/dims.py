@@ -8,12 +8,13 @@
 | cross     | the part of shard across nodes                | the slow hop, once per optimizer step     |
 | replicate | hold equal copies (HSDP, ZeRO-0)              | reduced gradients, once per optimizer step|
 
-A rank's index along shard is cross index x local size + local index. Each rank is in exactly one group per axis and
-the number of groups does not grow with the model.
+A rank's index along shard is cross index x local size + local index. Each rank is in exactly one group per axis, every
+group is made once, by all ranks in the same order, and the number of groups does not grow with the model.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,8 @@ from megazpp.parallel.axis import MeshAxis, TrafficCounter, make_groups
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
+
+MESH_AXES = ("replicate", "shard", "tp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,7 @@ class ParallelConfig:
     num_distributed_optimizer_instances: int = flag(
         1, "copies of the sharded model (HSDP): shard inside a copy, all-reduce gradients between copies"
     )
-    hsdp: bool = flag(False, "one copy of the sharded model per node")
+    hsdp: bool = flag(False, "one copy of the sharded model per node (per NVLink domain, where that is larger)")
 
 
 def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int) -> Layout:
@@ -57,18 +60,34 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int) -> L
         if degree != 1:
             raise ValueError(f"{name} {degree} is not supported: only 1 is")
     instances = config.num_distributed_optimizer_instances
-    if config.hsdp and instances not in (1, cluster.num_nodes):
+    tp = config.tensor_model_parallel_size
+    if config.hsdp and instances not in (1, cluster.num_islands):
         raise ValueError(
-            f"--hsdp makes one copy per node ({cluster.num_nodes}), --num-distributed-optimizer-instances "
+            f"--hsdp makes one copy per node ({cluster.num_islands}), --num-distributed-optimizer-instances "
             f"asks for {instances}"
         )
-    replicas = cluster.num_nodes if config.hsdp else instances
+    if config.hsdp and tp > cluster.island_size:
+        raise ValueError(
+            f"--hsdp makes one copy per node of {cluster.island_size} ranks, and --tensor-model-parallel-size {tp} "
+            "spreads a copy over several"
+        )
+    replicas = cluster.num_islands if config.hsdp else instances
     if zero_stage == 0:
         if replicas != 1:
             asked = "--hsdp" if config.hsdp else f"--num-distributed-optimizer-instances {instances}"
             raise ValueError(f"{asked} needs --zero-stage 1 or more: stage 0 shards nothing")
-        replicas = cluster.world_size // config.tensor_model_parallel_size
-    return plan_layout(cluster, tp=config.tensor_model_parallel_size, replicas=max(replicas, 1))
+        replicas = cluster.world_size // max(tp, 1)
+    layout = plan_layout(cluster, tp=tp, replicas=max(replicas, 1))
+    if not layout.groups_ascend and not _can_order_groups():
+        raise ValueError(
+            f"ranks are placed in an order for which torch {torch.__version__} cannot make process groups (its "
+            "new_group has no sort_ranks); use torch 2.13, or have the launcher number the ranks node by node"
+        )
+    return layout
+
+
+def _can_order_groups() -> bool:
+    return "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
 class ParallelDims:
@@ -85,9 +104,7 @@ class ParallelDims:
     def __init__(self, layout: Layout, *, device_type: str) -> None:
         self.layout = layout
         self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
-        shape = (layout.replicate, layout.shard, layout.tp)
-        ranks = torch.arange(layout.cluster.world_size).view(shape)
-        self.mesh = DeviceMesh(device_type, ranks, mesh_dim_names=("replicate", "shard", "tp"))
+        self.mesh = _make_mesh(layout, device_type)
         self.tp, self.shard, self.replicate = (
             self._axis(name, self.mesh.get_group(name)) for name in ("tp", "shard", "replicate")
         )
@@ -116,12 +133,14 @@ class ParallelDims:
         )
 
     def _part_of_shard(self, name: str) -> dist.ProcessGroup:
-        """The group of the local or the cross axis: shard's own where the other axis has one rank."""
+        """The group of the local or the cross axis.
+
+        Shard's own where nothing runs in the axis's lane: it has one rank, or no rank is on another node.
+        """
         mine = self.layout.axis_ranks(name, dist.get_rank())
-        if len(mine) in (1, self.layout.shard):
+        if len(mine) == 1 or self.layout.cross == 1:
             return self.mesh.get_group("shard")
-        world = range(self.layout.cluster.world_size)
-        return make_groups(dict.fromkeys(self.layout.axis_ranks(name, rank) for rank in world), name)[mine]
+        return make_groups(self.layout.axis_groups(name), name)[mine]
 
     @property
     def data_mesh(self) -> DeviceMesh:
@@ -140,3 +159,13 @@ class ParallelDims:
     def sum_over_data_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` in place over all data ranks."""
         return self.replicate.all_reduce_(self.shard.all_reduce_(x))
+
+
+def _make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The mesh whose groups number their ranks as the axes do; FSDP2 takes shard indices from its group's ranks."""
+    ranks = torch.tensor(layout.mesh_ranks()).view([layout.axis_size(axis) for axis in MESH_AXES])
+    if layout.groups_ascend:
+        return DeviceMesh(device_type, ranks, mesh_dim_names=MESH_AXES)  # it sorts the ranks of its groups
+    rank = dist.get_rank()
+    groups = [make_groups(layout.axis_groups(axis), axis)[layout.axis_ranks(axis, rank)] for axis in MESH_AXES]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=MESH_AXES)

@@ -71,6 +71,13 @@ class Layout:
         """All ranks in the order of a mesh [replicate, shard, tp]."""
         return self.cluster.order or tuple(range(self.cluster.world_size))
 
+    @property
+    def groups_ascend(self) -> bool:
+        """Whether the ranks of every group ascend in axis order, as torch's process groups have them by default."""
+        if self.cluster.is_block_order:
+            return True
+        return all(list(group) == sorted(group) for axis in AXES for group in self.axis_groups(axis))
+
     def link(self, axis: str, rank: int) -> LinkKind:
         """What connects `rank` with its successor in the ring of `axis`."""
         stride, size = self._stride_and_size(axis)

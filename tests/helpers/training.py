@@ -68,6 +68,7 @@ class Case:
     micro_batches: int = 1
     replicas: int = 1
     nodes: int = 1
+    order: tuple[int, ...] | None = None
     steps: int = 10
     documents: bool = False
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -120,7 +121,7 @@ def train_plain(case: Case) -> dict[str, list[float]]:
 
 def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
     world = torch.distributed.get_world_size()
-    cluster = Cluster(num_nodes=case.nodes, ranks_per_node=world // case.nodes)
+    cluster = Cluster(num_nodes=case.nodes, ranks_per_node=world // case.nodes, order=case.order)
     config = ParallelConfig(tensor_model_parallel_size=case.tp, num_distributed_optimizer_instances=case.replicas)
     dims = ParallelDims(plan_dims(config, cluster, zero_stage=case.stage), device_type="cpu")
     seed_everything(case.seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
