@@ -1,0 +1,122 @@
+"""The table of what the steps sent: counted rows, ZeRO-3's formula held against counted ZeRO-3, the text."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.training import LLAMA_STYLE, Case, build_step
+
+from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import plan_layout
+from megazpp.training.traffic import (
+    TrafficRow,
+    Zero3Traffic,
+    collect_traffic,
+    traffic_summary,
+    traffic_table,
+    zero3_traffic,
+)
+from megazpp.zero.precision import PrecisionConfig
+
+CPU = torch.device("cpu")
+ROWS = [
+    TrafficRow("all_gather", "local", "local", 24, 1_500_000),
+    TrafficRow("all_gather", "cross", "cross", 6, 300_000),
+    TrafficRow("all_to_all", "cross", "cross", 6, 200_000),
+]
+ZERO3 = Zero3Traffic(400, 800, 12, 6_000_000, "a formula")
+
+
+def send_some() -> list[TrafficRow]:
+    """Rank 0 sends more than the others inside its node; the cross axis is used by rank 0 and its peer only."""
+    cluster = Cluster(num_nodes=2, ranks_per_node=2)
+    dims = ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu")
+    dims.local.all_gather(torch.zeros(8, dtype=torch.uint8))
+    if dims.local.rank == 0:
+        dims.cross.all_to_all(torch.zeros(2, 50, dtype=torch.uint8))
+        dims.cross.all_to_all(torch.zeros(2, 50, dtype=torch.uint8))
+    if dims.world.rank == 0:
+        dims.local.count("all_gather", 100)
+    return collect_traffic(dims, CPU)
+
+
+def test_rows_are_the_most_calls_of_a_rank_and_the_mean_bytes_of_a_node_on_every_rank():
+    local = TrafficRow("all_gather", "local", "local", 2, (4 * 8 + 100) // 2)
+    cross = TrafficRow("all_to_all", "cross", "cross", 2, 2 * 2 * 50 // 2)
+    assert ranks(4).run(send_some) == [[local, cross]] * 4
+
+
+def zero3_steps(case: Case) -> tuple[int, Any]:
+    """Bytes per node that two steps of ZeRO-3 put between nodes for shards, and what the formula says."""
+    step, dims = build_step(case)
+    size = case.global_batch // dims.data_size // case.micro_batches
+    for index in range(2):
+        batches = [case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(2)]
+        step(batches, learning_rate=1e-3, weight_decay=0.0)
+    rows = collect_traffic(dims, CPU)
+    shards = sum(
+        row.sent_bytes
+        for row in rows
+        if row.wire == "cross" and row.axis == "shard" and row.collective in ("all_gather", "reduce_scatter")
+    )
+    return shards, zero3_traffic(step.sharding.shard_elements, dims, case.precision, 2 * case.micro_batches)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("precision", [PrecisionConfig(), PrecisionConfig(bf16=True)], ids=["fp32", "bf16"])
+def test_the_formula_for_zero3_is_what_a_run_of_zero3_is_counted_to_send(tp: int, precision: PrecisionConfig):
+    """Exactly; a ring's (W - 1) / W is rounded down once per collective."""
+    case = Case(nodes=2, tp=tp, micro_batches=2, model=LLAMA_STYLE, precision=precision)
+    for counted, formula in ranks(4).run(zero3_steps, case):
+        assert counted == pytest.approx(formula.cross_bytes, abs=64)
+        assert counted > 100_000
+
+
+def dims_of(nodes: int, per_node: int, *, tp: int = 1, replicas: int = 1) -> Any:
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=per_node)
+    return SimpleNamespace(layout=plan_layout(cluster, tp=tp, replicas=replicas))
+
+
+def test_zero3_s_figure_by_hand():
+    """2 nodes x 4 ranks, tp 2, 100 elements on each: 800 elements, 4 data ranks, 3 micro-batches."""
+    precision = PrecisionConfig(bf16=True)  # weights 2 bytes, gradients reduced in 4
+    zero3 = zero3_traffic(100, dims_of(2, 4, tp=2), precision, 3)
+    assert zero3 == (1600, 3200, 3, 3 * (2 * 1600 + 3200) * 3 // 4, zero3.formula)
+    assert "W = 4 data ranks, k = 3 micro-batches in all, M_w = 0.002 MB of weights" in zero3.formula
+
+
+@pytest.mark.parametrize(("nodes", "replicas"), [(1, 1), (2, 2)])
+def test_without_traffic_between_nodes_there_is_nothing_to_compare(nodes: int, replicas: int):
+    assert zero3_traffic(100, dims_of(nodes, 4, replicas=replicas), PrecisionConfig(), 3) is None
+    assert traffic_summary(ROWS, None)["zero3"] is None
+
+
+def test_the_table_is_aligned_and_ends_with_the_comparison():
+    assert traffic_table(ROWS, ZERO3).splitlines() == [
+        "collective  axis   wire   calls  MB sent per node",
+        "all_gather  local  local  24     1.500",
+        "all_gather  cross  cross  6      0.300",
+        "all_to_all  cross  cross  6      0.200",
+        "between nodes: 0.500 MB per node; ZeRO-3 would have sent 6.000 MB, 12.0 times as much: a formula",
+    ]
+    assert traffic_table(ROWS[:1], None).splitlines()[-1] == "all_gather  local  local  24     1.500"
+    assert traffic_table(ROWS[:1], ZERO3).splitlines()[-1] == (
+        "between nodes: 0.000 MB per node; ZeRO-3 would have sent 6.000 MB: a formula"
+    )
+
+
+def test_the_summary_has_the_rows_and_the_comparison_by_name():
+    summary = traffic_summary(ROWS, ZERO3)
+    assert summary["traffic"][2] == {
+        "collective": "all_to_all",
+        "axis": "cross",
+        "wire": "cross",
+        "calls": 6,
+        "sent_bytes": 200_000,
+    }
+    assert summary["zero3"]["cross_bytes"] == 6_000_000
