@@ -23,8 +23,8 @@ class Link(NamedTuple):
     source: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.gigabytes_per_second:g} GB/s"
-        return text if self.microseconds is None else f"{text}, {self.microseconds:g} us"
+        text = f"{self.gigabytes_per_second:.4g} GB/s"
+        return text if self.microseconds is None else f"{text}, {self.microseconds:.4g} us"
 
 
 class Links(NamedTuple):
@@ -42,3 +42,10 @@ class Links(NamedTuple):
 
     def get(self, kind: LinkKind) -> Link | None:
         return self[LINK_KINDS.index(kind)]
+
+    def describe(self) -> str:
+        """One line for the log: each figure with its source."""
+        known = [(kind, link) for kind in LINK_KINDS if (link := self.get(kind)) is not None]
+        return "links: " + (
+            "; ".join(f"{kind} {link} ({link.source or 'no source given'})" for kind, link in known) or "none known"
+        )
