@@ -4,8 +4,8 @@
     python pretrain_gpt.py @configs/gpt_125m.args --lr 3e-4     flags from a file; what comes later wins
     torchrun --nproc-per-node 8 pretrain_gpt.py @configs/...    workers that torchrun (or srun) has started
 
-Parse and check everything, start the workers, then in each worker: axes, tokenizer, data, model, optimizer, training,
-evaluation, a sample of text, and where everything went.
+Parse and check everything, start the workers, then in each worker: the cluster as it is, axes, tokenizer, data, model,
+optimizer, training, evaluation, a sample of text, and where everything went.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import EXIT_USER_ERROR, find_place, launch_workers, launched_rank
+from megazpp.parallel.links import measure_links
+from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import UserError, Worker, run_worker, seed_everything, user_errors
 from megazpp.topology.cluster import detect_cluster
 from megazpp.training.console import Console
@@ -43,7 +45,7 @@ from megazpp.training.step import TrainStep
 from megazpp.training.step_timeline import StepTimeline
 from megazpp.training.tracking import Tracker, open_sinks
 from megazpp.training.traffic import zero3_traffic
-from megazpp.zero.config import plan_wire, wire_backends
+from megazpp.zero.config import wire_backends
 
 HERE = Path(__file__).resolve().parent
 
@@ -75,9 +77,17 @@ def main() -> int:
 def pretrain(parsed: ParsedRun, plan: RunPlan, worker: Worker) -> None:
     """One worker's whole run; rank 0 records it."""
     with user_errors():
+        plan = plan_again(parsed.config, plan, worker)
         tracker = open_tracker(parsed, worker) if worker.rank == 0 else None
     with tracker or contextlib.nullcontext():
         build_and_train(parsed, plan, worker, tracker)
+
+
+def plan_again(config: RunConfig, plan: RunPlan, worker: Worker) -> RunPlan:
+    """The plan for the cluster as its ranks find it, which may be another than the launcher's environment promised."""
+    tp = config.parallel.tensor_model_parallel_size
+    cluster = settle_cluster(worker, config.cluster, plan.layout.cluster, tp=tp)
+    return check_run_config(config, cluster, device_type=worker.device.type)
 
 
 def build_and_train(parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: Tracker | None) -> None:
@@ -86,6 +96,8 @@ def build_and_train(parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: T
     console = Console(enabled=worker.rank == 0)
     dims = ParallelDims(plan.layout, device_type=device.type)
     seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+    if config.cluster.measure_links:
+        plan = plan.with_links(measure_links(dims, device, announce=console.say))
     introduce(console, parsed, plan, worker)
     with user_errors():
         tokenizer = build_tokenizer(config.tokenizer, config.data, announce=console.say)
@@ -175,10 +187,12 @@ def introduce(console: Console, parsed: ParsedRun, plan: RunPlan, worker: Worker
     for notice in (*parsed.notices, *plan.notices):
         console.say(f"note: {notice}")
     console.say(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
-    wire, device_type = plan_wire(config.zero, layout), worker.device.type
-    console.say(wire.describe())
+    if layout.cluster.links is not None:
+        console.say(layout.cluster.links.describe())
+    console.say(plan.wire.describe())
+    device_type = worker.device.type
     rows = [*optimizer_backends(config.optimizer, device_type), *model_backends(config.model, layout.tp)]
-    console.say(backend_table([*rows, *wire_backends(wire, device_type)]))
+    console.say(backend_table([*rows, *wire_backends(plan.wire, device_type)]))
 
 
 def describe_run(config: RunConfig, plan: RunPlan, tokenizer: Tokenizer, worker: Worker) -> RunShape:

@@ -27,14 +27,16 @@ from megazpp.optim.optimizer import OptimizerConfig, check_optimizer
 from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
 from megazpp.parallel.dims import ParallelConfig, plan_dims
 from megazpp.parallel.launch import LaunchConfig
+from megazpp.parallel.nccl import NcclConfig, check_nccl
 from megazpp.topology.cluster import Cluster, ClusterConfig
 from megazpp.topology.layout import Layout
+from megazpp.topology.links import Links
 from megazpp.training.batches import BatchConfig, BatchPlan, plan_batches
 from megazpp.training.evaluate import EvalConfig
 from megazpp.training.loop import LoopConfig
 from megazpp.training.step_timeline import TimelineConfig, check_timeline
 from megazpp.training.tracking import TrackingConfig, check_tracking
-from megazpp.zero.config import ZeroConfig, plan_wire, wire_backends
+from megazpp.zero.config import WirePlan, ZeroConfig, plan_wire, wire_backends
 from megazpp.zero.precision import PrecisionConfig
 
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
@@ -55,6 +57,7 @@ class RunConfig:
     parallel: ParallelConfig
     zero: ZeroConfig
     cluster: ClusterConfig
+    nccl: NcclConfig
     launch: LaunchConfig
     loop: LoopConfig
     evaluation: EvalConfig
@@ -140,13 +143,21 @@ class RunPlan(NamedTuple):
     """What follows from a config and a cluster before anything is made; `notices` are lines to show the user."""
 
     layout: Layout
+    wire: WirePlan
     batches: BatchPlan
     schedule: Schedule
     notices: tuple[str, ...]
 
+    def with_links(self, links: Links) -> RunPlan:
+        """The same plan on a cluster whose links are known now."""
+        cluster = dataclasses.replace(self.layout.cluster, links=links)
+        return self._replace(layout=dataclasses.replace(self.layout, cluster=cluster))
+
 
 def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -> RunPlan:
-    """Check everything that can be checked before a process group exists, and return what the checks worked out.
+    """Check everything that can be checked before anything is made, and return what the checks worked out.
+
+    Called twice: with the cluster that flags and launcher describe, before workers start, and with what they find.
 
     Args:
         cluster: the nodes and ranks that the job has or will have.
@@ -159,6 +170,7 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
     _check_positive("--distributed-timeout-minutes", config.launch.distributed_timeout_minutes)
     check_data(config.data)
     check_tracking(config.tracking)
+    check_nccl(config.nccl)
     layout = _check_parallel(config, cluster)
     tp_size, seq_length = layout.tp, config.data.seq_length
     assert seq_length is not None
@@ -182,8 +194,8 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
     )
     wire = plan_wire(config.zero, layout)
     wire_backends(wire, device_type)  # refuses a device that cannot quantize
-    notices += wire.notices
-    return RunPlan(layout, batches, schedule, (*cluster.notices, *notices))
+    notices = (*cluster.notices, *layout.notices, *notices, *wire.notices)
+    return RunPlan(layout, wire, batches, schedule, notices)
 
 
 def _check_required(config: RunConfig) -> None:
@@ -218,7 +230,7 @@ def _check_positive(name: str, value: int | None) -> None:
 
 
 def _check_parallel(config: RunConfig, cluster: Cluster) -> Layout:
-    if config.parallel.hsdp and cluster.num_nodes == 1:
+    if config.parallel.hsdp and cluster.num_islands == 1:
         raise ValueError("--hsdp makes one copy of the model per node, and there is only one node")
     if config.zero.use_distributed_optimizer and config.zero.stage == 0:
         raise ValueError("--use-distributed-optimizer shards the moments, --zero-stage 0 shards nothing")

@@ -56,11 +56,13 @@ def user_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """What a worker has once the process group stands."""
+    """What a worker has once the process group stands; `store` is the group's."""
 
     device: torch.device
     rank: int
     world_size: int
+    local_rank: int
+    store: dist.Store
 
 
 def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None]) -> NoReturn:
@@ -86,7 +88,7 @@ def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        main(Worker(device=device, rank=rank, world_size=world_size))
+        main(Worker(device=device, rank=rank, world_size=world_size, local_rank=place.local_rank, store=store))
         dist.barrier()
     except BaseException as error:
         leave(_report_once(error, store, rank))

@@ -1,0 +1,101 @@
+"""What NCCL is asked for, axis by axis: who may interrupt, and how many SMs communication may take from the matmuls.
+
+Each process group has a CUDA stream of its own, so the cross hops run beside everything else; beside, not before:
+
+| axis  | stream        | channels | because                                                                        |
+|-------|---------------|----------|--------------------------------------------------------------------------------|
+| tp    | high priority | NCCL's   | the next matmul waits for it, several times per layer                          |
+| local | high priority | NCCL's   | just in time for the next layer                                                |
+| cross | normal        | limited  | has a whole step's time; must not take SMs from matmuls for as long as it runs |
+| others| normal        | NCCL's   | plain ZeRO's ring over all data ranks, all-reduces between copies              |
+
+Where all data ranks share an island, the shard axis is the local one and is treated like it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from megazpp.flags import flag
+from megazpp.topology.layout import Layout
+
+MOST_CTAS = 64  # of NCCL 2.25 and newer; 32 before
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclConfig:
+    """NCCL: priority and channels of the process groups (no effect on gloo)
+
+    A CTA of NCCL's is a channel and occupies an SM for as long as its collective runs; NCCL takes up to 32 or 64 of the
+    132 SMs of an H100. A rank's share of the network is a small part of NVLink's rate (50 GB/s for an adapter of
+    400 Gbit/s, 450 GB/s for NVLink), so the cross axis gets a small part of the CTAs: 8, six in a hundred SMs. That is
+    an argument, not a measurement: with more than one fast adapter per GPU try 16, and --measure-links shows what the
+    cross axis reaches.
+    """
+
+    nccl_high_priority: bool = flag(
+        True, "streams of high priority for tensor-parallel and node-local groups: their kernels start first"
+    )
+    nccl_cross_max_ctas: int | None = flag(
+        8, "SMs that a collective between nodes may occupy; more may be faster and takes them from the matmuls"
+    )
+    nccl_cross_min_ctas: int | None = flag(None, "SMs that a collective between nodes takes at least (NCCL decides)")
+    nccl_cross_cga_cluster_size: int | None = flag(
+        None, "thread blocks per cluster of collectives between nodes, 0 to 8, on Hopper and newer (NCCL decides)"
+    )
+
+
+class GroupSettings(NamedTuple):
+    """What one axis's groups ask of NCCL; None: NCCL decides."""
+
+    high_priority: bool = False
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+    cga_cluster_size: int | None = None
+
+
+def check_nccl(config: NcclConfig) -> None:
+    """
+    Raises:
+        ValueError: a value that NCCL refuses, by the flag's name.
+    """
+    least, most, cluster = config.nccl_cross_min_ctas, config.nccl_cross_max_ctas, config.nccl_cross_cga_cluster_size
+    for name, value in (("--nccl-cross-min-ctas", least), ("--nccl-cross-max-ctas", most)):
+        if value is not None and not 1 <= value <= MOST_CTAS:
+            raise ValueError(f"{name} {value} is not a number from 1 to {MOST_CTAS}")
+    if least is not None and most is not None and least > most:
+        raise ValueError(f"--nccl-cross-min-ctas {least} is more than --nccl-cross-max-ctas {most}")
+    if cluster is not None and not 0 <= cluster <= 8:
+        raise ValueError(f"--nccl-cross-cga-cluster-size {cluster} is not a number from 0 to 8")
+
+
+def group_settings(axis: str, layout: Layout, config: NcclConfig) -> GroupSettings:
+    """What the groups of `axis` ask for: the table at the top."""
+    if axis in ("tp", "local") or (axis == "shard" and layout.cross == 1):
+        return GroupSettings(high_priority=config.nccl_high_priority)
+    if axis == "cross":
+        return GroupSettings(
+            min_ctas=config.nccl_cross_min_ctas,
+            max_ctas=config.nccl_cross_max_ctas,
+            cga_cluster_size=config.nccl_cross_cga_cluster_size,
+        )
+    return GroupSettings()
+
+
+def nccl_options(settings: GroupSettings, timeout: timedelta | None) -> Any:
+    """`settings` for torch: a new ProcessGroupNCCL.Options, which one group may use up.
+
+    Only where torch is built with NCCL.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=settings.high_priority)
+    if timeout is not None:
+        options._timeout = timeout  # torch warns where this differs from the group's
+    for name in ("min_ctas", "max_ctas", "cga_cluster_size"):
+        value = getattr(settings, name)
+        if value is not None:
+            setattr(options.config, name, value)
+    return options

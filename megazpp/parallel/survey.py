@@ -1,0 +1,122 @@
+"""The cluster as its ranks find it: each describes its host, the first one puts the answers together.
+
+The launcher's environment is enough to refuse wrong flags before workers start; where the ranks really are, and what
+joins their GPUs, only they can say. They say it through the process group's store, which works also while ranks
+disagree about devices and back ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megazpp.parallel.nvml import describe_gpu
+from megazpp.parallel.worker import Worker
+from megazpp.topology.cluster import Cluster, ClusterConfig, detect_cluster
+from megazpp.topology.hosts import HostInfo, Nic, cluster_from_hosts, describe_hosts
+from megazpp.topology.parts import known_links
+
+PCI_ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
+
+def settle_cluster(worker: Worker, config: ClusterConfig, announced: Cluster, *, tp: int) -> Cluster:
+    """The cluster to plan for: as the flags describe it, else as the ranks find it; all ranks return the same.
+
+    Args:
+        announced: what `detect_cluster` made of flags and the launcher's environment.
+        tp: the tensor-parallel degree, for --emulate-nodes auto.
+    Raises:
+        ValueError: on all ranks, what is wrong with a host.
+    """
+    if config.cluster_file is not None or isinstance(config.emulate_nodes, int):
+        return announced
+    info = describe_host(worker.local_rank, worker.device)
+    found = share_survey(worker.store, worker.rank, worker.world_size, info)
+    if config.emulate_nodes == "auto" and found.num_nodes == 1:
+        return detect_cluster(worker.world_size, config, {}, tp=tp)
+    return found
+
+
+def share_survey(store: dist.Store, rank: int, world_size: int, info: HostInfo) -> Cluster:
+    """Every rank brings its `info` and gets the cluster that rank 0 makes of all of them.
+
+    Raises:
+        ValueError: on all ranks, with the same words.
+    """
+    store = dist.PrefixStore("megazpp/survey", store)
+    store.set(f"host/{rank}", pickle.dumps(info))  # type: ignore[arg-type]  # bytes are fine
+    if rank == 0:
+        infos = [pickle.loads(store.get(f"host/{other}")) for other in range(world_size)]
+        store.set("cluster", pickle.dumps(_put_together(infos)))  # type: ignore[arg-type]
+    cluster = pickle.loads(store.get("cluster"))
+    if isinstance(cluster, ValueError):
+        raise cluster
+    return cluster
+
+
+def _put_together(infos: Sequence[HostInfo]) -> Cluster | ValueError:
+    try:
+        cluster = cluster_from_hosts(infos)
+    except ValueError as error:
+        return error
+    notices = dict.fromkeys(info.notice for info in infos if info.notice)
+    return dataclasses.replace(cluster, links=known_links(infos, cluster), notices=(describe_hosts(infos), *notices))
+
+
+def describe_host(local_rank: int, device: torch.device, *, root: Path = Path("/")) -> HostInfo:
+    """This process's machine; the GPU only where collectives use it (over gloo no byte takes NVLink).
+
+    Args:
+        root: where /proc and /sys are.
+    """
+    described = describe_gpu(device) if device.type == "cuda" and dist.get_backend() == "nccl" else None
+    gpu = described.gpu._replace(numa_node=_numa_node(root, described.gpu.pci)) if described is not None else None
+    namespace = root / "proc/self/ns/net"
+    return HostInfo(
+        host=socket.gethostname(),
+        boot_id=_read(root / "proc/sys/kernel/random/boot_id"),
+        network_namespace=namespace.stat().st_ino if namespace.exists() else 0,
+        local_rank=local_rank,
+        gpu=gpu,
+        nics=find_nics(root),
+        notice=described.notice if described is not None else "",
+    )
+
+
+def find_nics(root: Path = Path("/")) -> tuple[Nic, ...]:
+    """The network adapters that are up and sit on the PCI bus; one that is both InfiniBand and Ethernet counts once."""
+    found: dict[str, Nic] = {}
+    for entry in sorted(root.glob("sys/class/infiniband/*")):
+        state, rate = (_read(entry / "ports/1" / name) for name in ("state", "rate"))  # "4: ACTIVE", "400 Gb/sec (...)"
+        if "ACTIVE" in state:
+            _add_nic(found, root, entry, float((rate.split() or ["0"])[0]))
+    for entry in sorted(root.glob("sys/class/net/*")):
+        if _read(entry / "operstate") == "up":
+            _add_nic(found, root, entry, max(0.0, float(_read(entry / "speed") or 0)) / 1e3)  # Mbit/s, -1: unknown
+    return tuple(found.values())
+
+
+def _add_nic(found: dict[str, Nic], root: Path, entry: Path, gigabits_per_second: float) -> None:
+    addresses = PCI_ADDRESS.findall(str((entry / "device").resolve())) if (entry / "device").exists() else []
+    if addresses and addresses[-1] not in found:
+        numa_node = _numa_node(root, addresses[-1])
+        found[addresses[-1]] = Nic(entry.name, addresses[-1], numa_node, gigabits_per_second)
+
+
+def _numa_node(root: Path, pci: str) -> int:
+    return int(_read(root / "sys/bus/pci/devices" / pci / "numa_node") or -1) if pci else -1
+
+
+def _read(path: Path) -> str:
+    """The text of a file of the kernel's; empty where there is none or it has no answer (a link that is down)."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
