@@ -134,14 +134,14 @@ class EmulatedCluster:
     def _make(self) -> None:
         bridge = f"{self._prefix}br"
         names = [f"127.0.0.1 localhost {socket.gethostname()}"]
-        hosts = "\n".join([*names, *(f"{_address(node)} node{node}" for node in range(self.nodes)), ""])
+        names += [f"{form}{_address(node)} node{node}" for node in range(self.nodes) for form in ("", "::ffff:")]
         _run("ip", "link", "add", bridge, "type", "bridge")
         _run("ip", "link", "set", bridge, "up")
         for node in range(self.nodes):
             space, inner, outer = (f"{self._prefix}{kind}{node}" for kind in "nvb")
             _run("ip", "netns", "add", space)
             (ETC_NETNS / space).mkdir(parents=True)
-            (ETC_NETNS / space / "hosts").write_text(hosts)
+            (ETC_NETNS / space / "hosts").write_text("\n".join(names) + "\n")
             _run("ip", "link", "add", inner, "netns", space, "type", "veth", "peer", "name", outer)
             _run("ip", "link", "set", outer, "master", bridge, "up")
             # no IPv6: its neighbour discovery would be traffic of nobody's
