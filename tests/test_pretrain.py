@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 from helpers.program import ROOT, Program, run_program
 
+from megazpp.training.chrome_trace import read_chrome_trace
+
 # fmt: off
 MAIN_JOB = [
     "@configs/gpt_tiny.args", "--train-iters", "6", "--log-interval", "2", "--eval-interval", "4", "--eval-iters", "1",
@@ -81,7 +83,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 @pytest.fixture(scope="module")
 def main_job(home: Home) -> Run:
-    run = home.pretrain(*MAIN_JOB, run="main")
+    run = home.pretrain(*MAIN_JOB, "--timeline-step", "3", run="main")
     assert run.code == 0, run.output
     return run
 
@@ -97,6 +99,7 @@ def test_the_main_job_says_what_runs_and_what_came_out(main_job: Run, home: Home
         "training a SentencePiece tokenizer of 2048 pieces",
         "no MFU: the peak of CPU in this precision is not known",
         "validation loss at iteration 4 | lm loss value: ",
+        "timeline of step 3: ",
         "trained 6 iterations in ",
         "of the time waiting for data",
         "; unigram entropy of the validation text: ",
@@ -164,6 +167,18 @@ def test_args_json_holds_every_flag_s_value(main_job: Run):
     assert len(values) > 100
 
 
+def test_the_timeline_is_a_trace_of_both_ranks_and_lasts_as_long_as_the_step(main_job: Run):
+    by_rank = read_chrome_trace(main_job.folder / "timeline.json")
+    assert list(by_rank) == ["rank 0, node 0", "rank 1, node 1"]
+    for spans in by_rank.values():
+        (whole,) = (span for span in spans if span.lane == "step")
+        assert whole.name == "step 3"
+        inside = [span for span in spans if span.lane == "compute"]
+        assert {span.name for span in inside} == {"forward", "backward", "norm", "optimizer"}
+        assert 0.5 < sum(span.seconds for span in inside) / whole.seconds <= 1
+        assert {span.name for span in spans if span.lane == "shard"} == {"all_gather", "reduce_scatter", "all_reduce"}
+
+
 @pytest.fixture(scope="module")
 def repeated(main_job: Run, home: Home) -> tuple[Run, bytes]:
     """The main job again, from the flag file it left, in the same folder, with wandb; and the old metrics."""
@@ -180,6 +195,7 @@ def test_a_run_folder_used_again_loses_nothing(repeated: tuple[Run, bytes]):
     assert json.loads((run.folder / "args.1.json").read_text())["wandb_project"] == ""
     assert json.loads((run.folder / "args.json").read_text())["wandb_project"] == "a-project"
     assert (run.folder / "summary.1.json").exists()
+    assert (run.folder / "timeline.1.json").exists()
     assert run.summary["final_loss"] == run.metrics[-1]["lm_loss"]
 
 
@@ -308,6 +324,7 @@ def test_wrong_flags_are_refused_in_one_line_each_before_anything_is_written(tmp
         ("--text-path missing.txt", "--text-path missing.txt"),
         ("--fp16 --bf16", "--fp16"),
         ("--log-interval 0", "--log-interval 0"),
+        ("--timeline-step 9 --train-iters 8", "--timeline-step 9"),
         ("@missing.args", "missing.args"),
     ],
 )

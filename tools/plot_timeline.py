@@ -62,7 +62,7 @@ def plot(by_rank: Mapping[str, list[Span]], out: Path) -> None:
     try:
         from matplotlib.figure import Figure  # optional
     except ImportError as error:
-        raise ValueError("drawing needs matplotlib (pip install 'megazpp[plot]')") from error
+        raise ValueError("drawing needs matplotlib, which is not installed (pip install matplotlib)") from error
 
     zero = min(span.start_seconds for spans in by_rank.values() for span in spans)
     end = max(span.end_seconds for spans in by_rank.values() for span in spans) - zero

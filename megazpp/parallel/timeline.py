@@ -7,6 +7,8 @@ recorded a span costs less than a microsecond.
 On the CPU a span is two readings of the monotonic clock. On CUDA it is a pair of events on the current stream, turned
 into seconds when the recording stops: work that is launched but not waited for ends where the stream ends it.
 
+FSDP2's own all-reduce between replicas (HSDP) does not pass through an axis and is not seen.
+
 All times are seconds of this host's monotonic clock (CLOCK_MONOTONIC on Linux), which its processes and containers
 share, so ranks of one host can be compared as they are. Hosts are aligned by the end of a barrier, see `align`.
 """
@@ -72,10 +74,10 @@ class Timeline:
         self._recording = _CudaRecording() if self.device_type == "cuda" else _ClockRecording()
 
     def stop(self) -> list[Span]:
-        """The spans that have ended since `start()`, by their beginning; waits for the device on CUDA."""
+        """The spans that have ended since `start()`, by their beginning, outer ones first; on CUDA waits for it."""
         recording, self._recording = self._recording, None
         assert recording is not None, "not recording"
-        return sorted(recording.spans(), key=lambda span: span.start_seconds)
+        return sorted(recording.spans(), key=lambda span: (span.start_seconds, -span.seconds))
 
 
 class _ClockRecording:

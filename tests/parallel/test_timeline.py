@@ -116,6 +116,47 @@ def test_on_cuda_a_span_lasts_as_long_as_the_work_on_its_stream():
     assert spans["wait"].start_seconds == pytest.approx(spans["compute"].end_seconds, abs=1e-3)
 
 
+class FakeEvent:
+    """A CUDA event of a device whose clock is `now` milliseconds."""
+
+    now = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = FakeEvent.now
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return later.at - self.at
+
+
+def test_times_of_the_device_are_tied_to_the_clock_by_one_event_and_a_stream_of_its_own_does_not_block(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    stream, synchronized = ["compute"], []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[-1])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronized.append(FakeEvent.now))
+    FakeEvent.now, timeline = 5000.0, Timeline("cuda")
+    timeline.start()
+    started = time.perf_counter()
+    FakeEvent.now = 5100.0
+    with timeline.span("compute", "forward"):
+        stream.append("side")
+        with timeline.span("cross", "all_gather"):
+            FakeEvent.now = 5130.0
+        stream.pop()
+        FakeEvent.now = 5150.0
+    forward, gather = timeline.stop()
+    assert synchronized == [5000.0, 5150.0]  # before and after, never between
+    assert (forward.name, forward.blocking, gather.name, gather.blocking) == ("forward", True, "all_gather", False)
+    assert (forward.seconds, gather.seconds) == pytest.approx((0.05, 0.03))
+    assert gather.start_seconds == forward.start_seconds == pytest.approx(started + 0.1, abs=0.05)
+
+
 def test_an_axis_of_one_rank_records_nothing():
     timeline = Timeline()
     timeline.start()

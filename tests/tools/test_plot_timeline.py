@@ -82,4 +82,4 @@ def test_without_matplotlib_the_error_says_what_to_install(
     for module in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, module, None)
     assert run(monkeypatch, trace, "--out", trace.with_name("x.png")) == 2
-    assert "pip install 'megazpp[plot]'" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
