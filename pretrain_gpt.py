@@ -94,7 +94,7 @@ def build_and_train(parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: T
     """Make every part from its own config, train, evaluate, and show what came out."""
     config, seed, device = parsed.config, parsed.config.launch.seed, worker.device
     console = Console(enabled=worker.rank == 0)
-    dims = ParallelDims(plan.layout, device_type=device.type)
+    dims = ParallelDims(plan.layout, device_type=device.type, nccl=config.nccl, timeout=worker.timeout)
     seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
     if config.cluster.measure_links:
         plan = plan.with_links(measure_links(dims, device, announce=console.say))

@@ -149,17 +149,22 @@ class MeshAxis:
         self.counter.add(self.wire, self.name, collective, sent_bytes)
 
 
-def make_groups(partition: Iterable[tuple[int, ...]], name: str) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def make_groups(
+    partition: Iterable[tuple[int, ...]], name: str, options: Any = None
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """A new process group for each part, whose rank i is the part's i-th rank.
 
     Every rank calls this with the same parts in the same order. Parts that do not ascend need torch 2.13's new_group.
+
+    Args:
+        options: the back end's, for the one group that this rank is in.
     """
     groups = {}
     for ranks in partition:
         if list(ranks) == sorted(ranks):
-            groups[ranks] = dist.new_group(list(ranks), group_desc=name)
+            groups[ranks] = dist.new_group(list(ranks), pg_options=options, group_desc=name)
         else:
-            groups[ranks] = dist.new_group(list(ranks), group_desc=name, sort_ranks=False)
+            groups[ranks] = dist.new_group(list(ranks), pg_options=options, group_desc=name, sort_ranks=False)
     return groups
 
 

@@ -16,13 +16,17 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megazpp.flags import flag
 from megazpp.parallel.axis import MeshAxis, TrafficCounter, make_groups
+from megazpp.parallel.nccl import NcclConfig, axis_options
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
@@ -91,8 +95,12 @@ def _can_order_groups() -> bool:
 
 
 class ParallelDims:
-    """The device mesh of a job and this rank's three axes.
+    """The device mesh of a job and this rank's axes.
 
+    Args:
+        layout: who is where.
+        nccl: priorities and channels of the groups, where the back end is NCCL.
+        timeout: of every collective; None: torch's, 10 minutes on NCCL and 30 on gloo.
     Attributes:
         layout: the integers.
         mesh: DeviceMesh [replicate, shard, tp].
@@ -101,10 +109,17 @@ class ParallelDims:
         world: the axis of all ranks, for logging and barriers; it counts on the "world" wire.
     """
 
-    def __init__(self, layout: Layout, *, device_type: str) -> None:
-        self.layout = layout
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        device_type: str,
+        nccl: NcclConfig | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.layout, self._nccl = layout, nccl or NcclConfig()
         self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
-        self.mesh = _make_mesh(layout, device_type)
+        self.mesh = _make_mesh(layout, device_type, self._nccl)
         self.tp, self.shard, self.replicate = (
             self._axis(name, self.mesh.get_group(name)) for name in ("tp", "shard", "replicate")
         )
@@ -118,6 +133,10 @@ class ParallelDims:
             wire="world",
             timeline=self.timeline,
         )
+        if timeout is not None:
+            for axis in (self.tp, self.shard, self.local, self.cross, self.replicate):
+                if axis.group is not None:
+                    _set_pg_timeout(timeout, axis.group)  # new groups do not take it from the first one
 
     def _axis(self, name: str, group: dist.ProcessGroup) -> MeshAxis:
         rank = dist.get_rank()
@@ -140,7 +159,7 @@ class ParallelDims:
         mine = self.layout.axis_ranks(name, dist.get_rank())
         if len(mine) == 1 or self.layout.cross == 1:
             return self.mesh.get_group("shard")
-        return make_groups(self.layout.axis_groups(name), name)[mine]
+        return make_groups(self.layout.axis_groups(name), name, axis_options(name, self.layout, self._nccl))[mine]
 
     @property
     def data_mesh(self) -> DeviceMesh:
@@ -161,11 +180,16 @@ class ParallelDims:
         return self.replicate.all_reduce_(self.shard.all_reduce_(x))
 
 
-def _make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+def _make_mesh(layout: Layout, device_type: str, nccl: NcclConfig) -> DeviceMesh:
     """The mesh whose groups number their ranks as the axes do; FSDP2 takes shard indices from its group's ranks."""
     ranks = torch.tensor(layout.mesh_ranks()).view([layout.axis_size(axis) for axis in MESH_AXES])
-    if layout.groups_ascend:
-        return DeviceMesh(device_type, ranks, mesh_dim_names=MESH_AXES)  # it sorts the ranks of its groups
+    options = [axis_options(axis, layout, nccl) for axis in MESH_AXES]
+    if layout.groups_ascend:  # DeviceMesh sorts the ranks of its groups
+        override: dict[str, Any] = {"backend_override": tuple((None, own) for own in options)} if any(options) else {}
+        return DeviceMesh(device_type, ranks, mesh_dim_names=MESH_AXES, **override)
     rank = dist.get_rank()
-    groups = [make_groups(layout.axis_groups(axis), axis)[layout.axis_ranks(axis, rank)] for axis in MESH_AXES]
+    groups = [
+        make_groups(layout.axis_groups(axis), axis, own)[layout.axis_ranks(axis, rank)]
+        for axis, own in zip(MESH_AXES, options, strict=True)
+    ]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=MESH_AXES)

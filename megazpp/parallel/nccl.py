@@ -15,7 +15,6 @@ Where all data ranks share an island, the shard axis is the local one and is tre
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -86,14 +85,19 @@ def group_settings(axis: str, layout: Layout, config: NcclConfig) -> GroupSettin
     return GroupSettings()
 
 
-def nccl_options(settings: GroupSettings, timeout: timedelta | None) -> Any:
-    """`settings` for torch: a new ProcessGroupNCCL.Options, which one group may use up.
+def axis_options(axis: str, layout: Layout, config: NcclConfig) -> Any:
+    """What torch takes as `pg_options` for a new group of `axis`; None, for its defaults, on gloo and for one rank.
 
-    Only where torch is built with NCCL.
+    A new object each time, because a group keeps and changes the one it gets.
     """
+    if dist.get_backend() != "nccl" or layout.axis_size(axis) == 1:
+        return None
+    return nccl_options(group_settings(axis, layout, config))
+
+
+def nccl_options(settings: GroupSettings) -> Any:
+    """A new ProcessGroupNCCL.Options; only where torch is built with NCCL."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=settings.high_priority)
-    if timeout is not None:
-        options._timeout = timeout  # torch warns where this differs from the group's
     for name in ("min_ctas", "max_ctas", "cga_cluster_size"):
         value = getattr(settings, name)
         if value is not None:

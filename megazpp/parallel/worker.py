@@ -56,13 +56,14 @@ def user_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """What a worker has once the process group stands; `store` is the group's."""
+    """What a worker has once the process group stands; `store` is the group's, `timeout` that of its collectives."""
 
     device: torch.device
     rank: int
     world_size: int
     local_rank: int
     store: dist.Store
+    timeout: timedelta
 
 
 def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None]) -> NoReturn:
@@ -88,7 +89,16 @@ def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        main(Worker(device=device, rank=rank, world_size=world_size, local_rank=place.local_rank, store=store))
+        main(
+            Worker(
+                device=device,
+                rank=rank,
+                world_size=world_size,
+                local_rank=place.local_rank,
+                store=store,
+                timeout=timeout,
+            )
+        )
         dist.barrier()
     except BaseException as error:
         leave(_report_once(error, store, rank))

@@ -123,10 +123,10 @@ def _share_groups_between_cases() -> None:
             meshes[key] = make_mesh(device_type, ranks, mesh_dim_names=mesh_dim_names)
         return meshes[key]
 
-    def shared_groups(partition: Any, name: str) -> Any:
+    def shared_groups(partition: Any, name: str, options: Any = None) -> Any:
         key = (tuple(partition), name)
         if key not in groups:
-            groups[key] = make_groups(key[0], name)
+            groups[key] = make_groups(key[0], name, options)
         return groups[key]
 
     shared_mesh.from_group = make_mesh.from_group  # takes groups that make_groups has made

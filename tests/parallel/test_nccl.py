@@ -1,0 +1,95 @@
+"""What each axis asks of NCCL. A build without NCCL checks the decisions and the way to them; with it, torch's object."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megazpp.parallel import nccl
+from megazpp.parallel.nccl import GroupSettings, NcclConfig, axis_options, check_nccl, group_settings, nccl_options
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import Layout, plan_layout
+
+
+def layout(nodes: int = 2, tp: int = 2) -> Layout:
+    return plan_layout(Cluster(num_nodes=nodes, ranks_per_node=4), tp=tp, replicas=1)
+
+
+@pytest.fixture
+def recorded_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's options as a plain object, and a process group that says it is NCCL's."""
+
+    def options(is_high_priority_stream: bool = False) -> Any:
+        return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
+
+    monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    monkeypatch.setattr(nccl.dist, "get_backend", lambda: "nccl")
+
+
+def test_tp_and_local_groups_go_first_and_the_cross_group_takes_few_channels():
+    found = {axis: group_settings(axis, layout(), NcclConfig()) for axis in ("tp", "local", "cross", "shard")}
+    assert found["tp"] == found["local"] == GroupSettings(high_priority=True)
+    assert found["cross"] == GroupSettings(max_ctas=8)
+    assert found["shard"] == GroupSettings()  # plain ZeRO's ring: needs NVLink's bandwidth and the network's
+
+
+def test_the_shard_axis_is_treated_like_the_local_axis_where_nothing_crosses_nodes():
+    assert group_settings("shard", layout(nodes=1), NcclConfig()) == GroupSettings(high_priority=True)
+
+
+def test_flags_reach_the_cross_group_and_priorities_can_be_turned_off():
+    config = NcclConfig(
+        nccl_high_priority=False,
+        nccl_cross_max_ctas=None,
+        nccl_cross_min_ctas=2,
+        nccl_cross_cga_cluster_size=4,
+    )
+    assert group_settings("cross", layout(), config) == GroupSettings(min_ctas=2, cga_cluster_size=4)
+    assert group_settings("tp", layout(), config) == GroupSettings()
+
+
+@pytest.mark.usefixtures("recorded_options")
+def test_settings_become_torch_s_options_and_what_is_left_open_is_not_set():
+    options = axis_options("cross", layout(), NcclConfig(nccl_cross_cga_cluster_size=0))
+    assert vars(options.config) == {"max_ctas": 8, "cga_cluster_size": 0}
+    assert not options.is_high_priority_stream
+    options = axis_options("tp", layout(), NcclConfig())
+    assert vars(options.config) == {}
+    assert options.is_high_priority_stream
+
+
+@pytest.mark.usefixtures("recorded_options")
+def test_every_group_gets_options_of_its_own_and_an_axis_of_one_rank_none():
+    one, other = (axis_options("tp", layout(), NcclConfig()) for _ in range(2))
+    assert one is not other
+    assert axis_options("tp", layout(tp=1), NcclConfig()) is None
+
+
+def test_gloo_gets_no_options(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nccl.dist, "get_backend", lambda: "gloo")
+    assert axis_options("tp", layout(), NcclConfig()) is None
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
+def test_torch_s_own_options_take_every_setting():
+    options = nccl_options(GroupSettings(high_priority=True, min_ctas=2, max_ctas=8, cga_cluster_size=4))
+    config = options.config
+    assert (config.min_ctas, config.max_ctas, config.cga_cluster_size) == (2, 8, 4)
+    assert options.is_high_priority_stream
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (NcclConfig(nccl_cross_max_ctas=0), "--nccl-cross-max-ctas 0 is not a number from 1 to 64"),
+        (NcclConfig(nccl_cross_min_ctas=65), "--nccl-cross-min-ctas 65 is not a number from 1 to 64"),
+        (NcclConfig(nccl_cross_min_ctas=9), "--nccl-cross-min-ctas 9 is more than --nccl-cross-max-ctas 8"),
+        (NcclConfig(nccl_cross_cga_cluster_size=9), "--nccl-cross-cga-cluster-size 9 is not a number from 0 to 8"),
+    ],
+)
+def test_values_that_nccl_refuses_are_refused_by_the_flag_s_name(config: NcclConfig, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_nccl(config)
