@@ -57,6 +57,11 @@ def read_cluster_file(path: str | Path) -> ClusterFile:
         raise ValueError(f"--cluster-file {path} is not YAML: {' '.join(str(error).split())}") from None
 
 
+def cyclic_order(nodes: int, ranks_per_node: int) -> tuple[int, ...]:
+    """The rank at each position when ranks were dealt out to the nodes one by one, as `srun -m cyclic` does."""
+    return tuple(index * nodes + node for node in range(nodes) for index in range(ranks_per_node))
+
+
 class _Loader(yaml.SafeLoader):
     """YAML whose keys may not be doubled: the plain loader would take the last."""
 
@@ -91,7 +96,7 @@ class _Reader:
         if value == "block":
             return None
         if value == "cyclic":
-            return tuple(index * nodes + node for node in range(nodes) for index in range(ranks_per_node))
+            return cyclic_order(nodes, ranks_per_node)
         if not isinstance(value, list) or not all(isinstance(ranks, list) for ranks in value):
             self._fail(f"rank_order {value!r} is not block, cyclic or one list of ranks for each node")
         if len(value) != nodes:

@@ -1,0 +1,87 @@
+"""A layout as text: who is where, and which axis rides which wire.
+
+who is where: rank (replica.cross.local.tp); [ ] shares the fastest wire
+  node 0  [0 (0.0.0.0)  2 (0.0.0.1)]  [4 (0.0.1.0)  6 (0.0.1.1)]
+  node 1  [1 (0.1.0.0)  3 (0.1.0.1)]  [5 (0.1.1.0)  7 (0.1.1.1)]
+
+axis       ranks  groups  wire                    first group  carries
+tp         2      4       domain                  0 2          activations
+local      2      4       node                    0 4          the fast hop of weights and gradients
+...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megazpp.topology.layout import AXES, Layout
+from megazpp.topology.links import LinkKind
+
+COORDINATES = ("replicate", "cross", "local", "tp")
+CARRIES = {
+    "tp": "activations, several times per layer",
+    "local": "ZeRO++: the fast hop of weights and gradients",
+    "cross": "ZeRO++: the slow hop, once per optimizer step",
+    "shard": "ZeRO: weights and gradients, local and cross in one ring",
+    "replicate": "gradients between copies",
+}
+SENDER = {"domain": "rank", "node": "rank", "network": "node"}  # whom a link's figure is for
+MAX_NODES, MAX_RANKS = 16, 8
+
+
+def coordinates(layout: Layout, rank: int) -> tuple[int, ...]:
+    """The rank's index along replicate, cross, local and tp."""
+    return tuple(layout.axis_ranks(axis, rank).index(rank) for axis in COORDINATES)
+
+
+def wire_text(layout: Layout, kind: LinkKind) -> str:
+    """What one kind of link is, with its figure where the cluster knows it."""
+    link = layout.cluster.links.get(kind) if layout.cluster.links is not None else None
+    return kind if link is None else f"{kind} ({link} per {SENDER[kind]})"
+
+
+def axis_wires(layout: Layout, axis: str) -> str:
+    """The wires that the rings of an axis ride, with how many of the ranks send over each."""
+    counts = layout.links(axis)
+    if len(counts) < 2:
+        return "".join(wire_text(layout, kind) for kind in counts) or "-"
+    return ", ".join(
+        f"{wire_text(layout, kind)} from {count} of {sum(counts.values())} ranks" for kind, count in counts.items()
+    )
+
+
+def topology_text(layout: Layout) -> str:
+    """The whole map; of large clusters the first nodes."""
+    places = "who is where: rank (replica.cross.local.tp); [ ] shares the fastest wire"
+    notices = [f"note: {notice}" for notice in layout.notices]
+    return "\n".join([layout.describe(), *notices, "", places, *_nodes(layout), "", *_axes(layout)])
+
+
+def _nodes(layout: Layout) -> Iterator[str]:
+    cluster = layout.cluster
+    per_node, per_domain = cluster.ranks_per_node, cluster.ranks_per_domain
+    width = len(str(min(cluster.num_nodes, MAX_NODES) - 1))
+    for node in range(min(cluster.num_nodes, MAX_NODES)):
+        if per_domain > per_node and node * per_node % per_domain == 0:
+            first = node * per_node // per_domain
+            yield f"  domain {first}: nodes {node} to {node + per_domain // per_node - 1} share the fastest wire"
+        domains = []
+        for start in range(node * per_node, (node + 1) * per_node, min(per_domain, per_node)):
+            ranks = [cluster.rank_at(position) for position in range(start, start + min(per_domain, per_node))]
+            domains.append("[" + "  ".join(f"{r} ({'.'.join(map(str, coordinates(layout, r)))})" for r in ranks) + "]")
+        yield f"  node {node:<{width}}  {'  '.join(domains)}"
+    if cluster.num_nodes > MAX_NODES:
+        yield f"  ... and {cluster.num_nodes - MAX_NODES} more nodes"
+
+
+def _axes(layout: Layout) -> Iterator[str]:
+    rows = [("axis", "ranks", "groups", "wire", "first group", "carries")]
+    for axis in AXES:
+        size = layout.axis_size(axis)
+        first = next(layout.axis_groups(axis))
+        shown = " ".join(map(str, first[:MAX_RANKS])) + (" ..." if size > MAX_RANKS else "")
+        groups = layout.cluster.world_size // size
+        rows.append((axis, str(size), str(groups), axis_wires(layout, axis), shown, CARRIES[axis] if size > 1 else "-"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

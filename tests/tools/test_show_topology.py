@@ -1,0 +1,52 @@
+"""The tool shows a file's cluster or a described one, with the program's own flags, and names mistakes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import show_topology
+
+CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code = show_topology.main([str(word) for word in argv])
+    return code, *capsys.readouterr()
+
+
+def test_a_cluster_file_is_shown_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    picture = tmp_path / "map.svg"
+    flags = ["--cluster-file", CLUSTERS / "nvlink_pairs.yaml", "--tensor-model-parallel-size", 2, "--svg", picture]
+    code, out, _ = run(capsys, *flags)
+    assert code == 0
+    assert out.startswith("4 node(s) x 4 rank(s) (fastest wire among 2): tensor parallel 2, shards 8")
+    assert "domain (56.25 GB/s per rank)" in out
+    assert picture.read_text().startswith("<svg ")
+
+
+def test_flag_files_and_described_clusters_are_understood(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(capsys, "@configs/gpt_13b.args", "--nodes", 2, "--ranks-per-node", 8, "--rank-order", "cyclic")
+    assert code == 0
+    assert "ranks in the order 0 2 4 6 8 10 12 14 ...: tensor parallel 8, shards 2 (2 across nodes x 1 inside)" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "which cluster.* --cluster-file FILE, or --nodes N"),
+        ("--nodes 2", "which cluster"),
+        ("--nodes 0 --ranks-per-node 2", "--nodes 0 is not positive"),
+        ("--nodes 2 --cluster-file x.yaml", "--cluster-file x.yaml and --nodes 2 both"),
+        ("--cluster-file nowhere.yaml", "--cluster-file nowhere.yaml cannot be read"),
+        ("--nodes 2 --ranks-per-node 4 --tensor-model-parallel-size 3", "--tensor-model-parallel-size 3 .* would fit"),
+        ("--nodes 2 --ranks-per-node 4 --fast-domain 3", "fast_domain 3"),
+        ("--nodes 2 --ranks-per-node 4 --rank 8", "rank 8 is not one of the 8 ranks"),
+        ("--nodes 2 --ranks-per-node 4 --tensor-parallel 2", "--tensor-parallel"),
+    ],
+)
+def test_a_mistake_is_named_and_nothing_is_shown(capsys: pytest.CaptureFixture[str], flags: str, message: str):
+    code, out, err = run(capsys, *flags.split())
+    assert (code, out) == (2, "")
+    assert re.search(message, err), err

@@ -1,0 +1,80 @@
+"""Show who gets which rank: the map of a cluster and of the parallel axes on it, as text and as an SVG picture.
+
+    python tools/show_topology.py --cluster-file configs/clusters/nvlink_pairs.yaml --tensor-model-parallel-size 2
+    python tools/show_topology.py --nodes 4 --ranks-per-node 8 --rank-order cyclic --hsdp
+    python tools/show_topology.py @configs/gpt_13b.args --cluster-file configs/clusters/gb200_nvl72.yaml --svg map.svg
+
+The cluster is a file or --nodes and --ranks-per-node; all other flags are pretrain_gpt.py's, of which those that shape
+the layout count. Nothing is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megazpp.arguments import parse_run_config
+from megazpp.parallel.dims import plan_dims
+from megazpp.parallel.launch import EXIT_USER_ERROR
+from megazpp.topology.cluster import Cluster, read_cluster
+from megazpp.topology.cluster_file import cyclic_order
+from megazpp.topology.picture import topology_svg
+from megazpp.topology.table import topology_text
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--nodes", type=int, help="nodes of the cluster")
+    parser.add_argument("--ranks-per-node", type=int, help="ranks on each node")
+    parser.add_argument("--fast-domain", type=int, help="ranks that share the fastest wire (default: those of a node)")
+    parser.add_argument("--rank-order", choices=["block", "cyclic"], default="block", help="who numbers the ranks how")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write a picture")
+    parser.add_argument("--rank", type=int, default=0, help="whose groups the picture shows in colour (default 0)")
+    args, run_flags = parser.parse_known_args(argv)
+    try:
+        config = parse_run_config(run_flags, ROOT, program="show_topology.py").config
+        cluster = choose_cluster(args, config.cluster.cluster_file)
+        layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage)
+        picture = topology_svg(layout, rank=args.rank)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USER_ERROR
+    print(topology_text(layout))
+    if args.svg is not None:
+        args.svg.write_text(picture, encoding="utf-8")
+        print(f"\npicture: {args.svg}")
+    return 0
+
+
+def choose_cluster(args: argparse.Namespace, cluster_file: str | None) -> Cluster:
+    """The cluster of the file or of the flags.
+
+    Raises:
+        ValueError: neither or both are given, or a size is not positive.
+    """
+    sizes = {"--nodes": args.nodes, "--ranks-per-node": args.ranks_per_node, "--fast-domain": args.fast_domain}
+    given = [f"{flag} {value}" for flag, value in sizes.items() if value is not None]
+    if cluster_file is not None:
+        if given:
+            raise ValueError(f"--cluster-file {cluster_file} and {given[0]} both describe the cluster: give one")
+        return read_cluster(cluster_file)
+    if args.nodes is None or args.ranks_per_node is None:
+        raise ValueError("which cluster? give --cluster-file FILE, or --nodes N and --ranks-per-node R")
+    for flag, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} {value} is not positive")
+    return Cluster(
+        num_nodes=args.nodes,
+        ranks_per_node=args.ranks_per_node,
+        domain_size=args.fast_domain,
+        order=cyclic_order(args.nodes, args.ranks_per_node) if args.rank_order == "cyclic" else None,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
