@@ -8,6 +8,7 @@ all-reduce.
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -166,6 +167,11 @@ def make_groups(
         else:
             groups[ranks] = dist.new_group(list(ranks), pg_options=options, group_desc=name, sort_ranks=False)
     return groups
+
+
+def can_order_groups() -> bool:
+    """Whether this torch can number a group's ranks in any order; older ones sort them."""
+    return "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
 # torch 2.13 renamed these two; 2.11 and 2.12 have only the old names.

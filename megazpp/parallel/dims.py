@@ -14,7 +14,6 @@ group is made once, by all ranks in the same order, and the number of groups doe
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megazpp.flags import flag
-from megazpp.parallel.axis import MeshAxis, TrafficCounter, make_groups
+from megazpp.parallel.axis import MeshAxis, TrafficCounter, can_order_groups, make_groups
 from megazpp.parallel.nccl import NcclConfig, axis_options
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
@@ -82,16 +81,12 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int) -> L
             raise ValueError(f"{asked} needs --zero-stage 1 or more: stage 0 shards nothing")
         replicas = cluster.world_size // max(tp, 1)
     layout = plan_layout(cluster, tp=tp, replicas=max(replicas, 1))
-    if not layout.groups_ascend and not _can_order_groups():
+    if not layout.groups_ascend and not can_order_groups():
         raise ValueError(
             f"ranks are placed in an order for which torch {torch.__version__} cannot make process groups (its "
             "new_group has no sort_ranks); use torch 2.13, or have the launcher number the ranks node by node"
         )
     return layout
-
-
-def _can_order_groups() -> bool:
-    return "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
 class ParallelDims:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from helpers.ranks import ranks
 from helpers.training import Case, train_on_ranks
 
-from megazpp.parallel import dims as dims_module
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
@@ -85,7 +84,7 @@ def test_hsdp_makes_one_copy_per_island():
 def test_an_order_that_torch_cannot_make_groups_for_is_refused_and_an_ascending_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(dims_module.dist, "new_group", lambda ranks=None, group_desc=None: None)
+    monkeypatch.setattr(dist, "new_group", lambda ranks=None, group_desc=None: None)
     with pytest.raises(ValueError, match="cannot make process groups"):
         plan_dims(ParallelConfig(), Cluster(num_nodes=2, ranks_per_node=2, order=CYCLIC), zero_stage=3)
     plan_dims(ParallelConfig(), Cluster(num_nodes=2, ranks_per_node=2, order=(0, 1, 2, 3)), zero_stage=3)
