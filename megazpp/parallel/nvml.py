@@ -97,7 +97,10 @@ def _ends_of_links(nvml: Any, ask: Callable[..., Any]) -> Iterator[str]:
 def _nvlink_neighbours(nvml: Any, ask: Callable[..., Any]) -> Iterator[str]:
     """Visible GPUs that the driver reaches over NVLink; where a virtual machine hides the ends of links."""
     for index in range(nvml.nvmlDeviceGetCount()):
-        other = nvml.nvmlDeviceGetHandleByIndex(index)
+        try:
+            other = nvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.NVMLError:  # a GPU of somebody else's
+            continue
         status = ask("nvmlDeviceGetP2PStatus", other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
         if status == nvml.NVML_P2P_STATUS_OK:
             yield _address(nvml.nvmlDeviceGetPciInfo(other))

@@ -23,7 +23,7 @@ from megazpp.topology.cluster import Cluster, ClusterConfig, detect_cluster
 from megazpp.topology.hosts import HostInfo, Nic, cluster_from_hosts, describe_hosts
 from megazpp.topology.parts import known_links
 
-PCI_ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 def settle_cluster(worker: Worker, config: ClusterConfig, announced: Cluster, *, tp: int) -> Cluster:

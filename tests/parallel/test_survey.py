@@ -1,0 +1,141 @@
+"""The ranks' own answers become the cluster: what a host says of itself, and how all of them come together."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import ranks
+
+from megazpp.parallel.survey import describe_host, find_nics, settle_cluster, share_survey
+from megazpp.parallel.worker import Worker
+from megazpp.topology.cluster import Cluster, ClusterConfig
+from megazpp.topology.hosts import HostInfo, Nic
+
+
+def info(host: str, local_rank: int = 0) -> HostInfo:
+    return HostInfo(host=host, boot_id=host, local_rank=local_rank, notice=f"{host} is odd")
+
+
+def survey(store_file: str, hosts: list[str]) -> tuple[Cluster, tuple[str, ...]] | str:
+    """This rank says that it is on hosts[rank]."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.FileStore(store_file, size)
+    try:
+        cluster = share_survey(store, rank, size, info(hosts[rank], hosts[:rank].count(hosts[rank])))
+    except ValueError as error:
+        return str(error)
+    return cluster, cluster.notices
+
+
+def test_all_ranks_get_the_cluster_of_a_launcher_that_deals_ranks_out(tmp_path: Path):
+    found = ranks(4).run(survey, str(tmp_path / "store"), ["a", "b", "a", "b"])
+    assert [cluster for cluster, _ in found] == [Cluster(num_nodes=2, ranks_per_node=2, order=(0, 2, 1, 3))] * 4
+    hosts = "hosts: a (rank 0 2), b (rank 1 3); no GPU; adapters: none"
+    assert found[0][1] == (hosts, "a is odd", "b is odd")  # each host's notice once
+
+
+def test_what_is_wrong_with_a_host_reaches_every_rank_in_the_same_words(tmp_path: Path):
+    found = ranks(4).run(survey, str(tmp_path / "store"), ["a", "a", "a", "lonely"])
+    assert "1 on lonely (rank 3)" in found[0]
+    assert found == found[:1] * 4
+
+
+def worker(world_size: int = 1) -> Worker:
+    return Worker(
+        device=torch.device("cpu"),
+        rank=0,
+        world_size=world_size,
+        local_rank=0,
+        store=dist.HashStore(),
+        timeout=timedelta(minutes=1),
+    )
+
+
+@pytest.mark.parametrize("config", [ClusterConfig(emulate_nodes=2), ClusterConfig(cluster_file="cluster.yaml")])
+def test_a_cluster_that_the_flags_describe_is_not_surveyed(config: ClusterConfig):
+    announced = Cluster(num_nodes=2, ranks_per_node=2)
+    assert settle_cluster(worker(4), config, announced, tp=1) is announced  # a survey would wait for three ranks
+
+
+def test_the_survey_overrules_what_the_launcher_announced():
+    found = settle_cluster(worker(), ClusterConfig(), Cluster(num_nodes=1, ranks_per_node=1), tp=1)
+    assert found == Cluster(num_nodes=1, ranks_per_node=1)
+    assert found.notices[0].startswith("hosts: ")
+
+
+def settle(store_file: str, hosts: list[str]) -> Cluster:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.FileStore(store_file, size)
+    own = Worker(
+        device=torch.device("cpu"),
+        rank=rank,
+        world_size=size,
+        local_rank=rank,
+        store=store,
+        timeout=timedelta(minutes=1),
+    )
+    return settle_cluster(own, ClusterConfig(emulate_nodes="auto"), Cluster(num_nodes=4, ranks_per_node=1), tp=1)
+
+
+def test_one_machine_is_made_two_nodes_by_emulate_nodes_auto_whatever_the_launcher_said(tmp_path: Path):
+    found = ranks(4).run(settle, str(tmp_path / "store"), [])
+    assert found == [Cluster(num_nodes=2, ranks_per_node=2)] * 4
+
+
+# ---- one host ---------------------------------------------------------------------------------------------------
+
+
+def put(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text + "\n")
+
+
+def make_device(root: Path, kind: str, name: str, pci: str, numa_node: int) -> None:
+    """An adapter as /sys shows it; the device may be one step below the PCI function, as virtio's are."""
+    function = root / "sys/devices/pci0000:00" / pci
+    (function / "below").mkdir(parents=True, exist_ok=True)
+    put(root, f"sys/bus/pci/devices/{pci}/numa_node", str(numa_node))
+    folder = root / "sys/class" / kind / name
+    folder.mkdir(parents=True)
+    (folder / "device").symlink_to(function / "below")
+
+
+def test_adapters_are_found_once_with_rate_and_numa_node(tmp_path: Path):
+    make_device(tmp_path, "infiniband", "mlx5_0", "0000:5e:00.0", 1)
+    put(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE")
+    put(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/rate", "400 Gb/sec (4X NDR)")
+    make_device(tmp_path, "infiniband", "mlx5_1", "0000:5f:00.0", 1)
+    put(tmp_path, "sys/class/infiniband/mlx5_1/ports/1/state", "1: DOWN")
+    put(tmp_path, "sys/class/infiniband/mlx5_1/ports/1/rate", "400 Gb/sec (4X NDR)")
+    for name, pci, state, speed in (
+        ("eth0", "0000:01:00.0", "up", "25000"),
+        ("eth1", "0000:02:00.0", "up", "-1"),
+        ("eth2", "0000:03:00.0", "down", "100000"),
+        ("ib0", "0000:5e:00.0", "up", "400000"),  # mlx5_0's other face
+    ):
+        make_device(tmp_path, "net", name, pci, 1 if name == "ib0" else -1)
+        put(tmp_path, f"sys/class/net/{name}/operstate", state)
+        put(tmp_path, f"sys/class/net/{name}/speed", speed)
+    put(tmp_path, "sys/class/net/lo/operstate", "up")  # no device
+    assert find_nics(tmp_path) == (
+        Nic("mlx5_0", "0000:5e:00.0", 1, 400.0),
+        Nic("eth0", "0000:01:00.0", -1, 25.0),
+        Nic("eth1", "0000:02:00.0", -1, 0.0),
+    )
+
+
+def test_a_machine_without_proc_and_sys_still_has_a_name(tmp_path: Path):
+    found = describe_host(3, torch.device("cpu"), root=tmp_path)
+    assert found == HostInfo(host=found.host, local_rank=3)
+    assert found.host
+
+
+def test_this_machine_is_described_with_its_boot_and_its_network_namespace():
+    here = describe_host(0, torch.device("cpu"))
+    assert len(here.boot_id) == 36
+    assert here.network_namespace == Path("/proc/self/ns/net").stat().st_ino
+    assert here.gpu is None
