@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -272,12 +273,26 @@ def test_zeropp_on_two_nodes_of_two_shows_what_it_saves_between_them(main_job: R
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py")
 
 
-def test_exit_interval_under_torchrun_stops_early_with_the_same_losses(main_job: Run, home: Home):
-    run = home.pretrain(*MAIN_JOB, "--exit-interval", "4", run="torchrun", launcher=TORCHRUN, nproc=None)
+@pytest.fixture(scope="module")
+def torchrun_job(home: Home) -> Run:
+    flags = ("--exit-interval", "4", "--emulate-nodes", "none", "--measure-links")
+    run = home.pretrain(*MAIN_JOB, *flags, run="torchrun", launcher=TORCHRUN, nproc=None)
     assert run.code == 0, run.output
-    assert run.output.count("stopped by --exit-interval 4\n") == 1
-    assert run.summary["stop_reason"] == "--exit-interval 4"
-    assert run.losses() == main_job.losses()[:2]
+    return run
+
+
+def test_exit_interval_under_torchrun_stops_early_with_the_same_losses(main_job: Run, torchrun_job: Run):
+    assert torchrun_job.output.count("stopped by --exit-interval 4\n") == 1
+    assert torchrun_job.summary["stop_reason"] == "--exit-interval 4"
+    assert torchrun_job.losses() == main_job.losses()[:2]
+
+
+def test_the_log_shows_the_cluster_as_the_ranks_found_and_measured_it(torchrun_job: Run):
+    output = torchrun_job.output
+    assert f"note: hosts: {socket.gethostname()} (rank 0 1); " in output
+    assert output.count("1 node(s) x 2 rank(s): ") == 1
+    assert output.count("measured local (2 ranks, slowest link: domain): ") == 1
+    assert re.search(r"^links: domain .* GB/s, .* us \(measured over local\)$", output, re.MULTILINE)
 
 
 def test_skip_train_only_evaluates(home: Home):
