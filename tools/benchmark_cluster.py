@@ -91,7 +91,10 @@ class Driver:
         command = [sys.executable, str(RANKS), json.dumps(dataclasses.asdict(settings)), str(theirs.fileno())]
         self.job = start(command, theirs.fileno())
         theirs.close()
-        self.parameters = int(self._receive()["parameters"])
+
+    def wait_until_built(self) -> int:
+        """Returns the number of parameters of the model."""
+        return int(self._receive()["parameters"])
 
     def step(self, order: Order) -> dict[str, Any]:
         """Have all ranks run one optimizer step."""
@@ -128,7 +131,7 @@ def measure(args: argparse.Namespace, results: Results) -> None:
                 continue
             settings = Settings(**results.shape, tp=tp, variants=tuple(args.variants))
             with open_driver(cluster, settings) as driver:
-                results.parameters = driver.parameters
+                results.parameters = driver.wait_until_built()
                 warm_up(cluster, driver, args.variants)
                 for case, index in rounds:
                     run_round(cluster, driver, results, case, index, args.variants)

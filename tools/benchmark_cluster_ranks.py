@@ -2,8 +2,8 @@
 
 Rank 0 takes orders from the benchmark through a pipe and passes them on; every order is one optimizer step, timed
 between two barriers. Everything is the product's own (`build_model`, `TrainStep`) but two baselines: plain FSDP2, and
-a ring in place of gloo's reduce-scatter, which puts 3.5 instead of 2.6 model sizes on an uplink (facts of gloo, not of
-ZeRO-3; NCCL's is a ring).
+a ring in place of gloo's reduce-scatter, with which ZeRO-3 would put 3.5 instead of 2.6 model sizes on an uplink of two
+nodes x 4 ranks. That is gloo's doing, not ZeRO-3's, and would flatter what is compared with it.
 
 Weights and gradients are bf16 on every wire where a variant does not quantize them; the shards are fp32.
 """

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from megazpp.parallel.launch import EXIT_ECHO, LAUNCHER_PID
+from megazpp.parallel.launch import EXIT_ECHO, EXIT_USER_ERROR, LAUNCHER_PID
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0  # a rank that failed first may still be writing its traceback when another one's collective breaks
@@ -127,6 +127,8 @@ class RankProcesses:
         codes = {rank: code for rank, process in enumerate(self.processes) if (code := process.poll())}
         self.stop()
         rank, code = min(codes.items(), key=lambda item: (item[1] == EXIT_ECHO, item[0] not in first, item[0]))
+        if code == EXIT_USER_ERROR:  # rank 0 has said what is wrong
+            return code
         for other, errors in enumerate(self._errors):
             errors.seek(0)
             text = errors.read().decode(errors="replace").strip()
