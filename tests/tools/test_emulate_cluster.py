@@ -5,11 +5,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import emulate_cluster
 import pytest
-from emulate_cluster import EmulatedCluster, parse_rate, remove_leftovers
+from emulate_cluster import EmulatedCluster, parse_rate
 from helpers.program import ROOT, Program
 
 from megazpp.parallel.worker import UserError
@@ -63,8 +63,19 @@ def network_of(pid: int) -> list[str]:
     return sorted(name for name in [*spaces, *folders] if name.startswith(f"mz{pid}"))
 
 
-def start(folder: Path, *flags: str) -> Program:
-    return Program(TOOL, "--nodes", "2", "--ranks-per-node", "1", *flags, folder=folder)
+def start_staying(folder: Path, program: str) -> Program:
+    """The tool as a process of its own, with a job that has crossed the uplink and does not end."""
+    tool = Program(TOOL, "--nodes", "2", "--ranks-per-node", "1", "--", program, "stay", folder=folder)
+    tool.wait_for("seconds")
+    assert network_of(tool.process.pid) != []
+    return tool
+
+
+def run_tool(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+    """The tool in this process: its own would first import torch."""
+    monkeypatch.setattr(sys, "argv", ["emulate_cluster.py", "--nodes", "2", "--ranks-per-node", "1", *flags])
+    monkeypatch.setattr(emulate_cluster, "exit_on_signals", lambda: None)
+    return emulate_cluster.main()
 
 
 def seconds_of(output: str) -> float:
@@ -72,28 +83,24 @@ def seconds_of(output: str) -> float:
 
 
 @needs_root
-def test_a_job_crosses_the_uplinks_and_leaves_nothing_behind(tmp_path: Path, send: str):
-    program = start(tmp_path, "--", send)
-    assert program.process.wait(60) == 0, program.output()
-    uplinks = [line.split() for line in program.output().splitlines() if line.startswith("uplink of node")]
+def test_a_job_crosses_the_uplinks_at_their_rate_and_leaves_nothing_behind(
+    send: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    assert run_tool(monkeypatch, "--rate", "10mbit", "--", send) == 0
+    output = capfd.readouterr().out
+    uplinks = [line.split() for line in output.splitlines() if line.startswith("uplink of node")]
     sent = [float(words[words.index("sent") + 1]) for words in uplinks]
     received = [float(words[words.index("received") + 1]) for words in uplinks]
     assert 1.048 < sent[0] < 1.048 * 1.05  # 16 x 65536 bytes and their headers
     assert 0 < sent[1] < 0.05
-    assert received == pytest.approx(sent[::-1], rel=0.01)
-    assert network_of(program.process.pid) == []
-
-
-@needs_root
-def test_the_rate_holds_for_what_is_sent(tmp_path: Path, send: str):
-    program = start(tmp_path, "--rate", "10mbit", "--", send)
-    assert program.process.wait(60) == 0, program.output()
+    assert received == pytest.approx(sent[::-1], abs=0.01)  # less what was asked of all, and rounding
     # 8.39 Mbit, of which the burst of 1.02 Mbit goes at once, and not much less than that
-    assert 0.6 < seconds_of(program.output()) < 3.0
+    assert seconds_of(output) > 0.6
+    assert network_of(os.getpid()) == []
 
 
 @needs_root
-def test_the_rate_changes_under_a_running_cluster(tmp_path: Path, send: str, capfd: pytest.CaptureFixture[str]):
+def test_the_rate_changes_under_a_running_cluster(send: str, capfd: pytest.CaptureFixture[str]):
     with EmulatedCluster(nodes=2, ranks_per_node=1, rate="4mbit") as cluster:
         assert cluster.start([sys.executable, send]).wait() == 0
         slow = seconds_of(capfd.readouterr().out)
@@ -101,46 +108,41 @@ def test_the_rate_changes_under_a_running_cluster(tmp_path: Path, send: str, cap
         assert cluster.start([sys.executable, send]).wait() == 0
         fast = seconds_of(capfd.readouterr().out)
         assert cluster.uplink_bytes()[1].received > 2 << 20
-    assert slow > 1.5 > 0.5 > fast
+    assert slow > 1.5 > fast
     assert network_of(os.getpid()) == []
 
 
 @needs_root
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_job_leaves_nothing_behind(tmp_path: Path, send: str, number: signal.Signals):
-    program = start(tmp_path, "--", send, "stay")
-    program.wait_for("seconds")
-    assert network_of(program.process.pid) != []
-    program.process.send_signal(number)
-    assert program.process.wait(30) == 128 + number
-    assert network_of(program.process.pid) == []
-    assert program.left_behind() == []
+    tool = start_staying(tmp_path, send)
+    tool.process.send_signal(number)
+    assert tool.process.wait(60) == 128 + number
+    assert network_of(tool.process.pid) == []
+    assert tool.left_behind() == []
 
 
 @needs_root
 def test_what_a_killed_run_has_left_is_removed_by_the_next(tmp_path: Path, send: str):
-    program = start(tmp_path, "--", send, "stay")
-    program.wait_for("seconds")
-    program.process.kill()
-    program.process.wait()
-    assert network_of(program.process.pid) != []
-    assert f"mz{program.process.pid}" in remove_leftovers()
-    assert network_of(program.process.pid) == []
-    deadline = time.monotonic() + 10
-    while program.left_behind() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert program.left_behind() == []
+    tool = start_staying(tmp_path, send)
+    tool.process.kill()
+    tool.process.wait()
+    assert network_of(tool.process.pid) != []
+    with EmulatedCluster(nodes=1, ranks_per_node=1):
+        assert network_of(tool.process.pid) == []
+    assert tool.seconds_until_all_are_gone(10) < 10
 
 
 @needs_root
-def test_when_one_rank_fails_all_end_and_its_traceback_is_shown(tmp_path: Path, send: str):
-    program = start(tmp_path, "--", send, "fail")
-    assert program.process.wait(60) == 1
-    assert "--- rank 1 wrote:" in program.output()
-    assert "RuntimeError: planned" in program.output()
-    assert "rank 1 ended with exit code 1; the job is over" in program.output()
-    assert network_of(program.process.pid) == []
-    assert program.left_behind() == []
+def test_when_one_rank_fails_all_end_and_its_traceback_is_shown(send: str, capfd: pytest.CaptureFixture[str]):
+    with EmulatedCluster(nodes=2, ranks_per_node=1) as cluster:
+        job = cluster.start([sys.executable, send, "fail"])
+        assert job.wait() == 1
+        assert all(process.poll() is not None for process in job.processes)
+    errors = capfd.readouterr().err
+    assert "--- rank 1 wrote:" in errors
+    assert "RuntimeError: planned" in errors
+    assert "rank 1 ended with exit code 1; the job is over" in errors
 
 
 @needs_root
@@ -177,7 +179,9 @@ def test_rates_are_bits_per_second():
     assert [parse_rate(rate) for rate in ("500mbit", "1.5gbit", "8kbit", "unlimited")] == [5e8, 1.5e9, 8e3, None]
 
 
-def test_a_program_that_is_not_there_is_an_error_before_anything_is_made(tmp_path: Path):
-    program = start(tmp_path, "--", "no_such_program.py")
-    assert program.process.wait(60) == 2
-    assert "give a Python program that exists" in program.output()
+def test_a_program_that_is_not_there_is_an_error_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(EmulatedCluster, "__enter__", lambda cluster: pytest.fail("made a cluster"))
+    assert run_tool(monkeypatch, "--", "no_such_program.py") == 2
+    assert "give a Python program that exists" in capfd.readouterr().err
