@@ -8,6 +8,7 @@ all-reduce.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megazpp.parallel.lane import Lane, StreamLane, ThreadLane
 from megazpp.parallel.timeline import Timeline
 
 
@@ -86,6 +88,13 @@ class MeshAxis:
         self.size = len(ranks)
         self.counter = counter or TrafficCounter()
         self.timeline = timeline or Timeline()
+
+    @functools.cached_property
+    def lane(self) -> Lane:
+        """Where this axis's collectives run beside the compute; while tasks are pending there, nowhere else."""
+        if self.timeline.device_type == "cuda":
+            return StreamLane(priority=0 if self.wire == "cross" else -1)  # slow hops have the whole step
+        return ThreadLane(self.name, self.timeline)
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` in place over the axis and return it."""

@@ -5,13 +5,18 @@ The only file that names FSDP2's comm interface, which lives in a private module
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.lane import Lane, Ticket
+from megazpp.zero.schedule import ReduceSchedule
+from megazpp.zero.units import Unit
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -28,11 +33,23 @@ class FreshBuffers:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
+class Pending(dist.Work):
+    """What FSDP2 waits for before it uses gathered parameters (it asks for no less than this class)."""
+
+    def __init__(self, ticket: Ticket[None]) -> None:
+        super().__init__()
+        self._ticket = ticket
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._ticket.wait()
+        return True
+
+
 class CountedGather(FreshBuffers, AllGather):
     """[n] shard -> [W n] parameters over `axis`, as FSDP2 does it."""
 
-    def __init__(self, axis: MeshAxis) -> None:
-        self.axis = axis
+    def __init__(self, axis: MeshAxis, lane: Lane, *, overlap: bool) -> None:
+        self.axis, self._lane, self._overlap = axis, lane, overlap
 
     def __call__(
         self,
@@ -40,16 +57,35 @@ class CountedGather(FreshBuffers, AllGather):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> None:
+    ) -> Pending | None:
         assert group is self.axis.group, f"FSDP2 gathers over another group than {self.axis.name}"
-        self.axis.all_gather(input_tensor, out=output_tensor)
+        done = self._lane.submit(lambda: self._gather(input_tensor, output_tensor))
+        if self._overlap:
+            return Pending(done)
+        done.wait()
+        return None
+
+    def _gather(self, shard: torch.Tensor, out: torch.Tensor) -> None:
+        self.axis.all_gather(shard, out=out)
 
 
-class CountedReduce(FreshBuffers, ReduceScatter):
-    """[W n] gradients -> this rank's [n] of their sum over `axis`, as FSDP2 does it."""
+class SummingReduce(FreshBuffers, ReduceScatter):
+    """[W n] gradients of a unit -> this rank's [n] of their sum; a subclass says how.
 
-    def __init__(self, axis: MeshAxis) -> None:
-        self.axis = axis
+    Args:
+        unit: whose gradients.
+        schedule: when the result is due.
+    """
+
+    def __init__(self, unit: Unit, schedule: ReduceSchedule) -> None:
+        self._unit, self._schedule = unit, schedule
+
+    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Ticket[Any] | None:
+        """Start to reduce `gradients` [W n]; the ticket is for `result` [n] being complete.
+
+        None if nothing is due yet: a later call's result will contain these gradients.
+        """
+        raise NotImplementedError
 
     def __call__(
         self,
@@ -59,9 +95,36 @@ class CountedReduce(FreshBuffers, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        assert group is self.axis.group, f"FSDP2 reduces over another group than {self.axis.name}"
         assert op == dist.ReduceOp.SUM, f"communication only sums, FSDP2 asked for {op}"
-        self.axis.reduce_scatter(input_tensor, out=output_tensor)
+        # without a gradient of some parameter the output is shorter, and cannot be added by place
+        late = self._schedule.overlap and output_tensor.numel() == self._unit.trained_segments[-1].stop
+        result = torch.empty_like(output_tensor) if late else output_tensor
+        ticket = self.start(input_tensor, result)
+        if ticket is not None and not late:
+            ticket.wait()
+            return
+        output_tensor.zero_()  # FSDP2 adds it to the gradient; what is missing waits in a middle or comes at the end
+        if ticket is not None:
+            self._unit.refuse_gradient_hooks()
+            self._schedule.finish_later(ticket, functools.partial(self._add, result))
+
+    def _add(self, result: torch.Tensor) -> None:
+        self._unit.add_to_gradients(result)
+        if result.is_cuda:  # it was written on a lane's stream and is read on this one
+            result.record_stream(torch.cuda.current_stream())
+
+
+class CountedReduce(SummingReduce):
+    """Over `axis`, as FSDP2 does it."""
+
+    def __init__(self, unit: Unit, axis: MeshAxis, lane: Lane, schedule: ReduceSchedule) -> None:
+        super().__init__(unit, schedule)
+        self.axis, self._lane = axis, lane
+
+    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Ticket[Any]:
+        ticket = self._lane.submit(lambda: self.axis.reduce_scatter(gradients, out=result))
+        self._schedule.sent(ticket)
+        return ticket
 
 
 def count_all_reduce(axis: MeshAxis) -> Callable[[torch.Tensor], None]:

@@ -55,6 +55,13 @@ class ZeroConfig:
         False, "debugging: compare the secondary partition with the weights at every use, on all ranks"
     )
 
+    overlap_param_gather: bool | None = flag(
+        None, "gather weights across nodes under the forward, inside a node ahead of use (default: on with --zeropp)"
+    )
+    overlap_grad_reduce: bool | None = flag(
+        None, "reduce gradients under the rest of the backward (default: on with --zeropp)"
+    )
+
     @property
     def stage(self) -> int:
         if self.zero_stage is not None:
@@ -77,10 +84,17 @@ class ReducePlan(NamedTuple):
 
 
 class WirePlan(NamedTuple):
-    """What replaces FSDP2's collectives: None where its own stay. `notices` are lines for the user."""
+    """What replaces FSDP2's collectives: None where its own stay.
+
+    Attributes:
+        overlap_gather, overlap_reduce: collectives run beside the compute (FSDP2's own on CUDA always do).
+        notices: lines for the user.
+    """
 
     gather: GatherPlan | None = None
     reduce: ReducePlan | None = None
+    overlap_gather: bool = False
+    overlap_reduce: bool = False
     notices: tuple[str, ...] = ()
 
     def describe(self) -> str:
@@ -94,6 +108,8 @@ class WirePlan(NamedTuple):
             gradients = (
                 f"reduced in two hops, {_spell(self.reduce.local)} inside nodes, {_spell(self.reduce.cross)} across"
             )
+        weights += ", ahead of use" if self.overlap_gather else ""
+        gradients += ", under the backward" if self.overlap_reduce else ""
         return f"weights are {weights}; gradients are {gradients}"
 
 
@@ -117,15 +133,26 @@ def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
         "--zero-quantized-gradients": quantized_gradients,
     }
     asked = [name for name, on in wanted.items() if on]
-    if not asked:
-        return WirePlan()
-    if config.stage != 3:
+    if asked and config.stage != 3:
         raise ValueError(f"{asked[0]} needs --zero-stage 3, not {config.stage}: it changes how shards travel")
-    if layout.cross == 1:
-        return WirePlan(
-            notices=(f"{asked[0]}: no traffic crosses nodes here, so weights and gradients travel as in ZeRO-3",)
-        )
     notices = []
+    overlap_gather = _default(config.overlap_param_gather, config.zeropp) and config.stage == 3
+    overlap_reduce = _default(config.overlap_grad_reduce, config.zeropp) and config.stage == 3
+    for name, flag_value in (
+        ("--overlap-param-gather", config.overlap_param_gather),
+        ("--overlap-grad-reduce", config.overlap_grad_reduce),
+    ):
+        if flag_value and config.stage != 3:
+            notices.append(f"{name} is ignored: ZeRO stage {config.stage} leaves overlap to FSDP2")
+    if overlap_reduce and layout.replicate > 1:
+        overlap_reduce = False
+        if config.overlap_grad_reduce:
+            notices.append("--overlap-grad-reduce is ignored: FSDP2 sums over copies right after each reduction")
+    if not asked:
+        return WirePlan(None, None, overlap_gather, overlap_reduce, tuple(notices))
+    if layout.cross == 1:
+        notices.append(f"{asked[0]}: no traffic crosses nodes here, so weights and gradients travel as in ZeRO-3")
+        return WirePlan(None, None, overlap_gather, overlap_reduce, tuple(notices))
     if layout.local == 1 and keep:
         notices.append(
             "--zero-hpz-partition-size: a node has one data rank, so each rank keeps a whole copy of the weights"
@@ -137,7 +164,7 @@ def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
     if quantized_gradients:
         block = config.zero_block_size or GRADIENT_BLOCK
         reduce = ReducePlan(*(_gradient_format(bits, block) for bits in _two_hops(config.zero_gradient_bits)))
-    return WirePlan(gather, reduce, tuple(notices))
+    return WirePlan(gather, reduce, overlap_gather, overlap_reduce, tuple(notices))
 
 
 def wire_backends(plan: WirePlan, device_type: str) -> list[tuple[str, str, str]]:

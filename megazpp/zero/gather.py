@@ -10,16 +10,18 @@ again for backward). Source: ZeRO++ (arXiv 2306.10209) sections 3.1 and 3.2.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.zero.comms import AllGather, FreshBuffers
+from megazpp.parallel.lane import Ticket
+from megazpp.zero.comms import AllGather, FreshBuffers, Pending
+from megazpp.zero.schedule import GatherSchedule, Lanes
+from megazpp.zero.units import Fingerprint, Unit
 from megazpp.zero.wire import Codec
-
-Fingerprint = tuple[object, ...]
 
 
 class StaleWeightsError(RuntimeError):
@@ -30,65 +32,116 @@ class TwoHopGather(FreshBuffers, AllGather):
     """FSDP2's all-gather of one unit.
 
     Args:
+        unit: whose parameters; its fingerprint, equal on all ranks, is read at every use.
         cross, local: the two axes; FSDP2's flat rank is cross rank x L + local rank.
+        lanes: where the hops run.
+        schedule: what else starts with them.
         codec: the unit's messages; its elements are FSDP2's compute dtype.
         keep: keep the middle for later uses (hpZ).
-        fingerprint: changes when the weights do, equal on all ranks; read at every use.
         check: compare the middle with the shards at every use, on all ranks.
     """
 
     def __init__(
         self,
+        unit: Unit,
         *,
         cross: MeshAxis,
         local: MeshAxis,
+        lanes: Lanes,
+        schedule: GatherSchedule,
         codec: Codec,
         keep: bool,
-        fingerprint: Callable[[], Fingerprint],
         check: bool = False,
     ) -> None:
-        self._cross, self._local, self._codec = cross, local, codec
-        self._keep, self._fingerprint, self._check = keep, fingerprint, check
+        self._unit, self._cross, self._local, self._lanes = unit, cross, local, lanes
+        self._schedule, self._codec, self._keep, self._check = schedule, codec, keep, check
         self._middle: torch.Tensor | None = None
         self._made_from: Fingerprint | None = None
+        self._crossed: Ticket[None] | None = None  # the middle has arrived
+        self._received: Ticket[torch.Tensor] | None = None  # a local hop that was started early
+        self.used = False
 
     def drop(self) -> None:
         """Forget the middle: the weights have changed, or its memory is wanted."""
-        self._made_from = None
+        self._made_from = self._received = None
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        layout = self._codec.layout
-        assert input_tensor.numel() == layout.size, f"a shard of {input_tensor.numel()} elements, planned {layout.size}"
+    ) -> Pending | None:
+        size = self._codec.layout.size
+        assert input_tensor.numel() == size, f"a shard of {input_tensor.numel()} elements, planned {size}"
         middle = self._fresh_middle(input_tensor)
-        messages = middle.new_empty(self._local.size, *middle.shape)
-        self._local.all_gather(middle, out=messages.flatten(0, 1))
-        # [N L, S] in FSDP2's rank order, written through [L, N, S]
-        shards = output_tensor.view(self._cross.size, self._local.size, -1).transpose(0, 1)
-        self._codec.unpack(messages, shards)
-        if not self._keep:
+        self.used = True
+        received = self._received or self._start_local_hop(middle)
+        self._received = None
+        done = self._lanes.local.submit(functools.partial(self._unpack, received, output_tensor))
+        if self._keep:
+            self._schedule.prefetch_after(self)
+        else:
             self._middle = self._made_from = None
+        if self._schedule.overlap and output_tensor.device.type == "cpu":
+            return Pending(done)
+        done.wait()  # on CUDA the gather stream waits, on which FSDP2 goes on
+        return None
+
+    def start_early(self) -> None:
+        """Start the cross hop if the weights have changed and the shards are at hand."""
+        shard = self._unit.shard_reader(self._codec.dtype)
+        if shard is not None and self._middle is not None and self._made_from != self._unit.fingerprint():
+            self._start_cross_hop(self._middle, shard)
+
+    def prefetch(self) -> None:
+        """Start the local hop of the next use, if the middle is there."""
+        fresh = self._unit.at_hand and self._made_from == self._unit.fingerprint()
+        if fresh and self._received is None and self._middle is not None:
+            self._received = self._start_local_hop(self._middle)
 
     def _fresh_middle(self, shard: torch.Tensor) -> torch.Tensor:
-        now = self._fingerprint()
-        if self._middle is None:
-            self._middle = self._codec.empty(self._cross.size, device=shard.device)
-            self._made_from = None
-        if self._made_from != now:
-            mine = self._middle[self._cross.rank]
-            self._codec.pack(shard, mine)
-            self._cross.all_gather(mine.unsqueeze(0), out=self._middle)
-            self._made_from = now
+        if self._middle is None or self._made_from != self._unit.fingerprint():
+            if self._middle is None:
+                with torch.inference_mode(False):  # it outlives the mode in which it is first made
+                    self._middle = self._codec.empty(self._cross.size, device=shard.device)
+                self._unit.check_shard_reader(shard)
+            self._start_cross_hop(self._middle, lambda: shard)
+            if self._keep:
+                self._schedule.stale(self)
         elif self._check:
             self._check_middle(self._middle, shard)
         return self._middle
 
+    def _start_cross_hop(self, middle: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
+        self._received, self.used = None, False
+        self._made_from = self._unit.fingerprint()
+        self._crossed = self._lanes.cross.submit(functools.partial(self._hop_across, middle, shard))
+
+    def _hop_across(self, middle: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
+        mine = middle[self._cross.rank]
+        self._codec.pack(shard(), mine)
+        self._cross.all_gather(mine.unsqueeze(0), out=middle)
+
+    def _start_local_hop(self, middle: torch.Tensor) -> Ticket[torch.Tensor]:
+        assert self._crossed is not None
+        return self._lanes.local.submit(functools.partial(self._hop_inside, middle), after=(self._crossed,))
+
+    def _hop_inside(self, middle: torch.Tensor) -> torch.Tensor:
+        """[N, M] -> [L, N, M]"""
+        return self._local.all_gather(middle).view(self._local.size, *middle.shape)
+
+    def _unpack(self, received: Ticket[torch.Tensor], output: torch.Tensor) -> None:
+        """[L, N, M] -> [N L, S] in FSDP2's rank order, written through [L, N, S]."""
+        shards = output.view(self._cross.size, self._local.size, -1).transpose(0, 1)
+        self._codec.unpack(received.join(), shards)
+
     def _check_middle(self, middle: torch.Tensor, shard: torch.Tensor) -> None:
-        packed = self._codec.empty(device=shard.device)
-        self._codec.pack(shard, packed)
-        stale = (packed != middle[self._cross.rank]).any().to(torch.int32)
-        if int(self._local.max_(self._cross.max_(stale))):
+        """Raises StaleWeightsError on all ranks if the middle on one of them is not what its shard packs to."""
+
+        def across() -> torch.Tensor:
+            packed = self._codec.empty(device=shard.device)
+            self._codec.pack(shard, packed)
+            return self._cross.max_((packed != middle[self._cross.rank]).any().to(torch.int32))
+
+        crossed = self._lanes.cross.submit(across)
+        if int(self._lanes.local.submit(lambda: self._local.max_(crossed.join()), after=(crossed,)).wait()):
             raise StaleWeightsError(
                 "weights have changed since they were gathered, in a way that moves no version counter "
                 "(parameter.data or a foreach operation): call Sharding.weights_changed() after such a write"

@@ -10,21 +10,27 @@ Source: ZeRO++ (arXiv 2306.10209) section 3.3, with the cross hop moved out of t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.zero.comms import FreshBuffers, ReduceScatter
+from megazpp.parallel.lane import Ticket
+from megazpp.zero.comms import SummingReduce
+from megazpp.zero.schedule import Lanes, ReduceSchedule
+from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec, Errors
 
 
-class TwoHopReduce(FreshBuffers, ReduceScatter):
+class TwoHopReduce(SummingReduce):
     """FSDP2's reduce-scatter of one unit.
 
     Args:
+        unit: whose gradients.
+        schedule: when the result is due.
         cross, local: the two axes; FSDP2's flat rank is cross rank x L + local rank.
+        lanes: where the hops run.
         local_codec, cross_codec: the unit's messages on each hop.
         middle_dtype: of the sums that wait for the cross hop.
         feedback: keep the cross hop's quantization errors and add them the next time.
@@ -33,47 +39,42 @@ class TwoHopReduce(FreshBuffers, ReduceScatter):
 
     def __init__(
         self,
+        unit: Unit,
+        schedule: ReduceSchedule,
         *,
         cross: MeshAxis,
         local: MeshAxis,
+        lanes: Lanes,
         local_codec: Codec,
         cross_codec: Codec,
         middle_dtype: torch.dtype,
         feedback: bool,
         every_micro_batch: bool,
     ) -> None:
-        self._cross, self._local = cross, local
+        super().__init__(unit, schedule)
+        self._cross, self._local, self._lanes = cross, local, lanes
         self._local_codec, self._cross_codec = local_codec, cross_codec
         self._middle_dtype, self._feedback = middle_dtype, feedback
         self._every_micro_batch = every_micro_batch
-        self._middle: torch.Tensor | None = None
-        self._errors: Errors | None = None
+        self._middle: torch.Tensor | None = None  # touched by the local lane only
+        self._errors: Errors | None = None  # touched by the cross lane only
         self.last_micro_batch = True
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        assert op == dist.ReduceOp.SUM, f"communication only sums, FSDP2 asked for {op}"
-        size, planned = output_tensor.numel(), self._local_codec.layout.size
+    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Ticket[Any] | None:
+        size, planned = result.numel(), self._local_codec.layout.size
         if size != planned:
             raise RuntimeError(
                 f"gradients of {size} elements per rank, planned {planned}: a parameter of this unit got no gradient, "
                 "which quantized reduction needs torch 2.13 for"
             )
-        middle = self._hop_inside(input_tensor)
-        if self.last_micro_batch or self._every_micro_batch:
-            self._middle = None
-            self._hop_across(middle, output_tensor)
-        else:
-            self._middle = middle
-            output_tensor.zero_()  # FSDP2 adds it to the gradient, whose sum so far waits in the middle
+        cross = self.last_micro_batch or self._every_micro_batch
+        inside = self._lanes.local.submit(functools.partial(self._hop_inside, gradients, keep=not cross))
+        self._schedule.sent(inside)
+        if not cross:
+            return None
+        return self._lanes.cross.submit(functools.partial(self._hop_across, inside, result), after=(inside,))
 
-    def _hop_inside(self, gradients: torch.Tensor) -> torch.Tensor:
+    def _hop_inside(self, gradients: torch.Tensor, *, keep: bool) -> torch.Tensor:
         """[N L S] in FSDP2's rank order -> [N, S]: the node's sum, added to the middle of earlier micro-batches."""
         num_nodes, num_local = self._cross.size, self._local.size
         codec, device = self._local_codec, gradients.device
@@ -84,14 +85,17 @@ class TwoHopReduce(FreshBuffers, ReduceScatter):
         if middle is None:
             middle = torch.empty(num_nodes, codec.layout.size, dtype=self._middle_dtype, device=device)
         codec.unpack_sum(received, middle, accumulate=self._middle is not None)
+        self._middle = middle if keep else None
         return middle
 
-    def _hop_across(self, middle: torch.Tensor, output: torch.Tensor) -> None:
+    def _hop_across(self, inside: Ticket[torch.Tensor], result: torch.Tensor) -> None:
         """[N, S] -> this rank's [S], summed over the nodes."""
-        codec = self._cross_codec
+        codec, middle = self._cross_codec, inside.join()
+        if middle.is_cuda:  # it is the local lane's memory, and this is the cross lane's stream
+            middle.record_stream(torch.cuda.current_stream())
         sent = codec.empty(self._cross.size, device=middle.device)
         if self._feedback and self._errors is None:
             self._errors = codec.new_errors(self._cross.size, device=middle.device)
         codec.pack(middle, sent, errors=self._errors)
         received = self._cross.all_to_all(sent)  # [N, M]
-        codec.unpack_sum(received.unsqueeze(1), output.unsqueeze(0), accumulate=False)
+        codec.unpack_sum(received.unsqueeze(1), result.unsqueeze(0), accumulate=False)

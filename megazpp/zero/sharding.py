@@ -24,14 +24,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.comms import CountedGather, CountedReduce, count_all_reduce
-from megazpp.zero.config import WirePlan, ZeroConfig, plan_wire
+from megazpp.zero.comms import count_all_reduce
+from megazpp.zero.config import ZeroConfig, plan_wire
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.layout import plan_message, plan_segments
+from megazpp.zero.plugs import Plugs
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.units import Unit, find_units
-from megazpp.zero.wire import Codec
 
 
 class Sharding:
@@ -40,7 +39,6 @@ class Sharding:
     Args:
         model: the model.
         units: its sharding units.
-        num_ranks: data ranks that share a copy of the model.
         stage: the ZeRO stage.
         gathers, reduces: the two-hop comms that were plugged in.
     """
@@ -49,13 +47,12 @@ class Sharding:
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        num_ranks: int,
         stage: int,
         gathers: Sequence[TwoHopGather] = (),
         reduces: Sequence[TwoHopReduce] = (),
     ) -> None:
         self.model, self.stage = model, stage
-        self._shard_elements = sum(unit.shard_elements(num_ranks) for unit in units)
+        self._shard_elements = sum(unit.segments[-1].stop for unit in units)
         self._modules = [_as_fsdp(module) for unit in units for module in unit.modules]
         self._gathers, self._reduces = gathers, reduces
         if gathers:
@@ -141,22 +138,16 @@ def attach_zeropp(
     zero, precision = zero or ZeroConfig(zeropp=True), precision or PrecisionConfig()
     plan = plan_wire(zero, dims.layout)
     units = find_units(model, dims)
-    gathers, reduces = [], []
+    plugs = Plugs(dims, plan, zero, precision)
     for unit in units:
-        gather, reduce = _two_hop_comms(unit, dims, plan, zero, precision)
-        gathers += [gather] if gather else []
-        reduces += [reduce] if reduce else []
         for module in map(_as_fsdp, unit.modules):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if dims.shard.size > 1:
-                module.set_custom_all_gather(gather or CountedGather(dims.shard))
-                module.set_custom_reduce_scatter(reduce or CountedReduce(dims.shard))
             if dims.replicate.size > 1:
                 module.set_all_reduce_hook(count_all_reduce(dims.replicate))
-            if reduce:
-                _reduce_unused_parameters(module)
-    return Sharding(model, units, dims.shard.size, zero.stage, gathers, reduces)
+        if dims.shard.size > 1:  # FSDP2 calls no collectives for one rank
+            plugs.plug_into(unit)
+    return Sharding(model, units, zero.stage, plugs.gathers, plugs.reduces)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -167,50 +158,6 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 def _as_fsdp(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule)
     return module
-
-
-def _two_hop_comms(
-    unit: Unit, dims: ParallelDims, plan: WirePlan, zero: ZeroConfig, precision: PrecisionConfig
-) -> tuple[TwoHopGather | None, TwoHopReduce | None]:
-    gather, reduce = None, None
-    if plan.gather is not None:
-        dtype = precision.param_dtype
-        segments = plan_segments([(p.name, p.shape) for p in unit.parameters], dims.shard.size)
-        gather = TwoHopGather(
-            cross=dims.cross,
-            local=dims.local,
-            codec=Codec(plan_message(segments, plan.gather.fmt, exact_itemsize=dtype.itemsize), dtype),
-            keep=plan.gather.keep,
-            fingerprint=unit.fingerprint,
-            check=zero.zero_check_secondary,
-        )
-    trained = [p for p in unit.parameters if p.requires_grad]
-    if plan.reduce is not None and trained:
-        dtype = precision.reduce_dtype
-        segments = plan_segments([(p.name, p.shape) for p in trained], dims.shard.size)
-        middle_dtype = torch.bfloat16 if zero.zero_accumulate_in_bf16 else torch.float32
-        reduce = TwoHopReduce(
-            cross=dims.cross,
-            local=dims.local,
-            local_codec=Codec(plan_message(segments, plan.reduce.local, exact_itemsize=dtype.itemsize), dtype),
-            cross_codec=Codec(
-                plan_message(segments, plan.reduce.cross, exact_itemsize=middle_dtype.itemsize), middle_dtype
-            ),
-            middle_dtype=middle_dtype,
-            feedback=zero.zero_error_feedback,
-            every_micro_batch=zero.zero_cross_every_microbatch,
-        )
-    return gather, reduce
-
-
-def _reduce_unused_parameters(module: FSDPModule) -> None:
-    """Have parameters without a gradient reduced as zeros, so that every message has the same layout.
-
-    torch 2.11 and 2.12 cannot; there `TwoHopReduce` refuses a unit in which a parameter got no gradient.
-    """
-    switch: Any = getattr(module, "set_reduce_scatter_unused_params", None)
-    if switch is not None:
-        switch(True, recurse=False)
 
 
 def _drop_after_steps(sharding: weakref.ref[Sharding]) -> None:

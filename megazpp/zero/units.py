@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.layout import plan_segments
+from megazpp.zero.layout import Segment, plan_segments
+
+SHARD = "shard"  # the mesh dim of ParallelDims
+Fingerprint = tuple[object, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +43,79 @@ class Unit:
     Attributes:
         modules: the FSDP modules that share the unit, usually one.
         parameters: in FSDP2's flat order.
+        segments: where each parameter lies in the flat shard.
+        trained_segments: where each trained parameter lies in the flat shard of gradients.
     """
 
     modules: tuple[nn.Module, ...]
     parameters: tuple[UnitParameter, ...]
+    segments: tuple[Segment, ...]
+    trained_segments: tuple[Segment, ...]
 
-    def shard_elements(self, num_ranks: int) -> int:
-        """Elements of the unit's flat shard."""
-        return plan_segments([(p.name, p.shape) for p in self.parameters], num_ranks)[-1].stop
+    @property
+    def at_hand(self) -> bool:
+        """Whether the modules hold the shards now, not the gathered parameters (with tp, DTensors on its mesh)."""
+        return all(isinstance(t, DTensor) and SHARD in (t.device_mesh.mesh_dim_names or ()) for t in self._tensors())
 
-    def fingerprint(self) -> tuple[object, ...]:
-        """Changes when a shard is written to by an operation that autograd counts, replaced, or the mode changes."""
+    def fingerprint(self) -> Fingerprint:
+        """Changes when a shard is written to by an operation that autograd counts, replaced, or the mode changes.
+
+        Only while the shards are `at_hand`.
+        """
         marks: list[object] = [self.modules[0].training]
-        for p in self.parameters:
-            tensor = getattr(p.module, p.attribute)
+        for tensor in self._tensors():
             marks += (id(tensor), tensor._version, tensor._local_tensor._version)
         return tuple(marks)
+
+    def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
+        """A function that makes this rank's flat shard [S] in `dtype`, as FSDP2 hands it to its all-gather.
+
+        None while the parameters are gathered.
+        """
+        if not self.at_hand:
+            return None
+        shards = [tensor._local_tensor.detach() for tensor in self._tensors()]
+
+        def read() -> torch.Tensor:
+            flat = torch.zeros(self.segments[-1].stop, dtype=dtype, device=shards[0].device)
+            for segment, shard in zip(self.segments, shards, strict=True):
+                flat[segment.start : segment.start + shard.numel()].copy_(shard.flatten())
+            return flat
+
+        return read
+
+    def check_shard_reader(self, expected: torch.Tensor) -> None:
+        """Compare with the shard that FSDP2 has made, before relying on `shard_reader`.
+
+        Raises:
+            RuntimeError: this version of FSDP2 lays shards out in another way.
+        """
+        read = self.shard_reader(expected.dtype)
+        with torch.no_grad():
+            if read is not None and not torch.equal(read().view(torch.uint8), expected.view(torch.uint8)):
+                raise RuntimeError(
+                    f"torch {torch.__version__} lays the shard of {self.parameters[0].name} out otherwise"
+                )
+
+    def add_to_gradients(self, reduced: torch.Tensor) -> None:
+        """Add the flat shard of gradients [S] to `.grad` of the trained parameters, which FSDP2 has set."""
+        trained = [p for p in self.parameters if p.requires_grad]
+        with torch.no_grad():
+            for segment, p in zip(self.trained_segments, trained, strict=True):
+                gradient = getattr(p.module, p.attribute).grad._local_tensor
+                gradient += reduced[segment.start : segment.start + gradient.numel()].view(gradient.shape)
+
+    def refuse_gradient_hooks(self) -> None:
+        """Raises RuntimeError if a parameter has a hook that wants its gradient before the backward is over."""
+        for p in self.parameters:
+            if getattr(getattr(p.module, p.attribute), "_post_accumulate_grad_hooks", None):
+                raise RuntimeError(
+                    f"{p.name} has a post-accumulate-grad hook, which would see gradients before they are reduced: "
+                    "it needs --no-overlap-grad-reduce"
+                )
+
+    def _tensors(self) -> list[Any]:
+        return [getattr(p.module, p.attribute) for p in self.parameters]
 
 
 def find_units(model: nn.Module, dims: ParallelDims) -> list[Unit]:
@@ -75,8 +136,19 @@ def find_units(model: nn.Module, dims: ParallelDims) -> list[Unit]:
         seen: set[object] = set()
         found = [p for module in modules for p in _parameters(module, names, seen, dims)]
         if found:
-            units.append(Unit(modules=tuple(modules), parameters=tuple(found)))
+            units.append(
+                Unit(
+                    modules=tuple(modules),
+                    parameters=tuple(found),
+                    segments=_segments(found, dims),
+                    trained_segments=_segments([p for p in found if p.requires_grad], dims),
+                )
+            )
     return units
+
+
+def _segments(parameters: list[UnitParameter], dims: ParallelDims) -> tuple[Segment, ...]:
+    return plan_segments([(p.name, p.shape) for p in parameters], dims.shard.size)
 
 
 def _parameters(

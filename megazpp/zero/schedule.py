@@ -1,0 +1,126 @@
+"""Which hop runs when: slow hops per optimizer step, fast hops per use.
+
+    weights    first use after they changed:  cross hops of all units start, in the order of use, under the forward
+               every use:                     local hop, with the next unit's behind it
+    gradients  every micro-batch:             local hop
+               last micro-batch:              cross hop of a unit when its local hop is done, under the rest of backward
+               end of that backward:          the sums are added to `.grad`: who calls backward() finds them complete
+
+The hops run in lanes (parallel/lane.py), one per axis, so the order of collectives of each group is that of the
+program on every rank. In flight at most: the gradients of `UNITS_IN_FLIGHT` units before their local hop, one sum per
+element of a unit's [N, S] middle before its cross hop (what accumulating over micro-batches would keep anyway), one
+unit's received weights. Results are the same bits without overlap: only the time at which a hop runs differs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd import Variable
+
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.lane import Lane, Ticket
+
+UNITS_IN_FLIGHT = 2
+
+
+class Lanes(NamedTuple):
+    """Where the hops run."""
+
+    cross: Lane
+    local: Lane
+    shard: Lane
+
+
+def open_lanes(dims: ParallelDims, *, overlap: bool) -> Lanes:
+    """The axes' own lanes, or without `overlap` ones that run everything at once."""
+    if not overlap:
+        return Lanes(Lane(), Lane(), Lane())
+    return Lanes(dims.cross.lane, dims.local.lane, dims.shard.lane)
+
+
+class Startable(Protocol):
+    """A unit's gather, as its schedule sees it."""
+
+    used: bool  # since its cross hop last started
+
+    def start_early(self) -> None:
+        """Start the cross hop if the weights have changed and the shards are at hand."""
+
+    def prefetch(self) -> None:
+        """Start the local hop of the next use."""
+
+
+class GatherSchedule:
+    """The order of use of the units that keep their middle, learned from the uses themselves.
+
+    Args:
+        overlap: start hops before they are asked for.
+        prefetch: local hops too (on CUDA the host runs ahead, which does the same).
+    """
+
+    def __init__(self, *, overlap: bool, prefetch: bool) -> None:
+        self.overlap = overlap
+        self._prefetch = overlap and prefetch
+        self._order: list[Startable] = []
+
+    def stale(self, gather: Startable) -> None:
+        """`gather` has just started its cross hop because it was asked for: start those that will be asked for."""
+        if gather not in self._order:
+            self._order.append(gather)
+        if self.overlap:
+            for other in self._order:
+                if other.used and other is not gather:
+                    other.start_early()
+
+    def prefetch_after(self, gather: Startable) -> None:
+        """`gather`'s local hop has been submitted: submit the next one's too, in a forward."""
+        if self._prefetch and not in_backward():  # FSDP2 prefetches in backward itself
+            following = self._order[self._order.index(gather) + 1 :]
+            if following:
+                following[0].prefetch()
+
+
+class ReduceSchedule:
+    """What is in flight during a backward.
+
+    Args:
+        overlap: finish a unit's reduction only at the end of the backward.
+        blocks_host: waiting blocks the host (CPU); where it does not, the caller's stream waits at once instead, so
+            that FSDP2 keeps a unit's gradients until they have been sent.
+    """
+
+    def __init__(self, *, overlap: bool, blocks_host: bool) -> None:
+        self.overlap, self._blocks_host = overlap, blocks_host
+        self._sending: deque[Ticket[Any]] = deque()
+        self._finishing: list[tuple[Ticket[Any], Callable[[], None]]] = []
+        self._backward = -1
+
+    def sent(self, ticket: Ticket[Any]) -> None:
+        """Bound the gradients that wait to be sent; `ticket` is for the latest."""
+        self._sending.append(ticket)
+        while len(self._sending) > (UNITS_IN_FLIGHT if self.overlap and self._blocks_host else 0):
+            self._sending.popleft().wait()
+
+    def finish_later(self, ticket: Ticket[Any], finish: Callable[[], None]) -> None:
+        """Call `finish` at the end of the backward that is running, when the task of `ticket` is done."""
+        self._finishing.append((ticket, finish))
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        self._backward = -1
+        finishing, self._finishing = self._finishing, []
+        for ticket, finish in finishing:
+            ticket.wait()
+            finish()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running in this thread."""
+    return torch._C._current_graph_task_id() != -1

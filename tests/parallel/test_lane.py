@@ -1,0 +1,90 @@
+"""Lanes keep their order, run beside the caller, carry results and errors, and respect what a task waits for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.lane import Lane, ThreadLane, Ticket
+from megazpp.parallel.timeline import Timeline
+
+
+@pytest.fixture
+def lane() -> ThreadLane:
+    return ThreadLane("cross", Timeline())
+
+
+def test_a_thread_lane_runs_tasks_in_order_and_beside_the_caller(lane: ThreadLane):
+    gate, done = threading.Event(), []
+
+    def first() -> int:
+        gate.wait(10)
+        done.append("first")
+        return 1
+
+    one = lane.submit(first)
+    two = lane.submit(lambda: done.append("second"))
+    assert done == []  # the caller did not wait
+    gate.set()
+    two.wait()
+    assert done == ["first", "second"]
+    assert one.wait() == 1
+
+
+def test_a_task_waits_for_tasks_of_other_lanes(lane: ThreadLane):
+    gate, other = threading.Event(), ThreadLane("local", Timeline())
+    slow = other.submit(lambda: gate.wait(10) and 20)
+    after = lane.submit(lambda: slow.join() + 1, after=(slow,))
+    gate.set()
+    assert after.wait() == 21
+
+
+def test_an_error_reaches_who_waits_and_who_depends_and_the_lane_goes_on(lane: ThreadLane):
+    def fail() -> None:
+        raise ValueError("lost a peer")
+
+    failed = lane.submit(fail)
+    dependent = ThreadLane("local", Timeline()).submit(lambda: 1, after=(failed,))
+    for ticket in (failed, dependent):
+        with pytest.raises(ValueError, match="lost a peer"):
+            ticket.wait()
+    assert lane.submit(lambda: 2).wait() == 2
+
+
+@pytest.mark.parametrize("make", [Lane, lambda: ThreadLane("cross", Timeline())], ids=["at once", "thread"])
+def test_tasks_run_without_gradients_and_in_the_callers_inference_mode(make):
+    weight = torch.nn.Parameter(torch.ones(2))
+    assert not make().submit(lambda: weight * 2).wait().requires_grad
+    with torch.inference_mode():
+        out = torch.empty(2)  # may be written to in inference mode only
+        make().submit(lambda: out.copy_(weight)).wait()
+        assert out.tolist() == [1.0, 1.0]
+
+
+def test_a_lane_without_overlap_has_run_when_submit_returns():
+    done = []
+    Lane().submit(lambda: done.append(1), after=(Ticket(None),))
+    assert done == [1]
+
+
+def test_waiting_is_recorded_where_there_was_something_to_wait_for():
+    timeline = Timeline()
+    lane, gate = ThreadLane("cross", timeline), threading.Event()
+    timeline.start()
+    ready = lane.submit(lambda: 1)
+    ready.join()
+    ready.wait()  # done: nothing to wait for
+    slow = lane.submit(lambda: gate.wait(10))
+    threading.Timer(0.05, gate.set).start()
+    slow.wait()
+    waits = [span for span in timeline.stop() if span.lane == "wait"]
+    assert [span.name for span in waits] == ["cross"]
+    assert waits[0].seconds > 0.02
+
+
+def test_an_axis_has_one_lane():
+    axis = MeshAxis("cross")
+    assert axis.lane is axis.lane

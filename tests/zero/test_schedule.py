@@ -1,0 +1,239 @@
+"""Overlap changes when hops run and nothing else: same bits, bytes and order on every rank, whatever the delays."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step, train_on_ranks
+from torch import nn
+
+from megazpp.model.config import GPTConfig
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.topology.cluster import Cluster
+from megazpp.zero.config import ZeroConfig
+from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.sharding import shard_model
+
+ALL = ZeroConfig(zeropp=True)
+OFF = {"overlap_param_gather": False, "overlap_grad_reduce": False}
+ON = {"overlap_param_gather": True, "overlap_grad_reduce": True}
+
+
+def with_and_without(world: int, zero: ZeroConfig, **case: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    case = {"nodes": 2, "steps": 6, **case}
+    overlapped, plain = (
+        ranks(world).run(train_on_ranks, Case(zero=dataclasses.replace(zero, **flags), **case))[0]
+        for flags in (ON, OFF)
+    )
+    return overlapped, plain
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        ZeroConfig(),
+        ZeroConfig(zero_quantized_weights=True),
+        ZeroConfig(zero_hpz_partition_size="auto"),
+        ZeroConfig(zero_quantized_gradients=True),
+        ALL,
+        ZeroConfig(zeropp=True, zero_cross_every_microbatch=True),
+    ],
+    ids=["ZeRO-3", "qwZ", "hpZ", "qgZ", "zeropp", "classic"],
+)
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_overlap_changes_neither_bits_nor_bytes(zero: ZeroConfig, micro_batches: int):
+    overlapped, plain = with_and_without(4, zero, micro_batches=micro_batches, model=LLAMA_STYLE)
+    assert overlapped == plain  # losses, norms, bytes on every wire
+
+
+def test_with_the_check_of_the_secondary_partition_too():
+    overlapped, plain = with_and_without(4, ZeroConfig(zeropp=True, zero_check_secondary=True), micro_batches=2)
+    assert overlapped["loss"] == plain["loss"]  # it finds more to check, so the bytes of its votes differ
+
+
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        (2, {}),
+        (4, {"tp": 2, "sequence_parallel": True}),
+        (4, {"model": GPTConfig(**{**GPT2_STYLE.__dict__, "recompute_granularity": "full"}), "micro_batches": 2}),
+        (4, {"precision": PrecisionConfig(bf16=True)}),
+        (4, {"precision": PrecisionConfig(bf16=True, grad_reduce_in_bf16=True), "micro_batches": 2}),
+        (6, {"nodes": 3, "global_batch": 12}),
+    ],
+    ids=["one-rank-per-node", "tp", "recompute", "bf16", "bf16-reduce", "3-nodes"],
+)
+def test_overlap_changes_nothing_in_other_settings(world: int, case: dict[str, Any]):
+    overlapped, plain = with_and_without(world, ALL, **case)
+    assert overlapped == plain
+
+
+# ---- the order of collectives -------------------------------------------------------------------------------------
+
+
+def train_with_delays(case: Case) -> dict[str, Any]:
+    """Every collective of the two hops starts late by a time of its own on each rank; the order of calls is kept."""
+    called: dict[str, list[str]] = {}
+    clock = random.Random(torch.distributed.get_rank())
+    originals = {name: getattr(MeshAxis, name) for name in ("all_gather", "all_to_all")}
+
+    def delayed(name: str) -> Any:
+        def call(axis: MeshAxis, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            if axis.name in ("cross", "local"):
+                called.setdefault(axis.name, []).append(f"{name} {x.numel() * x.element_size()}")
+                time.sleep(clock.random() * 0.005)
+            return originals[name](axis, x, **kwargs)
+
+        return call
+
+    try:
+        for name in originals:
+            setattr(MeshAxis, name, delayed(name))
+        return {**train_on_ranks(case), "called": called}
+    finally:
+        for name, original in originals.items():
+            setattr(MeshAxis, name, original)
+
+
+def test_random_delays_on_every_rank_change_neither_the_order_of_collectives_nor_the_result():
+    case = Case(nodes=2, tp=2, micro_batches=2, steps=4, model=LLAMA_STYLE, zero=ALL)
+    expected = ranks(8).run(train_on_ranks, case)[0]
+    results = ranks(8).run(train_with_delays, case)
+    assert [r["loss"] for r in results] == [expected["loss"]] * 8
+    # ranks that share a tensor-parallel index have messages of one size; so do all here, as tp splits evenly
+    assert all(r["called"] == results[0]["called"] for r in results)
+
+
+def order_of_cross_hops(case: Case) -> tuple[list[int], int, int]:
+    """Sizes of the cross gathers of the second step; how many had started when the first unit's forward began."""
+    step, dims = build_step(case)
+    sizes: list[int] = []
+    original = dims.cross.all_gather
+    submitted = []
+    submit = dims.cross.lane.submit
+
+    def gather(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        sizes.append(x.numel())
+        return original(x, **kwargs)
+
+    def count(task: Any, **kwargs: Any) -> Any:
+        submitted.append(threading.current_thread() is threading.main_thread())
+        return submit(task, **kwargs)
+
+    batch = [case.batch(0, dims.data_rank * 4, 4)]
+    step(batch, learning_rate=1e-3, weight_decay=0.0)
+    dims.cross.all_gather, dims.cross.lane.submit = gather, count
+    started: list[int] = []
+    step.model.layers[0].register_forward_pre_hook(lambda *_: started.append(len(submitted)))
+    step(batch, learning_rate=1e-3, weight_decay=0.0)
+    units = len(step.sharding._gathers)
+    return sizes, started[0], units
+
+
+def test_after_a_step_all_cross_gathers_start_with_the_first_use_in_forward_order():
+    case = Case(nodes=2, model=LLAMA_STYLE, zero=ALL)
+    for sizes, started, units in ranks(4).run(order_of_cross_hops, case):
+        assert len(sizes) == units == 4  # embedding, two layers, output: each crosses once
+        assert sizes[1] == sizes[2]  # the layers
+        assert sizes[0] != sizes[1]
+        assert started == units  # although only the embedding has been used yet
+
+
+# ---- other people's models ----------------------------------------------------------------------------------------
+
+
+class Skipping(nn.Module):
+    """Three layers; the middle one is skipped when told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.skip = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != 1 or not self.skip:
+                x = torch.tanh(layer(x))
+        return x.sum()
+
+
+def make(nodes: int, flags: dict[str, bool], *, units: bool = True) -> tuple[Skipping, Any, ParallelDims]:
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=torch.distributed.get_world_size() // nodes)
+    dims = ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu")
+    model = Skipping()
+    groups = [[layer] for layer in model.layers] if units else []
+    return model, shard_model(model, groups, dims, zero=ZeroConfig(zeropp=True, **flags)), dims
+
+
+def train_while_skipping(flags: dict[str, bool], units: bool) -> list[float]:
+    model, sharding, dims = make(2, flags, units=units)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(8):
+        model.skip = step in (2, 3, 5)
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(10 * step + dims.data_rank))
+        sharding.begin_micro_batch(last=True)
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("units", [True, False], ids=["units", "one-unit"])
+def test_a_layer_that_is_skipped_now_and_then_is_never_used_stale(units: bool):
+    for world in (4,):
+        assert ranks(world).run(train_while_skipping, ON, units) == ranks(world).run(train_while_skipping, OFF, units)
+
+
+def gradient_hook(flags: dict[str, bool]) -> str:
+    model, sharding, _ = make(2, flags)
+    model.layers[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    sharding.begin_micro_batch(last=True)
+    try:
+        model(torch.ones(2, 64)).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_hook_that_wants_reduced_gradients_early_is_refused():
+    assert all(
+        "layers.1.weight" in said and "--no-overlap-grad-reduce" in said for said in ranks(4).run(gradient_hook, ON)
+    )
+    assert ranks(4).run(gradient_hook, OFF) == [""] * 4
+
+
+def evaluate_in_inference_mode() -> tuple[float, float]:
+    model, _, _ = make(2, ON)
+    with torch.inference_mode():
+        first = model(torch.ones(2, 64)).item()
+    return first, model(torch.ones(2, 64)).item()
+
+
+def test_a_first_use_in_inference_mode_does_not_spoil_training():
+    for first, second in ranks(4).run(evaluate_in_inference_mode):
+        assert first == second
+
+
+def gradients_at_the_end_of_backward(flags: dict[str, bool]) -> list[float]:
+    model, sharding, dims = make(2, flags)
+    sharding.begin_micro_batch(last=True)
+    model(torch.ones(2, 64) + dims.data_rank).backward()
+    return [float(p.grad.full_tensor().sum()) for p in model.parameters()]
+
+
+def test_gradients_are_complete_when_backward_returns():
+    overlapped, plain = (ranks(4).run(gradients_at_the_end_of_backward, flags) for flags in (ON, OFF))
+    assert overlapped == plain
+    assert all(value != 0 for value in plain[0])
