@@ -26,10 +26,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmark_cluster_ranks import VARIANTS, Order, Settings
 from benchmark_cluster_report import LOCAL, Sample, plot, tables
-from emulate_cluster import UNLIMITED, EmulatedCluster, exit_on_signals, parse_rate
-from rank_processes import RankProcesses, start_on_this_machine
+from benchmark_cluster_variants import VARIANTS, Order, Settings
+from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate
+from rank_processes import RankProcesses, exit_on_signals, start_on_this_machine
 
 from megazpp.parallel.worker import UserError
 

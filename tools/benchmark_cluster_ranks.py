@@ -14,17 +14,16 @@ import functools
 import json
 import sys
 import time
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmark_cluster_variants import VARIANTS, Order, Settings, Variant
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megazpp.data.batch import MicroBatch, make_micro_batch
-from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
@@ -37,7 +36,6 @@ from megazpp.topology.cluster import Cluster
 from megazpp.training.resources import cpu_seconds
 from megazpp.training.setup import Built, build_model
 from megazpp.training.step import TrainStep
-from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import Sharding, materialize
 from megazpp.zero.units import find_units
@@ -45,80 +43,6 @@ from megazpp.zero.units import find_units
 SEED, LEARNING_RATE = 1234, 1e-4
 TIMEOUT_MINUTES = 60  # a step of 8 micro-batches takes minutes on the slowest links
 PRECISION = PrecisionConfig(bf16=True, grad_reduce_in_bf16=True)
-
-
-class Variant(NamedTuple):
-    """One way to train.
-
-    Attributes:
-        label: for people.
-        zero: None for FSDP2 as it is.
-        hsdp: one sharded copy of the model per node.
-    """
-
-    label: str
-    zero: ZeroConfig | None
-    hsdp: bool = False
-
-    @property
-    def counted(self) -> bool:
-        """Whether our own counters see its collectives."""
-        return self.zero is not None
-
-
-VARIANTS = {
-    "fsdp2": Variant("FSDP2, gloo's collectives", None),
-    "zero3": Variant("ZeRO-3, ring", ZeroConfig()),
-    "zero3-overlap": Variant("ZeRO-3, ring, overlap", ZeroConfig(overlap_param_gather=True, overlap_grad_reduce=True)),
-    "hsdp": Variant("FSDP2 HSDP", ZeroConfig(), hsdp=True),
-    "qwz": Variant("+qwZ", ZeroConfig(zero_quantized_weights=True)),
-    "hpz": Variant("+hpZ", ZeroConfig(zero_hpz_partition_size="auto")),
-    "qgz": Variant("+qgZ", ZeroConfig(zero_quantized_gradients=True)),
-    "zeropp": Variant(
-        "--zeropp, no overlap", ZeroConfig(zeropp=True, overlap_param_gather=False, overlap_grad_reduce=False)
-    ),
-    "zeropp-overlap": Variant("--zeropp", ZeroConfig(zeropp=True)),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the ranks of one job build.
-
-    Attributes:
-        tp: tensor-parallel degree.
-        variants: keys of VARIANTS.
-        hidden_size, num_layers, vocab_size: of the model.
-        seq_length, micro_batch_size: tokens of a sample and samples of a rank's micro-batch.
-    """
-
-    nodes: int
-    ranks_per_node: int
-    tp: int
-    variants: tuple[str, ...]
-    hidden_size: int
-    num_layers: int
-    vocab_size: int
-    seq_length: int
-    micro_batch_size: int
-
-    @property
-    def model(self) -> GPTConfig:
-        return GPTConfig(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            num_attention_heads=max(self.hidden_size // 64, self.tp),
-            max_position_embeddings=self.seq_length,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        )
-
-
-class Order(NamedTuple):
-    """One optimizer step of one variant."""
-
-    variant: str
-    micro_batches: int
 
 
 class RingAxis(MeshAxis):

@@ -57,7 +57,7 @@ def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int,
     for tp, k in sorted({(s.tp, s.micro_batches) for s in samples}):
         part = [s for s in samples if (s.tp, s.micro_batches) == (tp, k)]
         names = [name for name in labels if any(s.variant == name for s in part)]
-        text += ["", f"### TP {tp}, {k} micro-batch{'es' if k > 1 else ''} per step", ""]
+        text += ["", f"### {_title(tp, k)}", ""]
         text += _speed_table(part, names, labels)
         if any(s.uplink_bytes for s in part):
             text += ["", *_bytes_table(part, names, labels, parameters)]
@@ -101,9 +101,12 @@ def plot(samples: Sequence[Sample], labels: Mapping[str, str], path: Path) -> st
                     points.append((_bits(rate) or 0.0, speed))
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", label=label)
-        axes.set(xscale="log", yscale="log", xlabel="uplink, bit/s", title=f"TP {tp}, {k} micro-batches per step")
+        axes.set(xscale="log", xlabel="uplink", title=_title(tp, k))
+        axes.set_xticks([_bits(rate) or 0.0 for rate in _rates(part)], labels=_rates(part))
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
         axes.set_ylabel(f"tokens per second against {labels[BASELINE]}")
-        axes.grid(True, which="both", alpha=0.3)
+        axes.grid(True, alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
     return f"plot: {path}"
@@ -156,6 +159,10 @@ def _cpu_table(samples: list[Sample], names: list[str], labels: Mapping[str, str
     where = "no link" if samples[0].rate == LOCAL else "no limit"
     header = [f"CPU, {where}", "ms per token", *(f"against {labels[base]}" for base in (BASELINE, PLAIN))]
     return _markdown(header, rows)
+
+
+def _title(tp: int, micro_batches: int) -> str:
+    return f"TP {tp}, {micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per step"
 
 
 def _rates(samples: Iterable[Sample]) -> list[str]:

@@ -26,11 +26,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from rank_processes import RankProcesses, RankSite
+from rank_processes import RankProcesses, RankSite, exit_on_signals, undisturbed
 
 from megazpp.parallel.worker import UserError
 
@@ -78,13 +78,13 @@ class EmulatedCluster:
             self._make()
             self.set_rate(self._rate)
         except BaseException:
-            with _undisturbed():
+            with undisturbed():
                 remove_network(self._prefix)
             raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with _undisturbed():
+        with undisturbed():
             for job in self._jobs:
                 job.stop()
             remove_network(self._prefix)
@@ -215,28 +215,6 @@ def _run(*command: str, may_fail: bool = False) -> str:
     if done.returncode and not may_fail:
         raise UserError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
     return done.stdout
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Clean up without being interrupted; the commands it runs inherit that."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def exit_on_signals() -> None:
-    """Have SIGTERM and SIGHUP leave through `finally` and `with`, as Ctrl-C does."""
-
-    def leave(number: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
 
 
 def main() -> int:

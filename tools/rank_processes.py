@@ -13,9 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, NoReturn
 
 from megazpp.parallel.launch import EXIT_ECHO, EXIT_USER_ERROR, LAUNCHER_PID
 
@@ -154,3 +154,25 @@ def start_on_this_machine(
         master=("127.0.0.1", port),
         pass_fds=pass_fds,
     )
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Clean up without being interrupted; the commands it runs inherit that."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def exit_on_signals() -> None:
+    """Have SIGTERM and SIGHUP leave through `finally` and `with`, as Ctrl-C does."""
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from benchmark_cluster import SHAPE, Case, Results, parse_flags
-from benchmark_cluster_ranks import VARIANTS, RingAxis, use_ring_
+from benchmark_cluster_ranks import RingAxis, use_ring_
 from benchmark_cluster_report import LOCAL, Sample, paired_ratio, plot, tables
+from benchmark_cluster_variants import VARIANTS
 from helpers.program import ROOT, run_program
 from helpers.ranks import ranks
 
