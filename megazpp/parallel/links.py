@@ -24,11 +24,11 @@ from megazpp.topology.layout import Layout
 from megazpp.topology.links import LINK_KINDS, Link, LinkKind, Links
 
 REPEATS = 5
-SMALL_BYTES = 4096
+SMALL_BYTES = 256  # so few that a limited uplink lets them pass at once: what they take is latency
 LARGE_TOTAL_BYTES = {
     "cpu": 2 << 20,
     "cuda": 256 << 20,
-}  # of all ranks of a group: seconds at 100 Mbit/s; 5 ms at 50 GB/s
+}  # of all ranks of a group: seconds at 100 Mbit/s, 5 ms at 50 GB/s
 
 
 class AxisTime(NamedTuple):

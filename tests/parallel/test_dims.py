@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -99,3 +100,15 @@ def test_a_degree_that_is_not_positive_names_its_flag_at_every_stage(tp: int):
             plan_dims(
                 ParallelConfig(tensor_model_parallel_size=tp), Cluster(num_nodes=1, ranks_per_node=4), zero_stage=stage
             )
+
+
+def timeouts(minutes: int) -> list[timedelta]:
+    layout = plan_dims(ParallelConfig(), Cluster(num_nodes=2, ranks_per_node=2), zero_stage=3)
+    dims = ParallelDims(layout, device_type="cpu", timeout=timedelta(minutes=minutes))
+    groups = [axis.group for axis in (dims.shard, dims.local, dims.cross)]
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups if group is not None]
+
+
+def test_the_timeout_reaches_every_group():
+    for found in ranks(4).run(timeouts, 7):
+        assert found == [timedelta(minutes=7)] * 3
