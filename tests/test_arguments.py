@@ -14,6 +14,8 @@ from megazpp.arguments import ParsedRun, RunConfig, RunPlan, check_run_config, p
 from megazpp.flags import FlagParser, FlagSpec, flag_name
 from megazpp.megatron_flags import read_megatron_flags
 from megazpp.topology.cluster import Cluster
+from megazpp.topology.links import Link, Links
+from megazpp.zero.config import ZeroConfig, plan_wire
 
 ROOT = Path(__file__).parent.parent
 CLASSES = tuple(typing.get_type_hints(RunConfig).values())
@@ -31,6 +33,8 @@ OTHER_DEFAULTS = {
     "--test-data-path": "an empty list instead of None",
     "--local-rank": "None instead of the environment's",
     "--zero-stage": "Megatron-DeepSpeed's; None leaves it to --use-distributed-optimizer",
+    "--overlap-grad-reduce": "None: on with --zeropp",
+    "--overlap-param-gather": "None: on with --zeropp",
 }
 
 
@@ -166,7 +170,7 @@ def test_the_flags_of_a_megatron_script_can_be_pasted_into_a_flag_file(tmp_path:
     plan = check_run_config(parsed.config, Cluster(num_nodes=1, ranks_per_node=8), device_type="cpu")
     assert (plan.layout.tp, plan.layout.data, parsed.config.zero.stage) == (2, 4, 1)
     assert parsed.config.data.data_path == ("0.5", "my-gpt2_text_document", "0.5", "other corpus")
-    assert len(parsed.notices) == 8
+    assert len(parsed.notices) == 7
 
 
 def test_ignored_flags_give_notices_and_refused_flags_an_error() -> None:
@@ -211,6 +215,24 @@ def test_a_run_that_fits_gives_its_layout_batches_and_schedule() -> None:
     assert plan.notices == ()
 
 
+def test_a_plan_has_the_wire_formats_and_the_notices_of_cluster_and_layout() -> None:
+    plan = check("--zeropp", nodes=2, ranks_per_node=2)
+    assert plan.wire == plan_wire(ZeroConfig(zeropp=True), plan.layout)
+    assert plan.wire.gather is not None
+    cluster = Cluster(num_nodes=2, ranks_per_node=2, notices=("hosts: a, b",))
+    spanning = check_run_config(parse(f"{SMALL} --tensor-model-parallel-size 4").config, cluster, device_type="cpu")
+    assert spanning.notices[0] == "hosts: a, b"
+    assert spanning.notices[1].startswith("warning: --tensor-model-parallel-size 4 spans 2 nodes")
+
+
+def test_links_can_be_filled_in_once_they_are_measured() -> None:
+    plan, links = check(""), Links(network=Link(12.5, 3.0, "measured"))
+    known = plan.with_links(links)
+    assert known.layout.cluster.links == links
+    assert known.layout.describe() == plan.layout.describe()
+    assert known._replace(layout=plan.layout) == plan
+
+
 def test_sequence_parallel_without_tensor_parallel_is_a_notice() -> None:
     assert check("--sequence-parallel").notices == (
         "--sequence-parallel is ignored: --tensor-model-parallel-size is 1",
@@ -244,7 +266,7 @@ def test_sequence_parallel_without_tensor_parallel_is_a_notice() -> None:
         ("--seq-length 65", 1, "--seq-length 65 is longer than --max-position-embeddings 64"),
         ("--hidden-dropout 1.0", 1, "--hidden-dropout 1.0 is not in [0, 1)"),
         ("--recompute-method uniform", 1, "need --recompute-granularity full"),
-        ("--tensor-model-parallel-size 3", 4, "--tensor-model-parallel-size 3 does not divide the 4 ranks"),
+        ("--tensor-model-parallel-size 3", 4, "--tensor-model-parallel-size 3 neither divides the 4 ranks"),
         ("--pipeline-model-parallel-size 2", 2, "--pipeline-model-parallel-size 2 is not supported"),
         ("--context-parallel-size 2", 2, "--context-parallel-size 2 is not supported"),
         ("--num-distributed-optimizer-instances 3", 4, "--num-distributed-optimizer-instances 3 does not divide"),
@@ -266,6 +288,7 @@ def test_sequence_parallel_without_tensor_parallel_is_a_notice() -> None:
         ("--adam-beta2 1.0", 1, "--adam-beta2 1.0 is not in [0, 1)"),
         ("--loss-scale -1", 1, "--loss-scale -1"),
         ("--optimizer-backend apex", 1, "--optimizer-backend apex"),
+        ("--nccl-cross-min-ctas 9", 1, "--nccl-cross-min-ctas 9 is more than --nccl-cross-max-ctas 8"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_names_and_values_of_the_flags(

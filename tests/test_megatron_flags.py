@@ -36,7 +36,7 @@ def test_our_own_flags_pass() -> None:
         ("--transformer-impl", ["transformer_engine"]),
         ("--mmap-warmup", []),
         ("--data-impl", ["mmap"]),
-        ("--overlap-grad-reduce", []),
+        ("--overlap-param-gather-with-optimizer-step", []),
         ("--no-query-key-layer-scaling", []),
     ],
 )
