@@ -98,6 +98,8 @@ class SummingReduce(FreshBuffers, ReduceScatter):
         assert op == dist.ReduceOp.SUM, f"communication only sums, FSDP2 asked for {op}"
         # without a gradient of some parameter the output is shorter, and cannot be added by place
         late = self._schedule.overlap and output_tensor.numel() == self._unit.trained_segments[-1].stop
+        if late:
+            self._unit.refuse_gradient_hooks()
         result = torch.empty_like(output_tensor) if late else output_tensor
         ticket = self.start(input_tensor, result)
         if ticket is not None and not late:
@@ -105,7 +107,6 @@ class SummingReduce(FreshBuffers, ReduceScatter):
             return
         output_tensor.zero_()  # FSDP2 adds it to the gradient; what is missing waits in a middle or comes at the end
         if ticket is not None:
-            self._unit.refuse_gradient_hooks()
             self._schedule.finish_later(ticket, functools.partial(self._add, result))
 
     def _add(self, result: torch.Tensor) -> None:

@@ -63,6 +63,8 @@ class Sharding:
         for module in self._modules:
             if self.stage <= 1:
                 module.set_requires_gradient_sync(last, recurse=False)
+            else:  # between copies of the model once per step too: their sum waits in the reduced shard
+                module.set_requires_all_reduce(last, recurse=False)
             if self.stage <= 2:
                 module.set_reshard_after_backward(last, recurse=False)
         for reduce in self._reduces:

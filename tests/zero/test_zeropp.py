@@ -91,6 +91,12 @@ def test_quantized_training_follows_the_exact_one(nodes: int, per_node: int, tp:
     assert quantized["loss"] != plain["loss"]
 
 
+def test_copies_of_the_model_talk_once_per_optimizer_step():
+    """HSDP: what crosses nodes is the all-reduce of shards, whose number is the same for 1 and 4 micro-batches."""
+    once, four = (run(4, nodes=2, replicas=2, steps=1, micro_batches=k)["sent"]["cross"] for k in (1, 4))
+    assert once == four > 0
+
+
 # ---- hpZ changes nothing ------------------------------------------------------------------------------------------
 
 
