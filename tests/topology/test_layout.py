@@ -6,7 +6,7 @@ import itertools
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazpp.topology.cluster import Cluster, nested_sizes
@@ -42,6 +42,7 @@ def coordinates(layout: Layout, rank: int) -> dict[str, int]:
     return {axis: layout.axis_ranks(axis, rank).index(rank) for axis in AXES}
 
 
+@settings(max_examples=50)
 @given(layouts())
 def test_every_axis_partitions_the_ranks_and_all_members_agree(layout: Layout):
     world = list(range(layout.cluster.world_size))
@@ -53,6 +54,7 @@ def test_every_axis_partitions_the_ranks_and_all_members_agree(layout: Layout):
             assert {layout.axis_ranks(axis, rank) for rank in group} == {group}
 
 
+@settings(max_examples=50)
 @given(layouts())
 def test_ranks_of_a_group_differ_in_that_coordinate_only(layout: Layout):
     place = {rank: coordinates(layout, rank) for rank in range(layout.cluster.world_size)}
@@ -67,6 +69,7 @@ def test_ranks_of_a_group_differ_in_that_coordinate_only(layout: Layout):
             assert len({tuple(place[rank][other] for other in others) for rank in group}) == 1
 
 
+@settings(max_examples=50)
 @given(layouts())
 def test_the_index_along_shard_is_cross_index_times_local_size_plus_local_index(layout: Layout):
     for rank in range(layout.cluster.world_size):
@@ -74,6 +77,7 @@ def test_the_index_along_shard_is_cross_index_times_local_size_plus_local_index(
         assert at["shard"] == at["cross"] * layout.local + at["local"]
 
 
+@settings(max_examples=50)
 @given(layouts())
 def test_mesh_ranks_lists_the_ranks_by_replica_shard_and_tp(layout: Layout):
     sizes = (layout.replicate, layout.shard, layout.tp)
@@ -81,6 +85,7 @@ def test_mesh_ranks_lists_the_ranks_by_replica_shard_and_tp(layout: Layout):
         assert tuple(coordinates(layout, rank)[axis] for axis in ("replicate", "shard", "tp")) == at
 
 
+@settings(max_examples=50)
 @given(layouts())
 def test_peers_are_as_near_as_the_cluster_allows(layout: Layout):
     cluster = layout.cluster
@@ -95,6 +100,7 @@ def test_peers_are_as_near_as_the_cluster_allows(layout: Layout):
         assert len({cluster.position_of(peer) % cluster.island_size for peer in across}) == 1
 
 
+@settings(max_examples=50)
 @given(layouts())
 def test_only_links_between_islands_are_cross_and_a_notice_says_when_tp_leaves_the_fastest_wire(layout: Layout):
     cluster = layout.cluster

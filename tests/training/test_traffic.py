@@ -90,6 +90,24 @@ def test_zero3_s_figure_by_hand():
     assert "W = 4 data ranks, k = 3 micro-batches in all, M_w = 0.002 MB of weights" in zero3.formula
 
 
+@pytest.mark.parametrize(
+    ("cluster", "tp", "replicas"),
+    [
+        (Cluster(num_nodes=4, ranks_per_node=4), 2, 2),
+        (Cluster(num_nodes=6, ranks_per_node=2, domain_size=6), 2, 1),
+        (Cluster(num_nodes=4, ranks_per_node=2), 4, 1),
+    ],
+    ids=["copies", "racks", "tp over nodes"],
+)
+def test_zero3_s_figure_is_what_the_rings_over_the_layout_send(cluster: Cluster, tp: int, replicas: int):
+    layout, size = plan_layout(cluster, tp=tp, replicas=replicas), 12
+    leaving = [rank for rank in range(cluster.world_size) if layout.wire("shard", rank) == "cross"]
+    per_rank = 3 * (2 * 2 + 4) * size * (layout.shard - 1)  # (W - 1)/W of the W shards in 2, 2 and 4 bytes per element
+    zero3 = zero3_traffic(size, SimpleNamespace(layout=layout), PrecisionConfig(bf16=True), 3)
+    assert zero3 is not None
+    assert zero3.cross_bytes == len(leaving) * per_rank // cluster.num_nodes
+
+
 @pytest.mark.parametrize(("nodes", "replicas"), [(1, 1), (2, 2)])
 def test_without_traffic_between_nodes_there_is_nothing_to_compare(nodes: int, replicas: int):
     assert zero3_traffic(100, dims_of(nodes, 4, replicas=replicas), PrecisionConfig(), 3) is None
