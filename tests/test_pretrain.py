@@ -292,7 +292,8 @@ def test_the_log_shows_the_cluster_as_the_ranks_found_and_measured_it(torchrun_j
     assert f"note: hosts: {socket.gethostname()} (rank 0 1); " in output
     assert output.count("1 node(s) x 2 rank(s): ") == 1
     assert output.count("measured local (2 ranks, slowest link: domain): ") == 1
-    assert re.search(r"^links: domain .* GB/s, .* us \(measured over local\)$", output, re.MULTILINE)
+    found = r"domain .* GB/s, .* us \(measured over local\)|none known"  # none: where other work drowns the times
+    assert re.search(rf"^links: ({found})$", output, re.MULTILINE)
 
 
 def test_skip_train_only_evaluates(home: Home):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from helpers.ranks import ranks
 
+from megazpp.parallel import links as links_module
+from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.links import AxisTime, fit_link, measure_links
 from megazpp.topology.cluster import Cluster
@@ -32,34 +34,49 @@ def test_a_large_message_that_was_not_slower_gives_no_figures_and_noise_no_negat
     assert link.microseconds == 0.0
 
 
-def measure(cluster: Cluster, tp: int) -> tuple[Links, list[str], dict[object, object]]:
+def measure(cluster: Cluster, tp: int, modelled: bool) -> tuple[Links, list[str], dict[object, object]]:
+    """Times taken here, or those of wires whose figures are known."""
     layout = plan_dims(ParallelConfig(tensor_model_parallel_size=tp), cluster, zero_stage=3)
     dims, lines = ParallelDims(layout, device_type="cpu"), list[str]()
-    links = measure_links(dims, torch.device("cpu"), announce=lines.append)
+    with pytest.MonkeyPatch.context() as patch:
+        if modelled:
+            patch.setattr(links_module, "_time_all_gather", modelled_time)
+        links = measure_links(dims, torch.device("cpu"), announce=lines.append)
     return links, lines, dict(dims.counter.table())
 
 
-def test_every_axis_of_several_ranks_is_measured_alike_on_all_ranks_and_not_counted():
-    told = Link(1.0, source="a file")
-    cluster = Cluster(num_nodes=2, ranks_per_node=2, links=Links(node=told))
-    found = ranks(4).run(measure, cluster, 2)
+def modelled_time(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, device: torch.device) -> AxisTime:
+    bandwidth = {"tp": 4e9, "local": 2e9, "cross": 0.5e9}[axis.name]
+    return AxisTime(bytes_per_rank, (axis.size - 1) * (1e-4 + bytes_per_rank / bandwidth))
+
+
+def test_every_axis_of_several_ranks_is_timed_alike_on_all_ranks_and_not_counted():
+    """What the figures are depends on the machine's other work, down to none at all."""
+    found = ranks(4).run(measure, Cluster(num_nodes=2, ranks_per_node=2), 2, modelled=False)
     links, lines, traffic = found[0]
     assert [links for links, _, _ in found] == [links] * 4
-    assert links.node == told
-    assert links.domain is not None
-    assert links.network is not None
-    assert links.domain.source == "measured over tp"
-    assert links.network.source == "measured over cross"
     assert [line.split(":")[0] for line in lines] == [
         "measured tp (2 ranks, slowest link",
         "measured cross (2 ranks, slowest link",
     ]
-    assert all("GB/s per rank" in line for line in lines)
+    assert all("GB/s per rank, " in line or "too noisy to tell" in line for line in lines)
     assert traffic == {}
 
 
-def test_the_network_figure_is_a_node_s_and_so_the_sum_of_its_ranks():
-    links, lines, _ = ranks(4).run(measure, Cluster(num_nodes=2, ranks_per_node=2), 1)[0]
-    per_rank = float(next(line for line in lines if "cross" in line).split("): ")[1].split(" GB/s")[0].split()[-1])
-    assert links.network is not None
-    assert links.network.gigabytes_per_second == pytest.approx(2 * per_rank, rel=0.01)  # the line has three digits
+def test_figures_go_to_the_kind_of_link_that_the_axis_is_on_and_leave_the_others():
+    told = Link(1.0, source="a file")
+    cluster = Cluster(num_nodes=2, ranks_per_node=2, links=Links(node=told, network=told))
+    links, lines, _ = ranks(4).run(measure, cluster, 2, modelled=True)[0]
+    assert links.domain == Link(pytest.approx(4.0), pytest.approx(100.0), "measured over tp")
+    assert links.node == told
+    assert links.network == Link(
+        pytest.approx(2 * 0.5), pytest.approx(100.0), "measured over cross"
+    )  # a node's: 2 ranks
+    assert "(2 ranks, slowest link: network): 0.5 GB/s per rank, 100 us;" in lines[1]
+
+
+def test_an_axis_over_several_kinds_of_link_measures_the_slowest():
+    pairs = Cluster(num_nodes=1, ranks_per_node=4, domain_size=2)
+    links, _, _ = ranks(4).run(measure, pairs, 1, modelled=True)[0]
+    assert links.domain is links.network is None
+    assert links.node == Link(pytest.approx(2.0), pytest.approx(100.0), "measured over local")
