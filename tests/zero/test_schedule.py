@@ -216,16 +216,20 @@ def test_a_hook_that_wants_reduced_gradients_early_is_refused():
     assert ranks(4).run(gradient_hook, OFF) == [""] * 4
 
 
-def evaluate_in_inference_mode() -> tuple[float, float]:
-    model, _, _ = make(2, ON)
+def evaluate_in_inference_mode() -> list[float]:
+    model, sharding, _ = make(2, ON)
+    values = [model(torch.ones(2, 64)).item()]  # FSDP2's own buffers have to be made outside
+    sharding.weights_changed()
     with torch.inference_mode():
-        first = model(torch.ones(2, 64)).item()
-    return first, model(torch.ones(2, 64)).item()
+        values.append(model(torch.ones(2, 64)).item())
+    model(torch.ones(2, 64)).backward()
+    sharding.weights_changed()
+    return [*values, model(torch.ones(2, 64)).item()]
 
 
-def test_a_first_use_in_inference_mode_does_not_spoil_training():
-    for first, second in ranks(4).run(evaluate_in_inference_mode):
-        assert first == second
+def test_an_evaluation_in_inference_mode_gathers_anew_and_does_not_spoil_training():
+    for values in ranks(4).run(evaluate_in_inference_mode):
+        assert values[0] == values[1] == values[2] != 0
 
 
 def gradients_at_the_end_of_backward(flags: dict[str, bool]) -> list[float]:
