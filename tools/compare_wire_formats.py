@@ -27,7 +27,7 @@ VARIANTS = {
     "+qgZ 8/4": ["--zero-quantized-gradients"],
     "+qgZ 8/4, no error feedback": ["--zero-quantized-gradients", "--no-zero-error-feedback"],
     "+qgZ 4/4": ["--zero-quantized-gradients", "--zero-gradient-bits", "4", "4"],
-    "--zeropp": ["--zeropp"],
+    "all (--zeropp)": ["--zeropp"],
 }
 
 
