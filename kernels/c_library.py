@@ -1,0 +1,116 @@
+"""A C file, compiled by the system's compiler when it is first needed, and loaded.
+
+The shared library is kept in $XDG_CACHE_HOME/megazpp/libraries (~/.cache/megazpp/libraries) under a hash of the source,
+the flags and the compiler's predefined macros, which name its version and every instruction set that -march=native
+stands for: a home that another CPU shares gets a library of its own. Processes that compile at the same time each write
+a file of their own and rename it, so that none ever loads half a library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+# Bits are sacred: no -ffast-math, and no multiply and add contracted into one rounding
+FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+COMPILERS = ("cc", "gcc", "clang")
+SECONDS = 120  # a compilation takes about one; this one waits behind as many as the machine has ranks
+
+
+class CLibraryError(Exception):
+    """Why there is no library, in words for the table of back ends."""
+
+
+class CLibrary(NamedTuple):
+    """What was loaded, and who compiled it ("gcc 12.2.0")."""
+
+    functions: ctypes.CDLL
+    compiler: str
+
+
+def load_c_library(source: Path) -> CLibrary:
+    """Load `source`, compiled for this machine.
+
+    Raises:
+        CLibraryError: there is no compiler, it failed, or its output cannot be kept or loaded.
+    """
+    compiler = _find_compiler()
+    try:
+        with tempfile.TemporaryDirectory(prefix="megazpp-") as folder:
+            macros = _run([*compiler, *FLAGS, "-dM", "-E", "-x", "c", os.devnull], Path(folder) / "macros.h")
+            key = hashlib.sha256(source.read_bytes() + repr(FLAGS).encode() + macros.read_bytes()).hexdigest()[:32]
+            library = _cache_folder() / f"{source.stem}-{key}.so"
+            if not library.exists():
+                compiled = _run([*compiler, *FLAGS, "-shared", "-fPIC", str(source)], Path(folder) / "library.so")
+                _install(compiled, library)
+            return CLibrary(ctypes.CDLL(str(library)), _name(macros.read_text()))
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        raise CLibraryError(f"{source.name}: {error}") from error
+
+
+def _find_compiler() -> list[str]:
+    """The command of $CC, else of the first compiler on the PATH."""
+    asked = os.environ.get("CC")
+    for command in [asked] if asked else COMPILERS:
+        words = shlex.split(command)
+        if words and shutil.which(words[0]):
+            return words
+    raise CLibraryError(f"CC={asked} is not found" if asked else "no C compiler found")
+
+
+def _run(command: list[str], output: Path) -> Path:
+    """Write `output` by a compiler that may neither ask, nor print, nor hang."""
+    log = output.with_suffix(".log")
+    with log.open("wb") as messages:  # a file: a pipe could be held open by a child of a compiler that was killed
+        try:
+            done = subprocess.run(
+                [*command, "-o", str(output)],
+                stdin=subprocess.DEVNULL,
+                stdout=messages,
+                stderr=subprocess.STDOUT,
+                timeout=SECONDS,
+                env={**os.environ, "LC_ALL": "C"},
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CLibraryError(f"{command[0]} took longer than {SECONDS} s") from error
+    if done.returncode:
+        lines = log.read_text(errors="replace").splitlines()
+        complaint = next((line for line in lines if "error" in line), lines[0] if lines else f"exit {done.returncode}")
+        raise CLibraryError(f"{command[0]} failed: {complaint[:120]}")
+    return output
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    folder = (Path(base) if base else Path.home() / ".cache") / "megazpp" / "libraries"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
+
+
+def _install(compiled: Path, library: Path) -> None:
+    """Copy across file systems under a name of our own, then rename, which is atomic."""
+    handle, partial = tempfile.mkstemp(dir=library.parent, prefix=library.stem, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(compiled.read_bytes())
+        os.replace(partial, library)
+    except OSError:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def _name(macros: str) -> str:
+    """Name and version of the compiler that predefines these macros."""
+    values = dict(line.split(" ", 2)[1:3] for line in macros.splitlines() if line.count(" ") >= 2)
+    if "__clang__" in values:
+        return "clang " + ".".join(values[f"__clang_{part}__"] for part in ("major", "minor", "patchlevel"))
+    if "__GNUC__" in values:
+        return f"gcc {values['__GNUC__']}.{values['__GNUC_MINOR__']}.{values['__GNUC_PATCHLEVEL__']}"
+    return "an unknown compiler"

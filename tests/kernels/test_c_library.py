@@ -1,0 +1,108 @@
+"""Compiling a C file at first use: once per machine, safely by many at once, or with a readable reason not at all."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kernels import c_library
+from kernels.c_library import CLibraryError, load_c_library
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, c_library.COMPILERS)), reason="needs a C compiler")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    return tmp_path / "cache" / "megazpp" / "libraries"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "answer.c"
+    path.write_text("int answer(void) { return 42; }\n")
+    return path
+
+
+@needs_compiler
+def test_a_library_is_compiled_once_and_again_for_another_source_or_compiler(
+    cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first = load_c_library(source)
+    assert first.functions.answer() == 42
+    assert first.compiler.startswith(("gcc ", "clang "))
+    (compiled,) = cache.iterdir()
+    written = compiled.stat().st_mtime_ns
+    load_c_library(source)
+    assert [(path, path.stat().st_mtime_ns) for path in cache.iterdir()] == [(compiled, written)]
+    monkeypatch.setenv("CC", "cc -DANOTHER_CPU=1")
+    load_c_library(source)
+    assert len(list(cache.iterdir())) == 2
+    source.write_text("int answer(void) { return 43; }\n")
+    assert load_c_library(source).functions.answer() == 43
+    assert len(list(cache.iterdir())) == 3
+
+
+@needs_compiler
+def test_many_may_compile_at_once(cache: Path, source: Path):
+    with ThreadPoolExecutor(4) as pool:
+        libraries = list(pool.map(load_c_library, [source] * 8))
+    assert [library.functions.answer() for library in libraries] == [42] * 8
+    assert [path.suffix for path in cache.iterdir()] == [".so"], "one library, nothing half written"
+
+
+def test_without_a_compiler_the_reason_says_so(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(source.parent))
+    with pytest.raises(CLibraryError, match="no C compiler found"):
+        load_c_library(source)
+    monkeypatch.setenv("CC", "icx-2042 -O3")
+    with pytest.raises(CLibraryError, match="CC=icx-2042 -O3 is not found"):
+        load_c_library(source)
+    assert not cache.exists()
+
+
+@needs_compiler
+def test_what_the_compiler_complains_about_is_the_reason_and_nothing_is_kept(
+    cache: Path, source: Path, capfd: pytest.CaptureFixture[str]
+):
+    source.write_text("int answer(void) { return fourty_two; }\n")
+    with pytest.raises(CLibraryError, match=r"failed: .*error.*fourty_two"):
+        load_c_library(source)
+    assert list(cache.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_compiler_that_hangs_is_given_up(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
+    hanging = source.with_name("hanging-cc")
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o700)
+    monkeypatch.setenv("CC", str(hanging))
+    monkeypatch.setattr(c_library, "SECONDS", 0.2)
+    with pytest.raises(CLibraryError, match=r"hanging-cc took longer than 0\.2 s"):
+        load_c_library(source)
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_a_reason(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(CLibraryError, match=r"answer\.c: .*file"):
+        load_c_library(source)
+
+
+@needs_compiler
+def test_a_library_that_is_damaged_is_a_reason(
+    cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    load_c_library(source)
+    (compiled,) = cache.iterdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))  # a path that this process has not loaded yet
+    damaged = tmp_path / "other" / "megazpp" / "libraries" / compiled.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"no library")
+    with pytest.raises(CLibraryError, match=r"answer\.c: .*answer-"):
+        load_c_library(source)
