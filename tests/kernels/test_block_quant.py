@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,8 +16,10 @@ from kernels.block_quant import (
     dequantize_blockwise,
     dequantize_sum,
     dequantize_sum_quantize,
+    native,
     quantize_blockwise,
 )
+from kernels.c_library import CLibrary, CLibraryError
 from kernels.formats import BlockFormat
 
 FMT = BlockFormat(8, 32)
@@ -84,12 +87,24 @@ def test_what_does_not_fit_is_refused_with_its_name():
 
 
 def test_the_table_of_back_ends_names_what_runs_and_refuses_what_cannot(monkeypatch: pytest.MonkeyPatch):
-    assert backend("cpu").implementation == "torch (tiled eager)"
+    monkeypatch.setattr(native, "library", lambda: CLibrary(ctypes.CDLL(None), "gcc 12.2.0"))
+    assert backend("cpu").implementation == "C, compiled by gcc 12.2.0"
     with pytest.raises(ValueError, match="no implementation for mps"):
         backend("mps")
     monkeypatch.setattr(block_quant, "TRITON", None)
     with pytest.raises(ValueError, match="needs Triton"):
         backend("cuda")
+
+
+def test_without_a_c_compiler_eager_torch_computes_and_the_table_says_why(monkeypatch: pytest.MonkeyPatch):
+    x = torch.randn(3, 257)
+    expected, got = quantized(3, n=257), quantized(3, n=257)
+    quantize_blockwise(x, FMT, payload=expected[0], scales=expected[1])
+    monkeypatch.setattr(native, "library", lambda: CLibraryError("no C compiler found"))
+    assert backend("cpu")[1:] == ("torch (tiled eager)", "no C compiler found")
+    quantize_blockwise(x, FMT, payload=got[0], scales=got[1])
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
 
 
 def test_a_tensor_on_a_device_without_an_implementation_is_an_error_not_a_slow_path():

@@ -1,4 +1,4 @@
-"""The CPU and the Triton implementation against the reference, bit for bit, wherever the segments lie.
+"""The C, the eager and the Triton implementation against the reference, bit for bit, wherever the segments lie.
 
 Triton runs on the GPU where there is one, else on CPU tensors under its interpreter (see tests/conftest.py).
 """
@@ -9,11 +9,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from helpers.block_quant import difficult, quantize_both, sum_both
+from helpers.block_quant import assert_same, difficult, quantize_both, sum_both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.block_quant import TRITON, cpu
+from kernels.block_quant import TRITON, cpu, native, reference
+from kernels.c_library import CLibraryError
 from kernels.formats import BlockFormat
 
 TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,6 +36,19 @@ FEW = [
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, on NaN and Inf
 
 
+@pytest.fixture(params=[native, cpu], ids=["native", "cpu"])
+def on_cpu(request: pytest.FixtureRequest) -> ModuleType:
+    if request.param is native:
+        skip_without_native()
+    return request.param
+
+
+def skip_without_native() -> None:
+    library = native.library()
+    if isinstance(library, CLibraryError):
+        pytest.skip(str(library))
+
+
 @pytest.fixture
 def triton() -> ModuleType:
     if TRITON is None:
@@ -45,27 +59,29 @@ def triton() -> ModuleType:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_cpu_quantizes_like_the_reference(bits: int, block_size: int, dtype: torch.dtype):
+def test_cpu_implementations_quantize_like_the_reference(
+    on_cpu: ModuleType, bits: int, block_size: int, dtype: torch.dtype
+):
     for n in LENGTHS:
         x = difficult((4, 2), n, dtype)
-        quantize_both(cpu, x, BlockFormat(bits, block_size), "cpu", swapped=n % 2 == 0, offset=n % 3)
+        quantize_both(on_cpu, x, BlockFormat(bits, block_size), "cpu", swapped=n % 2 == 0, offset=n % 3)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_cpu_feeds_back_errors_like_the_reference(bits: int, dtype: torch.dtype):
+def test_cpu_implementations_feed_back_errors_like_the_reference(on_cpu: ModuleType, bits: int, dtype: torch.dtype):
     for n in LENGTHS:
         x = difficult((2, 4), n, dtype, seed=n)
-        quantize_both(cpu, x, BlockFormat(bits, 128), "cpu", swapped=True, offset=1, steps=3)
+        quantize_both(on_cpu, x, BlockFormat(bits, 128), "cpu", swapped=True, offset=1, steps=3)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("out_bits", [8, 4])
-def test_cpu_sums_like_the_reference(num_parts: int, bits: int, out_bits: int):
-    for n, dtype in ((1, torch.float32), (257, torch.bfloat16), (4101, torch.float32)):
+def test_cpu_implementations_sum_like_the_reference(on_cpu: ModuleType, num_parts: int, bits: int, out_bits: int):
+    for n, dtype in ((1, torch.float32), (257, torch.bfloat16), (257, torch.float16), (4101, torch.float32)):
         parts = difficult((num_parts, 9), n, torch.float32, seed=num_parts)
-        sum_both(cpu, parts, BlockFormat(bits, 128), BlockFormat(out_bits, 128), "cpu", dtype)
+        sum_both(on_cpu, parts, BlockFormat(bits, 128), BlockFormat(out_bits, 128), "cpu", dtype)
 
 
 @given(
@@ -84,6 +100,49 @@ def test_cpu_tiles_may_cut_rows_and_segments_anywhere(
         patch.setattr(cpu, "TILE_ELEMENTS", max(tile, block_size))
         x = difficult(lead, n, torch.bfloat16, seed=n)
         quantize_both(cpu, x, BlockFormat(bits, block_size), "cpu", swapped=True, offset=1, steps=steps)
+
+
+@given(
+    st.sampled_from([4, 8]),
+    st.sampled_from(BLOCK_SIZES),
+    st.sampled_from(DTYPES),
+    st.integers(1, 5000),
+    st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    st.integers(0, 17),
+    st.integers(0, 2),
+)
+@settings(max_examples=100, deadline=None)
+def test_native_quantizes_like_the_reference_wherever_data_start(
+    bits: int, block_size: int, dtype: torch.dtype, n: int, lead: tuple[int, int], offset: int, steps: int
+):
+    skip_without_native()
+    x = difficult(lead, n, dtype, seed=n + offset)
+    quantize_both(native, x, BlockFormat(bits, block_size), "cpu", swapped=n % 2 == 0, offset=offset, steps=steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_native_reads_every_sixteen_bit_number_like_the_reference(bits: int, dtype: torch.dtype):
+    """Blocks of numbers of one size, so that none vanishes beside a large one."""
+    skip_without_native()
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    quantize_both(native, x.view(1, 1, -1), BlockFormat(bits, 32), "cpu", swapped=False, offset=1, steps=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_native_rounds_products_and_sums_with_every_scale_like_the_reference(bits: int, dtype: torch.dtype):
+    skip_without_native()
+    fmt, generator = BlockFormat(bits, 32), torch.Generator().manual_seed(bits)
+    every_scale = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    near = every_scale[(torch.arange(2**16) + torch.randint(-300, 300, (2**16,), generator=generator)) % 2**16]
+    scales = torch.stack([every_scale, near]).view(2, 1, 1, -1)
+    payload = torch.randint(256, (2, 1, 1, fmt.payload_bytes(2**21)), generator=generator, dtype=torch.uint8)
+    for num_parts in (1, 2):
+        expected, got = (torch.full((1, 1, 2**21), float("nan"), dtype=dtype) for _ in range(2))
+        reference.dequantize_sum(payload[:num_parts], scales[:num_parts], fmt, expected, False)
+        native.dequantize_sum(payload[:num_parts], scales[:num_parts], fmt, got, False)
+        assert_same(f"sum of {num_parts}", got, expected)
 
 
 @pytest.mark.parametrize(("n", "dtype", "block_size", "bits"), FEW)

@@ -1,0 +1,270 @@
+/* Block quantization in C: a block is loaded, computed and stored while it lies in the L1 cache.
+
+The arithmetic is that of reference.py, operation for operation. Every loop over elements is one a compiler vectorises
+by itself: no calls, no branches (a condition is a choice of two values), floats compared as integers where NaN must
+win. Compile without -ffast-math and with -ffp-contract=off: both change the rounding.
+
+A, B: the leading dims; K: segments that are summed. Layouts of structs are those in native.py: 8 bytes per field.
+*/
+
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define MAX_BLOCK_SIZE 2048
+#define CHUNK 32 /* divides every block size: loops over whole chunks have no remainder to vectorise */
+#define INFINITE 0x7F800000u
+#define NAN_BITS 0x7FC00000u
+#define LOOP static __attribute__((noinline)) /* inlined, `restrict` is lost and gcc 12 stops vectorising */
+
+enum dtype { FP32, BF16, FP16 };
+
+/* Elements [A, B, n]; strides in bytes. */
+struct data {
+    char *start;
+    int64_t stride_a, stride_b, dtype;
+};
+
+/* Quantized segments [K, A, B]; strides in bytes. */
+struct segments {
+    char *payload;
+    int64_t payload_k, payload_a, payload_b;
+    char *scales;
+    int64_t scales_k, scales_a, scales_b, bits;
+};
+
+struct shape {
+    int64_t k, a, b, n, block_size;
+};
+
+static inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static inline uint16_t to_bf16(float x) {
+    uint32_t bits = bits_of(x), rounded = bits + 0x7FFF + ((bits >> 16) & 1); /* half to even */
+    return (uint16_t)(((bits & 0x7FFFFFFF) > INFINITE ? NAN_BITS : rounded) >> 16);
+}
+
+static inline float from_bf16(uint16_t bits) { return float_of((uint32_t)bits << 16); }
+
+static inline float from_fp16(uint16_t half) {
+    uint32_t magnitude = half & 0x7FFFu;
+    uint32_t finite = bits_of(float_of(magnitude << 13) * 0x1p112f); /* moves the exponent's bias; subnormals too */
+    return float_of((uint32_t)(half & 0x8000u) << 16 | (magnitude >= 0x7C00 ? magnitude << 13 | INFINITE : finite));
+}
+
+static inline uint16_t to_fp16(float x) {
+    uint32_t bits = bits_of(x), magnitude = bits & 0x7FFFFFFF;
+    /* Adding 1/2 aligns a subnormal's last bit with that of a float, so the addition rounds it half to even. */
+    uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000;
+    uint32_t normal = (magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
+    uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;
+    uint32_t special = magnitude > INFINITE ? 0x7E00 : 0x7C00;
+    return (uint16_t)(bits >> 16 & 0x8000u) | (uint16_t)(magnitude >= 0x477FF000 ? special : finite);
+}
+
+/* The first `width` of the `size` values of a block, zeros behind them. */
+static inline void load(const char *restrict from, int64_t dtype, int width, int size, float *restrict values) {
+    const uint16_t *halves = (const uint16_t *)from;
+    if (dtype == FP32)
+        memcpy(values, from, 4 * (size_t)width);
+    else if (dtype == BF16)
+        for (int i = 0; i < width; i++) values[i] = from_bf16(halves[i]);
+    else
+        for (int i = 0; i < width; i++) values[i] = from_fp16(halves[i]);
+    for (int i = width; i < size; i++) values[i] = 0;
+}
+
+static inline void store(const float *restrict values, int64_t dtype, int width, char *restrict to) {
+    uint16_t *halves = (uint16_t *)to;
+    if (dtype == FP32)
+        memcpy(to, values, 4 * (size_t)width);
+    else if (dtype == BF16)
+        for (int i = 0; i < width; i++) halves[i] = to_bf16(values[i]);
+    else
+        for (int i = 0; i < width; i++) halves[i] = to_fp16(values[i]);
+}
+
+/* values = integers * scale, or values += integers * scale */
+LOOP void dequantize(
+    const char *restrict payload, uint16_t scale_bits, int64_t bits, int size, int add, float *restrict values
+) {
+    const float scale = from_bf16(scale_bits);
+    const int half = size / 2;
+    const int8_t *bytes = (const int8_t *)payload;
+    const uint8_t *pairs = (const uint8_t *)payload;
+    if (bits == 8 && add) {
+        for (int i = 0; i < size; i++) values[i] += (float)bytes[i] * scale;
+    } else if (bits == 8) {
+        for (int i = 0; i < size; i++) values[i] = (float)bytes[i] * scale;
+    } else if (add) {
+        for (int i = 0; i < half; i++) values[i] += (float)((pairs[i] & 15) - 8) * scale;
+        for (int i = 0; i < half; i++) values[half + i] += (float)((pairs[i] >> 4) - 8) * scale;
+    } else {
+        for (int i = 0; i < half; i++) values[i] = (float)((pairs[i] & 15) - 8) * scale;
+        for (int i = 0; i < half; i++) values[half + i] = (float)((pairs[i] >> 4) - 8) * scale;
+    }
+}
+
+/* NaN for a block that holds NaN or Inf, 0 for one whose scale would be subnormal; exact in bf16. */
+LOOP float scale_of(const float *restrict values, int64_t bits, int size) {
+    uint32_t peak = 0, lowest = 0; /* as integers, magnitudes are in order, and what is below zero above all else */
+    for (int i = 0; i < size; i++) {
+        uint32_t magnitude = bits_of(values[i]) & 0x7FFFFFFF;
+        peak = magnitude > peak ? magnitude : peak;
+    }
+    for (int i = 0; bits == 4 && i < size; i++) {
+        uint32_t value = bits_of(values[i]);
+        lowest = value > lowest ? value : lowest;
+    }
+    if (peak >= INFINITE) return float_of(NAN_BITS);
+    float scale;
+    if (bits == 8) {
+        scale = float_of((bits_of(float_of(peak) * (float)(1.0 / 127)) + 0xFFFF) & 0xFFFF0000); /* rounded up */
+    } else {
+        scale = from_bf16(to_bf16(float_of(peak) / 8));
+        scale = lowest == (peak | 0x80000000) ? scale : -scale; /* the negative element wins a tie */
+    }
+    return fabsf(scale) < FLT_MIN ? 0 : scale;
+}
+
+/* x + NEAREST ends in the bits of the integer nearest to x, half to even, in two's complement, for |x| < 2^22. */
+#define NEAREST 0x1.8p23f
+
+static inline float nearest(float x) { return (x + NEAREST) - NEAREST; }
+
+static inline float at_most_7(float x) { return x > 7 ? 7 : x; }
+
+LOOP void store_integers(
+    const float *restrict values, float inverse, int64_t bits, int size, char *restrict payload
+) {
+    const int half = size / 2;
+    uint8_t *bytes = (uint8_t *)payload;
+    if (bits == 8) {
+        for (int i = 0; i < size; i++) bytes[i] = (uint8_t)bits_of(values[i] * inverse + NEAREST);
+    } else {
+        for (int i = 0; i < half; i++) {
+            uint32_t low = bits_of(at_most_7(values[i] * inverse) + (NEAREST + 8));
+            uint32_t high = bits_of(at_most_7(values[half + i] * inverse) + (NEAREST + 8));
+            bytes[i] = (uint8_t)((low & 15) | high << 4);
+        }
+    }
+}
+
+/* Quantize a block and return its scale. With `keep`, the values end up as the error. */
+static inline float quantize_block(float *restrict values, int64_t bits, int size, char *restrict payload, int keep) {
+    const float scale = scale_of(values, bits, size);
+    if (!(fabsf(scale) > 0)) { /* 0 or NaN */
+        memset(payload, bits == 8 ? 0 : 0x88, (size_t)(size * bits / 8));
+        for (int i = 0; keep && i < size; i++) values[i] -= 0 * scale;
+        return scale;
+    }
+    const float inverse = 1 / scale;
+    store_integers(values, inverse, bits, size, payload);
+    if (keep && bits == 8)
+        for (int i = 0; i < size; i++) values[i] -= nearest(values[i] * inverse) * scale;
+    else if (keep)
+        for (int i = 0; i < size; i++) values[i] -= at_most_7(nearest(values[i] * inverse)) * scale;
+    return scale;
+}
+
+static inline int block_bytes(int64_t bits, int size) { return (int)(size * bits / 8); }
+
+static inline char *payload_row(const struct segments *x, int64_t k, int64_t a, int64_t b) {
+    return x->payload + k * x->payload_k + a * x->payload_a + b * x->payload_b;
+}
+
+static inline uint16_t *scales_row(const struct segments *x, int64_t k, int64_t a, int64_t b) {
+    return (uint16_t *)(x->scales + k * x->scales_k + a * x->scales_a + b * x->scales_b);
+}
+
+/* Sum block `index` of the K segments of row (a, b) in the order 0..K-1. */
+static inline void sum_blocks(
+    const struct segments *from, int64_t num_k, int64_t a, int64_t b, int64_t index, int size, int add, float *values
+) {
+    const int64_t offset = index * block_bytes(from->bits, size);
+    for (int64_t k = 0; k < num_k; k++)
+        dequantize(
+            payload_row(from, k, a, b) + offset, scales_row(from, k, a, b)[index], from->bits, size, add || k, values
+        );
+}
+
+/* Quantize block `index` of row (a, b), with the error of the last step added if there is one. */
+static inline void write_block(
+    const struct segments *to, const struct segments *error, int64_t a, int64_t b, int64_t index, int size,
+    float *values
+) {
+    char *payload = payload_row(to, 0, a, b) + index * block_bytes(to->bits, size);
+    uint16_t *scale = scales_row(to, 0, a, b) + index;
+    if (error == NULL) {
+        *scale = (uint16_t)(bits_of(quantize_block(values, to->bits, size, payload, 0)) >> 16);
+        return;
+    }
+    char *kept = payload_row(error, 0, a, b) + index * size;
+    uint16_t *kept_scale = scales_row(error, 0, a, b) + index;
+    dequantize(kept, *kept_scale, 8, size, 1, values);
+    *scale = (uint16_t)(bits_of(quantize_block(values, to->bits, size, payload, 1)) >> 16);
+    const float error_scale = quantize_block(values, 8, size, kept, 0);
+    *kept_scale = error_scale == error_scale ? (uint16_t)(bits_of(error_scale) >> 16) : 0;
+}
+
+#define FOR_EACH_BLOCK(shape)                                                                                          \
+    const int size = (int)((shape)->block_size / CHUNK) * CHUNK;                                                       \
+    for (int64_t a = 0; a < (shape)->a; a++)                                                                           \
+        for (int64_t b = 0; b < (shape)->b; b++)                                                                       \
+            for (int64_t index = 0, first = 0; first < (shape)->n; index++, first += size)
+
+void megazpp_quantize(
+    const struct shape *shape, const struct data *x, const struct segments *to, const struct segments *error
+) {
+    float buffer[MAX_BLOCK_SIZE];
+    const int64_t element = x->dtype == FP32 ? 4 : 2;
+    FOR_EACH_BLOCK(shape) {
+        const int width = (int)(shape->n - first < size ? shape->n - first : size);
+        char *from = x->start + a * x->stride_a + b * x->stride_b + first * element;
+        if (x->dtype == FP32 && width == size && error == NULL) {
+            write_block(to, NULL, a, b, index, size, (float *)from); /* only read */
+            continue;
+        }
+        load(from, x->dtype, width, size, buffer);
+        write_block(to, error, a, b, index, size, buffer);
+    }
+}
+
+void megazpp_dequantize_sum(
+    const struct shape *shape, const struct segments *from, const struct data *out, int64_t accumulate
+) {
+    float buffer[MAX_BLOCK_SIZE];
+    const int64_t element = out->dtype == FP32 ? 4 : 2;
+    FOR_EACH_BLOCK(shape) {
+        const int width = (int)(shape->n - first < size ? shape->n - first : size);
+        char *to = out->start + a * out->stride_a + b * out->stride_b + first * element;
+        if (out->dtype == FP32 && width == size) {
+            sum_blocks(from, shape->k, a, b, index, size, accumulate != 0, (float *)to);
+            continue;
+        }
+        if (accumulate) load(to, out->dtype, width, size, buffer);
+        sum_blocks(from, shape->k, a, b, index, size, accumulate != 0, buffer);
+        store(buffer, out->dtype, width, to);
+    }
+}
+
+void megazpp_dequantize_sum_quantize(
+    const struct shape *shape, const struct segments *from, const struct segments *to, const struct segments *error
+) {
+    float buffer[MAX_BLOCK_SIZE];
+    FOR_EACH_BLOCK(shape) {
+        sum_blocks(from, shape->k, a, b, index, size, 0, buffer);
+        write_block(to, error, a, b, index, size, buffer);
+    }
+}
