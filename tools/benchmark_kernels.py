@@ -70,6 +70,9 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
                 Piece(f"quantize {name} to int{bits}", n, n * (data + wire), quantize(x, fmt, payload, scales)),
                 Piece(f"dequantize int{bits} to {name}", n, n * (wire + data), dequantize(x, fmt, payload, scales)),
             ]
+        feedback, kept = Feedback.zeros((), n, fmt, device), 2 * (1 + 2 / block_size)
+        with_feedback = quantize(x, fmt, payload, scales, feedback)
+        pieces.append(Piece(f"quantize {name} to int{bits}, feedback", n, n * (data + wire + kept), with_feedback))
         pieces += sums(n // peers, peers, fmt, device)
     return pieces
 
@@ -103,8 +106,10 @@ def quantized(lead: tuple[int, ...], n: int, fmt: BlockFormat, device: str) -> t
     return payload, torch.zeros(*lead, fmt.num_blocks(n), dtype=torch.bfloat16, device=device)
 
 
-def quantize(x: torch.Tensor, fmt: BlockFormat, payload: torch.Tensor, scales: torch.Tensor) -> Callable[[], None]:
-    return lambda: quantize_blockwise(x, fmt, payload=payload, scales=scales)
+def quantize(
+    x: torch.Tensor, fmt: BlockFormat, payload: torch.Tensor, scales: torch.Tensor, feedback: Feedback | None = None
+) -> Callable[[], None]:
+    return lambda: quantize_blockwise(x, fmt, payload=payload, scales=scales, feedback=feedback)
 
 
 def dequantize(x: torch.Tensor, fmt: BlockFormat, payload: torch.Tensor, scales: torch.Tensor) -> Callable[[], None]:
