@@ -7,7 +7,7 @@ before or after, and payload, scales and unquantized data can lie in one message
 starts and strides that are multiples of 16 bytes are faster on CUDA.
 
 Four implementations agree bit for bit: `reference` (readable), `native` (C, on the CPU), `cpu` (tiled eager torch,
-where there is no C compiler: a fifth of native's speed or less, but several times the reference's) and `triton` (CUDA).
+where there is no C compiler: about a third of native's speed, yet several times the reference's) and `triton` (CUDA).
 Non-finite numbers travel: a block that holds a NaN or an Inf is sent as scale NaN, integers 0, and all of it comes back
 as NaN. A block whose scale would be subnormal (all of it below about 1e-36) is sent as zeros.
 """

@@ -1,4 +1,4 @@
-"""Block quantization on the CPU: eager torch over tiles that stay in cache.
+"""Block quantization on a CPU without a C compiler: eager torch over tiles that stay in cache.
 
 The arithmetic is the reference's, operation for operation; what differs is that every operation writes into scratch of
 one tile, so that only the input and the output of a tile cross the memory bus. The scratch is allocated by each call
