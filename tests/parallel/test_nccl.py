@@ -1,4 +1,4 @@
-"""What each axis asks of NCCL. A build without NCCL checks the decisions and the way to them; with it, torch's object."""
+"""What each axis asks of NCCL: without NCCL in the build the decisions and the way to them, with it torch's object."""
 
 from __future__ import annotations
 
