@@ -101,7 +101,8 @@ class TwoHopGather(FreshBuffers, AllGather):
             if self._middle is None:
                 with torch.inference_mode(False):  # it outlives the mode in which it is first made
                     self._middle = self._codec.empty(self._cross.size, device=shard.device)
-                self._unit.check_shard_reader(shard)
+                if self._keep and self._schedule.overlap:  # what `start_early` will rely on
+                    self._unit.check_shard_reader(shard)
             self._start_cross_hop(self._middle, lambda: shard)
             if self._keep:
                 self._schedule.stale(self)
