@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megazpp.parallel.gloo import share_gloo_device
 from megazpp.parallel.launch import EXIT_ECHO, EXIT_ERROR, EXIT_USER_ERROR, LAUNCHER_PID, LaunchConfig, Place
 
 ECHO_SECONDS = 1.0
@@ -79,6 +80,7 @@ def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None
     device = _pick_device(place.local_rank)
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    share_gloo_device()
     store, rank, world_size = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     dist.init_process_group(
         backend,

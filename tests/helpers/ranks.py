@@ -81,7 +81,10 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from megazpp.parallel.gloo import share_gloo_device
+
     torch.set_num_threads(1)
+    share_gloo_device()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world_size),
@@ -108,8 +111,8 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
 def _share_groups_between_cases() -> None:
     """Make each layout's process groups once per worker.
 
-    Every gloo group keeps a thread that wakes up a hundred times a second, so hundreds of cases with groups of their
-    own would fill the cores; and a group cannot be destroyed while DTensor's caches may name it.
+    Every gloo group keeps threads and connections, and cannot be destroyed while DTensor's caches may name it, so
+    hundreds of cases must not have groups of their own.
     """
     from megazpp.parallel import dims
 
