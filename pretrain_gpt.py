@@ -43,6 +43,7 @@ from megazpp.training.run_folder import RunFolder, default_run_dir
 from megazpp.training.setup import Built, build_model, open_datasets, open_loader
 from megazpp.training.step import TrainStep
 from megazpp.training.step_timeline import StepTimeline
+from megazpp.training.stopping import StopConditions
 from megazpp.training.tracking import Tracker, open_sinks
 from megazpp.training.traffic import zero3_traffic
 from megazpp.zero.config import wire_backends
@@ -79,8 +80,8 @@ def pretrain(parsed: ParsedRun, plan: RunPlan, worker: Worker) -> None:
     with user_errors():
         plan = plan_again(parsed.config, plan, worker)
         tracker = open_tracker(parsed, worker) if worker.rank == 0 else None
-    with tracker or contextlib.nullcontext():
-        build_and_train(parsed, plan, worker, tracker)
+    with tracker or contextlib.nullcontext(), StopConditions(parsed.config.stop) as stops:
+        build_and_train(parsed, plan, worker, tracker, stops)
 
 
 def plan_again(config: RunConfig, plan: RunPlan, worker: Worker) -> RunPlan:
@@ -90,7 +91,9 @@ def plan_again(config: RunConfig, plan: RunPlan, worker: Worker) -> RunPlan:
     return check_run_config(config, cluster, device_type=worker.device.type)
 
 
-def build_and_train(parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: Tracker | None) -> None:
+def build_and_train(
+    parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: Tracker | None, stops: StopConditions
+) -> None:
     """Make every part from its own config, train, evaluate, and show what came out."""
     config, seed, device = parsed.config, parsed.config.launch.seed, worker.device
     console = Console(enabled=worker.rank == 0)
@@ -143,7 +146,7 @@ def build_and_train(parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: T
         for dataset in (datasets.valid, datasets.test)
     )
     progress, wait_share = Progress(), 0.0
-    if datasets.train is not None and not config.loop.skip_train:
+    if datasets.train is not None and not config.stop.skip_train:
         with load(datasets.train, ramp_up=True) as batches:
             progress = train(
                 step,
@@ -151,7 +154,7 @@ def build_and_train(parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: T
                 plan.batches,
                 plan.schedule,
                 recorder,
-                config.loop,
+                stops,
                 StepTimeline(config.timeline, dims, folder=tracker.folder if tracker else None, say=console.say),
                 eval_interval=config.evaluation.eval_interval,
                 evaluate=validate,
@@ -160,8 +163,11 @@ def build_and_train(parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: T
             wait_share = batches.wait_seconds / meter.totals.seconds
     entropy = unigram_entropy(datasets.valid, tokenizer.vocab_size) if datasets.valid is not None else None
     zero3 = functools.partial(zero3_traffic, built.sharding.shard_elements, dims, config.precision)
+    if stops.hurried:
+        validate = test = None
     recorder.finish(progress, validate, test, unigram_entropy=entropy, wait_share=wait_share, zero3=zero3)
-    write_sample(console, config, tokenizer, built)
+    if not stops.hurried:
+        write_sample(console, config, tokenizer, built)
     if tracker is not None:
         console.say(f"records of this run: {tracker.folder.path}")
         console.say(f"tokenizer and data indices: {cache_dir(config.data)}")

@@ -33,8 +33,8 @@ from megazpp.topology.layout import Layout
 from megazpp.topology.links import Links
 from megazpp.training.batches import BatchConfig, BatchPlan, plan_batches
 from megazpp.training.evaluate import EvalConfig
-from megazpp.training.loop import LoopConfig
 from megazpp.training.step_timeline import TimelineConfig, check_timeline
+from megazpp.training.stopping import StopConfig
 from megazpp.training.tracking import TrackingConfig, check_tracking
 from megazpp.zero.config import WirePlan, ZeroConfig, plan_wire, wire_backends
 from megazpp.zero.precision import PrecisionConfig
@@ -59,7 +59,7 @@ class RunConfig:
     cluster: ClusterConfig
     nccl: NcclConfig
     launch: LaunchConfig
-    loop: LoopConfig
+    stop: StopConfig
     evaluation: EvalConfig
     tracking: TrackingConfig
     timeline: TimelineConfig
@@ -182,8 +182,8 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
     check_timeline(
         config.timeline,
         total_iterations=batches.total_iterations,
-        exit_interval=config.loop.exit_interval,
-        trains=not config.loop.skip_train,
+        exit_interval=config.stop.exit_interval,
+        trains=not config.stop.skip_train,
     )
     schedule = build_schedule(
         config.schedule,

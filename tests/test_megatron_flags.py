@@ -58,7 +58,6 @@ def test_a_flag_without_effect_here_is_dropped_with_its_values_and_one_notice(na
         ("--num-layers-per-virtual-pipeline-stage", ["2"], "no pipeline parallelism"),
         ("--checkpoint-activations", [], "use --recompute-granularity"),
         ("--batch-size", ["4"], "use --micro-batch-size"),
-        ("--exit-signal-handler", [], "checkpoints"),
         ("--profile", [], "profile"),
     ],
 )

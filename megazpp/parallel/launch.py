@@ -25,6 +25,7 @@ from megazpp.flags import flag
 
 DEFAULT_CPU_WORKERS = 4
 EXIT_ERROR, EXIT_USER_ERROR, EXIT_ECHO = 1, 2, 3  # an echo: some other rank failed first
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # finish the step, save, exit with 0
 LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # set for the workers that we start
 
 

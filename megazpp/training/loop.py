@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from megazpp.data.loader import BatchLoader
-from megazpp.flags import flag
 from megazpp.optim.clip import global_parameter_norm
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
@@ -23,23 +21,9 @@ from megazpp.training.metrics import IntervalRecord, Meter, SentBytes, StepRecor
 from megazpp.training.resources import cpu_seconds, memory_line, peak_memory_bytes
 from megazpp.training.step import StepResult, TrainStep
 from megazpp.training.step_timeline import StepTimeline
+from megazpp.training.stopping import StopConditions
 from megazpp.training.tracking import Tracker, TrackingConfig
 from megazpp.training.traffic import Zero3Traffic, collect_traffic, traffic_summary, traffic_table
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopConfig:
-    """When training stops early."""
-
-    exit_interval: int | None = flag(None, "stop after an iteration that this divides")
-    exit_duration_in_mins: int | None = flag(None, "stop after this many minutes of training")
-    skip_train: bool = flag(False, "only evaluate")
-
-    def __post_init__(self) -> None:
-        for name in ("exit_interval", "exit_duration_in_mins"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
 
 
 class Progress(NamedTuple):
@@ -183,21 +167,21 @@ def train(
     plan: BatchPlan,
     schedule: Schedule,
     recorder: Recorder,
-    config: LoopConfig,
+    stops: StopConditions,
     timeline: StepTimeline,
     *,
     eval_interval: int,
     evaluate: Evaluator | None,
     start: Progress,
 ) -> Progress:
-    """Train until `plan` is fulfilled or `config` says stop.
+    """Train until `plan` is fulfilled or `stops` says so.
 
     Args:
         timeline: records the step that was asked for.
         evaluate: the validation, called every `eval_interval` iterations; None for no evaluation.
         start: where to begin.
     """
-    progress, began = start, time.monotonic()
+    progress = start
     recorder.console.start_bar(plan.total_iterations, progress.iteration)
     while progress.iteration < plan.total_iterations and progress.stop_reason is None:
         started, cpu_before = time.perf_counter(), cpu_seconds()
@@ -215,11 +199,11 @@ def train(
             seconds = time.perf_counter() - started
             recorder.cpu_seconds += cpu_seconds() - cpu_before
         progress = _advance(progress, batch_size, plan, skipped=result.skipped)
-        reason = _stop_reason(config, progress.iteration, began, step.dims)
+        reason = stops.reason(progress.iteration, step.dims)
         progress = progress._replace(stop_reason=reason)
         record = _record(result, progress, batch_size, rate=rate, seconds=seconds, loss_scale=loss_scale)
         recorder.step(record, step, last=reason is not None or progress.iteration == plan.total_iterations)
-        if evaluate is not None and progress.iteration % eval_interval == 0:
+        if evaluate is not None and progress.iteration % eval_interval == 0 and not stops.hurried:
             recorder.validate(evaluate, progress)
     recorder.console.stop_bar()
     return progress
@@ -249,18 +233,6 @@ def _record(
         skipped=result.skipped,
         num_zeros=result.num_zeros,
     )
-
-
-def _stop_reason(config: LoopConfig, iteration: int, began: float, dims: ParallelDims) -> str | None:
-    """The same answer on all ranks: clocks differ, so with a time limit the ranks agree on the latest."""
-    if config.exit_interval is not None and iteration % config.exit_interval == 0:
-        return f"--exit-interval {config.exit_interval}"
-    if config.exit_duration_in_mins is not None:
-        over = time.monotonic() - began > 60 * config.exit_duration_in_mins
-        vote = torch.tensor(float(over), device=dims.mesh.device_type)
-        if float(dims.world.all_reduce_(vote)) > 0:
-            return f"--exit-duration-in-mins {config.exit_duration_in_mins}"
-    return None
 
 
 def _closing_lines(summary: dict[str, Any], last: IntervalRecord | None) -> str:

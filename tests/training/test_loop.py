@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
@@ -16,10 +15,11 @@ from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.training.batches import BatchConfig, plan_batches
 from megazpp.training.console import Console
-from megazpp.training.loop import LoopConfig, Progress, Recorder, train
+from megazpp.training.loop import Progress, Recorder, train
 from megazpp.training.metrics import Meter, RunShape
 from megazpp.training.step import StepResult
 from megazpp.training.step_timeline import StepTimeline, TimelineConfig
+from megazpp.training.stopping import StopConditions, StopConfig
 from megazpp.training.tracking import TrackingConfig
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ class Run:
             self.plan,
             schedule,
             recorder,
-            LoopConfig(**loop),
+            StopConditions(StopConfig(**loop)),
             StepTimeline(TimelineConfig(), self.dims, folder=None, say=lambda _: None),
             eval_interval=eval_interval,
             evaluate=self.evaluate,
@@ -138,20 +138,6 @@ def test_exit_interval_ends_the_run_after_a_multiple_and_logs_the_last_step():
     assert run.progress.iteration == 4
     assert run.progress.stop_reason == "--exit-interval 4"
     assert [r["iteration"] for r in run.tracker.records] == [4]
-
-
-def test_exit_duration_ends_the_run(monkeypatch: pytest.MonkeyPatch):
-    clock = iter(range(0, 1000, 50))  # 50 seconds pass between two looks
-    monkeypatch.setattr("megazpp.training.loop.time.monotonic", lambda: float(next(clock)))
-    run = Run([1.0] * 9, exit_duration_in_mins=2)
-    assert run.progress.iteration == 3
-    assert run.progress.stop_reason == "--exit-duration-in-mins 2"
-
-
-@pytest.mark.parametrize("name", ["exit_interval", "exit_duration_in_mins"])
-def test_limits_that_are_not_positive_name_the_flag(name: str):
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} 0 is not positive"):
-        LoopConfig(**{name: 0})
 
 
 def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():

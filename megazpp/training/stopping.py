@@ -1,0 +1,78 @@
+"""When training stops before its end: an iteration, the clock, or a signal; the same answer on all ranks.
+
+SIGTERM (schedulers, container runtimes, `kill`) and SIGUSR1 (Slurm's --signal) end a run in good order, whichever of
+its processes they reach: the step that is running is finished, a checkpoint is saved where --save asks for one, and
+the program exits with 0. That takes as long as one step (or one evaluation, if that is running) and one save; what
+would follow a finished run, the last evaluation and the sample, is left out. A second signal changes nothing.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from megazpp.flags import flag
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.launch import STOP_SIGNALS
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopConfig:
+    """When training stops early."""
+
+    exit_interval: int | None = flag(None, "stop after an iteration that this divides")
+    exit_duration_in_mins: int | None = flag(None, "stop after this many minutes since the program's start")
+    skip_train: bool = flag(False, "only evaluate")
+
+    def __post_init__(self) -> None:
+        for name in ("exit_interval", "exit_duration_in_mins"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
+
+
+class StopConditions:
+    """Catches the signals while it is entered, and says after each step whether to stop.
+
+    Attributes:
+        hurried: a signal has ended the training, so what is not needed is left out.
+    """
+
+    def __init__(self, config: StopConfig) -> None:
+        self._config, self._began, self._caught = config, time.monotonic(), 0
+        self._before: dict[signal.Signals, Any] = {}
+        self.hurried = False
+
+    def __enter__(self) -> StopConditions:
+        self._before = {signum: signal.signal(signum, self._catch) for signum in STOP_SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def reason(self, iteration: int, dims: ParallelDims) -> str | None:
+        """Why to stop after `iteration`, or None. One all-reduce of two integers over all ranks.
+
+        Signals may reach one rank only, and clocks differ: what one rank knows holds for all.
+        """
+        config, minutes = self._config, self._config.exit_duration_in_mins
+        over = minutes is not None and time.monotonic() - self._began > 60 * minutes
+        mine = torch.tensor([self._caught, int(over)], dtype=torch.int32, device=dims.mesh.device_type)
+        caught, some_over = dims.world.max_(mine).tolist()
+        if caught:
+            self.hurried = True
+            return signal.Signals(caught).name
+        if config.exit_interval is not None and iteration % config.exit_interval == 0:
+            return f"--exit-interval {config.exit_interval}"
+        return f"--exit-duration-in-mins {minutes}" if some_over else None
+
+    def _catch(self, signum: int, frame: FrameType | None) -> None:
+        self._caught = signum
