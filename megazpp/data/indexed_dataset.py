@@ -13,26 +13,23 @@
     34 + 12N      8D     int64 document indices: the sequence each document starts at, and N at the end
 
 A document is one sequence unless it was split into sentences. Both files are memory-mapped: the ranks of a node
-share the pages, and opening a pair reads the index once and none of the ids.
+share the pages, and opening a pair reads the index once and none of the ids. `indexed_dataset_builder.py` writes them.
 """
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
-_MAGIC = b"MMIDIDX\x00\x00"
+MAGIC = b"MMIDIDX\x00\x00"
 _OLD_MAGIC = b"TNTIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
+HEADER = struct.Struct("<9sQBQQ")
 # 6 and 7 are float64 and float32, and GPT-NeoX swaps the two: no ids are stored so, and both are refused.
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
+CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype:
@@ -49,26 +46,29 @@ class IndexedDataset:
         lengths: [N] int32 ids per sequence.
         pointers: [N] int64 byte offsets into .bin.
         document_indices: [D] int64 first sequence of each document, and N.
+        tokens: all ids of .bin.
         dtype: of the ids.
+        has_modes: whether the index ends with a byte for each sequence, as a multimodal one does.
     Raises:
         ValueError: a file is missing, of another format, damaged, or the two do not belong together.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
-        self.bin_path, self.idx_path = _paths(self.prefix)
+        self.bin_path, self.idx_path = pair_paths(self.prefix)
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
                 raise ValueError(f"{path} {'is a directory' if path.is_dir() else 'does not exist'}")
         self.dtype, num_sequences, num_indices = _read_header(self.idx_path)
-        index = np.memmap(self.idx_path, dtype=np.uint8, mode="r", offset=_HEADER.size)
+        index = np.memmap(self.idx_path, dtype=np.uint8, mode="r", offset=HEADER.size)
         ends = np.cumsum([4 * num_sequences, 8 * num_sequences, 8 * num_indices])
-        lengths, pointers, documents, _ = np.split(index, ends)
+        lengths, pointers, documents, modes = np.split(index, ends)
         self.lengths: npt.NDArray[np.int32] = lengths.view("<i4")
         self.pointers: npt.NDArray[np.int64] = pointers.view("<i8")
         self.document_indices: npt.NDArray[np.int64] = documents.view("<i8")
+        self.has_modes = len(modes) > 0
         self._check_arrays()
-        self._tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
+        self.tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
 
     def __len__(self) -> int:
         """The number of sequences."""
@@ -78,7 +78,12 @@ class IndexedDataset:
         """A view of `length` ids (default: all the rest) of sequence `index`, from its id number `offset`."""
         start = int(self.pointers[index]) // self.dtype.itemsize
         end = start + int(self.lengths[index]) if length is None else start + offset + length
-        return self._tokens[start + offset : end]
+        return self.tokens[start + offset : end]
+
+    @property
+    def document_lengths(self) -> npt.NDArray[np.int64]:
+        """[D - 1] ids of each document."""
+        return np.diff(np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])[self.document_indices])
 
     def _check_arrays(self) -> None:
         """Check all that can be checked without reading .bin, in one pass over the index."""
@@ -107,99 +112,27 @@ class IndexedDataset:
             )
 
 
-class IndexedDatasetBuilder:
-    """Writes a .bin/.idx pair; both appear under their names when all is written, .idx last.
-
-    Args:
-        prefix: path without .bin and .idx; its directory exists.
-        dtype: of the ids, see `optimal_dtype`.
-
-    Use as a context manager to remove the unfinished files when an exception ends the writing.
-    """
-
-    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
-        self._dtype = np.dtype(dtype)
-        if self._dtype not in _CODES:
-            raise ValueError(f"token ids cannot be stored as {self._dtype}")
-        self._bin_path, self._idx_path = _paths(Path(prefix))
-        self._unfinished_bin = self._bin_path.with_name(self._bin_path.name + ".unfinished")
-        self._unfinished_idx = self._idx_path.with_name(self._idx_path.name + ".unfinished")
-        self._file = open(self._unfinished_bin, "wb")  # noqa: SIM115
-        self._lengths: list[int] = []
-        self._document_indices = [0]
-
-    def add_sequence(self, tokens: npt.ArrayLike) -> None:
-        """Append a sequence (a sentence) to the document in progress; `end_document` ends that.
-
-        Raises:
-            ValueError: an id does not fit the dtype.
-        """
-        ids = np.asarray(tokens)
-        limits = np.iinfo(self._dtype)
-        if ids.size and not (limits.min <= ids.min() and ids.max() <= limits.max):
-            raise ValueError(f"{self._bin_path}: token ids {ids.min()} to {ids.max()} do not fit {self._dtype}")
-        self._file.write(ids.astype(self._dtype).tobytes())
-        self._lengths.append(ids.size)
-
-    def end_document(self) -> None:
-        """The sequences since the last call are a document."""
-        self._document_indices.append(len(self._lengths))
-
-    def add_document(self, tokens: npt.ArrayLike) -> None:
-        """Append a document of one sequence."""
-        self.add_sequence(tokens)
-        self.end_document()
-
-    def finalize(self) -> None:
-        """Write the index and give both files their names."""
-        self._file.close()
-        with open(self._unfinished_idx, "wb") as file:
-            file.write(_index_bytes(self._dtype, self._lengths, self._document_indices))
-        os.replace(self._unfinished_bin, self._bin_path)
-        os.replace(self._unfinished_idx, self._idx_path)
-
-    def __enter__(self) -> IndexedDatasetBuilder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-        for path in (self._unfinished_bin, self._unfinished_idx):
-            path.unlink(missing_ok=True)
-
-
-def _index_bytes(dtype: np.dtype, lengths: Sequence[int], document_indices: Sequence[int]) -> bytes:
-    sizes = np.asarray(lengths, dtype="<i4")
-    pointers = np.zeros(len(sizes), dtype="<i8")
-    np.cumsum(sizes[:-1], dtype="<i8", out=pointers[1:])
-    pointers *= dtype.itemsize
-    documents = np.asarray(document_indices, dtype="<i8")
-    header = _HEADER.pack(_MAGIC, 1, _CODES[dtype], len(sizes), len(documents))
-    return header + sizes.tobytes() + pointers.tobytes() + documents.tobytes()
-
-
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     """dtype, N and D of an .idx file, once its size is known to agree with them."""
     with open(path, "rb") as file:
-        header = file.read(_HEADER.size)
+        header = file.read(HEADER.size)
     size = path.stat().st_size
     if header.startswith(_OLD_MAGIC):
         raise ValueError(
             f"{path} is in the old TNTIDX format (lazy or cached); tokenize again with --dataset-impl mmap"
         )
-    if not header.startswith(_MAGIC):
-        raise ValueError(f"{path} is not a Megatron index: it starts with {header[:9]!r} instead of {_MAGIC!r}")
-    if len(header) < _HEADER.size:
-        raise ValueError(f"{path} is truncated: {size} bytes are less than its {_HEADER.size}-byte header")
-    _, version, code, num_sequences, num_indices = _HEADER.unpack(header)
+    if not header.startswith(MAGIC):
+        raise ValueError(f"{path} is not a Megatron index: it starts with {header[:9]!r} instead of {MAGIC!r}")
+    if len(header) < HEADER.size:
+        raise ValueError(f"{path} is truncated: {size} bytes are less than its {HEADER.size}-byte header")
+    _, version, code, num_sequences, num_indices = HEADER.unpack(header)
     if version != 1:
         raise ValueError(f"{path} has version {version}; only 1 is known")
     if code not in _DTYPES:
         raise ValueError(f"{path} has the dtype code {code}, which is no integer type")
     if num_sequences == 0:
         raise ValueError(f"{path} holds no sequences")
-    expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
+    expected = HEADER.size + 12 * num_sequences + 8 * num_indices
     if size not in (expected, expected + num_sequences):  # multimodal indices end with a byte per sequence
         raise ValueError(
             f"{path} is damaged: {size} bytes where {num_sequences} sequences and {num_indices} document indices"
@@ -208,6 +141,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     return np.dtype(_DTYPES[code]), num_sequences, num_indices
 
 
-def _paths(prefix: Path) -> tuple[Path, Path]:
+def pair_paths(prefix: Path) -> tuple[Path, Path]:
+    """The .bin and the .idx file of a pair."""
     # not with_suffix: a prefix may contain dots
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")

@@ -1,6 +1,6 @@
 """Plain text to an indexed dataset, and to a tokenizer trained on it, each done once and kept.
 
-`--text-path` takes UTF-8 files: `.jsonl` is one document a line (its field "text"), anything else is one document.
+`--text-path` takes what `documents.py` reads: a document is a JSON line's or a Parquet row's "text", or a file of text.
 Cache keys are hashes of the contents, so a file may move, and an edited one is tokenized again. Every document ends
 with the tokenizer's eod.
 """
@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import sentencepiece
 
 from megazpp.data.cache import build_once, cache_key
-from megazpp.data.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
+from megazpp.data.documents import BadLine, check_readable, kind_of, parse_block, read_blocks
+from megazpp.data.indexed_dataset import optimal_dtype
+from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer
 
 _CORPUS = Path(__file__).parent / "corpus"
 _BUILTIN = "builtin:"
+_KEYS = ("text",)
 _MAX_TRAINING_CHARACTERS = 100_000_000  # more text does not make a better vocabulary, only a slower one
 _MAX_LINE_CHARACTERS = 4096
 
@@ -38,14 +40,15 @@ def read_documents(path: Path) -> Iterator[str]:
     """The documents of one file that are not empty.
 
     Raises:
-        ValueError: not UTF-8, or a line is no JSON object with a string "text"; the line is named.
+        ValueError: the file cannot be read, is not UTF-8, or a line is no object with a string "text"; it is named.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            texts = _json_lines(path, file) if path.suffix == ".jsonl" else iter([file.read()])
-            yield from (text for text in texts if text)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text-path {path} is not UTF-8: {error}") from error
+    check_readable(path, _KEYS)
+    for block in read_blocks(path, _KEYS):
+        for document in parse_block(block, _KEYS):
+            if isinstance(document, BadLine):
+                raise ValueError(f"--text-path {document}")
+            if document[0]:
+                yield document[0]
 
 
 def cached_sentencepiece(
@@ -153,19 +156,6 @@ def _all_documents(paths: Sequence[Path]) -> Iterator[str]:
         raise ValueError(f"--text-path {_names(paths)} holds no text")
 
 
-def _json_lines(path: Path, lines: io.TextIOBase) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f'--text-path {path}, line {number}: no JSON object with a "text": {error!r}') from error
-        if not isinstance(text, str):
-            raise ValueError(f'--text-path {path}, line {number}: "text" is a {type(text).__name__}, not a string')
-        yield text
-
-
 def _resolve(value: str) -> Path:
     if value.startswith(_BUILTIN):
         path = _CORPUS / f"{value.removeprefix(_BUILTIN)}.jsonl"
@@ -183,7 +173,7 @@ def _content_hash(paths: Sequence[Path]) -> list[str]:
     hashes = []
     for path in paths:
         with open(path, "rb") as file:
-            hashes.append(path.suffix + hashlib.file_digest(file, "blake2b").hexdigest())
+            hashes.append(kind_of(path) + hashlib.file_digest(file, "blake2b").hexdigest())
     return hashes
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
+from megazpp.data.indexed_dataset import IndexedDataset, optimal_dtype
+from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
 
 DOCUMENTS = [[1, 2, 3], [], [65499, 7]]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megazpp.data.blend import BlendedDataset
-from megazpp.data.indexed_dataset import IndexedDatasetBuilder
+from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megazpp.data.sources import Sampling, Source, SourceBlend, build_split, indexed_source, open_sources
 
 

@@ -1,0 +1,220 @@
+"""Documents in files: JSON lines, Parquet or plain text, as they are or compressed with gzip or zstd.
+
+What a file holds follows from its name, less `.gz` or `.zst`:
+
+    .jsonl .json .ndjson    a document a line, a JSON object
+    .parquet                a document a row
+    .txt                    one document
+    anything else           JSON lines if it begins with `{`, else one document
+
+A file is first cut into blocks of whole lines, which is fast and needs one process; what the lines say is found out
+block by block, in any process. A line that is no document is a `BadLine`: its reader decides what comes of it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Literal, NamedTuple, cast
+
+Kind = Literal["json lines", "parquet", "text"]
+
+BLOCK_BYTES = 1 << 20
+_ROWS = 1024
+_KINDS: dict[str, Kind] = {
+    ".jsonl": "json lines",
+    ".json": "json lines",
+    ".ndjson": "json lines",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
+_COMPRESSED = (".gz", ".zst")
+_BOM = b"\xef\xbb\xbf"
+
+
+class Block(NamedTuple):
+    """Consecutive documents of one file, read but not yet understood.
+
+    Attributes:
+        path: the file.
+        kind: what is in it.
+        first_line: number of the first line (of a Parquet file: row), from 1.
+        content: whole lines, or rows.
+        damage: why the file cannot be read beyond this (then empty) block.
+        disk_bytes: how far reading it went on in the file.
+    """
+
+    path: Path
+    kind: Kind
+    first_line: int
+    content: bytes | list[dict[str, object]]
+    damage: str | None
+    disk_bytes: int
+
+
+class BadLine(NamedTuple):
+    """A line (of a Parquet file: a row) that is no document."""
+
+    path: Path
+    number: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.number}: {self.reason}"
+
+
+def kind_of(path: Path) -> Kind:
+    """What is in a file; see the top of this file."""
+    known = _KINDS.get(Path(path.stem if path.suffix in _COMPRESSED else path.name).suffix)
+    if known is not None:
+        return known
+    with open(path, "rb") as file, _decompressed(path, file) as plain:
+        return "json lines" if plain.read(256).removeprefix(_BOM).lstrip().startswith(b"{") else "text"
+
+
+def check_readable(path: Path, keys: Sequence[str]) -> None:
+    """Refuse a file that cannot be opened, before the work begins.
+
+    Raises:
+        ValueError: it does not exist, is damaged at its start, has no such columns or not several texts to a document,
+            or a package is missing.
+    """
+    try:
+        kind = kind_of(path)
+        with open(path, "rb") as file:
+            if kind == "parquet":
+                _check_columns(_pyarrow_parquet().ParquetFile(file).schema_arrow.names, keys)
+            else:
+                _decompressed(path, file).read(1)
+    except Exception as error:  # each decompressor has exceptions of its own
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if kind == "text" and len(keys) != 1:
+        raise ValueError(f"{path} is plain text: it has one text to a document, not {' and '.join(keys)}")
+
+
+def read_blocks(path: Path, keys: Sequence[str], *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+    """The file in order; if it turns out to be damaged, the last block says so.
+
+    Args:
+        keys: columns to read of a Parquet file.
+        block_bytes: a block of lines ends with the line that reaches this size.
+    """
+    kind = kind_of(path)
+    line, position = 1, 0
+    with open(path, "rb") as file:
+        try:
+            pieces: Iterator[tuple[bytes | list[dict[str, object]], int, int]]
+            if kind == "parquet":
+                pieces = _row_pieces(path, file, keys)
+            else:
+                pieces = _line_pieces(path, file, None if kind == "text" else block_bytes)
+            for content, num_lines, reached in pieces:
+                yield Block(path, kind, line, content, None, reached - position)
+                line, position = line + num_lines, reached
+        except Exception as error:  # each decompressor has exceptions of its own
+            reason = f"the file cannot be read from here on: {type(error).__name__}: {error}"
+            yield Block(path, kind, line, b"", reason, 0)
+
+
+def parse_block(block: Block, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
+    """The documents of a block: each the texts under `keys`, possibly empty. Blank lines are none."""
+    if block.damage is not None:
+        yield BadLine(block.path, block.first_line, block.damage)
+        return
+    for number, record in _records(block):
+        try:
+            if block.kind == "text":
+                yield (_decode(cast(bytes, record)).replace("\r\n", "\n").replace("\r", "\n"),)
+            else:
+                yield _texts(record if block.kind == "parquet" else _json_value(cast(bytes, record)), keys)
+        except UnicodeDecodeError as error:
+            inside = cast(bytes, record).count(b"\n", 0, error.start)  # of plain text: its line
+            yield BadLine(block.path, number + inside, f"not UTF-8: {error}")
+        except (ValueError, RecursionError) as error:
+            yield BadLine(block.path, number, str(error))
+
+
+def _line_pieces(path: Path, file: IO[bytes], block_bytes: int | None) -> Iterator[tuple[bytes, int, int]]:
+    """(lines, their number, position in the file), all of it at once if `block_bytes` is None."""
+    plain = _decompressed(path, file)
+    while content := plain.read(block_bytes if block_bytes is not None else -1):
+        if block_bytes is not None:
+            content += plain.readline()
+        yield content, content.count(b"\n"), file.tell()
+
+
+def _row_pieces(path: Path, file: IO[bytes], keys: Sequence[str]) -> Iterator[tuple[list[dict[str, object]], int, int]]:
+    table, size = _pyarrow_parquet().ParquetFile(file), path.stat().st_size
+    seen, num_rows = 0, max(1, table.metadata.num_rows)
+    for batch in table.iter_batches(batch_size=_ROWS, columns=list(keys)):
+        seen += len(batch)
+        yield batch.to_pylist(), len(batch), size * seen // num_rows
+
+
+def _records(block: Block) -> Iterator[tuple[int, bytes | dict[str, object]]]:
+    """Each record and the number of the line at which it begins."""
+    if isinstance(block.content, list):
+        yield from enumerate(block.content, start=block.first_line)
+    elif block.kind == "text":
+        yield block.first_line, block.content
+    else:
+        lines = enumerate(block.content.split(b"\n"), start=block.first_line)
+        yield from ((number, line) for number, line in lines if line.removeprefix(_BOM).strip())
+
+
+def _decode(content: bytes) -> str:
+    return content.removeprefix(_BOM).decode("utf-8")
+
+
+def _json_value(line: bytes) -> object:
+    text = _decode(line)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from error
+
+
+def _texts(record: object, keys: Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(record, Mapping):
+        raise ValueError(f"a JSON {type(record).__name__}, not an object")
+    for key in keys:
+        if key not in record:
+            raise ValueError(f"there is no {key!r}")
+        if not isinstance(record[key], str):
+            raise ValueError(f"{key!r} is a {type(record[key]).__name__}, not a string")
+        record[key].encode()  # half a surrogate pair, which JSON can write, is no text
+    return tuple(record[key] for key in keys)
+
+
+def _check_columns(columns: Sequence[str], keys: Sequence[str]) -> None:
+    for key in keys:
+        if key not in columns:
+            raise ValueError(f"it has no column {key!r}, only {', '.join(columns)}")
+
+
+def _decompressed(path: Path, file: IO[bytes]) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(file))
+    return _zstd().open(file) if path.suffix == ".zst" else file
+
+
+def _zstd() -> ModuleType:
+    try:
+        from compression import zstd  # Python 3.14
+    except ImportError:
+        try:
+            from backports import zstd  # optional
+        except ImportError as error:
+            raise ValueError("it needs the package backports.zstd: pip install backports.zstd") from error
+    return zstd
+
+
+def _pyarrow_parquet() -> ModuleType:
+    try:
+        from pyarrow import parquet  # optional
+    except ImportError as error:
+        raise ValueError("it needs the package pyarrow: pip install pyarrow") from error
+    return parquet

@@ -1,0 +1,239 @@
+"""A corpus to Megatron's .bin/.idx pairs: read, tokenize in several processes, write in order.
+
+The main process cuts the files into blocks (documents.py), worker processes tokenize them, and the main process writes
+what comes back in the order of the input. So the output depends neither on the number of workers nor on their speed. It
+appears when it is complete (indexed_dataset_builder.py): a run that was killed is simply started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from megazpp.data.documents import BadLine, Block, check_readable, parse_block, read_blocks
+from megazpp.data.indexed_dataset import optimal_dtype
+from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder, check_output
+from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from megazpp.flags import flag
+
+_BLOCKS_PER_WORKER = 4  # read ahead of the block that is to be written next
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessConfig:
+    """What is tokenized, and where to."""
+
+    input: tuple[str, ...] = flag((), "JSON lines, Parquet or text files, also .gz and .zst", nargs="+")
+    json_keys: tuple[str, ...] = flag(("text",), "fields to tokenize; each makes a dataset of its own", nargs="+")
+    output_prefix: str | None = flag(None, "the datasets are PREFIX_KEY_document.bin and .idx", metavar="PREFIX")
+    append_eod: bool = flag(False, "end every document with the tokenizer's end-of-document token")
+    workers: int = flag(1, "processes that tokenize")
+    log_interval: int = flag(1000, "documents between two lines of progress")
+    on_error: Literal["stop", "skip"] = flag("stop", "what to do at a line that is no document; skip counts it")
+    overwrite: bool = flag(False, "replace datasets of that name")
+
+
+class Encoded(NamedTuple):
+    """A block, tokenized.
+
+    Attributes:
+        tokens: per key [sum of lengths] ids of the documents back to back.
+        lengths: per key [documents] int32 ids of each.
+        bad_lines: lines that gave no document.
+        text_bytes, disk_bytes: size of the text, and of what was read for it.
+    """
+
+    tokens: list[np.ndarray]
+    lengths: list[np.ndarray]
+    bad_lines: list[BadLine]
+    text_bytes: int
+    disk_bytes: int
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What has been written; sizes in bytes, of `total_disk_bytes` of input."""
+
+    total_disk_bytes: int
+    started: float = field(default_factory=time.monotonic)
+    documents: int = 0
+    tokens: int = 0
+    bad_lines: int = 0
+    text_bytes: int = 0
+    disk_bytes: int = 0
+
+    def add(self, block: Encoded) -> None:
+        self.documents += len(block.lengths[0])
+        self.tokens += sum(map(len, block.tokens))
+        self.bad_lines += len(block.bad_lines)
+        self.text_bytes += block.text_bytes
+        self.disk_bytes += block.disk_bytes
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self.started
+        share = self.disk_bytes / max(1, self.total_disk_bytes)
+        left = seconds / share * (1 - share) if share else float("inf")
+        return (
+            f"Processed {self.documents:,} documents, {self.tokens:,} tokens ({self.documents / seconds:.1f} docs/s,"
+            f" {self.text_bytes / seconds / 1e6:.2f} MB/s, {self.tokens / seconds:,.0f} tokens/s);"
+            f" {share:.1%} of the input, {_clock(seconds)} gone, {_clock(left)} left"
+        )
+
+
+def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, announce: Callable[[str], None]) -> Progress:
+    """Tokenize a corpus; see `PreprocessConfig`.
+
+    Args:
+        announce: told of progress and of bad lines.
+    Raises:
+        ValueError: a flag or an input is not usable, there is no text, or a line is bad and --on-error is stop. Nothing
+            is written then.
+    """
+    loaded = load_tokenizer(tokenizer)
+    inputs, prefixes = _check(config, loaded)
+    assert loaded is not None
+    dtype = optimal_dtype(loaded.vocab_size)
+    progress = Progress(total_disk_bytes=sum(path.stat().st_size for path in inputs))
+    with contextlib.ExitStack() as stack:
+        builders = [stack.enter_context(IndexedDatasetBuilder(prefix, dtype)) for prefix in prefixes]
+        blocks = itertools.chain.from_iterable(read_blocks(path, config.json_keys) for path in inputs)
+        encoded = stack.enter_context(contextlib.closing(_encode_all(blocks, config, tokenizer, loaded)))
+        for block in encoded:
+            _report_bad_lines(block.bad_lines, config.on_error, announce)
+            for builder, tokens, lengths in zip(builders, block.tokens, block.lengths, strict=True):
+                builder.extend(tokens, lengths[lengths > 0], np.cumsum(lengths > 0))  # as Megatron: no empty sequences
+            logged = progress.documents // config.log_interval
+            progress.add(block)
+            if progress.documents // config.log_interval > logged:
+                announce(str(progress))
+        if progress.tokens == 0:
+            raise ValueError(f"--input {' '.join(config.input)} holds no text")
+        for builder in builders:
+            builder.finalize()
+    return progress
+
+
+def encode_block(block: Block, tokenizer: Tokenizer, keys: Sequence[str], *, append_eod: bool) -> Encoded:
+    """Tokenize the documents of a block; an empty text has no ids, not even an eod."""
+    end = [tokenizer.eod] if append_eod and tokenizer.eod is not None else []
+    ids: list[list[int]] = [[] for _ in keys]
+    lengths: list[list[int]] = [[] for _ in keys]
+    bad_lines, text_bytes = [], 0
+    for document in parse_block(block, keys):
+        if isinstance(document, BadLine):
+            bad_lines.append(document)
+            continue
+        for i, text in enumerate(document):
+            tokens = tokenizer.encode(text)
+            if tokens:
+                tokens += end
+            ids[i] += tokens
+            lengths[i].append(len(tokens))
+            text_bytes += len(text) if text.isascii() else len(text.encode())
+    dtype = optimal_dtype(tokenizer.vocab_size)
+    return Encoded(
+        [np.array(each, dtype=dtype) for each in ids],
+        [np.array(each, dtype=np.int32) for each in lengths],
+        bad_lines,
+        text_bytes,
+        block.disk_bytes,
+    )
+
+
+def _check(config: PreprocessConfig, tokenizer: Tokenizer | None) -> tuple[list[Path], list[Path]]:
+    """The input files and the prefixes of the datasets, once all that can be refused beforehand has been."""
+    if not config.input:
+        raise ValueError("--input is missing: the files to tokenize")
+    if config.output_prefix is None:
+        raise ValueError("--output-prefix is missing: where the datasets go")
+    if tokenizer is None:
+        raise ValueError("--tokenizer-model is missing (tools/train_tokenizer.py makes one)")
+    if config.append_eod and tokenizer.eod is None:
+        raise ValueError("--append-eod: the tokenizer has no end-of-document token")
+    if len(set(config.json_keys)) != len(config.json_keys):
+        raise ValueError(f"--json-keys {' '.join(config.json_keys)} names one twice")
+    for name, value in (("--workers", config.workers), ("--log-interval", config.log_interval)):
+        if value < 1:
+            raise ValueError(f"{name} {value} is not positive")
+    prefixes = [Path(f"{config.output_prefix}_{key}_document").expanduser() for key in config.json_keys]
+    for prefix in prefixes:
+        check_output(prefix, overwrite=config.overwrite)
+    inputs = [Path(value).expanduser() for value in config.input]
+    for path in inputs:
+        check_readable(path, config.json_keys)
+    return inputs, prefixes
+
+
+def _report_bad_lines(bad_lines: Sequence[BadLine], on_error: str, announce: Callable[[str], None]) -> None:
+    for bad in bad_lines:
+        if on_error == "stop":
+            raise ValueError(f"{bad} (--on-error skip goes on without such lines)")
+        announce(f"skipped {bad}")
+
+
+def _encode_all(
+    blocks: Iterable[Block], config: PreprocessConfig, tokenizer: TokenizerConfig, loaded: Tokenizer
+) -> Generator[Encoded, None, None]:
+    """The blocks in their order, tokenized here or by worker processes."""
+    if config.workers == 1:
+        for block in blocks:
+            yield encode_block(block, loaded, config.json_keys, append_eod=config.append_eod)
+        return
+    context = multiprocessing.get_context("spawn")  # not forked: tokenizers have threads
+    pool = ProcessPoolExecutor(config.workers, mp_context=context, initializer=_begin_worker)
+    encode = functools.partial(_encode_in_worker, tokenizer, config.json_keys, config.append_eod)
+    waiting: deque[Future[Encoded]] = deque()
+    try:
+        for block in blocks:
+            waiting.append(pool.submit(encode, block))
+            if len(waiting) >= _BLOCKS_PER_WORKER * config.workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise ValueError(f"--workers {config.workers}: one was killed, perhaps for want of memory") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _encode_in_worker(config: TokenizerConfig, keys: Sequence[str], append_eod: bool, block: Block) -> Encoded:
+    tokenizer = _load_once(config)
+    assert tokenizer is not None
+    return encode_block(block, tokenizer, keys, append_eod=append_eod)
+
+
+_load_once = functools.cache(load_tokenizer)
+
+
+def _begin_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends the workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose main process was killed would wait for work forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _clock(seconds: float) -> str:
+    if seconds == float("inf"):
+        return "?"
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"

@@ -1,0 +1,52 @@
+"""Tokenize a corpus into Megatron's .bin/.idx files.
+
+python tools/preprocess_data.py --input corpus.jsonl.gz --output-prefix my --tokenizer-model my.model --append-eod
+    --workers 8
+
+writes my_text_document.bin and .idx. Inputs are JSON lines (.jsonl, .json, .ndjson), Parquet (.parquet) or text, one
+document a file (.txt), all but Parquet also as .gz and .zst; what has another name is JSON lines if it begins with {.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from data_tool import run_tool, say
+
+from megazpp.data.preprocess import PreprocessConfig, preprocess
+from megazpp.data.tokenizer import TokenizerConfig
+from megazpp.megatron_flags import MegatronFlag
+
+MEGATRON_FLAGS = {
+    flag.name: flag
+    for flag in (
+        MegatronFlag("--partitions", "1", "ignored", "--workers share one input as it is"),
+        MegatronFlag("--keep-sequential-samples", "0", "ignored", "the order is always kept"),
+        MegatronFlag("--dataset-impl", "1", "only=mmap", "the other formats are Megatron's past"),
+        MegatronFlag("--split-sentences", "0", "unsupported", "a GPT takes documents whole"),
+    )
+}
+
+
+def main(argv: list[str]) -> int:
+    return run_tool(
+        "preprocess_data.py",
+        __doc__,
+        [PreprocessConfig, TokenizerConfig],
+        run,
+        argv,
+        megatron_flags=MEGATRON_FLAGS,
+    )
+
+
+def run(config: PreprocessConfig, tokenizer: TokenizerConfig) -> None:
+    progress = preprocess(config, tokenizer, say)
+    say(progress)
+    if progress.bad_lines:
+        say(f"{progress.bad_lines:,} bad lines were skipped")
+    for key in config.json_keys:
+        print(f"{config.output_prefix}_{key}_document")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
