@@ -29,8 +29,9 @@ from megazpp.optim.backends import backend_table, optimizer_backends
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import EXIT_USER_ERROR, find_place, launch_workers, launched_rank
+from megazpp.parallel.launch import EXIT_USER_ERROR, find_place, launched_rank
 from megazpp.parallel.links import measure_links
+from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import UserError, Worker, run_worker, seed_everything, user_errors
 from megazpp.topology.cluster import detect_cluster
@@ -72,7 +73,8 @@ def main() -> int:
         return EXIT_USER_ERROR
     if place.started:
         run_worker(place, parsed.config.launch, functools.partial(pretrain, parsed, plan))
-    return launch_workers([sys.executable, *sys.argv], place.world_size)
+    command = [sys.executable, *sys.argv]
+    return launch_workers(command, place.world_size, max_restarts=parsed.config.launch.max_restarts)
 
 
 def pretrain(parsed: ParsedRun, plan: RunPlan, worker: Worker) -> None:

@@ -349,7 +349,7 @@ def test_what_cannot_be_is_refused_before_workers_start(
 ):
     import pretrain_gpt
 
-    def start_nothing(*_: object) -> int:
+    def start_nothing(*_: object, **__: object) -> int:
         raise AssertionError("started workers")
 
     monkeypatch.setattr(pretrain_gpt, "launch_workers", start_nothing)
@@ -369,7 +369,7 @@ def test_the_tasks_of_a_batch_script_that_uses_no_srun_do_not_count(monkeypatch:
     import pretrain_gpt
 
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
-    monkeypatch.setattr(pretrain_gpt, "launch_workers", lambda _, nproc: 100 + nproc)
+    monkeypatch.setattr(pretrain_gpt, "launch_workers", lambda _, nproc, max_restarts: 100 + nproc)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--nproc", "2"])
     assert pretrain_gpt.main() == 102
 

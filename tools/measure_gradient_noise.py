@@ -30,7 +30,8 @@ from megazpp.model.gpt import GPTModel
 from megazpp.optim.optimizer import build_optimizer, set_rates_
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
-from megazpp.parallel.launch import EXIT_USER_ERROR, LaunchConfig, find_place, launch_workers
+from megazpp.parallel.launch import EXIT_USER_ERROR, LaunchConfig, find_place
+from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.worker import UserError, Worker, run_worker, user_errors
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.topology.cluster import Cluster

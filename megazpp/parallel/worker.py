@@ -32,7 +32,16 @@ import torch
 import torch.distributed as dist
 
 from megazpp.parallel.gloo import share_gloo_device
-from megazpp.parallel.launch import EXIT_ECHO, EXIT_ERROR, EXIT_USER_ERROR, LAUNCHER_PID, LaunchConfig, Place
+from megazpp.parallel.launch import (
+    EXIT_ECHO,
+    EXIT_ERROR,
+    EXIT_USER_ERROR,
+    LAUNCHER_PID,
+    RESTART_COUNT,
+    LaunchConfig,
+    Place,
+)
+from megazpp.parallel.malloc import keep_freed_memory
 
 ECHO_SECONDS = 1.0
 
@@ -57,7 +66,13 @@ def user_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """What a worker has once the process group stands; `store` is the group's, `timeout` that of its collectives."""
+    """What a worker has once the process group stands.
+
+    Attributes:
+        store: the process group's.
+        timeout: of its collectives.
+        restarts: how often the launcher has started the job again before this time.
+    """
 
     device: torch.device
     rank: int
@@ -65,6 +80,7 @@ class Worker:
     local_rank: int
     store: dist.Store
     timeout: timedelta
+    restarts: int = 0
 
 
 def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None]) -> NoReturn:
@@ -81,6 +97,8 @@ def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     share_gloo_device()
+    if device.type == "cpu":
+        keep_freed_memory()
     store, rank, world_size = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     dist.init_process_group(
         backend,
@@ -99,6 +117,7 @@ def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None
                 local_rank=place.local_rank,
                 store=store,
                 timeout=timeout,
+                restarts=_restarts(),
             )
         )
         dist.barrier()
@@ -131,9 +150,8 @@ def _report_once(error: BaseException, store: dist.Store, rank: int) -> int:
     """Print the traceback if this is the first rank to fail; returns the exit code."""
     if _broke_in_a_collective(error):
         time.sleep(ECHO_SECONDS)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        first = store.add(f"megazpp/failures/{attempt}", 1) == 1
+        first = store.add(f"megazpp/failures/{_restarts()}", 1) == 1
     except Exception:  # the store's host is gone, so somebody else failed before
         first = rank == 0
     if not first:
@@ -147,6 +165,10 @@ def _report_once(error: BaseException, store: dist.Store, rank: int) -> int:
     text = "".join(traceback.format_exception(error))
     print(f"\nrank {rank} failed:\n{text}", file=sys.stderr, end="")  # below a progress bar
     return EXIT_ERROR
+
+
+def _restarts() -> int:
+    return int(os.environ.get(RESTART_COUNT, "0"))
 
 
 def _broke_in_a_collective(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""A tiny program for the tests of the launcher: `python job.py <what goes wrong> <workers>`."""
+"""A tiny program for the tests of the launcher: `python job.py <what goes wrong> <workers> [<restarts>]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from megazpp.parallel.launch import LaunchConfig, find_place, launch_workers
+from megazpp.parallel.launch import STOP_SIGNALS, LaunchConfig, find_place
+from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.worker import UserError, Worker, run_worker
 
 FOREVER = 1000
@@ -25,6 +26,10 @@ def work(what: str, worker: Worker) -> None:
     kind, _, rank = what.partition("-on-")
     if kind == "user-error":
         raise UserError("--flag 3 is wrong\n--other 4 too")
+    if kind == "stop":
+        wait_for_a_stop_signal()
+    if kind.endswith("once"):
+        kind = "nothing" if worker.restarts else kind.removesuffix("-once")
     if rank == str(worker.rank):
         time.sleep(0.3)  # let the others reach their collective
         if kind == "raise":
@@ -33,17 +38,27 @@ def work(what: str, worker: Worker) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "sleep":
             time.sleep(FOREVER)
-    if kind != "nothing":
+    if kind not in ("nothing", "stop"):
         dist.all_reduce(total)
+
+
+def wait_for_a_stop_signal() -> None:
+    caught: list[int] = []
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, lambda number, frame: caught.append(number))
+    print("waiting", flush=True)
+    while not caught:
+        time.sleep(0.01)
 
 
 def main() -> int:
     what, nproc = sys.argv[1], int(sys.argv[2])
-    config = LaunchConfig(nproc=nproc if nproc else None)
+    restarts = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    config = LaunchConfig(nproc=nproc if nproc else None, max_restarts=restarts)
     place = find_place(config)
     if place.started:
         run_worker(place, config, functools.partial(work, what))
-    return launch_workers([sys.executable, *sys.argv], place.world_size)
+    return launch_workers([sys.executable, *sys.argv], place.world_size, max_restarts=restarts)
 
 
 if __name__ == "__main__":
