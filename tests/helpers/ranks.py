@@ -82,9 +82,11 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     from megazpp.parallel.gloo import share_gloo_device
+    from megazpp.parallel.malloc import keep_freed_memory
 
     torch.set_num_threads(1)
     share_gloo_device()
+    keep_freed_memory()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world_size),
