@@ -33,6 +33,7 @@ from megazpp.parallel.launch import EXIT_USER_ERROR, find_place, launched_rank
 from megazpp.parallel.links import measure_links
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.survey import settle_cluster
+from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import UserError, Worker, run_worker, seed_everything, user_errors
 from megazpp.topology.cluster import detect_cluster
 from megazpp.training.console import Console
@@ -149,7 +150,9 @@ def build_and_train(
     )
     progress, wait_share = Progress(), 0.0
     if datasets.train is not None and not config.stop.skip_train:
-        with load(datasets.train, ramp_up=True) as batches:
+        folder = tracker.folder if tracker else None
+        watchdog = Watchdog(worker, dims, config.launch, folder.path if folder else None)
+        with load(datasets.train, ramp_up=True) as batches, watchdog:
             progress = train(
                 step,
                 batches,
@@ -157,7 +160,7 @@ def build_and_train(
                 plan.schedule,
                 recorder,
                 stops,
-                StepTimeline(config.timeline, dims, folder=tracker.folder if tracker else None, say=console.say),
+                StepTimeline(config.timeline, dims, folder=folder, say=console.say),
                 eval_interval=config.evaluation.eval_interval,
                 evaluate=validate,
                 start=progress,

@@ -26,7 +26,7 @@ from megazpp.optim.loss_scale import LossScaleConfig, check_loss_scale
 from megazpp.optim.optimizer import OptimizerConfig, check_optimizer
 from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
 from megazpp.parallel.dims import ParallelConfig, plan_dims
-from megazpp.parallel.launch import LaunchConfig
+from megazpp.parallel.launch import LaunchConfig, check_launch
 from megazpp.parallel.nccl import NcclConfig, check_nccl
 from megazpp.topology.cluster import Cluster, ClusterConfig
 from megazpp.topology.layout import Layout
@@ -167,7 +167,7 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
     """
     _check_required(config)
     _check_positive("--vocab-size", config.tokenizer.vocab_size)
-    _check_positive("--distributed-timeout-minutes", config.launch.distributed_timeout_minutes)
+    check_launch(config.launch)
     check_data(config.data)
     check_tracking(config.tracking)
     check_nccl(config.nccl)

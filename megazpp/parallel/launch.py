@@ -33,11 +33,36 @@ class LaunchConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = flag(
         None, "collectives library (default: nccl with GPUs, gloo without)"
     )
-    distributed_timeout_minutes: int = flag(10, "minutes after which a collective that does not finish is an error")
+    distributed_timeout_minutes: float = flag(10, "minutes without any progress after which the job is taken to hang")
+    distributed_timeout_seconds_after_init: float | None = flag(
+        None,
+        "the same in seconds from the second step on, when everything is compiled and connected (default: half of "
+        "--distributed-timeout-minutes: more than a slow read or a busy neighbour keeps a rank away)",
+    )
     local_rank: int | None = flag(
         None, "accepted for old launchers; the environment decides", aliases=("--local_rank",)
     )
     seed: int = flag(1234, "seed of the weights, the data order and dropout")
+
+    @property
+    def hang_seconds(self) -> tuple[float, float]:
+        """How long nothing may move: until the first step is done, and later."""
+        first, later = 60 * self.distributed_timeout_minutes, self.distributed_timeout_seconds_after_init
+        return first, first / 2 if later is None else later
+
+
+def check_launch(config: LaunchConfig) -> None:
+    """Refuse values that cannot work.
+
+    Raises:
+        ValueError: names the flag and its value.
+    """
+    for name in ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init"):
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
+    if config.max_restarts < 0:
+        raise ValueError(f"--max-restarts {config.max_restarts} is negative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +79,9 @@ def find_place(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> Pla
     """Read the launcher's environment: torchrun (RANK, WORLD_SIZE), srun (SLURM_PROCID, ...), or none.
 
     Raises:
-        ValueError: --nproc is not positive, --max-restarts is negative, or one of them is given although a launcher has
-            started the workers, or --distributed-backend nccl without a GPU.
+        ValueError: --nproc is not positive, it or --max-restarts is given although a launcher has started the workers,
+            or --distributed-backend nccl without a GPU.
     """
-    if config.max_restarts < 0:
-        raise ValueError(f"--max-restarts {config.max_restarts} is negative")
     if config.distributed_backend == "nccl" and not torch.cuda.is_available():
         raise ValueError("--distributed-backend nccl needs a GPU, and torch finds none here")
     if "RANK" in env and "WORLD_SIZE" in env:

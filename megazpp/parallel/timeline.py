@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 import torch
 
+from megazpp.parallel.activity import Activity
+
 STEP, COMPUTE, WAIT = "step", "compute", "wait"
 
 
@@ -53,10 +55,13 @@ class Timeline:
 
     Args:
         device_type: "cuda" takes times from CUDA events, everything else from the clock.
+    Attributes:
+        activity: where spans are seen while they are open, whether or not they are recorded; None: nowhere.
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
         self.device_type = device_type
+        self.activity: Activity | None = None
         self._recording: _Recording | None = None
 
     @property
@@ -65,8 +70,9 @@ class Timeline:
 
     def span(self, lane: str, name: str) -> AbstractContextManager[object]:
         """Record what happens inside as `name` on `lane`; nothing while not recording."""
-        recording = self._recording
-        return _NOTHING if recording is None else recording.span(lane, name)
+        recording, activity = self._recording, self.activity
+        recorded = _NOTHING if recording is None else recording.span(lane, name)
+        return recorded if activity is None else activity.span(lane, name, recorded)
 
     def start(self) -> None:
         """Begin to record. The calling thread (its current stream on CUDA) is the one that computes."""

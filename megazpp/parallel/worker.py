@@ -44,6 +44,8 @@ from megazpp.parallel.launch import (
 from megazpp.parallel.malloc import keep_freed_memory
 
 ECHO_SECONDS = 1.0
+WATCHDOG_SECONDS = 30.0  # collectives time out that much after the watchdog's limit, so that it can speak first
+FAILURES = "megazpp/failures/{}"  # a count in the store, by restart: who makes it 1 reports
 
 
 class UserError(Exception):
@@ -95,7 +97,7 @@ def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
     device = _pick_device(place.local_rank)
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    timeout = timedelta(minutes=config.distributed_timeout_minutes, seconds=WATCHDOG_SECONDS)
     share_gloo_device()
     if device.type == "cpu":
         keep_freed_memory()
@@ -151,7 +153,7 @@ def _report_once(error: BaseException, store: dist.Store, rank: int) -> int:
     if _broke_in_a_collective(error):
         time.sleep(ECHO_SECONDS)
     try:
-        first = store.add(f"megazpp/failures/{_restarts()}", 1) == 1
+        first = store.add(FAILURES.format(_restarts()), 1) == 1
     except Exception:  # the store's host is gone, so somebody else failed before
         first = rank == 0
     if not first:

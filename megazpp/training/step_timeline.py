@@ -70,10 +70,11 @@ class StepTimeline:
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
         """Around iteration `iteration`, data included."""
-        if self._step is None or not self._step - 1 <= iteration <= self._step:
-            yield
-            return
         timeline = self._dims.timeline
+        if self._step is None or not self._step - 1 <= iteration <= self._step:
+            with timeline.span(STEP, f"step {iteration}"):  # for the watchdog
+                yield
+            return
         if not timeline.recording:
             self._barrier()
             timeline.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazpp.parallel.launch import LAUNCHER_PID, LaunchConfig, Place, find_place
+from megazpp.parallel.launch import LAUNCHER_PID, LaunchConfig, Place, check_launch, find_place
 
 
 def place(nproc: int | None = None, restarts: int = 0, **env: str) -> Place:
@@ -83,6 +83,19 @@ def test_max_restarts_under_another_launcher_is_refused(launcher: str):
         place(restarts=3, **(torchrun if launcher == "torchrun" else srun))
 
 
-def test_a_negative_number_of_restarts_is_refused():
-    with pytest.raises(ValueError, match="--max-restarts -1 is negative"):
-        place(restarts=-1)
+@pytest.mark.parametrize(
+    ("name", "value", "wrong"),
+    [
+        ("max_restarts", -1, "negative"),
+        ("distributed_timeout_minutes", 0, "not positive"),
+        ("distributed_timeout_seconds_after_init", -2.5, "not positive"),
+    ],
+)
+def test_values_that_cannot_work_name_the_flag(name: str, value: float, wrong: str):
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} {value} is {wrong}"):
+        check_launch(LaunchConfig(**{name: value}))
+
+
+def test_after_the_first_step_half_the_timeout_is_enough_unless_said_otherwise():
+    assert LaunchConfig().hang_seconds == (600, 300)
+    assert LaunchConfig(distributed_timeout_seconds_after_init=7.5).hang_seconds == (600, 7.5)

@@ -1,0 +1,77 @@
+"""A rank that hangs is named, with the collective that waits for it and its stack, and the job ends."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from helpers.program import Program
+
+from megazpp.parallel.activity import Doing
+from megazpp.parallel.watchdog import RankState, describe_hang
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import Layout, plan_layout
+
+JOB = str(Path(__file__).parents[1] / "helpers" / "hanging_job.py")
+SECONDS = 30  # for a loaded machine; the limit is 1.5, and a rank that does not answer is waited for for 5
+
+
+@pytest.mark.parametrize("how", ["sleep", "stop"])
+def test_a_rank_that_hangs_is_named_with_the_collective_and_ends_the_job(tmp_path: Path, how: str):
+    """Rank 1 shares tp with 0 and shard with 3: 0 and 3 wait for it, 2 for 0."""
+    program = Program(JOB, how, "4", str(tmp_path), folder=tmp_path)
+    program.wait_for("hangs")
+    began = time.monotonic()
+    output = program.finish()
+    assert time.monotonic() - began < SECONDS
+    assert program.process.returncode == 1
+    assert "watchdog: the job has not moved for 1.5 s\n" in output
+    assert "  all_reduce number 3 on axis shard: rank 3 waiting, rank 1 did not arrive\n" in output
+    assert "  all_reduce number 6 on axis tp: rank 0 waiting, rank 1 did not arrive\n" in output
+    assert output.splitlines()[-1] == "the job hung, see above; the job is over"
+    (file,) = tmp_path.glob("hang-*.txt")
+    stacks = file.read_text()
+    if how == "sleep":
+        assert "  rank 1: step step 3 for " in output
+        assert output.count("in fall_asleep\n") == 1
+        assert [f"==== rank {rank}\n" in stacks for rank in range(4)] == [True] * 4
+        assert "in fall_asleep\n" in stacks.split("==== rank 1\n")[1].split("==== rank 2\n")[0]
+        assert "did not answer" not in output
+    else:
+        assert "  rank 1 did not answer: stopped, gone, or stuck outside Python\n" in output
+        assert "fall_asleep" not in stacks
+
+
+# ---- the report ----------------------------------------------------------------------------------------------------
+
+LAYOUT: Layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=2), tp=1, replicas=1)  # local 0 1, 2 3; cross 0 2, 1 3
+
+
+def state(*doing: tuple[str, str, int], **entered: int) -> RankState:
+    return RankState([Doing(*each, 9.0) for each in doing], entered, "thread MainThread:\n  a stack\n")
+
+
+def test_only_ranks_that_wait_for_nobody_are_taken_to_be_the_cause():
+    states = {
+        0: state(("local", "all_gather", 5), local=5, cross=7),
+        1: state(("cross", "all_to_all", 8), local=4, cross=8),
+        2: state(("local", "all_gather", 5), local=5, cross=7),
+        3: state(("compute", "forward", 2), local=4, cross=7),
+    }
+    text = describe_hang(states, LAYOUT, 60.0)
+    assert "all_gather number 5 on axis local: rank 0 waiting, rank 1 did not arrive\n" in text
+    assert "all_gather number 5 on axis local: rank 2 waiting, rank 3 did not arrive\n" in text
+    assert "all_to_all number 8 on axis cross: rank 1 waiting, rank 3 did not arrive\n" in text
+    assert [line for line in text.splitlines() if line.startswith("  rank ")] == ["  rank 3: compute forward for 9 s"]
+
+
+def test_a_collective_that_all_have_entered_is_the_network_s():
+    everyone = {rank: state(("shard", "reduce_scatter", 3), shard=3) for rank in range(4)}
+    text = describe_hang(everyone, LAYOUT, 60.0)
+    assert "axis shard: ranks 0, 1, 2, 3 waiting, all ranks are in it, and it does not finish" in text
+
+
+def test_where_the_host_waits_for_the_device_the_rank_that_launched_less_is_named():
+    states = {rank: state(("compute", "norm", 4), shard=40 - (rank == 2), step=4) for rank in range(4)}
+    assert "  shard: rank 2 started fewer than the others' 40\n" in describe_hang(states, LAYOUT, 60.0)
