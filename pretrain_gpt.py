@@ -36,11 +36,13 @@ from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import UserError, Worker, run_worker, seed_everything, user_errors
 from megazpp.topology.cluster import detect_cluster
+from megazpp.training.anomalies import Guard
 from megazpp.training.console import Console
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.flops import mfu_convention, model_flops_per_token, peak_flops
 from megazpp.training.loop import Progress, Recorder, train
 from megazpp.training.metrics import Meter, RunShape
+from megazpp.training.not_finite import NotFinite
 from megazpp.training.run_folder import RunFolder, default_run_dir
 from megazpp.training.setup import Built, build_model, open_datasets, open_loader
 from megazpp.training.step import TrainStep
@@ -121,12 +123,20 @@ def build_and_train(
         seed=seed,
         device=device,
     )
+    folder = tracker.folder if tracker else None
+    guard = Guard(
+        config.anomalies,
+        NotFinite(built.sharding, dims, plan.batches, folder),
+        dynamic_scale=config.precision.fp16 and config.loss_scale.loss_scale is None,
+        say=console.say,
+    )
     step = TrainStep(
         *built,
         build_optimizer(list(built.model.named_parameters()), config.optimizer, device),
         build_loss_scaler(config.loss_scale, fp16=config.precision.fp16),
         dims,
         clip_grad=config.optimizer.clip_grad,
+        guard=guard,
         count_zeros=config.tracking.log_num_zeros_in_grad,
     )
     meter = Meter(describe_run(config, plan, tokenizer, worker))
@@ -150,7 +160,6 @@ def build_and_train(
     )
     progress, wait_share = Progress(), 0.0
     if datasets.train is not None and not config.stop.skip_train:
-        folder = tracker.folder if tracker else None
         watchdog = Watchdog(worker, dims, config.launch, folder.path if folder else None)
         with load(datasets.train, ramp_up=True) as batches, watchdog:
             progress = train(

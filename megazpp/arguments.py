@@ -31,6 +31,7 @@ from megazpp.parallel.nccl import NcclConfig, check_nccl
 from megazpp.topology.cluster import Cluster, ClusterConfig
 from megazpp.topology.layout import Layout
 from megazpp.topology.links import Links
+from megazpp.training.anomalies import AnomalyConfig, check_anomalies
 from megazpp.training.batches import BatchConfig, BatchPlan, plan_batches
 from megazpp.training.evaluate import EvalConfig
 from megazpp.training.step_timeline import TimelineConfig, check_timeline
@@ -60,6 +61,7 @@ class RunConfig:
     nccl: NcclConfig
     launch: LaunchConfig
     stop: StopConfig
+    anomalies: AnomalyConfig
     evaluation: EvalConfig
     tracking: TrackingConfig
     timeline: TimelineConfig
@@ -168,6 +170,7 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
     _check_required(config)
     _check_positive("--vocab-size", config.tokenizer.vocab_size)
     check_launch(config.launch)
+    check_anomalies(config.anomalies, saves=False)
     check_data(config.data)
     check_tracking(config.tracking)
     check_nccl(config.nccl)

@@ -40,6 +40,17 @@ def global_grad_norm(
     return (_global_norm(_grad_parts(named_parameters, tp, shard), tp, shard) / divisor).float()
 
 
+def grad_norms(
+    named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis, *, divisor: float = 1.0
+) -> dict[str, float]:
+    """L2 norm of each parameter's gradient, counted like `global_grad_norm`; for a look at what went wrong."""
+    named = [(name, parameter) for name, parameter in named_parameters if parameter.grad is not None]
+    parts = _grad_parts(named, tp, shard)
+    squares = [part.local.double().square().sum() / part.copies for part in parts]
+    norms = shard.all_reduce_(tp.all_reduce_(torch.stack(squares))).sqrt() / divisor
+    return dict(zip((name for name, _ in named), norms.tolist(), strict=True))
+
+
 def global_parameter_norm(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
     """L2 norm of all parameters, fp32; counted and communicated like `global_grad_norm`."""
     parts = [_Part(_local(p.detach()), _copies(name, p, tp, shard)) for name, p in named_parameters]

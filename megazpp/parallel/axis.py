@@ -141,8 +141,17 @@ class MeshAxis:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size if self.rank == 0 else []
-        dist.gather_object(value, values or None, dst=self.ranks[0], group=self.group)
+        with self.timeline.span(self.name, "gather_objects"):
+            dist.gather_object(value, values or None, dst=self.ranks[0], group=self.group)
         return values
+
+    def share_object(self, value: object) -> Any:
+        """The picklable `value` of the axis's first rank, on every rank."""
+        values = [value]
+        if self.size > 1:
+            with self.timeline.span(self.name, "share_object"):
+                dist.broadcast_object_list(values, src=self.ranks[0], group=self.group)
+        return values[0]
 
     def _all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.size > 1:

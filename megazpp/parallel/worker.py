@@ -48,13 +48,21 @@ WATCHDOG_SECONDS = 30.0  # collectives time out that much after the watchdog's l
 FAILURES = "megazpp/failures/{}"  # a count in the store, by restart: who makes it 1 reports
 
 
-class UserError(Exception):
-    """Something the user asked for cannot be done; the message says what, and no traceback helps."""
+class JobError(Exception):
+    """Something that ends the job, found by all ranks together; the message says it all, and no traceback helps."""
+
+    exit_code = EXIT_ERROR
 
     def show(self) -> None:
         """Print it to stderr, one line per problem."""
         for line in str(self).splitlines():
             print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+
+
+class UserError(JobError):
+    """Something the user asked for cannot be done; starting again would not help either."""
+
+    exit_code = EXIT_USER_ERROR
 
 
 @contextlib.contextmanager
@@ -158,9 +166,9 @@ def _report_once(error: BaseException, store: dist.Store, rank: int) -> int:
         first = rank == 0
     if not first:
         return EXIT_ECHO
-    if isinstance(error, UserError):
+    if isinstance(error, JobError):
         error.show()
-        return EXIT_USER_ERROR
+        return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -195,6 +195,7 @@ def train(
                 batches,
                 learning_rate=rate,
                 weight_decay=schedule.weight_decay(progress.scheduled_samples),
+                iteration=progress.iteration + 1,
             )
             seconds = time.perf_counter() - started
             recorder.cpu_seconds += cpu_seconds() - cpu_before

@@ -3,6 +3,7 @@
     args.json        every flag's value                        summary.json   what came out
     args.txt         the same as a flag file                   metrics.jsonl  one object per log line
     timeline.json    what every rank did in one step (--timeline-step)
+    hang-<time>.txt, not-finite-<iteration>.json: what ended a run
     wandb_run_id     names the wandb run that a restart continues
 
 Nothing is lost when a folder is used again: metrics.jsonl grows, and a file that would be replaced by other
@@ -81,6 +82,10 @@ class RunFolder:
         """Write timeline.json."""
         self._write("timeline.json", _json(trace) + "\n")
 
+    def write_not_finite(self, iteration: int, record: Mapping[str, Any]) -> Path:
+        """Write not-finite-<iteration>.json."""
+        return self._write(f"not-finite-{iteration}.json", _json(record, indent=2) + "\n")
+
     def wandb_run_id(self) -> str:
         """The id of this folder's wandb run, drawn the first time it is asked for."""
         file = self.path / "wandb_run_id"
@@ -88,16 +93,17 @@ class RunFolder:
             file.write_text(uuid.uuid4().hex[:8] + "\n")
         return file.read_text().strip()
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, name: str, text: str) -> Path:
         file = self.path / name
         if file.exists():
             if file.read_text() == text:
-                return
+                return file
             number = 1
             while (kept := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
                 number += 1
             file.rename(kept)
         file.write_text(text)
+        return file
 
 
 def _json(value: Mapping[str, Any], indent: int | None = None) -> str:

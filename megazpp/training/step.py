@@ -21,6 +21,7 @@ from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.optimizer import set_rates_
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import COMPUTE
+from megazpp.training.anomalies import Guard
 from megazpp.zero.sharding import Sharding
 
 
@@ -31,7 +32,7 @@ class StepResult(NamedTuple):
         loss: mean over the tokens of the global batch, in nats; NaN and Inf included.
         grad_norm: before clipping, of the unscaled gradients.
         tokens: tokens of the global batch that count in the loss.
-        skipped: the norm was not finite, so nothing was updated.
+        skipped: the norm was not finite or the guard refused, so nothing was updated.
         num_zeros: zero elements in the gradients, None unless asked for.
     """
 
@@ -51,6 +52,7 @@ class TrainStep:
         scaler: the loss scale, constant 1 unless fp16.
         dims: for the sums over ranks.
         clip_grad: largest gradient norm; 0 does not clip.
+        guard: looks at each step before its update; without it only a norm that is not finite skips one.
         count_zeros: also count zero gradients (--log-num-zeros-in-grad).
     """
 
@@ -63,15 +65,24 @@ class TrainStep:
         dims: ParallelDims,
         *,
         clip_grad: float,
+        guard: Guard | None = None,
         count_zeros: bool = False,
     ) -> None:
         self.model, self.sharding, self.optimizer, self.scaler, self.dims = model, sharding, optimizer, scaler, dims
-        self.clip_grad, self.count_zeros = clip_grad, count_zeros
+        self.clip_grad, self.guard, self.count_zeros = clip_grad, guard, count_zeros
 
-    def __call__(self, micro_batches: Sequence[MicroBatch], *, learning_rate: float, weight_decay: float) -> StepResult:
-        """Train on this rank's micro-batches of one global batch, on the model's device."""
+    def __call__(
+        self, micro_batches: Sequence[MicroBatch], *, learning_rate: float, weight_decay: float, iteration: int = 0
+    ) -> StepResult:
+        """Train on this rank's micro-batches of one global batch, on the model's device.
+
+        Raises:
+            NotFiniteError: the guard ends the job.
+        """
         self.model.train()
-        loss, tokens = self._forward_backward(micro_batches)
+        if self.guard is not None:
+            self.guard.begin_step()
+        local_losses, loss, tokens = self._forward_backward(micro_batches)
         named, axes, scale = list(self.model.named_parameters()), (self.dims.tp, self.dims.shard), self.scaler.scale
         with self._span("norm"):
             norm = global_grad_norm(named, *axes, divisor=scale)
@@ -80,22 +91,28 @@ class TrainStep:
             ).tolist()  # the one host sync
         zeros = int(count_zero_grads(named, *axes)) if self.count_zeros else None
         finite = math.isfinite(norm_value)
+        taken = finite if self.guard is None else self.guard.allows(iteration, loss_value, norm_value, local_losses)
         with self._span("optimizer"):
-            if finite:
+            if taken:
                 clip_grads_((p for _, p in named), norm, self.clip_grad, divisor=scale)
                 set_rates_(self.optimizer, learning_rate=learning_rate, weight_decay=weight_decay)
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         self.scaler.update(found_inf=not finite)
-        return StepResult(loss_value, norm_value, round(num_tokens), not finite, zeros)
+        return StepResult(loss_value, norm_value, round(num_tokens), not taken, zeros)
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accumulate gradients; return the mean loss and the token count of the global batch, fp64 scalars."""
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Accumulate gradients.
+
+        Returns:
+            [number of micro-batches] this rank's shares of the loss; the mean loss and the token count of the global
+            batch, fp64 scalars.
+        """
         tokens = self.dims.sum_over_data_(
             torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in micro_batches]).sum()
         )
         per_token = (1.0 / tokens.clamp(min=1.0)).float()
-        total = torch.zeros_like(tokens)
+        losses_of_batches = []
         for index, batch in enumerate(micro_batches):
             self.sharding.begin_micro_batch(last=index == len(micro_batches) - 1)
             with self._span("forward"):
@@ -105,8 +122,9 @@ class TrainStep:
                 loss = (losses * batch.loss_mask).sum() * per_token
             with self._span("backward"):
                 (loss * self.scaler.scale).backward()
-            total += loss.detach()
-        return self.dims.sum_over_data_(total), tokens
+            losses_of_batches.append(loss.detach())
+        local = torch.stack(losses_of_batches)
+        return local, self.dims.sum_over_data_(local.double().sum()), tokens
 
     def _span(self, name: str) -> AbstractContextManager[object]:
         return self.dims.timeline.span(COMPUTE, name)

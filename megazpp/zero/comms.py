@@ -6,6 +6,7 @@ The only file that names FSDP2's comm interface, which lives in a private module
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -75,10 +76,20 @@ class SummingReduce(FreshBuffers, ReduceScatter):
     Args:
         unit: whose gradients.
         schedule: when the result is due.
+    Attributes:
+        watched: note `largest`.
+        largest: largest magnitude among this rank's gradients, NaN if one is, before the sum spreads it over all ranks.
     """
 
     def __init__(self, unit: Unit, schedule: ReduceSchedule) -> None:
         self._unit, self._schedule = unit, schedule
+        self.watched = False
+        self.largest: torch.Tensor | None = None
+
+    def not_finite(self) -> tuple[str, ...]:
+        """The unit's parameters if a gradient of this rank was not finite since `largest` was None; else ()."""
+        finite = self.largest is None or bool(self.largest.isfinite())
+        return () if finite else tuple(p.name for p in self._unit.parameters)
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Ticket[Any] | None:
         """Start to reduce `gradients` [W n]; the ticket is for `result` [n] being complete.
@@ -96,6 +107,9 @@ class SummingReduce(FreshBuffers, ReduceScatter):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM, f"communication only sums, FSDP2 asked for {op}"
+        if self.watched:
+            largest = torch.linalg.vector_norm(input_tensor, math.inf)  # one pass, and NaN stays NaN
+            self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
         # without a gradient of some parameter the output is shorter, and cannot be added by place
         late = self._schedule.overlap and output_tensor.numel() == self._unit.trained_segments[-1].stop
         if late:

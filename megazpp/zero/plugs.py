@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.comms import CountedGather, CountedReduce
+from megazpp.zero.comms import CountedGather, CountedReduce, SummingReduce
 from megazpp.zero.config import GatherPlan, ReducePlan, WirePlan, ZeroConfig
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.layout import plan_message
@@ -29,6 +29,7 @@ class Plugs:
 
     Attributes:
         gathers, reduces: the two-hop comms so far.
+        all_reduces: those and FSDP2's own.
     """
 
     def __init__(self, dims: ParallelDims, plan: WirePlan, zero: ZeroConfig, precision: PrecisionConfig) -> None:
@@ -41,6 +42,7 @@ class Plugs:
         self._reduce_schedule = ReduceSchedule(overlap=self._overlap_reduce, blocks_host=on_cpu)
         self.gathers: list[TwoHopGather] = []
         self.reduces: list[TwoHopReduce] = []
+        self.all_reduces: list[SummingReduce] = []
 
     def plug_into(self, unit: Unit) -> None:
         """Replace the collectives of the unit's modules."""
@@ -56,6 +58,7 @@ class Plugs:
         if self._plan.reduce is not None and unit.trained_segments:
             reduce = self._two_hop_reduce(unit, self._plan.reduce)
             self.reduces.append(reduce)
+        self.all_reduces.append(reduce)
         for module in unit.modules:
             assert isinstance(module, FSDPModule)
             module.set_custom_all_gather(gather)

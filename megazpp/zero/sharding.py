@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.comms import count_all_reduce
+from megazpp.zero.comms import SummingReduce, count_all_reduce
 from megazpp.zero.config import ZeroConfig, plan_wire
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.plugs import Plugs
@@ -41,6 +41,7 @@ class Sharding:
         units: its sharding units.
         stage: the ZeRO stage.
         gathers, reduces: the two-hop comms that were plugged in.
+        watchable: every comm that sums gradients over shards.
     """
 
     def __init__(
@@ -50,11 +51,12 @@ class Sharding:
         stage: int,
         gathers: Sequence[TwoHopGather] = (),
         reduces: Sequence[TwoHopReduce] = (),
+        watchable: Sequence[SummingReduce] = (),
     ) -> None:
         self.model, self.stage = model, stage
         self._shard_elements = sum(unit.segments[-1].stop for unit in units)
         self._modules = [_as_fsdp(module) for unit in units for module in unit.modules]
-        self._gathers, self._reduces = gathers, reduces
+        self._gathers, self._reduces, self._watchable = gathers, reduces, watchable
         if gathers:
             _drop_after_steps(weakref.ref(self))
 
@@ -83,6 +85,18 @@ class Sharding:
         """
         for gather in self._gathers:
             gather.drop()
+
+    def watch_gradients(self) -> None:
+        """Look at this rank's gradients before they are summed: one pass over them. Call once per step; it forgets."""
+        for reduce in self._watchable:
+            reduce.watched, reduce.largest = True, None
+
+    def not_finite_here(self) -> set[str]:
+        """Parameters of the units in which this rank's gradients were not finite since `watch_gradients`.
+
+        Empty where gradients are only summed over whole copies (stage 0), which happens inside FSDP2.
+        """
+        return {name for reduce in self._watchable for name in reduce.not_finite()}
 
     @property
     def shard_elements(self) -> int:
@@ -149,7 +163,7 @@ def attach_zeropp(
                 module.set_all_reduce_hook(count_all_reduce(dims.replicate))
         if dims.shard.size > 1:  # FSDP2 calls no collectives for one rank
             plugs.plug_into(unit)
-    return Sharding(model, units, zero.stage, plugs.gathers, plugs.reduces)
+    return Sharding(model, units, zero.stage, plugs.gathers, plugs.reduces, plugs.all_reduces)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

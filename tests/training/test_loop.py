@@ -44,7 +44,7 @@ class FakeStep:
     calls: list[dict[str, float]] = field(default_factory=list)
     scaler: Any = field(default_factory=lambda: SimpleNamespace(scale=1.0))
 
-    def __call__(self, micro_batches: Any, *, learning_rate: float, weight_decay: float) -> StepResult:
+    def __call__(self, micro_batches: Any, *, learning_rate: float, weight_decay: float, iteration: int) -> StepResult:
         loss = self.losses[len(self.calls)]
         self.calls.append({"learning_rate": learning_rate, "batch": micro_batches})
         self.dims.counter.add("cross", "shard", "all_gather", 100)

@@ -1,0 +1,138 @@
+"""What must not get into the weights: looked for between the backward and the update of every step.
+
+    the loss or a gradient is not finite    the job ends, and says where it came from (not_finite.py)
+    the loss jumps (--loss-spike-sigma)     the step is skipped, or the weights go back to the last checkpoint
+
+All ranks see the same numbers and decide the same. With a dynamic loss scale a gradient that is not finite is the
+scale's business and the step is skipped; a loss that is not finite is an error there too.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from megazpp.flags import flag
+from megazpp.training.not_finite import NotFinite
+
+WINDOW, FEWEST = 100, 20  # losses that a loss is compared with
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnomalyConfig:
+    """What must not get into the weights."""
+
+    check_for_nan_in_loss_and_grad: bool = flag(
+        True,
+        "end the job before the update when the loss or a gradient is not finite, and say which parameter on which "
+        "rank; without it such a step is skipped",
+    )
+    loss_spike_sigma: float | None = flag(
+        None,
+        f"skip the update of a step whose loss is more than this many standard deviations above the mean of the last "
+        f"{WINDOW} (from the {FEWEST + 1}th step on)",
+    )
+    loss_spike_action: Literal["skip", "rewind"] = flag(
+        "skip",
+        "what to do then: also rewind takes weights and moments back to the last checkpoint, and goes on with the next "
+        "samples",
+    )
+
+
+def check_anomalies(config: AnomalyConfig, *, saves: bool) -> None:
+    """Refuse values that cannot work.
+
+    Args:
+        saves: whether the run writes checkpoints.
+    Raises:
+        ValueError: names the flags and their values.
+    """
+    sigma = config.loss_spike_sigma
+    if sigma is not None and not sigma > 0:
+        raise ValueError(f"--loss-spike-sigma {sigma} is not positive")
+    if config.loss_spike_action == "rewind":
+        if sigma is None:
+            raise ValueError("--loss-spike-action rewind needs --loss-spike-sigma")
+        if not saves:
+            raise ValueError("--loss-spike-action rewind needs --save and --save-interval")
+
+
+class Guard:
+    """Decides whether a step is taken.
+
+    Args:
+        config: what to look for.
+        not_finite: ends the job with a report.
+        dynamic_scale: gradients that are not finite are the loss scale's business.
+        say: prints on rank 0.
+        rewind: takes weights and moments back to the last checkpoint and says which; called on all ranks.
+    """
+
+    def __init__(
+        self,
+        config: AnomalyConfig,
+        not_finite: NotFinite,
+        *,
+        dynamic_scale: bool,
+        say: Callable[[str], None],
+        rewind: Callable[[], str] | None = None,
+    ) -> None:
+        self._config, self._not_finite, self._dynamic_scale = config, not_finite, dynamic_scale
+        self._say, self._rewind = say, rewind
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+
+    def begin_step(self) -> None:
+        """Before the forward."""
+        if self._config.check_for_nan_in_loss_and_grad:
+            self._not_finite.watch()
+
+    def allows(self, iteration: int, loss: float, norm: float, local_losses: torch.Tensor) -> bool:
+        """Whether to update the weights with the gradients that `iteration` has come to.
+
+        Args:
+            loss, norm: of the global batch.
+            local_losses: [number of micro-batches] this rank's share of the loss.
+        Raises:
+            NotFiniteError: on all ranks.
+        """
+        finite = math.isfinite(loss) and (math.isfinite(norm) or self._dynamic_scale)
+        if self._config.check_for_nan_in_loss_and_grad and not finite:
+            self._not_finite.report(iteration, loss, norm, local_losses)
+        return math.isfinite(norm) and not self._is_spike(iteration, loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The losses that the next one is compared with."""
+        return {"losses": list(self._losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._losses = deque(state["losses"], maxlen=WINDOW)
+
+    def _is_spike(self, iteration: int, loss: float) -> bool:
+        """Also counts the loss among those that the next one is compared with.
+
+        Spikes too: where losses stay high the window widens, and after a few skipped steps training goes on.
+        """
+        sigma = self._config.loss_spike_sigma
+        if sigma is None or not math.isfinite(loss):
+            return False
+        before = list(self._losses)
+        self._losses.append(loss)
+        if len(before) < FEWEST:
+            return False
+        mean, deviation = statistics.fmean(before), statistics.stdev(before)
+        if loss <= mean + sigma * deviation:
+            return False
+        what = "the step is skipped"
+        if self._rewind is not None:
+            what += f", and the weights go back to {self._rewind()}"
+        self._say(
+            f"iteration {iteration}: the loss is {loss:.4f}, after {mean:.4f} +- {deviation:.4f} over {len(before)} "
+            f"steps; {what}"
+        )
+        return True

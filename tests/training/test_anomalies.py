@@ -1,0 +1,129 @@
+"""Which steps are taken: what is not finite ends the job or is skipped, a spike is skipped or rewound."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from megazpp.training.anomalies import AnomalyConfig, Guard, check_anomalies
+from megazpp.training.not_finite import NotFiniteError
+
+NAN, INF = float("nan"), float("inf")
+NO_LOSSES = torch.zeros(1)
+
+
+class FakeNotFinite:
+    watching = 0
+
+    def watch(self) -> None:
+        self.watching += 1
+
+    def report(self, iteration: int, *_: Any) -> None:
+        raise NotFiniteError(f"iteration {iteration}")
+
+
+class Watched:
+    """A guard, what it said, and how often it rewound."""
+
+    def __init__(self, *, dynamic_scale: bool = False, rewinds: bool = False, **config: Any) -> None:
+        self.said: list[str] = []
+        self.rewound = 0
+        self.not_finite: Any = FakeNotFinite()
+        self.guard = Guard(
+            AnomalyConfig(**config),
+            self.not_finite,
+            dynamic_scale=dynamic_scale,
+            say=self.said.append,
+            rewind=self._rewind if rewinds else None,
+        )
+        self.iteration = 0
+
+    def takes(self, loss: float, norm: float = 1.0) -> bool:
+        self.iteration += 1
+        self.guard.begin_step()
+        return self.guard.allows(self.iteration, loss, norm, NO_LOSSES)
+
+    def _rewind(self) -> str:
+        self.rewound += 1
+        return "iteration 40"
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (INF, 1.0), (1.0, NAN), (1.0, INF), (NAN, NAN)])
+def test_what_is_not_finite_ends_the_job(loss: float, norm: float):
+    watched = Watched()
+    assert watched.takes(1.0)
+    with pytest.raises(NotFiniteError, match="iteration 2"):
+        watched.takes(loss, norm)
+
+
+def test_with_a_dynamic_loss_scale_gradients_may_overflow_but_the_loss_may_not():
+    watched = Watched(dynamic_scale=True)
+    assert not watched.takes(1.0, INF)
+    assert not watched.takes(1.0, NAN)
+    with pytest.raises(NotFiniteError):
+        watched.takes(NAN, NAN)
+
+
+def test_without_the_check_a_step_that_is_not_finite_is_skipped_and_gradients_are_not_looked_at():
+    watched = Watched(check_for_nan_in_loss_and_grad=False)
+    assert [watched.takes(*pair) for pair in ((1.0, NAN), (NAN, NAN), (1.0, 1.0))] == [False, False, True]
+    assert watched.not_finite.watching == 0
+
+
+def noisy(count: int, level: float = 3.0) -> list[float]:
+    generator = random.Random(4)
+    return [generator.gauss(level, 0.1) for _ in range(count)]
+
+
+def test_a_loss_far_above_the_last_ones_is_skipped_and_named_and_training_goes_on():
+    watched = Watched(loss_spike_sigma=6.0)
+    assert all(watched.takes(loss) for loss in noisy(50))
+    assert not watched.takes(5.0)
+    assert all(watched.takes(loss) for loss in noisy(50))
+    (line,) = watched.said
+    assert line == "iteration 51: the loss is 5.0000, after 2.9985 +- 0.0894 over 50 steps; the step is skipped"
+
+
+def test_a_falling_loss_and_the_first_steps_are_no_spikes():
+    watched = Watched(loss_spike_sigma=6.0)
+    assert all(watched.takes(loss) for loss in [1.0, 9.0, 1.0, 9.0, *noisy(30), *noisy(30, level=1.0)])
+
+
+def test_where_losses_stay_high_only_a_few_steps_are_skipped():
+    watched = Watched(loss_spike_sigma=6.0)
+    before = [watched.takes(loss) for loss in noisy(100)]
+    after = [watched.takes(loss) for loss in noisy(100, level=6.0)]
+    assert all(before)
+    assert 1 <= after.count(False) <= 5
+    assert all(after[5:])
+
+
+def test_rewind_takes_the_weights_back_and_says_where_to():
+    watched = Watched(loss_spike_sigma=6.0, loss_spike_action="rewind", rewinds=True)
+    assert all(watched.takes(loss) for loss in noisy(50))
+    assert not watched.takes(9.0)
+    assert watched.rewound == 1
+    assert watched.said[0].endswith("the step is skipped, and the weights go back to iteration 40")
+
+
+def test_a_resumed_guard_remembers_the_losses():
+    first, resumed = Watched(loss_spike_sigma=6.0), Watched(loss_spike_sigma=6.0)
+    assert all(first.takes(loss) for loss in noisy(50))
+    resumed.guard.load_state_dict(first.guard.state_dict())
+    assert not resumed.takes(5.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "saves", "named"),
+    [
+        ({"loss_spike_sigma": 0.0}, True, "--loss-spike-sigma 0.0 is not positive"),
+        ({"loss_spike_action": "rewind"}, True, "needs --loss-spike-sigma"),
+        ({"loss_spike_action": "rewind", "loss_spike_sigma": 5.0}, False, "needs --save and --save-interval"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(config: dict[str, Any], saves: bool, named: str):
+    with pytest.raises(ValueError, match=named):
+        check_anomalies(AnomalyConfig(**config), saves=saves)

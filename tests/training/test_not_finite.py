@@ -1,0 +1,129 @@
+"""A NaN on one rank ends the job on all, before the update, with the rank, the parameter and the samples named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.training import Case, build_step
+
+from megazpp.training.anomalies import AnomalyConfig, Guard
+from megazpp.training.batches import BatchConfig, plan_batches
+from megazpp.training.not_finite import Found, NotFinite, NotFiniteError, describe
+from megazpp.training.run_folder import RunFolder
+from megazpp.training.step import TrainStep
+from megazpp.zero.config import ZeroConfig
+
+ZEROPP = ZeroConfig(zeropp=True)
+
+
+def guarded(step: TrainStep, case: Case, folder: Path | None, *, dynamic_scale: bool = False) -> None:
+    batches = BatchConfig(
+        micro_batch_size=case.global_batch // step.dims.data_size // case.micro_batches,
+        global_batch_size=case.global_batch,
+        train_iters=10,
+    )
+    plan = plan_batches(batches, data_parallel_size=step.dims.data_size)
+    run_folder = RunFolder(folder) if folder is not None and step.dims.world.rank == 0 else None
+    not_finite = NotFinite(step.sharding, step.dims, plan, run_folder)
+    step.guard = Guard(AnomalyConfig(), not_finite, dynamic_scale=dynamic_scale, say=print)
+
+
+def poison_gradient(module: torch.nn.Module) -> None:
+    """Make one element of the gradient of its weight NaN."""
+
+    def poison(gradient: torch.Tensor) -> torch.Tensor:
+        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        local.view(-1)[5] = float("nan")
+        return gradient
+
+    module.register_forward_pre_hook(lambda m, inputs: m.weight.register_hook(poison) and None)
+
+
+def poison_output(module: torch.nn.Module, when: int) -> None:
+    """Make the `when`th output NaN."""
+    calls: list[int] = []
+
+    def poison(m: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return output * float("nan") if len(calls) == when else output
+
+    module.register_forward_hook(poison)
+
+
+def train_with_a_fault(case: Case, where: str, rank: int, folder: Path) -> tuple[str, bool, bool]:
+    """The message, whether the weights stayed, and whether the good steps before were taken."""
+    step, dims = build_step(case)
+    guarded(step, case, folder)
+    size = case.global_batch // dims.data_size // case.micro_batches
+
+    def batches(index: int) -> list[Any]:
+        starts = [(m * dims.data_size + dims.data_rank) * size for m in range(case.micro_batches)]
+        return [case.batch(index, start, size) for start in starts]
+
+    good = [not step(batches(i), learning_rate=1e-3, weight_decay=0.0, iteration=i + 1).skipped for i in range(2)]
+    if dims.world.rank == rank:
+        if where == "gradient":
+            poison_gradient(step.model.layers[1].mlp.fc2)
+        else:
+            poison_output(step.model.final_norm, when=2)
+    before = [p.detach().to_local().clone() for p in step.model.parameters()]
+    try:
+        step(batches(2), learning_rate=1e-3, weight_decay=0.0, iteration=3)
+        message = "no error"
+    except NotFiniteError as error:
+        message = str(error)
+    unchanged = all(torch.equal(a, p.detach().to_local()) for a, p in zip(before, step.model.parameters(), strict=True))
+    return message, unchanged, all(good)
+
+
+@pytest.mark.parametrize(
+    ("case", "rank"),
+    [
+        ({"nodes": 2, "zero": ZEROPP}, 3),
+        ({"nodes": 2, "zero": ZEROPP, "tp": 2}, 1),
+        ({"stage": 3}, 2),
+        ({"stage": 1}, 0),
+    ],
+    ids=["zeropp", "zeropp-tp", "stage3", "stage1"],
+)
+def test_a_nan_in_one_gradient_of_one_rank_names_the_parameter_and_the_rank(
+    case: dict[str, Any], rank: int, tmp_path: Path
+):
+    answers = ranks(4).run(train_with_a_fault, Case(micro_batches=2, **case), "gradient", rank, tmp_path)
+    assert [answer[1:] for answer in answers] == [(True, True)] * 4
+    assert len({answer[0] for answer in answers}) == 1
+    first, *lines = answers[0][0].splitlines()
+    assert first.startswith("iteration 3: loss ")
+    assert first.endswith(", gradient norm nan; the job ends before the update, the weights are those of iteration 2")
+    assert len(lines) == 2
+    assert lines[0].startswith("layers.1.mlp.fc2.weight: ")
+    assert lines[0].endswith(f" elements of the gradient are not finite, from rank {rank}")
+    file = tmp_path / "not-finite-3.json"
+    assert lines[1] == f"samples, losses and norms: {file}"
+    record = json.loads(file.read_text())
+    assert (record["first_sample"], record["samples"]) == (32, 16)
+    assert record["grad_norms"]["layers.1.mlp.fc2.weight"] != record["grad_norms"]["layers.1.mlp.fc2.weight"]  # NaN
+    assert 0 < record["grad_norms"]["layers.0.mlp.fc2.weight"] < 100
+    assert len(record["ranks"]) == 4
+
+
+def test_a_nan_in_the_loss_names_the_micro_batch_and_its_samples(tmp_path: Path):
+    """4 data ranks, 2 micro-batches of 2: the second one of rank 2 in the third step is samples 32 + (4 + 2) * 2."""
+    answers = ranks(4).run(train_with_a_fault, Case(micro_batches=2, nodes=2, zero=ZEROPP), "output", 2, tmp_path)
+    assert [answer[1:] for answer in answers] == [(True, True)] * 4
+    lines = answers[0][0].splitlines()
+    assert lines[1] == "the loss of micro-batch 1 (samples 44 to 45) is not finite on rank 2"
+    assert all(line.endswith("from rank 2") for line in lines[2:-2])
+
+
+def test_long_lists_are_cut_and_the_rest_counted():
+    found = [Found(rank, [float("nan")], {f"p{i}": 1 for i in range(10)}, set()) for rank in range(12)]
+    lines = describe(found, 5, 1.0, float("nan"), first_sample=0, micro_batch_size=1).splitlines()
+    assert len(lines) == 1 + 8 + 8 + 1
+    assert lines[9] == "p0: 12 elements of the gradient are not finite, every rank's own gradient was finite"
+    assert lines[-1] == "and 6 more"
