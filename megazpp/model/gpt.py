@@ -55,6 +55,7 @@ class GPTModel(nn.Module):
         self.sequence_parallel = sequence_parallel and tp.size > 1
         # tp ranks hold the same residual stream only without sequence parallelism
         shared = shared_generator if tp.size > 1 and not self.sequence_parallel else None
+        self.shared_generator = shared
         padded = config.padded_vocab_size(vocab_size, tp.size)
         self.embedding = Embedding(config, vocab_size, padded, tp, self.sequence_parallel, shared)
         self.layers = nn.ModuleList(

@@ -169,7 +169,7 @@ class MeshAxis:
 
 
 def make_groups(
-    partition: Iterable[tuple[int, ...]], name: str, options: Any = None
+    partition: Iterable[tuple[int, ...]], name: str, options: Any = None, *, backend: str | None = None
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """A new process group for each part, whose rank i is the part's i-th rank.
 
@@ -177,13 +177,16 @@ def make_groups(
 
     Args:
         options: the back end's, for the one group that this rank is in.
+        backend: another one than the first group's.
     """
     groups = {}
     for ranks in partition:
         if list(ranks) == sorted(ranks):
-            groups[ranks] = dist.new_group(list(ranks), pg_options=options, group_desc=name)
+            groups[ranks] = dist.new_group(list(ranks), backend=backend, pg_options=options, group_desc=name)
         else:
-            groups[ranks] = dist.new_group(list(ranks), pg_options=options, group_desc=name, sort_ranks=False)
+            groups[ranks] = dist.new_group(
+                list(ranks), backend=backend, pg_options=options, group_desc=name, sort_ranks=False
+            )
     return groups
 
 

@@ -74,6 +74,17 @@ class TwoHopReduce(SummingReduce):
             return None
         return self._lanes.cross.submit(functools.partial(self._hop_across, inside, result), after=(inside,))
 
+    @property
+    def unit_name(self) -> str:
+        """The unit's first parameter, which no other unit has."""
+        return self._unit.parameters[0].name
+
+    def errors(self, device: torch.device) -> Errors:
+        """What the cross hop's last quantization lost; not while a backward is running. [] without feedback."""
+        if self._feedback and self._errors is None:
+            self._errors = self._cross_codec.new_errors(self._cross.size, device=device)
+        return self._errors or []
+
     def _hop_inside(self, gradients: torch.Tensor, *, keep: bool) -> torch.Tensor:
         """[N L S] in FSDP2's rank order -> [N, S]: the node's sum, added to the middle of earlier micro-batches."""
         num_nodes, num_local = self._cross.size, self._local.size
@@ -94,8 +105,6 @@ class TwoHopReduce(SummingReduce):
         if middle.is_cuda:  # it is the local lane's memory, and this is the cross lane's stream
             middle.record_stream(torch.cuda.current_stream())
         sent = codec.empty(self._cross.size, device=middle.device)
-        if self._feedback and self._errors is None:
-            self._errors = codec.new_errors(self._cross.size, device=middle.device)
-        codec.pack(middle, sent, errors=self._errors)
+        codec.pack(middle, sent, errors=self.errors(middle.device) or None)
         received = self._cross.all_to_all(sent)  # [N, M]
         codec.unpack_sum(received.unsqueeze(1), result.unsqueeze(0), accumulate=False)

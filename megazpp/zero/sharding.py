@@ -86,6 +86,19 @@ class Sharding:
         for gather in self._gathers:
             gather.drop()
 
+    def error_feedback(self) -> dict[str, torch.Tensor]:
+        """This rank's buffers of what quantizing gradients has lost, by name; {} where nothing is fed back.
+
+        The only state beside the parameters that outlives a step. It belongs to one layout: others begin with zeros.
+        """
+        buffers: dict[str, torch.Tensor] = {}
+        device = next(self.model.parameters()).device
+        for reduce in self._reduces:
+            for index, errors in enumerate(reduce.errors(device)):
+                name = f"{reduce.unit_name}.{index}"
+                buffers |= {f"{name}.payload": errors.payload, f"{name}.scales": errors.scales}
+        return buffers
+
     def watch_gradients(self) -> None:
         """Look at this rank's gradients before they are summed: one pass over them. Call once per step; it forgets."""
         for reduce in self._watchable:

@@ -1,0 +1,163 @@
+"""A run's checkpoints: what the training loop calls.
+
+With --async-save everything after a copy of the tensors happens in a thread, in a process group of its own, while
+training goes on; the next save and the end of the run wait for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.read import Reader, Resumed
+from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.source import Source
+from megazpp.checkpoint.state import TrainState
+from megazpp.checkpoint.together import together
+from megazpp.checkpoint.write import Writer
+from megazpp.optim.schedule import Schedule
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.worker import user_errors
+
+GIGA = 1e9
+
+
+class Checkpoints:
+    """Every rank calls every method.
+
+    Args:
+        config: the flags.
+        state: what is saved.
+        record: of run.json: what does not change from one save to the next.
+        axis: all ranks, see `open_axis`.
+        say: prints a line on rank 0.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        state: TrainState,
+        record: RunRecord,
+        axis: MeshAxis,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config, self._state, self._record, self._axis, self._say = config, state, record, axis, say
+        self._folder = None if config.save is None else CheckpointFolder(config.save, "--save")
+        self._saved: int | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if config.async_save else None
+        self._writing: Future[str] | None = None
+
+    def open(self) -> None:
+        """Take the folder of --save for this job; without the flag there is nothing to do.
+
+        Raises:
+            ValueError: it is another job's, cannot be written to, is not the same on all nodes, or is full.
+        """
+        folder = self._folder
+        if folder is not None:
+            needed = self._state.estimate_bytes(optimizer=self._config.save_optim)
+            together(self._axis, lambda: self._take(folder, needed) if self._axis.rank == 0 else None)
+            together(self._axis, lambda: _check_shared(folder))
+
+    def load(self, source: Source, schedule: Schedule) -> Resumed | None:
+        """Go on from a checkpoint; see `Reader.read`."""
+        reader = Reader(self._config, self._state, self._record, self._axis, self._say)
+        resumed = reader.read(source, schedule)
+        if resumed is not None:
+            self._record = dataclasses.replace(self._record, schedule=resumed.schedule.state_dict())
+            iteration = resumed.progress.iteration
+            if self._folder is not None and self._folder.of(iteration).resolve() == resumed.checkpoint.resolve():
+                self._saved = iteration
+        return resumed
+
+    def after_step(self, progress: Progress, *, last: bool) -> None:
+        """Save if it is time, or if the run is over; never the same iteration twice."""
+        if self._folder is None:
+            return
+        if self._writing is not None and self._writing.done():
+            self._finish_writing()
+        interval = self._config.save_interval
+        due = last or (interval is not None and progress.iteration % interval == 0)
+        if due and progress.iteration != self._saved:
+            self._save(self._folder, progress)
+
+    def rewind(self) -> Progress:
+        """Go back to the newest checkpoint of --save.
+
+        Raises:
+            ValueError: there is none, or it is damaged.
+        """
+        assert self._folder is not None, "a rewind needs --save"
+        self._finish_writing()
+        config = self._config
+        source = Source(
+            self._folder, None, continues=True, optimizer=config.save_optim, rng=config.save_rng, fallback=False
+        )
+        resumed = self.load(source, Schedule(**self._record.schedule))
+        if resumed is None:
+            raise ValueError(f"{self._folder.name} has no checkpoint to go back to")
+        return resumed.progress
+
+    def finish(self) -> None:
+        """Wait for a save that is still being written, and give the folder back."""
+        self._finish_writing()
+        if self._thread is not None:
+            self._thread.shutdown()
+        if self._folder is not None:
+            self._folder.unlock()
+
+    def _take(self, folder: CheckpointFolder, needed: int) -> None:
+        folder.lock()
+        for name in folder.remove_leftovers():
+            self._say(f"removed {folder.path / name}, which was not finished")
+        free = shutil.disk_usage(folder.path).free
+        space = f"{folder.name} has {free / GIGA:.3g} GB free, a checkpoint takes about {needed / GIGA:.3g} GB"
+        if free < needed:
+            raise ValueError(space)
+        self._say(space if free > 2 * needed else f"WARNING: {space}")
+
+    def _save(self, folder: CheckpointFolder, progress: Progress) -> None:
+        started = time.perf_counter()
+        self._finish_writing()  # one at a time
+        config, iteration = self._config, progress.iteration
+        self._say(f"saving checkpoint at iteration {iteration:7d} to {folder.path}")
+        tensors = self._state.tensors(optimizer=config.save_optim, rng=config.save_rng)
+        record = dataclasses.replace(
+            self._record,
+            progress=progress,
+            scaler=self._state.scaler.state_dict(),
+            groups=self._state.group_values(),
+            has_optimizer=config.save_optim,
+            has_rng=config.save_rng,
+        )
+        writer = Writer(
+            folder=folder, axis=self._axis, keep_last=config.keep_last, retain_interval=config.save_retain_interval
+        )
+        self._saved = iteration
+        if self._thread is None:
+            with user_errors():
+                self._say(writer.write(record, tensors))
+            return
+        copies = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
+        self._writing = self._thread.submit(writer.write, record, copies)
+        self._say(
+            f"  scheduled an async checkpoint save at iteration {iteration:7d} to {folder.path}"
+            f" | training waited {time.perf_counter() - started:.3f} s"
+        )
+
+    def _finish_writing(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            with user_errors():
+                self._say(writing.result())
+
+
+def _check_shared(folder: CheckpointFolder) -> None:
+    if not (folder.path / "lock").exists():
+        raise ValueError(f"{folder.name} is not the same folder on every node: it has to be on a shared file system")

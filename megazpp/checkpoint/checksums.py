@@ -1,0 +1,101 @@
+"""A checkpoint's list of files with sizes and checksums: finds the file that was cut short or changed.
+
+    1a2b3c4d      12345  .metadata
+    ...
+    5e6f7a8b  the lines above
+
+CRC-32, because zlib sums 4 GB/s on one core here, faster than bytes are written. The last line sums the list itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+NAME = "checksums.txt"
+_CHUNK_BYTES = 1 << 22
+_LINE = re.compile(r"([0-9a-f]{8}) +(\d+)  (.+)\n")
+
+
+class DamagedError(ValueError):
+    """A file of a checkpoint is missing, cut short or changed; the message names it."""
+
+
+class FileSum(NamedTuple):
+    """Size in bytes and CRC-32 of a file."""
+
+    size: int
+    crc: int
+
+
+def write_checksums(folder: Path, sums: Mapping[str, FileSum]) -> None:
+    """Write the list and have it on disk when this returns."""
+    lines = "".join(f"{sums[name].crc:08x} {sums[name].size:12d}  {name}\n" for name in sorted(sums))
+    write_durably(folder / NAME, f"{lines}{zlib.crc32(lines.encode()):08x}  the lines above\n")
+
+
+def read_checksums(folder: Path) -> dict[str, FileSum]:
+    """The list of a checkpoint.
+
+    Raises:
+        DamagedError: it is missing or damaged itself.
+    """
+    path = folder / NAME
+    try:
+        *lines, last = path.read_bytes().decode().splitlines(keepends=True)
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from error
+    matches = [_LINE.fullmatch(line) for line in lines]
+    if last != f"{zlib.crc32(''.join(lines).encode()):08x}  the lines above\n" or not all(matches):
+        raise DamagedError(f"{path} is damaged")
+    return {m[3]: FileSum(int(m[2]), int(m[1], 16)) for m in matches if m}
+
+
+def find_damage(folder: Path, sums: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
+    """One line for each of the files `names` that is not as it was written."""
+    problems = []
+    for name in names:
+        path, expected = folder / name, sums[name]
+        try:
+            found = sum_file(path)
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error.strerror}")
+            continue
+        if found.size != expected.size:
+            problems.append(f"{path} is damaged: it has {found.size} bytes, {expected.size} were written")
+        elif found.crc != expected.crc:
+            problems.append(f"{path} is damaged: its checksum is {found.crc:08x}, not {expected.crc:08x}")
+    return problems
+
+
+def sum_file(path: Path) -> FileSum:
+    """Read the whole file."""
+    crc = size = 0
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc, size = zlib.crc32(buffer[:count], crc), size + count
+    return FileSum(size, crc)
+
+
+def write_durably(path: Path, text: str) -> FileSum:
+    """Write a small file and have its content on disk when this returns."""
+    content = text.encode()
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileSum(len(content), zlib.crc32(content))
+
+
+def sync_folder(path: Path) -> None:
+    """Have the folder's entries on disk: files that were made, renamed or removed in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

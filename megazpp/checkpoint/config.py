@@ -1,0 +1,66 @@
+"""The flags of checkpoints: Megatron's, and --keep-last and --load-fallback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazpp.flags import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints: where to, how often, and what to begin with."""
+
+    save: str | None = flag(None, "folder to write checkpoints to; no other job may use it meanwhile")
+    save_interval: int | None = flag(None, "iterations between checkpoints; there is always one at the end")
+    keep_last: int | None = flag(None, "delete checkpoints but this many of the newest; default: keep all")
+    save_retain_interval: int | None = flag(
+        None, "keep checkpoints of iterations that this divides, and delete others but --keep-last (1)"
+    )
+    save_optim: bool = flag(True, "write the optimizer's state")
+    save_rng: bool = flag(True, "write the states of the random generators")
+    async_save: bool = flag(False, "go on training while a copy is written; takes the memory of that copy")
+    load: str | None = flag(None, "folder of checkpoints to continue from; where there is none, training starts anew")
+    ckpt_step: int | None = flag(None, "load the checkpoint of this iteration instead of the latest")
+    load_fallback: bool = flag(False, "where the checkpoint to load is damaged, load the newest that is not")
+    load_optim: bool = flag(True, "load the optimizer's state and continue its schedule")
+    load_rng: bool = flag(True, "load the states of the random generators")
+    finetune: bool = flag(False, "load the weights only, and begin with iteration 0")
+    exit_on_missing_checkpoint: bool = flag(False, "end if --load has no checkpoint, instead of starting anew")
+    use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint's flags")
+    override_opt_param_scheduler: bool = flag(
+        False,
+        "where the schedule is not the checkpoint's, go on with this run's",
+        name="--override-opt_param-scheduler",
+        aliases=("--override-opt-param-scheduler", "--override-lr-scheduler"),
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False,
+        "where the schedule is not the checkpoint's, go on with the checkpoint's",
+        name="--use-checkpoint-opt_param-scheduler",
+        aliases=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
+    )
+
+
+def check_checkpoint(config: CheckpointConfig) -> None:
+    """Refuse flags that contradict each other.
+
+    Raises:
+        ValueError: names the flags and their values.
+    """
+    for name, least in (("save_interval", 1), ("keep_last", 1), ("save_retain_interval", 1), ("ckpt_step", 0)):
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise ValueError(f"{_spell(name)} {value} is not {'positive' if least else 'an iteration'}")
+    for name in ("save_interval", "keep_last", "save_retain_interval", "async_save"):
+        if getattr(config, name) and config.save is None:
+            raise ValueError(f"{_spell(name)} needs --save")
+    for name in ("ckpt_step", "load_fallback", "finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"):
+        if getattr(config, name) not in (None, False) and config.load is None:
+            raise ValueError(f"{_spell(name)} needs --load")
+    if config.override_opt_param_scheduler and config.use_checkpoint_opt_param_scheduler:
+        raise ValueError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")
+
+
+def _spell(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,186 @@
+"""The folder of --save: Megatron's layout, in which a checkpoint is either complete or not there.
+
+    iter_0000100/                        complete: it got this name when all of it was on disk
+    iter_0000200.partial/                being written (or being deleted); a crash leaves it, the next run removes it
+    latest_checkpointed_iteration.txt    the tracker: "100"; replaced by rename, after the checkpoint has its name
+    lock                                 held by the job that writes here, for as long as it lives
+
+So a crash, a kill or a full disk at any moment leaves the tracker pointing at a complete checkpoint. Nothing that is
+complete is overwritten: an older checkpoint of the same iteration is kept under a numbered name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+from megazpp.checkpoint.checksums import DamagedError, sync_folder, write_durably
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_COMPLETE, _PARTIAL = re.compile(r"iter_(\d{7,})"), re.compile(r"iter_\d{7,}\.partial")
+
+
+class CheckpointFolder:
+    """Names and renames; one process at a time writes (`lock`).
+
+    Args:
+        path: the folder; nothing is made yet.
+        flag: whose value it is, for messages.
+    """
+
+    def __init__(self, path: str | Path, flag: str) -> None:
+        self.path, self.flag = Path(path).expanduser(), flag
+        self._lock: IO[str] | None = None
+
+    @property
+    def name(self) -> str:
+        """As messages call it."""
+        return f"{self.flag} {self.path}"
+
+    def of(self, iteration: int) -> Path:
+        """Where the checkpoint of an iteration is."""
+        return self.path / f"iter_{iteration:07d}"
+
+    def partial(self, iteration: int) -> Path:
+        """Where it is while it is being written."""
+        return self.path / f"iter_{iteration:07d}.partial"
+
+    def iterations(self) -> list[int]:
+        """Iterations with a complete checkpoint, ascending."""
+        if not self.path.is_dir():
+            return []
+        matches = (_COMPLETE.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def latest(self) -> int | None:
+        """The iteration that the tracker names; None if there is no tracker.
+
+        Raises:
+            DamagedError: it names none, or one that has no checkpoint.
+        """
+        tracker = self.path / TRACKER
+        try:
+            text = tracker.read_bytes().decode(errors="replace").strip()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DamagedError(f"{tracker} cannot be read: {error.strerror}") from error
+        if not re.fullmatch("[0-9]+", text):
+            raise DamagedError(f"{tracker} is damaged: it says {text[:40]!r}, not an iteration")
+        if not self.of(int(text)).is_dir():
+            raise DamagedError(f"{tracker} names iteration {int(text)}, but {self.of(int(text))} is missing")
+        return int(text)
+
+    # ---- what only the holder of the lock does ------------------------------------------------------------------
+
+    def lock(self, *, patience_seconds: float = 10.0) -> None:
+        """Make the folder, and take it for this process until that ends (the kernel frees the lock).
+
+        Args:
+            patience_seconds: how long a job that is just ending is waited for.
+        Raises:
+            ValueError: another job has it, or it cannot be written to.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / "lock").open("a+")
+        except OSError as error:
+            raise ValueError(f"{self.name} cannot be written to: {error.strerror}") from error
+        deadline = time.monotonic() + patience_seconds
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
+                file.seek(0)
+                holder = file.read().strip() or "another job"
+                file.close()
+                raise ValueError(f"{self.name} is in use by {holder}: give each job its own") from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        file.flush()
+        self._lock = file
+
+    def unlock(self) -> None:
+        """Let another job have it."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def remove_leftovers(self) -> list[str]:
+        """Delete what a crash has left unfinished; returns the names."""
+        names = sorted(entry.name for entry in self.path.iterdir() if _PARTIAL.fullmatch(entry.name))
+        for name in names:
+            shutil.rmtree(self.path / name)
+        return names
+
+    def begin(self, iteration: int) -> None:
+        """Make the folder that a checkpoint is written in."""
+        shutil.rmtree(self.partial(iteration), ignore_errors=True)  # an attempt of this run that failed
+        self.partial(iteration).mkdir()
+
+    def abandon(self, iteration: int) -> None:
+        """Give back the space of a checkpoint that could not be written."""
+        shutil.rmtree(self.partial(iteration), ignore_errors=True)
+
+    def complete(self, iteration: int) -> Path | None:
+        """Give a checkpoint, whose files are on disk, its name, and point the tracker at it.
+
+        Returns:
+            Where an older checkpoint of the same iteration has gone, if there was one.
+        """
+        sync_folder(self.partial(iteration))
+        aside = self._move_aside(iteration) if self.of(iteration).exists() else None
+        self.partial(iteration).rename(self.of(iteration))
+        sync_folder(self.path)
+        self._track(iteration)
+        return aside
+
+    def keep_only(self, kept: Iterable[int]) -> None:
+        """Delete all other complete checkpoints; each loses its name first, so that none is ever half there."""
+        for iteration in set(self.iterations()) - set(kept):
+            with contextlib.suppress(FileNotFoundError):
+                self.of(iteration).rename(self.partial(iteration))
+            shutil.rmtree(self.partial(iteration), ignore_errors=True)
+
+    def _move_aside(self, iteration: int) -> Path:
+        earlier = [other for other in self.iterations() if other < iteration]
+        if earlier:  # the tracker must not name what is missing for a moment
+            self._track(earlier[-1])
+        number = 1
+        while (aside := self.path / f"iter_{iteration:07d}.replaced-{number}").exists():
+            number += 1
+        self.of(iteration).rename(aside)
+        return aside
+
+    def _track(self, iteration: int) -> None:
+        new = self.path / f"{TRACKER}.new"
+        write_durably(new, f"{iteration}\n")
+        new.rename(self.path / TRACKER)
+        sync_folder(self.path)
+
+
+def kept_iterations(
+    iterations: Iterable[int], *, newest: int, keep_last: int | None, retain_interval: int | None
+) -> set[int]:
+    """The iterations whose checkpoints stay when that of `newest` has just been written.
+
+    Later ones, which a run that went back with --ckpt-step finds, stay too.
+    """
+    found = sorted({*iterations, newest})
+    if keep_last is None and retain_interval is None:
+        return set(found)
+    past = [iteration for iteration in found if iteration <= newest]
+    kept = set(past[-(keep_last or 1) :]) | {iteration for iteration in found if iteration > newest}
+    return kept | {iteration for iteration in past if retain_interval and iteration % retain_interval == 0}

@@ -1,0 +1,146 @@
+"""Reads one checkpoint: looks for damage first, then for contradictions, and only then changes anything."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed.checkpoint as dcp
+
+from megazpp.checkpoint.checksums import DamagedError, find_damage, read_checksums
+from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.folder import TRACKER
+from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import (
+    RunRecord,
+    agreed_schedule,
+    check_same_model,
+    check_same_optimizer,
+    data_notes,
+    read_record,
+)
+from megazpp.checkpoint.source import Source
+from megazpp.checkpoint.state import TrainState
+from megazpp.checkpoint.storage import FittingPlanner, SafeReader
+from megazpp.checkpoint.together import together
+from megazpp.optim.schedule import Schedule
+from megazpp.parallel.axis import MeshAxis
+
+GIGA = 1e9
+
+
+class Resumed(NamedTuple):
+    """What a run goes on with; `checkpoint` is where it came from."""
+
+    progress: Progress
+    schedule: Schedule
+    checkpoint: Path
+
+
+class Reader:
+    """Reads for one run. Every rank calls every method.
+
+    Args:
+        config: the flags.
+        state: the tensors to fill.
+        own: what run.json would say of this run.
+        axis: all ranks.
+        say: prints a line on rank 0.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, state: TrainState, own: RunRecord, axis: MeshAxis, say: Callable[[str], None]
+    ) -> None:
+        self._config, self._state, self._own, self._axis, self._say = config, state, own, axis, say
+
+    def read(self, source: Source, schedule: Schedule) -> Resumed | None:
+        """Go on from a checkpoint of `source`; None if there is none.
+
+        Args:
+            schedule: this run's.
+        Raises:
+            DamagedError: files are missing or not as they were written.
+            ValueError: it is another model's, or this run's flags contradict it.
+        """
+        axis, started, folder = self._axis, time.perf_counter(), source.folder.path
+        candidates = axis.share_object(together(axis, source.candidates if axis.rank == 0 else list))
+        if not candidates:
+            self._say(f"WARNING: could not find the metadata file {folder / TRACKER}")
+            self._say("    will not load any checkpoints and will start from random")
+            return None
+        iteration, size = self._first_sound(source, candidates)
+        checkpoint = source.folder.of(iteration)
+        self._say(f" loading checkpoint from {folder} at iteration {iteration}")
+        record = axis.share_object(together(axis, lambda: read_record(checkpoint) if axis.rank == 0 else None))
+        schedule = self._check(source, record, schedule, checkpoint)
+        for note in self._fill(source, record, checkpoint):
+            self._say(f"note: {note}")
+        self._say(
+            f"  successfully loaded checkpoint from {folder} at iteration {iteration}"
+            f" | {size / GIGA:.3f} GB in {time.perf_counter() - started:.2f} s"
+        )
+        progress = record.progress._replace(stop_reason=None) if source.continues else Progress()
+        if not source.optimizer:  # Megatron's rule: new moments, new schedule
+            progress = progress._replace(scheduled_samples=0)
+        return Resumed(progress, schedule, checkpoint)
+
+    def _first_sound(self, source: Source, candidates: list[int]) -> tuple[int, int]:
+        """The first candidate whose files are all as they were written, and its size in bytes."""
+        problem = DamagedError("no checkpoint")
+        for iteration in candidates:
+            try:
+                return iteration, together(self._axis, functools.partial(self._verify, source.folder.of(iteration)))
+            except DamagedError as error:
+                if source.fallback:
+                    self._say(f"WARNING: {error}")
+                problem = error
+        raise problem
+
+    def _verify(self, checkpoint: Path) -> int:
+        """Sum this rank's share of the files: at the same number of ranks those that it has written, and will read."""
+        axis, sums = self._axis, read_checksums(checkpoint)
+        writers = {name: re.match(r"__(\d+)_", name) for name in sums}
+        mine = [name for name, writer in writers.items() if (int(writer[1]) if writer else 0) % axis.size == axis.rank]
+        problems = find_damage(checkpoint, sums, mine)
+        if problems:
+            raise DamagedError("\n".join(problems))
+        return sum(part.size for part in sums.values())
+
+    def _check(self, source: Source, record: RunRecord, schedule: Schedule, checkpoint: Path) -> Schedule:
+        own = self._own
+        check_same_model(record.flags, self._state.model.config, checkpoint)
+        if record.vocab_size != own.vocab_size:
+            raise ValueError(f"the tokenizer has {own.vocab_size} tokens, that of {checkpoint} had {record.vocab_size}")
+        for wanted, there, what, name in (
+            (source.optimizer, record.has_optimizer, "optimizer", "optim"),
+            (source.rng, record.has_rng, "rng state", "rng"),
+        ):
+            if wanted and not there:
+                raise ValueError(
+                    f"Unable to load {what} from checkpoint {checkpoint}: it was written with --no-save-{name}. "
+                    f"Specify --no-load-{name} or --finetune"
+                )
+        if source.continues:
+            for note in data_notes(record.flags, own.flags, checkpoint):
+                self._say(f"note: {note}")
+        if not source.optimizer:
+            return schedule
+        check_same_optimizer(record.flags, own.flags, checkpoint)
+        return agreed_schedule(record.schedule, schedule, self._config, checkpoint)
+
+    def _fill(self, source: Source, record: RunRecord, checkpoint: Path) -> list[str]:
+        """Read the tensors and go on from them; a line for each thing that begins anew instead."""
+        parts = {"optimizer": source.optimizer, "rng": source.rng}
+        reader = SafeReader(checkpoint)
+        saved = together(self._axis, reader.tensors)
+        targets = self._state.targets(saved, **parts)
+        planner, group = FittingPlanner(self._state.padded(targets)), self._axis.group
+        together(self._axis, lambda: dcp.load(targets, storage_reader=reader, planner=planner, process_group=group))
+        if source.optimizer:
+            self._state.scaler.load_state_dict(record.scaler)
+            self._state.set_group_values(record.groups)
+        return self._state.accept(targets, saved, iteration=record.progress.iteration, **parts)

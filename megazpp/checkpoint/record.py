@@ -1,0 +1,172 @@
+"""run.json of a checkpoint: what is no tensor. Where training stood, what it was told, and who it was.
+
+Also the questions that a run asks before it goes on from it: is this the same model, the same schedule, the same data?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megazpp.checkpoint.checksums import DamagedError
+from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.progress import Progress
+from megazpp.model.config import GPTConfig
+from megazpp.optim.schedule import Schedule
+
+NAME = "run.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What a checkpoint says about its run.
+
+    Attributes:
+        progress: where training stood.
+        scaler: the loss scaler's state.
+        groups: the optimizer's values per parameter group.
+        schedule: `Schedule.state_dict()`.
+        flags: every flag's value by field name.
+        vocab_size: of the tokenizer.
+        layout: sizes of the axes, and the cluster.
+        has_optimizer, has_rng: what was saved.
+        run_dir, wandb_run_id: where the run is recorded.
+        torch: the version that wrote it.
+        format: of this file.
+    """
+
+    progress: Progress
+    scaler: dict[str, Any]
+    groups: list[dict[str, Any]]
+    schedule: dict[str, Any]
+    flags: dict[str, Any]
+    vocab_size: int
+    layout: dict[str, Any]
+    has_optimizer: bool = True
+    has_rng: bool = True
+    run_dir: str | None = None
+    wandb_run_id: str | None = None
+    torch: str = ""
+    format: int = field(default=FORMAT)
+
+    def as_json(self) -> str:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return json.dumps(values | {"progress": self.progress._asdict()}, indent=2, default=str) + "\n"
+
+
+def read_record(checkpoint: Path) -> RunRecord:
+    """Raises DamagedError if it cannot be read, ValueError if a later version has written it."""
+    path = checkpoint / NAME
+    try:
+        values = json.loads(path.read_bytes())
+        if values["format"] <= FORMAT:
+            return RunRecord(**values | {"progress": Progress(**values["progress"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from error
+    raise ValueError(f"{path} has format {values['format']}, this version knows {FORMAT}")
+
+
+# What decides the shapes and the meaning of the weights: flag and the property of GPTConfig that it ends up in.
+SHAPE = {
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "ffn_hidden_size": "ffn_size",
+    "num_attention_heads": "heads",
+    "kv_channels": "head_size",
+    "group_query_attention": "group_query_attention",
+    "num_query_groups": "query_groups",
+    "max_position_embeddings": "max_position_embeddings",
+    "position_embedding_type": "positions",
+    "use_rotary_position_embeddings": "positions",
+    "rotary_base": "rotary_base",
+    "rotary_percent": "rotary_percent",
+    "normalization": "normalization",
+    "norm_epsilon": "norm_epsilon",
+    "apply_layernorm_1p": "apply_layernorm_1p",
+    "swiglu": "swiglu",
+    "squared_relu": "squared_relu",
+    "openai_gelu": "openai_gelu",
+    "untie_embeddings_and_output_weights": "tied",
+    "disable_bias_linear": "linear_bias",
+    "add_qkv_bias": "qkv_bias",
+}
+OPTIMIZER = ("optimizer", "optimizer_backend")
+DATA = (
+    "seed",
+    "data_path",
+    "text_path",
+    "train_data_path",
+    "mock_data",
+    "split",
+    "seq_length",
+    "train_iters",
+    "train_samples",
+)
+
+
+def shape_of(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of GPTConfig that --use-checkpoint-args takes over."""
+    return {name: flags[name] for name in SHAPE if name in flags}
+
+
+def check_same_model(saved: Mapping[str, Any], model: GPTConfig, where: Path) -> None:
+    """Raises ValueError naming the flags in which the model differs from the one that `saved` flags describe."""
+    other = GPTConfig(**shape_of(saved))
+    names = [name for name, derived in SHAPE.items() if getattr(model, derived) != getattr(other, derived)]
+    if names:
+        raise ValueError(
+            f"{_differences(names, dataclasses.asdict(model), saved, where)}; "
+            "--use-checkpoint-args takes the model's shape from the checkpoint"
+        )
+
+
+def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) -> None:
+    """Raises ValueError if the moments are another optimizer's."""
+    names = [name for name in OPTIMIZER if saved.get(name) != flags[name]]
+    if names:
+        raise ValueError(f"{_differences(names, flags, saved, where)}; --no-load-optim begins with new moments")
+
+
+def data_notes(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) -> list[str]:
+    """A line if the order of samples may be another one than before."""
+    names = [name for name in DATA if name in saved and _plain(saved[name]) != _plain(flags[name])]
+    if not names:
+        return []
+    return [f"{_differences(names, flags, saved, where)}: from here on samples may come in another order"]
+
+
+def agreed_schedule(saved: Mapping[str, Any], schedule: Schedule, config: CheckpointConfig, where: Path) -> Schedule:
+    """The schedule to go on with: Megatron's rule, equal unless a flag says whose counts.
+
+    Raises:
+        ValueError: they differ and no flag is given.
+    """
+    own = schedule.state_dict()
+    if config.override_opt_param_scheduler or dict(saved) == own:
+        return schedule
+    if config.use_checkpoint_opt_param_scheduler:
+        return Schedule(**saved)
+    lines = [
+        f"the schedule's {name.replace('_', ' ')} is {own[name]}, in {where} {saved.get(name)}"
+        for name in own
+        if own[name] != saved.get(name)
+    ]
+    raise ValueError(
+        "\n".join(lines) + "\n--override-opt_param-scheduler goes on with this run's values, "
+        "--use-checkpoint-opt_param-scheduler with the checkpoint's"
+    )
+
+
+def _differences(names: Iterable[str], now: Mapping[str, Any], saved: Mapping[str, Any], where: Path) -> str:
+    parts = [f"--{name.replace('_', '-')} is {now[name]}, was {saved.get(name)}" for name in names]
+    return f"{', '.join(parts)} in {where}"
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,51 @@
+"""Work whose failure on one rank is a failure on all: no rank waits for one that has given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from megazpp.parallel.axis import MeshAxis, make_groups
+from megazpp.parallel.dims import ParallelDims
+
+T = TypeVar("T")
+
+
+def open_axis(dims: ParallelDims) -> MeshAxis:
+    """All ranks, with a gloo group of their own: files are the CPU's, and a save may run beside the training."""
+    world = dims.world
+    group: dist.ProcessGroup | None = None
+    if world.size > 1:
+        group = make_groups([world.ranks], "checkpoint", backend="gloo")[world.ranks]
+    return MeshAxis("checkpoint", ranks=world.ranks, rank=world.rank, group=group, wire="world")
+
+
+def together(axis: MeshAxis, work: Callable[[], T]) -> T:
+    """Do `work` on every rank and return its result.
+
+    Raises:
+        ValueError: on every rank, if it raised an OSError or a ValueError on any; of the latter's kind if all agree.
+    """
+    result: T | None = None
+    failure: tuple[type[ValueError], str] | None = None
+    try:
+        result = work()
+    except ValueError as error:
+        failure = type(error), str(error)
+    except OSError as error:
+        failure = ValueError, f"rank {axis.rank}: {error}"
+    except CheckpointException as error:  # the library's: some ranks' failures, raised on all ranks
+        failure = ValueError, _describe(error)
+    failures = [f for f in axis.share_object(axis.gather_objects(failure)) if f is not None]
+    if failures:
+        kinds = {kind for kind, _ in failures}
+        kind = kinds.pop() if len(kinds) == 1 else ValueError
+        raise kind("\n".join(dict.fromkeys(text for _, text in failures)))
+    return result  # type: ignore[return-value]
+
+
+def _describe(error: CheckpointException) -> str:
+    return "\n".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))

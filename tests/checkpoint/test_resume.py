@@ -1,0 +1,43 @@
+"""A resumed run is the same run: bit for bit at the same layout, to fp32 rounding at another."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from helpers.checkpoints import Job, run
+from helpers.ranks import ranks
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
+
+from megazpp.zero.config import ZeroConfig
+from megazpp.zero.precision import PrecisionConfig
+
+DROPOUT = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.1, attention_dropout=0.1)
+ZEROPP = ZeroConfig(zeropp=True)
+CASES = {
+    "zero 3": Case(model=DROPOUT),
+    "zero 1, tp 2": Case(model=DROPOUT, tp=2, stage=1, micro_batches=2),
+    "zero 0, fp16": Case(model=DROPOUT, stage=0, precision=PrecisionConfig(fp16=True)),
+    "zeropp, k 2, bf16": Case(
+        model=DROPOUT, nodes=2, zero=ZEROPP, micro_batches=2, precision=PrecisionConfig(bf16=True)
+    ),
+    "zeropp, tp 2, llama": Case(model=LLAMA_STYLE, nodes=2, tp=2, zero=ZEROPP, sequence_parallel=True),
+    "copies, async": Case(model=LLAMA_STYLE, replicas=2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(tmp_path: Path, name: str):
+    case, save, asynchronous = CASES[name], str(tmp_path), "async" in name
+    straight = ranks(4).run(run, Job(case=case, steps=4, flags={}))
+    first = ranks(4).run(run, Job(case=case, steps=2, flags={"save": save, "async_save": asynchronous}))
+    second = ranks(4).run(run, Job(case=case, steps=4, flags={"load": save}))
+    for rank in range(4):
+        assert second[rank]["start"].iteration == 2
+        assert first[rank]["steps"] + second[rank]["steps"] == straight[rank]["steps"]
+        assert second[rank]["state"] == straight[rank]["state"]
+        assert len(second[rank]["state"]) > 60
+    if "zeropp" in name:
+        assert any(key.startswith("feedback.1x2x") for key in second[0]["state"])
+    assert not any("note:" in line for line in second[0]["lines"])

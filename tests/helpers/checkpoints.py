@@ -1,0 +1,139 @@
+"""Train a tiny GPT with checkpoints, with the product's own parts but without its loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from helpers.training import Case, build_step
+
+from megazpp.checkpoint.checkpoints import Checkpoints
+from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.source import choose_source
+from megazpp.checkpoint.state import TrainState
+from megazpp.checkpoint.together import open_axis
+from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.dims import ParallelDims
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One attempt at a run.
+
+    Attributes:
+        steps: iterations in all; an earlier checkpoint's are not repeated.
+        flags: of CheckpointConfig.
+    """
+
+    case: Case
+    steps: int
+    flags: dict[str, Any]
+
+    @property
+    def config(self) -> CheckpointConfig:
+        return CheckpointConfig(**self.flags)
+
+
+class Attempt:
+    """The parts of a job on this rank."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, case = job, job.case
+        self.step, self.dims = build_step(case)
+        self.lines: list[str] = []
+        parts = (self.step.model, self.step.sharding, self.step.optimizer, self.step.scaler, self.dims)
+        self.state = TrainState(*parts, seed=case.seed)
+        self.checkpoints = Checkpoints(job.config, self.state, template(job), shared_axis(self.dims), self.lines.append)
+
+    def load(self, *, restarted: bool = False) -> Progress:
+        source = choose_source(self.job.config, restarted=restarted)
+        self.checkpoints.open()
+        resumed = self.checkpoints.load(source, schedule()) if source else None
+        return resumed.progress if resumed else Progress()
+
+    def train(self, progress: Progress) -> list[tuple[float, float]]:
+        """(loss, gradient norm) of each step from `progress` on; dropout draws, and so do others."""
+        case, results = self.job.case, []
+        size = case.global_batch // self.dims.data_size // case.micro_batches
+        while progress.iteration < self.job.steps:
+            index = progress.iteration
+            firsts = [(m * self.dims.data_size + self.dims.data_rank) * size for m in range(case.micro_batches)]
+            batches = [case.batch(index, first, size) for first in firsts]
+            result = self.step(batches, learning_rate=case.learning_rate, weight_decay=0.01)
+            results.append((result.loss, result.grad_norm))
+            random.random(), np.random.rand()
+            progress = progress._replace(
+                iteration=index + 1, consumed_samples=progress.consumed_samples + case.global_batch
+            )
+            self.checkpoints.after_step(progress, last=progress.iteration == self.job.steps)
+        self.checkpoints.finish()
+        return results
+
+    def fingerprint(self) -> dict[str, str]:
+        """What every bit of the state hashes to on this rank, and the next draw of every generator."""
+        found = {}
+        for key, tensor in self.state.tensors(optimizer=True, rng=True).items():
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            found[key] = hashlib.sha1(local.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        found["scale"] = str(self.step.scaler.state_dict())
+        return found
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Weights and moments in full, padding of the vocabulary left out."""
+        tensors = self.state.tensors(optimizer=True, rng=False)
+        padded = self.state.padded(tensors)
+        full = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in tensors.items()}
+        rows = self.job.case.vocab_size
+        return {key: x[:rows] if key in padded else x for key, x in full.items() if not key.startswith("feedback.")}
+
+
+def run(job: Job, *, restarted: bool = False) -> dict[str, Any]:
+    """Train; what came of it on this rank."""
+    attempt = Attempt(job)
+    progress = attempt.load(restarted=restarted)
+    results = attempt.train(progress)
+    return {
+        "start": progress,
+        "steps": results,
+        "state": attempt.fingerprint(),
+        "lines": attempt.lines,
+    }
+
+
+def template(job: Job) -> RunRecord:
+    return RunRecord(
+        progress=Progress(),
+        scaler={},
+        groups=[],
+        schedule=schedule().state_dict(),
+        flags=dataclasses.asdict(job.case.model) | {"optimizer": "adam", "optimizer_backend": "torch"},
+        vocab_size=job.case.vocab_size,
+        layout={},
+    )
+
+
+@functools.cache
+def schedule() -> Schedule:
+    config = ScheduleConfig(lr=1e-2)
+    return build_schedule(config, weight_decay=0.01, train_iters=10, train_samples=None, global_batch_size=16)
+
+
+@functools.cache
+def _axis() -> list[MeshAxis]:
+    return []
+
+
+def shared_axis(dims: ParallelDims) -> MeshAxis:
+    """The axis of checkpoints, made once in this worker."""
+    if not _axis():
+        _axis().append(open_axis(dims))
+    return _axis()[0]
