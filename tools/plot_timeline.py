@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span, hidden_share, stalls
+from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span, hidden_shares, stalls
 from megazpp.training.chrome_trace import read_chrome_trace, rows_without_crossings, sorted_lanes
 
 PHASES = {"forward": "#9ecae1", "backward": "#4292c6", "norm": "#c6dbef", "optimizer": "#08519c"}
@@ -103,8 +103,13 @@ def title(by_rank: Mapping[str, list[Span]]) -> str:
 
 def describe(name: str, spans: Sequence[Span]) -> str:
     """The rank, and how much of the slow lane's time is hidden."""
-    hidden = hidden_share(spans, "cross")
-    return name if hidden is None else f"{name}: {hidden:.0%} of the cross axis's time hidden behind compute"
+    hidden = hidden_shares(spans, "cross")
+    if hidden is None:
+        return name
+    return (
+        f"{name}: {hidden.behind_compute:.0%} of the cross axis's time hidden behind compute, "
+        f"{hidden.behind_work:.0%} behind compute and other hops"
+    )
 
 
 def color(span: Span) -> str:

@@ -173,23 +173,33 @@ def lane_seconds(spans: Iterable[Span]) -> dict[str, float]:
     }
 
 
-def hidden_share(spans: Iterable[Span], lane: str, waits: str = WAIT) -> float | None:
-    """The share of `lane`'s time in which this rank computed: neither in `waits` nor in a blocking collective.
+class Hidden(NamedTuple):
+    """Shares of a lane's time, 0 to 1, in which this rank got on with something else.
 
-    A lower bound of what is hidden behind other work: a wait counts whatever it is for.
-
-    Returns:
-        0 (all of it kept the rank from computing) to 1 (all hidden), or None if the lane has no time.
+    Attributes:
+        behind_compute: it computed: it neither waited, for whatever, nor was inside a blocking collective.
+        behind_work: it computed, or a collective of another lane ran.
     """
+
+    behind_compute: float
+    behind_work: float
+
+
+def hidden_shares(spans: Iterable[Span], lane: str) -> Hidden | None:
+    """How much of `lane`'s time was hidden, or None if it has none."""
     spans = list(spans)
     busy = union(_intervals(s for s in spans if s.lane == lane))
-    seconds = total(busy)
-    return 1.0 - total(intersection(busy, stalls(spans, waits))) / seconds if seconds else None
+    if not busy:
+        return None
+    exposed = intersection(busy, stalls(spans))
+    elsewhere = union(_intervals(s for s in spans if s.lane not in (STEP, COMPUTE, WAIT, lane)))
+    seconds, alone = total(busy), total(exposed) - total(intersection(exposed, elsewhere))
+    return Hidden(1.0 - total(exposed) / seconds, 1.0 - alone / seconds)
 
 
-def stalls(spans: Sequence[Span], waits: str = WAIT) -> list[Interval]:
+def stalls(spans: Sequence[Span]) -> list[Interval]:
     """When the computing thread waited or was inside a collective."""
-    return union(_intervals(s for s in spans if s.lane == waits or (s.blocking and s.lane not in (STEP, COMPUTE))))
+    return union(_intervals(s for s in spans if s.lane == WAIT or (s.blocking and s.lane not in (STEP, COMPUTE))))
 
 
 def clip(spans: Iterable[Span], start_seconds: float, end_seconds: float) -> list[Span]:

@@ -16,7 +16,7 @@ import torch
 
 from megazpp.flags import flag
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span, align, clip, hidden_share, lane_seconds
+from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span, align, clip, hidden_shares, lane_seconds
 from megazpp.training.chrome_trace import chrome_trace, sorted_lanes
 from megazpp.training.run_folder import RunFolder
 
@@ -111,8 +111,11 @@ def describe(name: str, spans_by_rank: Sequence[Sequence[Span]]) -> str:
         total = sum(seconds.get(lane, 0.0) for _, seconds in by_rank)
         line = f"  {lane:<10} {total / len(by_rank):9.4f} s"
         if lane not in (COMPUTE, WAIT):
-            hidden = sum(seconds.get(lane, 0.0) * (hidden_share(spans, lane) or 0.0) for spans, seconds in by_rank)
-            line += f", {hidden / total:.0%} hidden behind compute"
+            shares = [(seconds[lane], hidden_shares(spans, lane)) for spans, seconds in by_rank if lane in seconds]
+            compute, work = (
+                sum(weight * hidden[kind] for weight, hidden in shares if hidden) / total for kind in range(2)
+            )
+            line += f", {compute:.0%} hidden behind compute, {work:.0%} behind compute and other hops"
         lines.append(line)
     return "\n".join(lines)
 

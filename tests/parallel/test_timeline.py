@@ -18,7 +18,7 @@ from megazpp.parallel.timeline import (
     Timeline,
     align,
     clip,
-    hidden_share,
+    hidden_shares,
     intersection,
     lane_seconds,
     total,
@@ -168,6 +168,12 @@ def span(lane: str, start: float, end: float, *, blocking: bool = False) -> Span
     return Span(lane, "x", start, end - start, blocking)
 
 
+def behind_compute(spans: list[Span], lane: str) -> float:
+    hidden = hidden_shares(spans, lane)
+    assert hidden is not None
+    return hidden.behind_compute
+
+
 STEP = [
     span("step", 0, 10, blocking=True),
     span("compute", 0, 10, blocking=True),  # forward and backward, with everything below inside
@@ -179,17 +185,23 @@ STEP = [
 ]
 
 
-def test_hidden_is_what_ran_while_the_rank_neither_waited_nor_was_inside_a_blocking_collective():
-    assert hidden_share(STEP, "cross") == pytest.approx(1 - 1.5 / 6)
-    assert hidden_share(STEP, "local") == pytest.approx(0.5)
-    assert hidden_share(STEP, "cross", waits="no such lane") == pytest.approx(1 - 1.5 / 6)  # the wait blocks anyway
-    assert hidden_share(STEP, "tp") is None
+def test_hidden_behind_compute_is_what_ran_while_the_rank_neither_waited_nor_was_inside_a_blocking_collective():
+    assert behind_compute(STEP, "cross") == pytest.approx(1 - 1.5 / 6)
+    assert behind_compute(STEP, "local") == pytest.approx(0.5)
+    assert hidden_shares(STEP, "tp") is None
+
+
+def test_a_wait_during_which_another_hop_runs_is_hidden_behind_work():
+    spans = [span("cross", 0, 10), span("wait", 2, 8), span("local", 3, 5), span("local", 4, 6)]
+    assert hidden_shares(spans, "cross") == pytest.approx((0.4, 0.7))
+    assert hidden_shares(spans, "local") == pytest.approx((0.0, 1.0))
+    assert hidden_shares([*spans, span("step", 0, 10), span("compute", 0, 10)], "cross") == pytest.approx((0.4, 0.7))
 
 
 def test_a_collective_on_the_computing_thread_is_not_hidden_at_all():
     spans = [span("compute", 0, 4, blocking=True), span("cross", 1, 3, blocking=True)]
-    assert hidden_share(spans, "cross") == 0.0
-    assert hidden_share([s._replace(blocking=False) for s in spans], "cross") == 1.0
+    assert hidden_shares(spans, "cross") == (0.0, 0.0)
+    assert hidden_shares([s._replace(blocking=False) for s in spans], "cross") == (1.0, 1.0)
 
 
 def test_time_that_two_spans_share_counts_once():
@@ -201,7 +213,7 @@ def test_time_that_two_spans_share_counts_once():
         span("wait", 3, 4),
     ]
     assert lane_seconds(overlapping) == {"cross": pytest.approx(6), "wait": pytest.approx(1)}
-    assert hidden_share(overlapping, "cross") == pytest.approx(5 / 6)
+    assert behind_compute(overlapping, "cross") == pytest.approx(5 / 6)
 
 
 def test_computing_is_counted_without_waits_and_blocking_collectives():

@@ -111,10 +111,12 @@ def test_a_trained_step_shows_every_rank_s_phases_and_axes_on_one_clock(tmp_path
 def test_the_summary_adds_up_lanes_over_ranks_and_weighs_what_is_hidden_by_its_time():
     first = [Span("step", "step 7", 0, 10, True), Span("compute", "f", 0, 10, True), Span("cross", "x", 0, 6)]
     second = [Span("step", "step 7", 0, 8, True), Span("compute", "f", 0, 4, True), Span("cross", "x", 4, 2, True)]
+    second.append(Span("local", "y", 4, 1))
     assert describe("step 7", [first, second]).splitlines() == [
         "timeline of step 7: 10.000 s; busy seconds of each lane, mean of 2 ranks:",
         "  compute       7.0000 s",
-        "  cross         4.0000 s, 75% hidden behind compute",
+        "  local         0.5000 s, 0% hidden behind compute, 100% behind compute and other hops",
+        "  cross         4.0000 s, 75% hidden behind compute, 88% behind compute and other hops",
     ]
 
 
