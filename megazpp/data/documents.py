@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Literal, NamedTuple, cast
@@ -135,6 +135,25 @@ def parse_block(block: Block, keys: Sequence[str]) -> Iterator[tuple[str, ...] |
             yield BadLine(block.path, number + inside, f"not UTF-8: {error}")
         except (ValueError, RecursionError) as error:
             yield BadLine(block.path, number, str(error))
+
+
+def read_texts(path: Path, key: str, on_bad_line: Callable[[BadLine], None]) -> Iterator[str]:
+    """The texts of a file one after the other, empty ones too."""
+    for block in read_blocks(path, (key,)):
+        for document in parse_block(block, (key,)):
+            if isinstance(document, BadLine):
+                on_bad_line(document)
+            else:
+                yield document[0]
+
+
+def stop_or_skip(on_error: Literal["stop", "skip"], announce: Callable[[str], None]) -> Callable[[BadLine], None]:
+    """What is done with a bad line: a ValueError, or a line to the user."""
+
+    def stop(bad: BadLine) -> None:
+        raise ValueError(f"{bad} (--on-error skip goes on without such lines)")
+
+    return stop if on_error == "stop" else lambda bad: announce(f"skipped {bad}")
 
 
 def _line_pieces(path: Path, file: IO[bytes], block_bytes: int | None) -> Iterator[tuple[bytes, int, int]]:

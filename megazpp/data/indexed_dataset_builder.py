@@ -19,23 +19,16 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from megazpp.data.files import check_writable, sync, sync_directory
 from megazpp.data.indexed_dataset import CODES, HEADER, MAGIC, pair_paths
 
 _PIECE = 1 << 24  # ids that are checked and copied at a time
 
 
 def check_output(prefix: Path, *, overwrite: bool) -> None:
-    """Refuse a place where no pair can be written, or one is, before the work begins.
-
-    Raises:
-        ValueError: the directory does not exist or cannot be written to, or one of the files is there.
-    """
-    if not os.access(prefix.parent, os.W_OK | os.X_OK):
-        reason = "cannot be written to" if prefix.parent.is_dir() else "is no directory"
-        raise ValueError(f"--output-prefix {prefix}: {prefix.parent} {reason}")
+    """`check_writable` of both files of a pair."""
     for path in pair_paths(prefix):
-        if path.exists() and not overwrite:
-            raise ValueError(f"--output-prefix: {path} exists (--overwrite replaces it)")
+        check_writable(path, overwrite=overwrite)
 
 
 class IndexedDatasetBuilder:
@@ -98,14 +91,14 @@ class IndexedDatasetBuilder:
 
     def finalize(self) -> None:
         """Write the index, bring both files to the disk and give them their names."""
-        _sync(self._file)
+        sync(self._file)
         with open(self._unfinished_idx, "wb") as file:
             file.write(_index_bytes(self._dtype, self._lengths, self._document_indices))
-            _sync(file)
+            sync(file)
         self._idx_path.unlink(missing_ok=True)  # the new .bin must never stand beside the old .idx
         os.replace(self._unfinished_bin, self._bin_path)
         os.replace(self._unfinished_idx, self._idx_path)
-        _sync_directory(self._idx_path.parent)
+        sync_directory(self._idx_path.parent)
         self._file.close()  # not before: closing lets others claim the unfinished file
 
     def _write(self, ids: np.ndarray) -> None:
@@ -143,19 +136,6 @@ def _claim(path: Path) -> BinaryIO:
         raise ValueError(f"{path}: another process is writing it")
     file.truncate(0)
     return file
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _index_bytes(dtype: np.dtype, lengths: Sequence[int], document_indices: Sequence[int]) -> bytes:

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megazpp.data.documents import BadLine, Block, check_readable, parse_block, read_blocks
+from megazpp.data.documents import BadLine, Block, check_readable, parse_block, read_blocks, stop_or_skip
 from megazpp.data.indexed_dataset import optimal_dtype
 from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder, check_output
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
@@ -108,13 +108,15 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, announce: C
     inputs, prefixes = _check(config, loaded)
     assert loaded is not None
     dtype = optimal_dtype(loaded.vocab_size)
+    on_bad_line = stop_or_skip(config.on_error, announce)
     progress = Progress(total_disk_bytes=sum(path.stat().st_size for path in inputs))
     with contextlib.ExitStack() as stack:
         builders = [stack.enter_context(IndexedDatasetBuilder(prefix, dtype)) for prefix in prefixes]
         blocks = itertools.chain.from_iterable(read_blocks(path, config.json_keys) for path in inputs)
         encoded = stack.enter_context(contextlib.closing(_encode_all(blocks, config, tokenizer, loaded)))
         for block in encoded:
-            _report_bad_lines(block.bad_lines, config.on_error, announce)
+            for bad in block.bad_lines:
+                on_bad_line(bad)
             for builder, tokens, lengths in zip(builders, block.tokens, block.lengths, strict=True):
                 builder.extend(tokens, lengths[lengths > 0], np.cumsum(lengths > 0))  # as Megatron: no empty sequences
             logged = progress.documents // config.log_interval
@@ -177,13 +179,6 @@ def _check(config: PreprocessConfig, tokenizer: Tokenizer | None) -> tuple[list[
     for path in inputs:
         check_readable(path, config.json_keys)
     return inputs, prefixes
-
-
-def _report_bad_lines(bad_lines: Sequence[BadLine], on_error: str, announce: Callable[[str], None]) -> None:
-    for bad in bad_lines:
-        if on_error == "stop":
-            raise ValueError(f"{bad} (--on-error skip goes on without such lines)")
-        announce(f"skipped {bad}")
 
 
 def _encode_all(

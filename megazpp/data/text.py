@@ -8,23 +8,19 @@ with the tokenizer's eod.
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import sentencepiece
-
 from megazpp.data.cache import build_once, cache_key
-from megazpp.data.documents import BadLine, check_readable, kind_of, parse_block, read_blocks
+from megazpp.data.documents import BadLine, check_readable, kind_of, read_texts
 from megazpp.data.indexed_dataset import optimal_dtype
 from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer
+from megazpp.data.tokenizer_training import MAX_CHARACTERS, first_characters, train_sentencepiece
 
 _CORPUS = Path(__file__).parent / "corpus"
 _BUILTIN = "builtin:"
-_KEYS = ("text",)
-_MAX_TRAINING_CHARACTERS = 100_000_000  # more text does not make a better vocabulary, only a slower one
-_MAX_LINE_CHARACTERS = 4096
+_KEY = "text"
 
 
 def resolve_text_paths(values: Sequence[str]) -> list[Path]:
@@ -42,13 +38,12 @@ def read_documents(path: Path) -> Iterator[str]:
     Raises:
         ValueError: the file cannot be read, is not UTF-8, or a line is no object with a string "text"; it is named.
     """
-    check_readable(path, _KEYS)
-    for block in read_blocks(path, _KEYS):
-        for document in parse_block(block, _KEYS):
-            if isinstance(document, BadLine):
-                raise ValueError(f"--text-path {document}")
-            if document[0]:
-                yield document[0]
+    check_readable(path, (_KEY,))
+    yield from filter(None, read_texts(path, _KEY, _refuse))
+
+
+def _refuse(bad: BadLine) -> None:
+    raise ValueError(f"--text-path {bad}")
 
 
 def cached_sentencepiece(
@@ -64,7 +59,7 @@ def cached_sentencepiece(
     path = cache_dir / "tokenizers" / f"{key}.model"
 
     def build(file: Path) -> None:
-        file.write_bytes(train_sentencepiece(_all_documents(paths), vocab_size))
+        file.write_bytes(train_sentencepiece(first_characters(_all_documents(paths), MAX_CHARACTERS), vocab_size))
 
     if not path.exists():  # announced also by a process that then waits for the one that builds
         announce(f"training a SentencePiece tokenizer of {vocab_size} pieces on {_names(paths)}")
@@ -99,51 +94,6 @@ def write_indexed_dataset(documents: Iterator[str], tokenizer: Tokenizer, prefix
         for text in documents:
             builder.add_document(tokenizer.encode(text) + end)
         builder.finalize()
-
-
-def train_sentencepiece(documents: Iterator[str], vocab_size: int) -> bytes:
-    """A SentencePiece BPE model that gives any text back exactly (but for U+2581, its own sign for a space).
-
-    No normalization, bytes for characters it has no piece for, and `<eod>` (id 1) for the end of a document.
-    Training is deterministic, so every node gets the same model.
-
-    Raises:
-        ValueError: the text does not support `vocab_size` pieces.
-    """
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_training_lines(documents),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            max_sentence_length=4 * _MAX_LINE_CHARACTERS,  # in bytes; longer lines would be dropped
-            unk_id=0,
-            eos_id=1,
-            eos_piece="<eod>",
-            bos_id=-1,
-            pad_id=-1,
-            num_threads=1,
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        raise ValueError(f"--vocab-size {vocab_size} does not suit this text: {error}") from error
-    return model.getvalue()
-
-
-def _training_lines(documents: Iterator[str]) -> Iterator[str]:
-    seen = 0
-    for text in documents:
-        for line in text.splitlines():
-            for start in range(0, len(line), _MAX_LINE_CHARACTERS):
-                yield line[start : start + _MAX_LINE_CHARACTERS]
-        seen += len(text)
-        if seen >= _MAX_TRAINING_CHARACTERS:
-            return
 
 
 def _all_documents(paths: Sequence[Path]) -> Iterator[str]:

@@ -10,7 +10,6 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazpp.data.text import train_sentencepiece
 from megazpp.data.tokenizer import (
     ByteTokenizer,
     HFTokenizer,
@@ -18,6 +17,7 @@ from megazpp.data.tokenizer import (
     TokenizerConfig,
     load_tokenizer,
 )
+from megazpp.data.tokenizer_training import train_sentencepiece
 
 TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁\x00"), max_size=60)
@@ -68,16 +68,6 @@ def test_eod_decodes_to_nothing(sentencepiece_model: bytes, byte_level_bpe: toke
         assert tokenizer.eod is not None
         assert 0 <= tokenizer.eod < tokenizer.vocab_size
         assert tokenizer.decode([*tokenizer.encode("money"), tokenizer.eod]) == "money"
-
-
-def test_training_twice_gives_the_same_bytes(sentencepiece_model: bytes) -> None:
-    assert train_sentencepiece(iter([TEXT]), 300) == sentencepiece_model
-
-
-def test_a_vocabulary_the_text_cannot_fill_is_refused() -> None:
-    for size in (100_000, 10):
-        with pytest.raises(ValueError, match=f"--vocab-size {size} does not suit this text"):
-            train_sentencepiece(iter([TEXT]), size)
 
 
 def test_the_null_tokenizer_counts_as_megatrons_does() -> None:

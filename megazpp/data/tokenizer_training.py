@@ -1,0 +1,152 @@
+"""Training a SentencePiece tokenizer on a stream of text."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import sentencepiece
+
+from megazpp.data.documents import check_readable, read_texts, stop_or_skip
+from megazpp.data.files import check_writable, write_whole
+from megazpp.flags import flag
+
+MAX_CHARACTERS = 100_000_000  # more text does not make a better vocabulary, only a slower one
+_MAX_LINE_CHARACTERS = 4096
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTokenizerConfig:
+    """What a SentencePiece tokenizer is trained on, and where to."""
+
+    input: tuple[str, ...] = flag((), "JSON lines, Parquet or text files, also .gz and .zst", nargs="+")
+    json_key: str = flag("text", "field that holds the text")
+    output_prefix: str | None = flag(None, "the tokenizer is PREFIX.model", metavar="PREFIX")
+    vocab_size: int = flag(32000, "pieces")
+    model_type: Literal["bpe", "unigram"] = flag("bpe", "SentencePiece's algorithm")
+    max_characters: int = flag(MAX_CHARACTERS, "how much text to use, in equal parts from the beginnings of the files")
+    workers: int = flag(
+        1, "SentencePiece's threads, which help with unigram; its pieces depend on their number a little"
+    )
+    on_error: Literal["stop", "skip"] = flag("stop", "what to do at a line that is no document; skip names it")
+    overwrite: bool = flag(False, "replace a tokenizer of that name")
+
+
+def train_tokenizer(config: TrainTokenizerConfig, announce: Callable[[str], None]) -> Path:
+    """Train a tokenizer; the path of its model. SentencePiece writes to stderr how far it is.
+
+    Raises:
+        ValueError: a flag or an input is not usable, or the text does not support so many pieces. Nothing is written
+            then.
+    """
+    paths, output = _check(config)
+    model = train_sentencepiece(
+        _texts(paths, config, announce),
+        config.vocab_size,
+        model_type=config.model_type,
+        num_threads=config.workers,
+        show_log=True,
+    )
+    write_whole(output, model)
+    return output
+
+
+def train_sentencepiece(
+    documents: Iterable[str],
+    vocab_size: int,
+    *,
+    model_type: Literal["bpe", "unigram"] = "bpe",
+    num_threads: int = 1,
+    show_log: bool = False,
+) -> bytes:
+    """A SentencePiece model that gives any text back exactly (but for U+2581, its own sign for a space).
+
+    No normalization, bytes for characters it has no piece for, and `<eod>` (id 1) for the end of a document.
+    With one thread equal text gives an equal model, so nodes agree.
+
+    Raises:
+        ValueError: the text does not support `vocab_size` pieces.
+    """
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_training_lines(documents),
+            model_writer=model,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            max_sentence_length=4 * _MAX_LINE_CHARACTERS,  # in bytes; longer lines would be dropped
+            unk_id=0,
+            eos_id=1,
+            eos_piece="<eod>",
+            bos_id=-1,
+            pad_id=-1,
+            num_threads=num_threads,
+            minloglevel=0 if show_log else 2,
+        )
+    except RuntimeError as error:
+        raise ValueError(f"--vocab-size {vocab_size} does not suit this text: {error}") from error
+    return model.getvalue()
+
+
+def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
+    """The first `limit` characters of the texts."""
+    for text in texts:
+        yield text[:limit]
+        limit -= len(text)
+        if limit <= 0:
+            return
+
+
+def _check(config: TrainTokenizerConfig) -> tuple[list[Path], Path]:
+    """The input files and the model's path, once all that can be refused beforehand has been."""
+    if not config.input:
+        raise ValueError("--input is missing: the files to train on")
+    if config.output_prefix is None:
+        raise ValueError("--output-prefix is missing: where the tokenizer goes")
+    for name, value in (
+        ("--vocab-size", config.vocab_size),
+        ("--max-characters", config.max_characters),
+        ("--workers", config.workers),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} {value} is not positive")
+    output = Path(config.output_prefix + ".model").expanduser()
+    check_writable(output, overwrite=config.overwrite)
+    paths = [Path(value).expanduser() for value in config.input]
+    for path in paths:
+        check_readable(path, (config.json_key,))
+    return paths, output
+
+
+def _texts(paths: Sequence[Path], config: TrainTokenizerConfig, announce: Callable[[str], None]) -> Iterator[str]:
+    """Equal parts of the files, with a line now and then about how much was read."""
+    on_bad_line = stop_or_skip(config.on_error, announce)
+    started = said = time.monotonic()
+    read = 0
+    for path in paths:
+        texts = read_texts(path, config.json_key, on_bad_line)
+        for text in first_characters(texts, config.max_characters // len(paths)):
+            yield text
+            read += len(text)
+            if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                announce(f"read {read:,} characters, {read / (said - started) / 1e6:.1f} million a second: {path}")
+    if read == 0:
+        raise ValueError(f"--input {' '.join(config.input)} holds no text")
+    announce(f"read {read:,} characters in {time.monotonic() - started:.1f} s; training {config.vocab_size} pieces")
+
+
+def _training_lines(documents: Iterable[str]) -> Iterator[str]:
+    for text in documents:
+        for line in text.splitlines():
+            for start in range(0, len(line), _MAX_LINE_CHARACTERS):
+                yield line[start : start + _MAX_LINE_CHARACTERS]

@@ -1,0 +1,236 @@
+"""Every kind of file gives its documents, and every line that is none is named by file and number."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pyarrow
+import pytest
+from backports import zstd
+from pyarrow import parquet
+
+from megazpp.data.documents import BadLine, Block, check_readable, kind_of, parse_block, read_blocks, read_texts
+
+TEXTS = ["one\ntwo", "", "naïve—日本語 🐳", "line\u2028separator", "a\x00b", "x" * 5000]
+JSON_LINES = "".join(json.dumps({"title": str(i), "text": text}) + "\n" for i, text in enumerate(TEXTS)).encode()
+HALF = len(JSON_LINES) // 2
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def write_parquet(path: Path, **columns: list[object]) -> Path:
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def documents(path: Path, *keys: str, block_bytes: int = 1 << 20) -> list[tuple[str, ...] | BadLine]:
+    keys = keys or ("text",)
+    return [
+        document for block in read_blocks(path, keys, block_bytes=block_bytes) for document in parse_block(block, keys)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", JSON_LINES),
+        ("a.json", JSON_LINES),
+        ("a.ndjson", JSON_LINES),
+        ("a", JSON_LINES),  # begins with {
+        ("a.part-1", b"\xef\xbb\xbf" + JSON_LINES),
+        ("a.jsonl.gz", gzip.compress(JSON_LINES[:HALF]) + gzip.compress(JSON_LINES[HALF:])),
+        ("a.jsonl.zst", zstd.compress(JSON_LINES[:HALF]) + zstd.compress(JSON_LINES[HALF:])),
+    ],
+)
+@pytest.mark.parametrize("block_bytes", [1, 100, 1 << 20])
+def test_json_lines_give_their_documents_from_any_container_in_blocks_of_any_size(
+    tmp_path: Path, name: str, content: bytes, block_bytes: int
+) -> None:
+    path = write(tmp_path / name, content)
+    check_readable(path, ["text"])
+    assert documents(path, block_bytes=block_bytes) == [(text,) for text in TEXTS]
+    assert documents(path, "title", "text") == [(str(i), text) for i, text in enumerate(TEXTS)]
+    blocks = list(read_blocks(path, ["text"], block_bytes=block_bytes))
+    assert sum(block.disk_bytes for block in blocks) == len(content)
+    assert len(blocks) == (6 if block_bytes == 1 else 1 if block_bytes == 1 << 20 else len(blocks))
+
+
+def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", text=[*TEXTS, None, *["z"] * 3000], other=list(range(3007)))
+    check_readable(path, ["text"])
+    got = documents(path)
+    assert got[:6] == [(text,) for text in TEXTS]
+    assert got[6] == BadLine(path, 7, "'text' is a NoneType, not a string")
+    assert got[7:] == [("z",)] * 3000
+    blocks = list(read_blocks(path, ["text"]))
+    assert [block.first_line for block in blocks] == [1, 1025, 2049]
+    assert sum(block.disk_bytes for block in blocks) == path.stat().st_size
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_text_file_is_one_document_with_plain_line_ends(tmp_path: Path, suffix: str) -> None:
+    content = b'\xef\xbb\xbf{"text": 1}\r\nb\rc\n\n'
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}[suffix]
+    path = write(tmp_path / f"a.txt{suffix}", pack(content))
+    assert documents(path, block_bytes=1) == [('{"text": 1}\nb\nc\n\n',)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'\n{"text": "a"}\n  \n{"text": "b"}',  # blank lines, no newline at the end
+        b'{"text": "a"}\r\n\r\n{"text": "b"}\r\n',
+        b'\xef\xbb\xbf{"text": "a"}\n\xef\xbb\xbf\n{"text": "b"}\n\xef\xbb\xbf',  # files with a BOM joined
+        b' {"text":"a"} \n\t{"more": {"text": 1}, "text":"b"}\n',
+    ],
+)
+@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
+def test_blank_lines_foreign_line_ends_and_marks_do_no_harm(tmp_path: Path, content: bytes, block_bytes: int) -> None:
+    assert documents(write(tmp_path / "a.jsonl", content), block_bytes=block_bytes) == [("a",), ("b",)]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a"])
+def test_an_empty_file_has_no_documents(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, b"")
+    check_readable(path, ["text"])
+    assert documents(path) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": ', "not JSON"),
+        (b'{"text": "a"} {"text": "b"}', "not JSON: Extra data"),
+        (b'{"text": "\xff"}', "not UTF-8: .* 0xff in position 10"),
+        ('{"text": "a"}'.encode("utf-16"), "not UTF-8"),
+        (b'{"txt": "a"}', "there is no 'text'"),
+        (b'{"text": 5}', "'text' is a int, not a string"),
+        (b'{"text": null}', "'text' is a NoneType"),
+        (b'{"text": ["a"]}', "'text' is a list"),
+        (b'["text"]', "a JSON list, not an object"),
+        (b'"text"', "a JSON str"),
+        (b'{"text": "\\ud800"}', "surrogates not allowed"),
+        (b'{"text": ' + b"[" * 100_000, "not JSON: .*recursion"),
+        (b"\x00\x01\x02", "not JSON"),
+    ],
+)
+@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
+def test_a_line_that_is_no_document_is_named_and_the_others_are_read(
+    tmp_path: Path, line: bytes, reason: str, block_bytes: int
+) -> None:
+    line = line.replace(b"\n", b"")
+    path = write(tmp_path / "a.jsonl", b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n')
+    first, bad, last = documents(path, block_bytes=block_bytes)
+    assert (first, last) == (("a",), ("b",))
+    assert isinstance(bad, BadLine)
+    assert (bad.path, bad.number) == (path, 3)
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(bad.reason)
+    assert str(bad).startswith(f"{path}, line 3: ")
+
+
+def test_text_that_is_not_utf8_is_named_by_the_line(tmp_path: Path) -> None:
+    (bad,) = documents(write(tmp_path / "a.txt", b"a\nb\n\xff\n"))
+    assert isinstance(bad, BadLine)
+    assert (bad.number, bad.reason[:9]) == (3, "not UTF-8")
+
+
+def test_a_line_of_ten_megabytes_is_a_document(tmp_path: Path) -> None:
+    texts = ["a", "é" * 5_000_000, "b"]
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    assert documents(write(tmp_path / "a.jsonl", lines.encode()), block_bytes=1 << 16) == [(text,) for text in texts]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("damage", ["cut", "overwritten"])
+def test_a_file_damaged_in_the_middle_gives_what_is_before_and_says_so(
+    tmp_path: Path, suffix: str, damage: str
+) -> None:
+    lines = [json.dumps({"text": f"{i} {i * i} {i**3}"}).encode() + b"\n" for i in range(20_000)]
+    plain = b"".join(lines)
+    with_checksum = {zstd.CompressionParameter.checksum_flag: 1}
+    whole = gzip.compress(plain) if suffix == ".gz" else zstd.compress(plain, options=with_checksum)
+    third = len(whole) // 3
+    content = whole[:third] + (b"" if damage == "cut" else b"\xff" * 100 + whole[third + 100 :])
+    path = write(tmp_path / f"a.jsonl{suffix}", content)
+    *before, bad = documents(path, block_bytes=1000)
+    assert isinstance(bad, BadLine)
+    assert "cannot be read from here on" in bad.reason
+    if damage == "cut":  # else the checksum at the end says it, and what was made of the damage comes before
+        assert before == [(json.loads(line)["text"],) for line in lines[: len(before)]]
+        assert bad.number == len(before) + 1 > 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("a.jsonl", b"text", "json lines"),
+        ("a.b.json.zst", b"", "json lines"),
+        ("a.parquet", b"", "parquet"),
+        ("a.txt", b'{"text": 1}', "text"),
+        ("a.txt.gz", b"", "text"),
+        ("a.md", b"# {", "text"),
+        ("a.tex", b"", "text"),
+        ("a.gz", gzip.compress(b' {"a'), "json lines"),
+        ("a.dump", b'\n{"a', "json lines"),
+    ],
+)
+def test_the_name_and_else_the_beginning_say_what_a_file_holds(
+    tmp_path: Path, name: str, content: bytes, kind: str
+) -> None:
+    assert kind_of(write(tmp_path / name, content)) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "reason"),
+    [
+        ("none.jsonl", ["text"], "No such file"),
+        ("folder", ["text"], "directory"),
+        ("junk.jsonl.gz", ["text"], "gzip"),
+        ("junk.jsonl.zst", ["text"], "cannot be read"),
+        ("junk.parquet", ["text"], "Parquet"),
+        ("a.parquet", ["text", "body"], "no column 'text', only title, body"),
+        ("a.txt", ["text", "title"], "plain text: it has one text to a document, not text and title"),
+    ],
+)
+def test_files_that_cannot_be_opened_are_refused_beforehand(
+    tmp_path: Path, name: str, keys: list[str], reason: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    for junk in ("junk.jsonl.gz", "junk.jsonl.zst", "junk.parquet", "a.txt"):
+        write(tmp_path / junk, b"junk junk junk")
+    write_parquet(tmp_path / "a.parquet", title=["a"], body=["b"])
+    with pytest.raises(ValueError, match=reason) as raised:
+        check_readable(tmp_path / name, keys)
+    assert str(tmp_path / name) in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.jsonl.zst", "backports.zstd")])
+def test_without_an_optional_package_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
+    write(tmp_path / name, b"x")
+    for module in ("pyarrow", "pyarrow.parquet", "compression", "compression.zstd", "backports", "backports.zstd"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=f"{name} .*pip install {package}"):
+        check_readable(tmp_path / name, ["text"])
+
+
+def test_read_texts_hands_bad_lines_to_its_caller(tmp_path: Path) -> None:
+    path, bad = write(tmp_path / "a.jsonl", b'{"text": "a"}\n1\n{"text": ""}\n'), []
+    assert list(read_texts(path, "text", bad.append)) == ["a", ""]
+    assert [line.number for line in bad] == [2]
+
+
+def test_a_block_can_be_parsed_alone(tmp_path: Path) -> None:
+    block = Block(tmp_path / "a.jsonl", "json lines", 41, b'{"text": "a"}\n2\n', None, 17)
+    good, bad = parse_block(block, ["text"])
+    assert good == ("a",)
+    assert isinstance(bad, BadLine)
+    assert bad.number == 42

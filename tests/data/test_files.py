@@ -1,0 +1,48 @@
+"""Output files replace nothing unasked and are seen whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megazpp.data.files import check_writable, write_whole
+
+
+def test_what_exists_is_refused_unless_it_may_be_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    check_writable(path, overwrite=False)
+    path.touch()
+    check_writable(path, overwrite=True)
+    with pytest.raises(ValueError, match=r"--output-prefix: .*/a exists \(--overwrite replaces it\)"):
+        check_writable(path, overwrite=False)
+    with pytest.raises(ValueError, match=r"exists$"):
+        check_writable(tmp_path, overwrite=True)  # never a folder
+
+
+def test_a_place_that_is_no_directory_or_may_not_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="none is no directory"):
+        check_writable(tmp_path / "none" / "a", overwrite=True)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to"):
+        check_writable(tmp_path / "a", overwrite=True)
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a"
+    write_whole(path, b"old")
+
+    def full(_: int) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="disk full"):
+            write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    write_whole(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]

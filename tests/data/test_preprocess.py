@@ -1,0 +1,223 @@
+"""A corpus becomes the pairs that Megatron would write, the same bytes with any number of workers, or nothing."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from sentencepiece import SentencePieceProcessor
+
+from megazpp.data.indexed_dataset import IndexedDataset
+from megazpp.data.preprocess import PreprocessConfig, Progress, preprocess
+from megazpp.data.tokenizer import TokenizerConfig
+from megazpp.data.tokenizer_training import train_sentencepiece
+
+BYTES = TokenizerConfig(tokenizer_type="NullTokenizer")
+SAID: list[str] = []
+
+
+def write_jsonl(path: Path, *texts: str) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def run(path: Path | list[Path], out: Path, said: list[str] | None = None, **flags: Any) -> Progress:
+    paths = path if isinstance(path, list) else [path]
+    config = PreprocessConfig(input=tuple(map(str, paths)), output_prefix=str(out), **flags)
+    return preprocess(config, BYTES, ([] if said is None else said).append)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def megatrons_files(documents: list[list[int]], eod: int | None) -> dict[str, bytes]:
+    """What Megatron's preprocess_data.py writes for tokenized documents, in its own terms.
+
+    A document without ids becomes no sequence and gets no eod, but has its place among the documents.
+    """
+    ids, lengths, document_indices = b"", [], [0]
+    for document in documents:
+        if document:
+            sequence = document + ([] if eod is None else [eod])
+            ids += b"".join(struct.pack("<H", token) for token in sequence)
+            lengths.append(len(sequence))
+        document_indices.append(len(lengths))
+    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", 8)
+    index += struct.pack("<Q", len(lengths)) + struct.pack("<Q", len(document_indices))
+    for length in lengths:
+        index += struct.pack("<i", length)
+    for i in range(len(lengths)):
+        index += struct.pack("<q", 2 * sum(lengths[:i]))
+    for first in document_indices:
+        index += struct.pack("<q", first)
+    return {".bin": ids, ".idx": index}
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_the_files_are_megatrons_byte_for_byte(tmp_path: Path, append_eod: bool) -> None:
+    rows = [("T1", "one"), ("", "twö"), ("T3", ""), ("T4", "four"), ("", "")]
+    lines = [json.dumps({"title": title, "text": text}) for title, text in rows]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:2]))
+    (tmp_path / "b.jsonl").write_text("\n".join(lines[2:]))
+    out = tmp_path / "out"
+    out.mkdir()
+    inputs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    progress = run(inputs, out / "my.corpus", json_keys=("text", "title"), append_eod=append_eod)
+    expected = {}
+    for column, key in enumerate(("title", "text")):
+        documents = [list(row[column].encode()) for row in rows]
+        for suffix, content in megatrons_files(documents, 256 if append_eod else None).items():
+            expected[f"my.corpus_{key}_document{suffix}"] = content
+    assert contents(out) == expected
+    assert (progress.documents, progress.bad_lines) == (5, 0)
+    assert progress.tokens == 17 + (6 if append_eod else 0)  # without those of empty texts
+    assert progress.text_bytes == 17
+    assert progress.disk_bytes == progress.total_disk_bytes
+    texts = IndexedDataset(out / "my.corpus_text_document")
+    assert [bytes(texts.get(i)[:3].tolist()).decode() for i in (0,)] == ["one"]
+    assert texts.document_lengths.tolist() == [3 + append_eod, 4 + append_eod, 0, 4 + append_eod, 0]
+
+
+def test_a_sentencepiece_model_gives_its_own_ids_in_workers_too(tmp_path: Path) -> None:
+    texts = [f"some text to learn from, {i} times" for i in range(50)]
+    (tmp_path / "sp.model").write_bytes(train_sentencepiece(texts, 300))
+    path, tokenizer = (
+        write_jsonl(tmp_path / "a.jsonl", *texts),
+        TokenizerConfig(tokenizer_model=str(tmp_path / "sp.model")),
+    )
+    for workers in (1, 2):
+        config = PreprocessConfig(input=(str(path),), output_prefix=f"{tmp_path}/{workers}", workers=workers)
+        preprocess(config, tokenizer, SAID.append)
+        processor = SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
+        dataset = IndexedDataset(tmp_path / f"{workers}_text_document")
+        assert [dataset.get(i).tolist() for i in range(50)] == processor.encode(texts)
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    # blocks of very different cost, so that later ones are done first; some lines are bad
+    texts = [f"{i}" * (400_000 if i % 5 == 0 else 1 + i) for i in range(40)]
+    path = write_jsonl(tmp_path / "a.jsonl", *texts)
+    path.write_bytes(path.read_bytes() + b"junk\n")
+    results, reports = [], []
+    for workers in (1, 2, 3):
+        said: list[str] = []
+        run(path, tmp_path / "out", said, workers=workers, append_eod=True, on_error="skip", overwrite=True)
+        results.append([(tmp_path / f"out_text_document{suffix}").read_bytes() for suffix in (".bin", ".idx")])
+        reports.append([line for line in said if "skipped" in line])
+    assert results[0] == results[1] == results[2]
+    assert reports[0] == reports[1] == reports[2]
+    assert len(reports[0]) == 1
+    assert f"{path}, line 41: not JSON" in reports[0][0]
+    assert len(IndexedDataset(tmp_path / "out_text_document")) == 40
+
+
+def test_a_bad_line_stops_the_run_or_is_counted(tmp_path: Path) -> None:
+    path, out = write_jsonl(tmp_path / "a.jsonl", "one", "two"), tmp_path / "out"
+    out.mkdir()
+    path.write_bytes(path.read_bytes() + b'{"text": "\xff"}\n{"txt": ""}\n{"text": "three"}\n')
+    for workers in (1, 2):
+        with pytest.raises(ValueError, match=r"a\.jsonl, line 3: not UTF-8.*--on-error skip"):
+            run(path, out / "x", workers=workers)
+        assert contents(out) == {}
+    said: list[str] = []
+    progress = run(path, out / "x", said, on_error="skip")
+    assert (progress.documents, progress.bad_lines) == (3, 2)
+    assert [line.split(": ")[0] for line in said] == [f"skipped {path}, line 3", f"skipped {path}, line 4"]
+    assert contents(out) == {
+        f"x_text_document{suffix}": content
+        for suffix, content in megatrons_files([list(text) for text in (b"one", b"two", b"three")], None).items()
+    }
+
+
+def test_what_exists_is_kept_unless_it_may_be_replaced(tmp_path: Path) -> None:
+    path, out = write_jsonl(tmp_path / "a.jsonl", "one"), tmp_path / "out"
+    out.mkdir()
+    run(path, out / "x")
+    before = contents(out)
+    other = write_jsonl(tmp_path / "b.jsonl", "two")
+    with pytest.raises(ValueError, match=r"x_text_document\.bin exists \(--overwrite replaces it\)"):
+        run(other, out / "x")
+    assert contents(out) == before
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b"junk")
+    with pytest.raises(ValueError, match="not JSON"):
+        run(bad, out / "x", overwrite=True)
+    assert contents(out) == before
+    run(other, out / "x", overwrite=True)
+    assert contents(out)["x_text_document.bin"] == b"t\x00w\x00o\x00"
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b'{"text": ""}\n', b"\xef\xbb\xbf"])
+def test_a_corpus_without_text_is_refused_and_leaves_nothing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=r"--input .*a\.jsonl holds no text"):
+        run(tmp_path / "a.jsonl", tmp_path / "x")
+    assert set(contents(tmp_path)) == {"a.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"input": ()}, "--input is missing"),
+        ({"input": ("none.jsonl",)}, r"none\.jsonl cannot be read: .*No such file"),
+        ({"output_prefix": None}, "--output-prefix is missing"),
+        ({"output_prefix": "/nowhere/x"}, "/nowhere is no directory"),
+        ({"json_keys": ("text", "text")}, "--json-keys text text names one twice"),
+        ({"workers": 0}, "--workers 0 is not positive"),
+        ({"log_interval": 0}, "--log-interval 0 is not positive"),
+    ],
+)
+def test_wrong_flags_are_named_before_anything_is_written(tmp_path: Path, flags: dict[str, Any], reason: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", "one")
+    with pytest.raises(ValueError, match=reason):
+        preprocess(
+            PreprocessConfig(**{"input": (str(path),), "output_prefix": str(tmp_path / "x"), **flags}),
+            BYTES,
+            SAID.append,
+        )
+    assert set(contents(tmp_path)) == {"a.jsonl"}
+
+
+def test_a_tokenizer_is_needed_and_append_eod_needs_an_eod(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, "[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    path = write_jsonl(tmp_path / "a.jsonl", "one")
+    config = PreprocessConfig(input=(str(path),), output_prefix=str(tmp_path / "x"), append_eod=True)
+    with pytest.raises(ValueError, match="--tokenizer-model is missing"):
+        preprocess(config, TokenizerConfig(), SAID.append)
+    with pytest.raises(ValueError, match="--append-eod: the tokenizer has no end-of-document token"):
+        preprocess(config, TokenizerConfig(tokenizer_model=str(tmp_path)), SAID.append)
+
+
+def test_a_worker_that_is_killed_ends_the_run_with_a_reason(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", *["x" * 300_000] * 100)
+
+    def kill_workers(_: str) -> None:
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    config = PreprocessConfig(input=(str(path),), output_prefix=str(tmp_path / "x"), workers=2, log_interval=1)
+    with pytest.raises(ValueError, match="--workers 2: one was killed"):
+        preprocess(config, BYTES, kill_workers)
+    assert set(contents(tmp_path)) == {"a.jsonl"}
+
+
+def test_progress_comes_every_so_many_documents_with_rates_and_the_time_left(tmp_path: Path) -> None:
+    path, said = write_jsonl(tmp_path / "a.jsonl", *["x" * 500_000] * 10), []
+    run(path, tmp_path / "x", said, log_interval=4)  # blocks of three documents, the last of one
+    assert [line.split(" documents")[0] for line in said] == ["Processed 6", "Processed 9"]
+    assert "MB/s" in said[0]
+    assert "60.0% of the input" in said[0]
+
+
+def test_the_time_left_follows_from_the_share_of_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic", lambda: 100.0)
+    progress = Progress(total_disk_bytes=40, started=90.0, documents=5, tokens=20, text_bytes=30_000_000, disk_bytes=0)
+    assert "0.5 docs/s, 3.00 MB/s, 2 tokens/s); 0.0% of the input, 0:00:10 gone, ? left" in str(progress)
+    progress.disk_bytes = 10
+    assert "25.0% of the input, 0:00:10 gone, 0:00:30 left" in str(progress)

@@ -1,0 +1,115 @@
+"""What is said of a dataset is what is in it; a wrong tokenizer is noticed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import inspect_dataset
+import pytest
+
+from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
+
+NULL = ["--tokenizer-type", "NullTokenizer"]
+DOCUMENTS = [[b"Hello, ", b"world"], [], [b"x" * 1000], [b"end"]]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    with IndexedDatasetBuilder(tmp_path / "my", "<u2") as builder:
+        for i, sentences in enumerate(DOCUMENTS):
+            for j, sentence in enumerate(sentences):
+                last = i == 0 and j == len(sentences) - 1
+                builder.add_sequence([*sentence, 256] if last else list(sentence))
+            builder.end_document()
+        builder.finalize()
+    return tmp_path / "my"
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code = inspect_dataset.main([str(word) for word in argv])
+    return code, *capsys.readouterr()
+
+
+def test_sizes_lengths_and_ends_are_counted_and_a_document_is_decoded(prefix: Path, capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(capsys, "--input", prefix, *NULL)
+    assert code == 0
+    assert "2,032 bytes in .bin, 122 in .idx" in out
+    assert "1,016 of uint16" in out
+    assert "4, 1 of them empty, in 4 sequences" in out
+    assert "0 to 1,000 tokens, mean 254.0" in out
+    assert "half below 8," in out
+    assert "at most 256; a vocabulary of 257" in out
+    assert "of the first 3 documents that have text 1 end with eod (256)" in out
+    assert out.endswith("\ndocument 0, 13 of its 13 tokens:\nHello, world\n")
+    _, out, _ = run(capsys, "--input", prefix, *NULL, "--document", 2, "--tokens", 5)
+    assert out.endswith("document 2, 5 of its 1,000 tokens:\nxxxxx\n")
+
+
+def test_without_a_tokenizer_ids_are_shown(prefix: Path, capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(capsys, "--input", prefix, "--document", 3)
+    assert code == 0
+    assert out.endswith("document 3, 3 of its 3 tokens:\n101 110 100\n")
+    assert "eod" not in out
+
+
+@pytest.mark.parametrize("name", ["lengths.svg", "lengths.png"])
+def test_the_histogram_is_drawn(prefix: Path, capsys: pytest.CaptureFixture[str], name: str):
+    pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"  # text stays text
+    code, out, _ = run(capsys, "--input", prefix, "--histogram", prefix.with_name(name))
+    assert code == 0
+    assert name in out
+    content = prefix.with_name(name).read_bytes()
+    if name.endswith("svg"):
+        assert b"4 documents, 1,016 tokens" in content
+        assert b"median 13" in content  # of those that are not empty
+    else:
+        assert content.startswith(b"\x89PNG")
+
+
+def test_one_length_for_all_documents_is_drawn_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("matplotlib")
+    with IndexedDatasetBuilder(tmp_path / "one", "<u2") as builder:
+        builder.add_document([1])
+        builder.finalize()
+    assert run(capsys, "--input", tmp_path / "one", "--histogram", tmp_path / "x.png")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("", "--input is missing"),
+        ("--input nothing", "nothing.idx does not exist"),
+        ("--input junk", "not a Megatron index"),
+        ("--input my --document 4", "--document 4: there are documents 0 to 3"),
+        ("--input my --tokens -1", "--tokens -1 is negative"),
+        ("--input wide --tokenizer-type NullTokenizer", "has the id 300: the tokenizer has only 257"),
+        ("--input my --histogram x.nonsense", "nonsense"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    prefix: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str, reason: str
+):
+    if "nonsense" in flags:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(prefix.parent)
+    for suffix in (".bin", ".idx"):
+        Path(f"junk{suffix}").write_bytes(b"junk junk")
+    with IndexedDatasetBuilder("wide", "<u2") as builder:
+        builder.add_document([300])
+        builder.finalize()
+    code, _, err = run(capsys, *flags.split())
+    assert code == 2
+    assert err.startswith("inspect_dataset.py: error: ")
+    assert reason in err
+    assert err.count("\n") == 1
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    prefix: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for module in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
+    code, _, err = run(capsys, "--input", prefix, "--histogram", prefix.with_name("x.png"))
+    assert code == 2
+    assert "pip install matplotlib" in err

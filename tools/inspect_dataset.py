@@ -1,0 +1,130 @@
+"""Say what is in a .bin/.idx pair: sizes, lengths of documents, and the text of one of them.
+
+python tools/inspect_dataset.py --input my_text_document --tokenizer-model my.model --histogram lengths.svg
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from data_tool import run_tool
+
+from megazpp.data.indexed_dataset import IndexedDataset
+from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from megazpp.flags import flag
+
+CHECKED_IDS, CHECKED_DOCUMENTS = 1 << 27, 1000  # a look at more of a large dataset takes minutes
+BARS = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    """What is shown."""
+
+    input: str | None = flag(None, "prefix of the .bin/.idx pair", metavar="PREFIX")
+    document: int = flag(0, "which document is decoded")
+    tokens: int = flag(100, "how many of its tokens")
+    histogram: str | None = flag(None, "picture of the documents' lengths (.svg, .png, .pdf)", metavar="FILE")
+
+
+def main(argv: list[str]) -> int:
+    return run_tool("inspect_dataset.py", __doc__, [InspectConfig, TokenizerConfig], run, argv)
+
+
+def run(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
+    if config.input is None:
+        raise ValueError("--input is missing: the prefix of a .bin/.idx pair")
+    dataset = IndexedDataset(Path(config.input).expanduser())
+    lengths = dataset.document_lengths
+    if not 0 <= config.document < len(lengths):
+        raise ValueError(f"--document {config.document}: there are documents 0 to {len(lengths) - 1}")
+    if config.tokens < 0:
+        raise ValueError(f"--tokens {config.tokens} is negative")
+    tokenizer = load_tokenizer(tokenizer_config)
+    print(describe(dataset, lengths))
+    if tokenizer is not None:
+        print(check_ids(dataset, tokenizer))
+    print(sample(dataset, config.document, config.tokens, tokenizer))
+    if config.histogram is not None:
+        draw_histogram(lengths, str(dataset.prefix), Path(config.histogram).expanduser())
+        print(f"\npicture: {config.histogram}")
+
+
+def describe(dataset: IndexedDataset, lengths: np.ndarray) -> str:
+    """Sizes in files and tokens."""
+    bin_bytes, idx_bytes = (path.stat().st_size for path in (dataset.bin_path, dataset.idx_path))
+    low, median, high, top = np.percentile(lengths, [10, 50, 90, 99])
+    empty = np.count_nonzero(lengths == 0)
+    rows = {
+        "files": f"{bin_bytes:,} bytes in .bin, {idx_bytes:,} in .idx",
+        "tokens": f"{len(dataset.tokens):,} of {dataset.dtype}",
+        "documents": f"{len(lengths):,}, {empty:,} of them empty, in {len(dataset):,} sequences",
+        "document length": f"{lengths.min():,} to {lengths.max():,} tokens, mean {lengths.mean():,.1f}",
+        "": f"10 % below {low:,.0f}, half below {median:,.0f}, 90 % below {high:,.0f}, 99 % below {top:,.0f}",
+    }
+    return "\n".join(f"{name:16} {value}" for name, value in rows.items())
+
+
+def check_ids(dataset: IndexedDataset, tokenizer: Tokenizer) -> str:
+    """Whether the ids are this tokenizer's, and documents end with its eod.
+
+    Raises:
+        ValueError: an id is outside the tokenizer's vocabulary.
+    """
+    largest = int(dataset.tokens[:CHECKED_IDS].max())
+    if largest >= tokenizer.vocab_size:
+        raise ValueError(f"{dataset.prefix} has the id {largest}: the tokenizer has only {tokenizer.vocab_size}")
+    spans = itertools.pairwise(dataset.document_indices[: CHECKED_DOCUMENTS + 1].tolist())
+    last = [end - 1 for start, end in spans if start < end and dataset.lengths[end - 1]]
+    ended = sum(int(dataset.get(i)[-1]) == tokenizer.eod for i in last)
+    return (
+        f"{'ids':16} at most {largest:,}; a vocabulary of {tokenizer.vocab_size:,}\n"
+        f"{'':16} of the first {len(last):,} documents that have text {ended:,} end with eod ({tokenizer.eod})"
+    )
+
+
+def sample(dataset: IndexedDataset, document: int, num_tokens: int, tokenizer: Tokenizer | None) -> str:
+    """The beginning of a document, as text if there is a tokenizer."""
+    first, end = dataset.document_indices[document : document + 2].tolist()
+    ids: list[int] = []
+    for sequence in range(first, end):
+        ids += dataset.get(sequence)[: num_tokens - len(ids)].tolist()
+    total = int(dataset.lengths[first:end].sum(dtype=np.int64))
+    text = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+    return f"\ndocument {document}, {len(ids):,} of its {total:,} tokens:\n{text}"
+
+
+def draw_histogram(lengths: np.ndarray, title: str, out: Path) -> None:
+    """Draw how many documents have how many tokens; bars of equal width on a logarithmic axis.
+
+    Raises:
+        ValueError: matplotlib is not installed, or cannot write files of that name.
+    """
+    try:
+        from matplotlib.figure import Figure  # optional
+    except ImportError as error:
+        raise ValueError("drawing needs matplotlib, which is not installed (pip install matplotlib)") from error
+
+    full = lengths[lengths > 0]
+    edges = np.unique(np.rint(np.geomspace(full.min(), full.max() + 1, BARS + 1))).tolist()
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.hist(full, bins=edges, color="#4292c6", edgecolor="white", linewidth=0.3)
+    axes.axvline(np.median(full), color="#de2d26", label=f"median {np.median(full):,.0f}")
+    axes.axvline(full.mean(), color="#d97706", linestyle="--", label=f"mean {full.mean():,.0f}")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("tokens of a document")
+    axes.set_ylabel("documents")
+    axes.set_title(f"{title}: {len(lengths):,} documents, {lengths.sum():,} tokens", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(out, dpi=150)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
