@@ -51,6 +51,7 @@ from megazpp.training.stopping import StopConditions
 from megazpp.training.tracking import Tracker, open_sinks
 from megazpp.training.traffic import zero3_traffic
 from megazpp.zero.config import wire_backends
+from megazpp.zero.verify import verify_weights
 
 HERE = Path(__file__).resolve().parent
 
@@ -129,6 +130,8 @@ def build_and_train(
         NotFinite(built.sharding, dims, plan.batches, folder),
         dynamic_scale=config.precision.fp16 and config.loss_scale.loss_scale is None,
         say=console.say,
+        verify=functools.partial(verify_weights, built.sharding, dims),
+        verify_interval=config.verify.zero_verify_interval,
     )
     step = TrainStep(
         *built,

@@ -39,6 +39,7 @@ from megazpp.training.stopping import StopConfig
 from megazpp.training.tracking import TrackingConfig, check_tracking
 from megazpp.zero.config import WirePlan, ZeroConfig, plan_wire, wire_backends
 from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.verify import VerifyConfig
 
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
 
@@ -62,6 +63,7 @@ class RunConfig:
     launch: LaunchConfig
     stop: StopConfig
     anomalies: AnomalyConfig
+    verify: VerifyConfig
     evaluation: EvalConfig
     tracking: TrackingConfig
     timeline: TimelineConfig

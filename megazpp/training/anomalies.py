@@ -2,6 +2,7 @@
 
     the loss or a gradient is not finite    the job ends, and says where it came from (not_finite.py)
     the loss jumps (--loss-spike-sigma)     the step is skipped, or the weights go back to the last checkpoint
+    gathered weights differ between ranks   the job ends (--zero-verify-interval, zero/verify.py)
 
 All ranks see the same numbers and decide the same. With a dynamic loss scale a gradient that is not finite is the
 scale's business and the step is skipped; a loss that is not finite is an error there too.
@@ -71,6 +72,8 @@ class Guard:
         not_finite: ends the job with a report.
         dynamic_scale: gradients that are not finite are the loss scale's business.
         say: prints on rank 0.
+        verify: raises if ranks have gathered different weights.
+        verify_interval: steps between two calls of it; None: never.
         rewind: takes weights and moments back to the last checkpoint and says which; called on all ranks.
     """
 
@@ -81,10 +84,13 @@ class Guard:
         *,
         dynamic_scale: bool,
         say: Callable[[str], None],
+        verify: Callable[[], None] | None = None,
+        verify_interval: int | None = None,
         rewind: Callable[[], str] | None = None,
     ) -> None:
         self._config, self._not_finite, self._dynamic_scale = config, not_finite, dynamic_scale
         self._say, self._rewind = say, rewind
+        self._verify, self._verify_interval = verify, verify_interval
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def begin_step(self) -> None:
@@ -99,8 +105,10 @@ class Guard:
             loss, norm: of the global batch.
             local_losses: [number of micro-batches] this rank's share of the loss.
         Raises:
-            NotFiniteError: on all ranks.
+            NotFiniteError, CorruptWeightsError: on all ranks.
         """
+        if self._verify is not None and self._verify_interval and iteration % self._verify_interval == 0:
+            self._verify()  # first, because it would explain what else is wrong
         finite = math.isfinite(loss) and (math.isfinite(norm) or self._dynamic_scale)
         if self._config.check_for_nan_in_loss_and_grad and not finite:
             self._not_finite.report(iteration, loss, norm, local_losses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,7 +29,15 @@ class FakeNotFinite:
 class Watched:
     """A guard, what it said, and how often it rewound."""
 
-    def __init__(self, *, dynamic_scale: bool = False, rewinds: bool = False, **config: Any) -> None:
+    def __init__(
+        self,
+        *,
+        dynamic_scale: bool = False,
+        rewinds: bool = False,
+        verify: Callable[[], None] | None = None,
+        verify_interval: int | None = None,
+        **config: Any,
+    ) -> None:
         self.said: list[str] = []
         self.rewound = 0
         self.not_finite: Any = FakeNotFinite()
@@ -37,6 +46,8 @@ class Watched:
             self.not_finite,
             dynamic_scale=dynamic_scale,
             say=self.said.append,
+            verify=verify,
+            verify_interval=verify_interval,
             rewind=self._rewind if rewinds else None,
         )
         self.iteration = 0
@@ -127,3 +138,12 @@ def test_a_resumed_guard_remembers_the_losses():
 def test_flags_that_cannot_work_are_refused(config: dict[str, Any], saves: bool, named: str):
     with pytest.raises(ValueError, match=named):
         check_anomalies(AnomalyConfig(**config), saves=saves)
+
+
+def test_weights_are_verified_every_so_many_steps_before_anything_else_is_decided():
+    verified: list[int] = []
+    watched = Watched(verify=lambda: verified.append(watched.iteration), verify_interval=3)
+    assert all(watched.takes(1.0) for _ in range(8))
+    with pytest.raises(NotFiniteError):
+        watched.takes(NAN)
+    assert verified == [3, 6, 9]

@@ -1,0 +1,113 @@
+"""Gathered weights are compared across ranks: a broken bit names the unit and the ranks, a good run is left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.training import LLAMA_STYLE, Case, build_step
+
+from megazpp.zero.config import ZeroConfig
+from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.verify import CorruptWeightsError, Sums, VerifyConfig, describe, verify_weights
+
+ZEROPP = ZeroConfig(zeropp=True)
+
+
+def steps(case: Case, verify: bool) -> list[float]:
+    step, dims = build_step(case)
+    losses = []
+    for index in range(3):
+        batch = case.batch(index, 4 * dims.data_rank, 4)
+        losses.append(step([batch], learning_rate=1e-2, weight_decay=0.0).loss)
+        if verify:
+            verify_weights(step.sharding, dims)
+    return losses
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"nodes": 2, "zero": ZEROPP},
+        {"nodes": 2, "tp": 2, "zero": ZEROPP, "precision": PrecisionConfig(bf16=True)},
+        {"nodes": 2, "replicas": 2},
+        {"stage": 1, "model": LLAMA_STYLE},
+        {"stage": 0, "tp": 2},
+    ],
+    ids=["zeropp", "zeropp-tp-bf16", "replicas", "stage1", "stage0-tp"],
+)
+def test_a_good_run_passes_and_its_losses_do_not_change(case: dict[str, Any]):
+    assert ranks(4).run(steps, Case(**case), True) == ranks(4).run(steps, Case(**case), False)
+
+
+def corrupt(case: Case, rank: int, slot: int) -> tuple[str, str]:
+    """Flip one bit of the middle that `rank` keeps of layers.0, in the part that came from node `slot`."""
+    step, dims = build_step(case)
+    step._forward_backward([case.batch(0, 4 * dims.data_rank, 4)])
+    if dims.world.rank == rank:
+        middle = step.sharding._gathers[1]._middle
+        middle[slot, 7] ^= 16
+    return _error(step, dims), _error_of_a_step(step, dims, case)
+
+
+def _error(step: Any, dims: Any) -> str:
+    try:
+        verify_weights(step.sharding, dims)
+    except CorruptWeightsError as error:
+        return str(error)
+    return "no error"
+
+
+def _error_of_a_step(step: Any, dims: Any, case: Case) -> str:
+    """After an update all middles are new."""
+    step.optimizer.step()
+    return _error(step, dims)
+
+
+def test_a_flipped_bit_in_the_middle_of_one_rank_names_the_unit_and_the_ranks_that_got_it():
+    """Rank 3 (node 1, local rank 1) keeps the shard of rank 1 of node 0, and hands it to ranks 2 and 3."""
+    answers = ranks(4).run(corrupt, Case(nodes=2, zero=ZEROPP), 3, 0)
+    assert len(set(answers)) == 1
+    broken, afterwards = answers[0]
+    assert broken.splitlines() == [
+        "gathered weights differ between ranks: a wire or a memory is broken; the job ends before the update",
+        "layers.0, shard of rank 1: other weights on rank 2, 3",
+    ]
+    assert afterwards == "no error"
+
+
+def test_with_tensor_parallelism_only_ranks_of_one_index_are_compared_and_all_ranks_learn_of_it():
+    """2 nodes x 4, tp 2: rank 6 keeps for ranks 4 and 6 what rank 2 has sent."""
+    answers = ranks(8).run(corrupt, Case(nodes=2, tp=2, zero=ZEROPP), 6, 0)
+    assert len(set(answers)) == 1
+    assert answers[0][0].splitlines()[1:] == ["layers.0, shard of rank 2: other weights on rank 4, 6"]
+
+
+def write_past_one_replica(case: Case) -> str:
+    step, dims = build_step(case)
+    if dims.world.rank == 2:
+        with torch.no_grad():
+            next(step.model.layers[0].parameters()).to_local().view(-1)[0] += 1e-6
+    return _error(step, dims)
+
+
+def test_copies_of_the_model_are_compared_too():
+    """Rank 2 holds the same shard as rank 0, and gathers together with rank 3."""
+    answers = ranks(4).run(write_past_one_replica, Case(nodes=2, replicas=2))
+    assert answers[0].splitlines()[1].startswith("layers.0, shard of rank 0, 2: other weights on rank ")
+    assert answers[0].splitlines()[1][-4:] in ("0, 1", "2, 3")
+
+
+def test_most_ranks_are_right_and_the_owner_where_it_is_even():
+    key = ("layers.3", 0)
+    minority = [Sums(0, rank, {key: 5 + (rank == 2)}) for rank in range(4)]
+    assert describe(minority).splitlines()[1] == "layers.3, shard of rank 0: other weights on rank 2"
+    even = [Sums(0, rank, {key: 5 + (rank in (0, 1))}) for rank in range(4)]
+    assert describe(even).splitlines()[1] == "layers.3, shard of rank 0: other weights on rank 2, 3"
+
+
+def test_an_interval_that_is_not_positive_is_refused():
+    with pytest.raises(ValueError, match="--zero-verify-interval 0 is not positive"):
+        VerifyConfig(zero_verify_interval=0)
