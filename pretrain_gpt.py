@@ -19,7 +19,18 @@ from pathlib import Path
 
 import torch
 
-from megazpp.arguments import ParsedRun, RunConfig, RunPlan, check_run_config, parse_run_config
+from megazpp.arguments import (
+    ParsedRun,
+    RunConfig,
+    RunPlan,
+    check_run_config,
+    parse_run_config,
+    with_checkpoint_args,
+)
+from megazpp.checkpoint.config import check_checkpoint
+from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.source import Source, choose_source, peek
 from megazpp.data.dataset import build_tokenizer, cache_dir, check_inputs, unigram_entropy
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.flag_report import render_arguments_block
@@ -29,7 +40,7 @@ from megazpp.optim.backends import backend_table, optimizer_backends
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import EXIT_USER_ERROR, find_place, launched_rank
+from megazpp.parallel.launch import EXIT_USER_ERROR, RESTART_COUNT, find_place, launched_rank
 from megazpp.parallel.links import measure_links
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.survey import settle_cluster
@@ -40,11 +51,11 @@ from megazpp.training.anomalies import Guard
 from megazpp.training.console import Console
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.flops import mfu_convention, model_flops_per_token, peak_flops
-from megazpp.training.loop import Progress, Recorder, train
+from megazpp.training.loop import Recorder, train
 from megazpp.training.metrics import Meter, RunShape
 from megazpp.training.not_finite import NotFinite
 from megazpp.training.run_folder import RunFolder, default_run_dir
-from megazpp.training.setup import Built, build_model, open_datasets, open_loader
+from megazpp.training.setup import Built, build_model, open_checkpoints, open_datasets, open_loader
 from megazpp.training.step import TrainStep
 from megazpp.training.step_timeline import StepTimeline
 from megazpp.training.stopping import StopConditions
@@ -64,6 +75,9 @@ def main() -> int:
             if parsed.print_config:
                 print(parsed.report())
                 return 0
+            source = find_source(parsed.config)
+            earlier = peek(source)
+            parsed = with_checkpoint_args(parsed, earlier)
             place = find_place(parsed.config.launch)
             launcher_env = os.environ if place.started and place.world_size > 1 else {}  # a batch script's is not ours
             tp = parsed.config.parallel.tensor_model_parallel_size
@@ -76,18 +90,27 @@ def main() -> int:
             error.show()
         return EXIT_USER_ERROR
     if place.started:
-        run_worker(place, parsed.config.launch, functools.partial(pretrain, parsed, plan))
+        run_worker(place, parsed.config.launch, functools.partial(pretrain, parsed, plan, source, earlier))
     command = [sys.executable, *sys.argv]
     return launch_workers(command, place.world_size, max_restarts=parsed.config.launch.max_restarts)
 
 
-def pretrain(parsed: ParsedRun, plan: RunPlan, worker: Worker) -> None:
-    """One worker's whole run; rank 0 records it."""
+def find_source(config: RunConfig) -> Source | None:
+    """What to begin with: after a restart what this job has saved, else what --load says."""
+    check_checkpoint(config.checkpoint)
+    return choose_source(config.checkpoint, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
+
+
+def pretrain(
+    parsed: ParsedRun, plan: RunPlan, source: Source | None, earlier: RunRecord | None, worker: Worker
+) -> None:
+    """One worker's whole run; rank 0 records it, where the run that it continues was recorded."""
     with user_errors():
         plan = plan_again(parsed.config, plan, worker)
-        tracker = open_tracker(parsed, worker) if worker.rank == 0 else None
+        continued = earlier if source is not None and source.continues else None
+        tracker = open_tracker(parsed, worker, continued) if worker.rank == 0 else None
     with tracker or contextlib.nullcontext(), StopConditions(parsed.config.stop) as stops:
-        build_and_train(parsed, plan, worker, tracker, stops)
+        build_and_train(parsed, plan, source, worker, tracker, stops)
 
 
 def plan_again(config: RunConfig, plan: RunPlan, worker: Worker) -> RunPlan:
@@ -98,7 +121,12 @@ def plan_again(config: RunConfig, plan: RunPlan, worker: Worker) -> RunPlan:
 
 
 def build_and_train(
-    parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: Tracker | None, stops: StopConditions
+    parsed: ParsedRun,
+    plan: RunPlan,
+    source: Source | None,
+    worker: Worker,
+    tracker: Tracker | None,
+    stops: StopConditions,
 ) -> None:
     """Make every part from its own config, train, evaluate, and show what came out."""
     config, seed, device = parsed.config, parsed.config.launch.seed, worker.device
@@ -142,6 +170,20 @@ def build_and_train(
         guard=guard,
         count_zeros=config.tracking.log_num_zeros_in_grad,
     )
+    checkpoints = open_checkpoints(
+        config.checkpoint,
+        step,
+        flags=parsed.values(),
+        schedule=plan.schedule,
+        vocab_size=tokenizer.vocab_size,
+        seed=seed,
+        folder=folder,
+        say=console.say,
+    )
+    with user_errors():
+        checkpoints.open()
+        resumed = checkpoints.load(source, plan.schedule) if source is not None else None
+    progress, schedule = (Progress(), plan.schedule) if resumed is None else (resumed.progress, resumed.schedule)
     meter = Meter(describe_run(config, plan, tokenizer, worker))
     console.say(mfu_convention(meter.shape.flops_per_token, device_name(device), meter.shape.peak_flops))
     recorder = Recorder(meter, console, tracker, dims, config.tracking, device)
@@ -161,7 +203,7 @@ def build_and_train(
         )
         for dataset in (datasets.valid, datasets.test)
     )
-    progress, wait_share = Progress(), 0.0
+    wait_share = 0.0
     if datasets.train is not None and not config.stop.skip_train:
         watchdog = Watchdog(worker, dims, config.launch, folder.path if folder else None)
         with load(datasets.train, ramp_up=True) as batches, watchdog:
@@ -169,15 +211,17 @@ def build_and_train(
                 step,
                 batches,
                 plan.batches,
-                plan.schedule,
+                schedule,
                 recorder,
                 stops,
                 StepTimeline(config.timeline, dims, folder=folder, say=console.say),
                 eval_interval=config.evaluation.eval_interval,
                 evaluate=validate,
                 start=progress,
+                checkpoints=checkpoints,
             )
-            wait_share = batches.wait_seconds / meter.totals.seconds
+            wait_share = batches.wait_seconds / meter.totals.seconds if meter.totals.steps else 0.0
+            checkpoints.finish()
     entropy = unigram_entropy(datasets.valid, tokenizer.vocab_size) if datasets.valid is not None else None
     zero3 = functools.partial(zero3_traffic, built.sharding.shard_elements, dims, config.precision)
     if stops.hurried:
@@ -190,10 +234,13 @@ def build_and_train(
         console.say(f"tokenizer and data indices: {cache_dir(config.data)}")
 
 
-def open_tracker(parsed: ParsedRun, worker: Worker) -> Tracker:
-    """The run folder with the flags in it, and what else the flags ask to record to."""
+def open_tracker(parsed: ParsedRun, worker: Worker, continued: RunRecord | None) -> Tracker:
+    """The run folder, a continued run's own, with the flags in it, and what else the flags ask to record to."""
     tracking = parsed.config.tracking
-    folder = RunFolder(tracking.run_dir or default_run_dir(parsed.name, datetime.datetime.now()))
+    before = continued.run_dir if continued is not None and Path(continued.run_dir or "").is_dir() else None
+    folder = RunFolder(tracking.run_dir or before or default_run_dir(parsed.name, datetime.datetime.now()))
+    if continued is not None and continued.wandb_run_id is not None:
+        folder.keep_wandb_run_id(continued.wandb_run_id)
     folder.write_args(parsed.values(), parsed.report())
     sinks = open_sinks(tracking, folder, parsed.values())
     return Tracker(tracking, folder, sinks, world_size=worker.world_size, device=worker.device)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megazpp.checkpoint.config import CheckpointConfig, check_checkpoint
+from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.data.dataset import DataConfig, check_data
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.flag_files import expand_flag_files
@@ -64,6 +66,7 @@ class RunConfig:
     stop: StopConfig
     anomalies: AnomalyConfig
     verify: VerifyConfig
+    checkpoint: CheckpointConfig
     evaluation: EvalConfig
     tracking: TrackingConfig
     timeline: TimelineConfig
@@ -137,6 +140,32 @@ def parse_run_config(argv: Sequence[str], script_dir: Path, *, program: str = "p
     )
 
 
+def with_checkpoint_args(parsed: ParsedRun, record: RunRecord | None) -> ParsedRun:
+    """`parsed` with the model's shape from the checkpoint, if --use-checkpoint-args asks for it.
+
+    Args:
+        record: of the checkpoint that will be loaded; None if there is none.
+    Raises:
+        ValueError: there is none.
+    """
+    config = parsed.config
+    if not config.checkpoint.use_checkpoint_args:
+        return parsed
+    if record is None:
+        raise ValueError(f"--use-checkpoint-args: --load {config.checkpoint.load} has no checkpoint")
+    shape, own = shape_of(record.flags), parsed.values()
+    notices = [
+        f"--{name.replace('_', '-')} {own[name]} gives way to the checkpoint's {shape[name]}"
+        for name in shape
+        if name in parsed.origins and shape[name] != own[name]
+    ]
+    return parsed._replace(
+        config=dataclasses.replace(config, model=dataclasses.replace(config.model, **shape)),
+        origins=parsed.origins | dict.fromkeys(shape, "checkpoint"),
+        notices=(*parsed.notices, *notices),
+    )
+
+
 _DESCRIPTION = (
     "Train a GPT. @file stands for the flags that the file holds, one or more to a line; what comes later wins. "
     "Without flags: " + DEFAULT_FLAG_FILE
@@ -172,7 +201,8 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
     _check_required(config)
     _check_positive("--vocab-size", config.tokenizer.vocab_size)
     check_launch(config.launch)
-    check_anomalies(config.anomalies, saves=False)
+    check_anomalies(config.anomalies, saves=config.checkpoint.save is not None)
+    check_checkpoint(config.checkpoint)
     check_data(config.data)
     check_tracking(config.tracking)
     check_nccl(config.nccl)

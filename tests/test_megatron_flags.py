@@ -50,9 +50,8 @@ def test_a_flag_without_effect_here_is_dropped_with_its_values_and_one_notice(na
 @pytest.mark.parametrize(
     ("name", "values", "words"),
     [
-        ("--save", ["ckpt"], "checkpoints are not there yet"),
-        ("--load", ["ckpt"], "checkpoints are not there yet"),
-        ("--override-opt_param-scheduler", [], "checkpoints are not there yet"),
+        ("--pretrained-checkpoint", ["ckpt"], "use --load with --finetune"),
+        ("--non-persistent-save-interval", ["10"], "use --save-interval and --keep-last"),
         ("--num-experts", ["8"], "no mixture-of-experts layers"),
         ("--fp8-format", ["hybrid"], "use --bf16"),
         ("--num-layers-per-virtual-pipeline-stage", ["2"], "no pipeline parallelism"),
@@ -89,7 +88,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_one() -> None:
 
 
 def test_all_refused_flags_are_reported_together() -> None:
-    flags = [Given("--save", ("x",), "a"), Given("--lr", ("1",), "b"), Given("--fp8-format", ("e4m3",), "c")]
+    flags = [Given("--load-tag", ("x",), "a"), Given("--lr", ("1",), "b"), Given("--fp8-format", ("e4m3",), "c")]
     with pytest.raises(ValueError, match=r"^a(\.sh:3)?: ") as caught:
         sift_flags(flags, OURS, KNOWN)
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["a", "c"]

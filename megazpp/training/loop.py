@@ -1,14 +1,16 @@
-"""The training loop: fetch, step, record, evaluate, and stop when it is time."""
+"""The training loop: fetch, step, record, save, evaluate, and stop when it is time."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from megazpp.checkpoint.checkpoints import Checkpoints
+from megazpp.checkpoint.progress import Progress
 from megazpp.data.loader import BatchLoader
 from megazpp.optim.clip import global_parameter_norm
 from megazpp.optim.schedule import Schedule
@@ -24,24 +26,6 @@ from megazpp.training.step_timeline import StepTimeline
 from megazpp.training.stopping import StopConditions
 from megazpp.training.tracking import Tracker, TrackingConfig
 from megazpp.training.traffic import Zero3Traffic, collect_traffic, traffic_summary, traffic_table
-
-
-class Progress(NamedTuple):
-    """Where training stands; what a resumed run would continue from.
-
-    Attributes:
-        iteration: steps done.
-        consumed_samples: samples those steps were given.
-        scheduled_samples: samples of the steps that were taken; skipped steps do not move the schedule.
-        micro_batches: of one rank, over all steps.
-        stop_reason: why the loop ended before its last iteration, if it did.
-    """
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    scheduled_samples: int = 0
-    micro_batches: int = 0
-    stop_reason: str | None = None
 
 
 class Recorder:
@@ -173,6 +157,7 @@ def train(
     eval_interval: int,
     evaluate: Evaluator | None,
     start: Progress,
+    checkpoints: Checkpoints | None = None,
 ) -> Progress:
     """Train until `plan` is fulfilled or `stops` says so.
 
@@ -180,6 +165,7 @@ def train(
         timeline: records the step that was asked for.
         evaluate: the validation, called every `eval_interval` iterations; None for no evaluation.
         start: where to begin.
+        checkpoints: saves when it is time and after the last step.
     """
     progress = start
     recorder.console.start_bar(plan.total_iterations, progress.iteration)
@@ -203,7 +189,10 @@ def train(
         reason = stops.reason(progress.iteration, step.dims)
         progress = progress._replace(stop_reason=reason)
         record = _record(result, progress, batch_size, rate=rate, seconds=seconds, loss_scale=loss_scale)
-        recorder.step(record, step, last=reason is not None or progress.iteration == plan.total_iterations)
+        last = reason is not None or progress.iteration == plan.total_iterations
+        recorder.step(record, step, last=last)
+        if checkpoints is not None:
+            checkpoints.after_step(progress, last=last)
         if evaluate is not None and progress.iteration % eval_interval == 0 and not stops.hurried:
             recorder.validate(evaluate, progress)
     recorder.console.stop_bar()

@@ -93,6 +93,12 @@ class RunFolder:
             file.write_text(uuid.uuid4().hex[:8] + "\n")
         return file.read_text().strip()
 
+    def keep_wandb_run_id(self, run_id: str) -> None:
+        """Continue the wandb run of another folder, unless this one has its own."""
+        file = self.path / "wandb_run_id"
+        if not file.exists():
+            file.write_text(run_id + "\n")
+
     def _write(self, name: str, text: str) -> Path:
         file = self.path / name
         if file.exists():

@@ -1,13 +1,19 @@
-"""Build the large parts of a run in the order they depend on each other: model, shards, data."""
+"""Build the large parts of a run in the order they depend on each other: model, shards, data, checkpoints."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
+from megazpp.checkpoint.checkpoints import Checkpoints
+from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.state import TrainState
+from megazpp.checkpoint.together import open_axis
 from megazpp.data.batch import make_micro_batch
 from megazpp.data.dataset import DataConfig, Dataset, Splits, build_datasets
 from megazpp.data.loader import BatchLoader
@@ -15,10 +21,13 @@ from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
+from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_
 from megazpp.training.batches import BatchPlan
 from megazpp.training.evaluate import EvalConfig
+from megazpp.training.run_folder import RunFolder
+from megazpp.training.step import TrainStep
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import Sharding, materialize, shard_model
@@ -100,3 +109,38 @@ def open_loader(
         num_workers=config.num_workers,
         batch_size_at=plan.batch_size_at if ramp_up else None,
     )
+
+
+def open_checkpoints(
+    config: CheckpointConfig,
+    step: TrainStep,
+    *,
+    flags: Mapping[str, Any],
+    schedule: Schedule,
+    vocab_size: int,
+    seed: int,
+    folder: RunFolder | None,
+    say: Callable[[str], None],
+) -> Checkpoints:
+    """The checkpoints of a run that `step` trains, for all ranks; nothing is read or written yet.
+
+    Args:
+        flags: every flag's value, to be kept with each checkpoint.
+        folder: where the run is recorded; only rank 0, which writes it down, knows.
+    """
+    layout = step.dims.layout
+    record = RunRecord(
+        progress=Progress(),
+        scaler={},
+        groups=[],
+        schedule=schedule.state_dict(),
+        flags=dict(flags),
+        vocab_size=vocab_size,
+        layout={name: layout.axis_size(name) for name in ("replicate", "cross", "local", "tp")},
+        run_dir=None if folder is None else str(folder.path.resolve()),
+        wandb_run_id=folder.wandb_run_id() if folder is not None and flags["wandb_project"] else None,
+        torch=torch.__version__,
+    )
+    state = TrainState(step.model, step.sharding, step.optimizer, step.scaler, step.dims, seed=seed)
+    axis = open_axis(step.dims) if config.save is not None or config.load is not None else step.dims.world
+    return Checkpoints(config, state, record, axis, say)
