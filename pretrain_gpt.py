@@ -59,6 +59,7 @@ from megazpp.training.setup import Built, build_model, open_checkpoints, open_da
 from megazpp.training.step import TrainStep
 from megazpp.training.step_timeline import StepTimeline
 from megazpp.training.stopping import StopConditions
+from megazpp.training.straggler import Straggler
 from megazpp.training.tracking import Tracker, open_sinks
 from megazpp.training.traffic import zero3_traffic
 from megazpp.zero.config import wire_backends
@@ -215,6 +216,7 @@ def build_and_train(
                 recorder,
                 stops,
                 StepTimeline(config.timeline, dims, folder=folder, say=console.say),
+                Straggler(config.straggler, dims, interval=config.tracking.log_interval, say=console.say),
                 eval_interval=config.evaluation.eval_interval,
                 evaluate=validate,
                 start=progress,

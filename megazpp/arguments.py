@@ -38,6 +38,7 @@ from megazpp.training.batches import BatchConfig, BatchPlan, plan_batches
 from megazpp.training.evaluate import EvalConfig
 from megazpp.training.step_timeline import TimelineConfig, check_timeline
 from megazpp.training.stopping import StopConfig
+from megazpp.training.straggler import StragglerConfig
 from megazpp.training.tracking import TrackingConfig, check_tracking
 from megazpp.zero.config import WirePlan, ZeroConfig, plan_wire, wire_backends
 from megazpp.zero.precision import PrecisionConfig
@@ -70,6 +71,7 @@ class RunConfig:
     evaluation: EvalConfig
     tracking: TrackingConfig
     timeline: TimelineConfig
+    straggler: StragglerConfig
     sample: SampleConfig
 
     @property

@@ -24,6 +24,7 @@ from megazpp.training.resources import cpu_seconds, memory_line, peak_memory_byt
 from megazpp.training.step import StepResult, TrainStep
 from megazpp.training.step_timeline import StepTimeline
 from megazpp.training.stopping import StopConditions
+from megazpp.training.straggler import Straggler
 from megazpp.training.tracking import Tracker, TrackingConfig
 from megazpp.training.traffic import Zero3Traffic, collect_traffic, traffic_summary, traffic_table
 
@@ -153,6 +154,7 @@ def train(
     recorder: Recorder,
     stops: StopConditions,
     timeline: StepTimeline,
+    straggler: Straggler,
     *,
     eval_interval: int,
     evaluate: Evaluator | None,
@@ -163,6 +165,7 @@ def train(
 
     Args:
         timeline: records the step that was asked for.
+        straggler: compares the ranks' steps.
         evaluate: the validation, called every `eval_interval` iterations; None for no evaluation.
         start: where to begin.
         checkpoints: saves when it is time and after the last step.
@@ -174,7 +177,7 @@ def train(
         batch_size = plan.batch_size_at(progress.consumed_samples)
         rate = schedule.learning_rate(progress.scheduled_samples)
         loss_scale = step.scaler.scale
-        with timeline.step(progress.iteration + 1):
+        with timeline.step(progress.iteration + 1), straggler.step(progress.iteration + 1):
             with step.dims.timeline.span(WAIT, "data"):
                 batches = loader.step(progress.consumed_samples, batch_size)
             result = step(

@@ -20,6 +20,7 @@ from megazpp.training.metrics import Meter, RunShape
 from megazpp.training.step import StepResult
 from megazpp.training.step_timeline import StepTimeline, TimelineConfig
 from megazpp.training.stopping import StopConditions, StopConfig
+from megazpp.training.straggler import Straggler, StragglerConfig
 from megazpp.training.tracking import TrackingConfig
 
 CPU = torch.device("cpu")
@@ -95,6 +96,7 @@ class Run:
             recorder,
             StopConditions(StopConfig(**loop)),
             StepTimeline(TimelineConfig(), self.dims, folder=None, say=lambda _: None),
+            Straggler(StragglerConfig(), self.dims, interval=log_interval, say=lambda _: None),
             eval_interval=eval_interval,
             evaluate=self.evaluate,
             start=Progress(),

@@ -1,0 +1,78 @@
+"""Slow ranks are named (--log-straggler).
+
+One step per log interval is recorded on all ranks, as the timeline does it: a rank's compute time is its forward,
+backward, norm and update without its waits and without the collectives that it stood in. Ranks that wait for a slow one
+do not look slow themselves. On CUDA the times are the device's, and reading them waits for the device once.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from megazpp.flags import flag
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.timeline import COMPUTE, lane_seconds
+
+SLOW = 1.2  # times the median
+SHOWN = 8  # ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerConfig:
+    """Slow ranks."""
+
+    log_straggler: bool = flag(
+        False, f"measure one step per log interval and name the ranks that compute {SLOW} times as long as the median"
+    )
+
+
+class Straggler:
+    """Records steps and compares ranks; every rank calls it.
+
+    Args:
+        config: whether to do anything.
+        dims: its timeline records, its world axis compares.
+        interval: steps between two comparisons.
+        say: prints on rank 0.
+    """
+
+    def __init__(
+        self, config: StragglerConfig, dims: ParallelDims, *, interval: int, say: Callable[[str], None]
+    ) -> None:
+        self._interval = interval if config.log_straggler else None
+        self._dims, self._say = dims, say
+
+    @contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """Around iteration `iteration`."""
+        timeline = self._dims.timeline
+        if self._interval is None or iteration % self._interval or timeline.recording:
+            yield
+            return
+        timeline.start()
+        try:
+            yield
+        finally:
+            spans = timeline.stop()
+        seconds = torch.tensor([lane_seconds(spans)[COMPUTE]], dtype=torch.float64, device=self._dims.mesh.device_type)
+        self._say(describe(iteration, self._dims.world.all_gather(seconds).tolist()))
+
+
+def describe(iteration: int, seconds: Sequence[float]) -> str:
+    """The line for compute seconds by rank."""
+    median = statistics.median(seconds)
+    by_time = sorted(range(len(seconds)), key=lambda rank: -seconds[rank])
+    slow = [rank for rank in by_time if seconds[rank] > SLOW * median]
+    shown = ", ".join(f"rank {rank} {seconds[rank] / median:.2f} x" for rank in slow[:SHOWN])
+    more = f" and {len(slow) - SHOWN} more" if len(slow) > SHOWN else ""
+    fastest, slowest = by_time[-1], by_time[0]
+    return (
+        f"compute seconds of iteration {iteration}: median {median:.4f}, "
+        f"fastest {seconds[fastest]:.4f} (rank {fastest}), slowest {seconds[slowest]:.4f} (rank {slowest}); "
+        + (f"slow: {shown}{more}" if slow else "no slow rank")
+    )
