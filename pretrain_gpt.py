@@ -181,6 +181,8 @@ def build_and_train(
         folder=folder,
         say=console.say,
     )
+    if config.anomalies.loss_spike_action == "rewind":
+        guard.rewind = lambda: checkpoints.rewind().iteration
     with user_errors():
         checkpoints.open()
         resumed = checkpoints.load(source, plan.schedule) if source is not None else None

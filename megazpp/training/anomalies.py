@@ -61,7 +61,7 @@ def check_anomalies(config: AnomalyConfig, *, saves: bool) -> None:
         if sigma is None:
             raise ValueError("--loss-spike-action rewind needs --loss-spike-sigma")
         if not saves:
-            raise ValueError("--loss-spike-action rewind needs --save and --save-interval")
+            raise ValueError("--loss-spike-action rewind needs --save")
 
 
 class Guard:
@@ -74,7 +74,8 @@ class Guard:
         say: prints on rank 0.
         verify: raises if ranks have gathered different weights.
         verify_interval: steps between two calls of it; None: never.
-        rewind: takes weights and moments back to the last checkpoint and says which; called on all ranks.
+    Attributes:
+        rewind: takes weights and moments back to the last checkpoint and returns its iteration; called on all ranks.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class Guard:
         say: Callable[[str], None],
         verify: Callable[[], None] | None = None,
         verify_interval: int | None = None,
-        rewind: Callable[[], str] | None = None,
     ) -> None:
         self._config, self._not_finite, self._dynamic_scale = config, not_finite, dynamic_scale
-        self._say, self._rewind = say, rewind
+        self._say = say
+        self.rewind: Callable[[], int] | None = None
         self._verify, self._verify_interval = verify, verify_interval
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
@@ -137,8 +138,11 @@ class Guard:
         if loss <= mean + sigma * deviation:
             return False
         what = "the step is skipped"
-        if self._rewind is not None:
-            what += f", and the weights go back to {self._rewind()}"
+        if self.rewind is not None:
+            try:
+                what += f", and the weights go back to those of iteration {self.rewind()}"
+            except ValueError as error:  # no checkpoint yet
+                what += f" ({error})"
         self._say(
             f"iteration {iteration}: the loss is {loss:.4f}, after {mean:.4f} +- {deviation:.4f} over {len(before)} "
             f"steps; {what}"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megazpp.parallel.launch import STOP_SIGNALS, LaunchConfig, find_place
 from megazpp.parallel.supervisor import launch_workers
-from megazpp.parallel.worker import UserError, Worker, run_worker
+from megazpp.parallel.worker import JobError, UserError, Worker, run_worker
 
 FOREVER = 1000
 
@@ -26,6 +26,8 @@ def work(what: str, worker: Worker) -> None:
     kind, _, rank = what.partition("-on-")
     if kind == "user-error":
         raise UserError("--flag 3 is wrong\n--other 4 too")
+    if kind == "agreed":
+        raise JobError("all ranks have found the same\nand say so once")
     if kind == "stop":
         wait_for_a_stop_signal()
     if kind.endswith("once"):

@@ -57,6 +57,15 @@ def test_what_the_user_can_mend_is_shown_once_as_lines(tmp_path: Path):
     assert output == "sum 2\njob.py: error: --flag 3 is wrong\njob.py: error: --other 4 too\n"
 
 
+def test_what_all_ranks_have_found_together_is_said_once_without_a_traceback(tmp_path: Path):
+    code, output = run_program(JOB, "agreed", "2", folder=tmp_path)
+    assert code == 1
+    first, *lines, last = output.splitlines()
+    assert first == "sum 2"
+    assert lines == ["job.py: error: all ranks have found the same", "job.py: error: and say so once"]
+    assert last.endswith("ended with exit code 1; the job is over")
+
+
 def test_torchrun_starts_the_workers_and_nothing_else_does(tmp_path: Path):
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", JOB, "nothing", "0")
     code, output = run_program(*command, folder=tmp_path)

@@ -48,8 +48,8 @@ class Watched:
             say=self.said.append,
             verify=verify,
             verify_interval=verify_interval,
-            rewind=self._rewind if rewinds else None,
         )
+        self.guard.rewind = self._rewind if rewinds else None
         self.iteration = 0
 
     def takes(self, loss: float, norm: float = 1.0) -> bool:
@@ -57,9 +57,11 @@ class Watched:
         self.guard.begin_step()
         return self.guard.allows(self.iteration, loss, norm, NO_LOSSES)
 
-    def _rewind(self) -> str:
+    def _rewind(self) -> int:
         self.rewound += 1
-        return "iteration 40"
+        if self.rewound > 1:
+            raise ValueError("--save x has no checkpoint to go back to")
+        return 40
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (INF, 1.0), (1.0, NAN), (1.0, INF), (NAN, NAN)])
@@ -117,7 +119,15 @@ def test_rewind_takes_the_weights_back_and_says_where_to():
     assert all(watched.takes(loss) for loss in noisy(50))
     assert not watched.takes(9.0)
     assert watched.rewound == 1
-    assert watched.said[0].endswith("the step is skipped, and the weights go back to iteration 40")
+    assert watched.said[0].endswith("the step is skipped, and the weights go back to those of iteration 40")
+
+
+def test_without_a_checkpoint_to_go_back_to_the_step_is_only_skipped():
+    watched = Watched(loss_spike_sigma=6.0, loss_spike_action="rewind", rewinds=True)
+    watched.rewound = 1
+    assert all(watched.takes(loss) for loss in noisy(50))
+    assert not watched.takes(9.0)
+    assert watched.said[0].endswith("the step is skipped (--save x has no checkpoint to go back to)")
 
 
 def test_a_resumed_guard_remembers_the_losses():
@@ -132,7 +142,7 @@ def test_a_resumed_guard_remembers_the_losses():
     [
         ({"loss_spike_sigma": 0.0}, True, "--loss-spike-sigma 0.0 is not positive"),
         ({"loss_spike_action": "rewind"}, True, "needs --loss-spike-sigma"),
-        ({"loss_spike_action": "rewind", "loss_spike_sigma": 5.0}, False, "needs --save and --save-interval"),
+        ({"loss_spike_action": "rewind", "loss_spike_sigma": 5.0}, False, "needs --save"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(config: dict[str, Any], saves: bool, named: str):
