@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Literal, NamedTuple, cast
@@ -126,12 +126,14 @@ def parse_block(block: Block, keys: Sequence[str]) -> Iterator[tuple[str, ...] |
         return
     for number, record in _records(block):
         try:
-            if block.kind == "text":
-                yield (_decode(cast(bytes, record)).replace("\r\n", "\n").replace("\r", "\n"),)
+            if isinstance(record, dict):
+                yield _texts(record, keys)
+            elif block.kind == "text":
+                yield (_decode(record).replace("\r\n", "\n").replace("\r", "\n"),)
             else:
-                yield _texts(record if block.kind == "parquet" else _json_value(cast(bytes, record)), keys)
+                yield _texts(_json_value(_decode(record)), keys)
         except UnicodeDecodeError as error:
-            inside = cast(bytes, record).count(b"\n", 0, error.start)  # of plain text: its line
+            inside = error.object.count(b"\n", 0, error.start)  # of plain text: its line
             yield BadLine(block.path, number + inside, f"not UTF-8: {error}")
         except (ValueError, RecursionError) as error:
             yield BadLine(block.path, number, str(error))
@@ -188,24 +190,27 @@ def _decode(content: bytes) -> str:
     return content.removeprefix(_BOM).decode("utf-8")
 
 
-def _json_value(line: bytes) -> object:
-    text = _decode(line)
+def _json_value(line: str) -> object:
     try:
-        return json.loads(text)
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
 
 
 def _texts(record: object, keys: Sequence[str]) -> tuple[str, ...]:
-    if not isinstance(record, Mapping):
+    if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}, not an object")
+    texts = []
     for key in keys:
-        if key not in record:
-            raise ValueError(f"there is no {key!r}")
-        if not isinstance(record[key], str):
-            raise ValueError(f"{key!r} is a {type(record[key]).__name__}, not a string")
-        record[key].encode()  # half a surrogate pair, which JSON can write, is no text
-    return tuple(record[key] for key in keys)
+        text = record.get(key)
+        if not isinstance(text, str):
+            if key not in record:
+                raise ValueError(f"there is no {key!r}")
+            raise ValueError(f"{key!r} is a {type(text).__name__}, not a string")
+        if not text.isascii():
+            text.encode()  # half a surrogate pair, which JSON can write, is no text
+        texts.append(text)
+    return tuple(texts)
 
 
 def _check_columns(columns: Sequence[str], keys: Sequence[str]) -> None:
