@@ -1,0 +1,120 @@
+"""Simulated time: clocks, and lanes whose tasks take seconds instead of running.
+
+A lane of parallel/lane.py runs tasks in the order of submission, so its tasks need no queue of events: a task starts
+when the lane is free, what was given before on the submitting clock is done, and the tickets it waits for are; it ends
+as many seconds later as its hops and passes over memory cost. What calls `Lane.submit` and `Ticket.wait` runs here as
+it is. Clocks stand for what has an order of its own: the compute, a stream, a lane.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+from megazpp.parallel.lane import Lane, Ticket
+
+T = TypeVar("T")
+
+
+class Span(NamedTuple):
+    """What a clock was busy with, in seconds since the step began."""
+
+    clock: str
+    name: str
+    start: float
+    end: float
+
+
+class Clock:
+    """One order of events.
+
+    Attributes:
+        now: seconds since the step began.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.now = name, 0.0
+
+
+class Simulation:
+    """All clocks of a rank; one of them is running.
+
+    Attributes:
+        compute: the clock of the model's kernels (on a CPU, the process's).
+        spans: what each clock did.
+        waits: seconds that the compute waited, by whom it waited for.
+    """
+
+    def __init__(self) -> None:
+        self.compute = Clock("compute")
+        self.clocks = [self.compute]
+        self.running = self.compute
+        self.spans: list[Span] = []
+        self.waits: dict[str, float] = defaultdict(float)
+
+    def new_clock(self, name: str) -> Clock:
+        """A clock that `reset` sets to zero too."""
+        self.clocks.append(Clock(name))
+        return self.clocks[-1]
+
+    def reset(self) -> None:
+        """A new step begins."""
+        for clock in self.clocks:
+            clock.now = 0.0
+        self.spans, self.waits = [], defaultdict(float)
+
+    @contextmanager
+    def on(self, clock: Clock) -> Iterator[None]:
+        """What is done inside is done on `clock`."""
+        before, self.running = self.running, clock
+        try:
+            yield
+        finally:
+            self.running = before
+
+    def spend(self, name: str, seconds: float) -> None:
+        """The running clock is busy."""
+        start = self.running.now
+        self.running.now += seconds
+        self.spans.append(Span(self.running.name, name, start, self.running.now))
+
+    def wait_until(self, moment: float, reason: str) -> None:
+        """The running clock does not go on before `moment`."""
+        if moment > self.running.now:
+            if self.running is self.compute:
+                self.waits[reason] += moment - self.running.now
+            self.running.now = moment
+
+    def busy(self, clock: str) -> float:
+        """Seconds that a clock was busy."""
+        return sum(span.end - span.start for span in self.spans if span.clock == clock)
+
+
+class SimulatedLane(Lane):
+    """A lane beside the compute."""
+
+    def __init__(self, simulation: Simulation, name: str) -> None:
+        self._simulation, self._clock = simulation, simulation.new_clock(name)
+
+    def submit(self, task: Callable[[], T], *, after: Sequence[Ticket[Any]] = ()) -> Ticket[T]:
+        simulation, clock = self._simulation, self._clock
+        clock.now = max(clock.now, simulation.running.now)
+        with simulation.on(clock):
+            for ticket in after:
+                ticket.join()
+            result = task()
+        return SimulatedTicket(result, clock.now, clock.name, simulation)
+
+
+class SimulatedTicket(Ticket[T]):
+    """Done at a moment."""
+
+    def __init__(self, result: T, done: float, lane: str, simulation: Simulation) -> None:
+        super().__init__(result)
+        self._done, self._lane, self._simulation = done, lane, simulation
+
+    def join(self) -> T:
+        self._simulation.wait_until(self._done, self._lane)
+        return self._result
