@@ -36,13 +36,13 @@ class Found(NamedTuple):
         data_rank: which samples it had.
         losses: its share of the loss, by micro-batch.
         elements: parameter -> elements of this rank's shard of the summed gradient that are not finite.
-        suspects: parameters of the units in which its own gradients were not finite.
+        suspects: parameters of the units in which its own gradients were not finite; None where nobody can look.
     """
 
     data_rank: int
     losses: list[float]
     elements: dict[str, int]
-    suspects: set[str]
+    suspects: list[str] | None
 
 
 class NotFinite:
@@ -85,7 +85,7 @@ class NotFinite:
                     "first_sample": first,
                 }
                 record |= {"samples": size, "micro_batch_size": self._plan.micro_batch_size, "grad_norms": norms}
-                record |= {"ranks": [each._replace(suspects=sorted(each.suspects))._asdict() for each in found]}
+                record |= {"ranks": [each._asdict() for each in found]}
                 message += f"\nsamples, losses and norms: {self._folder.write_not_finite(iteration, record)}"
         raise NotFiniteError(self._dims.world.share_object(message))
 
@@ -123,8 +123,11 @@ def describe(
         )
     bad = _elements_by_parameter(found)
     for name, count in list(bad.items())[:SHOWN]:
-        ranks = [rank for rank, each in enumerate(found) if name in each.suspects]
-        origin = f"from rank {', '.join(map(str, ranks))}" if ranks else "every rank's own gradient was finite"
+        ranks = [rank for rank, each in enumerate(found) if name in (each.suspects or ())]
+        if found[0].suspects is None:
+            origin = "from a rank that is not known, because whole copies are summed inside FSDP2"
+        else:
+            origin = f"from rank {', '.join(map(str, ranks))}" if ranks else "every rank's own gradient was finite"
         lines.append(f"{name}: {count} elements of the gradient are not finite, {origin}")
     more = len(bad_losses[SHOWN:]) + len(bad) - len(list(bad)[:SHOWN])
     return "\n".join([*lines, f"and {more} more"] if more else lines)

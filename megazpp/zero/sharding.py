@@ -104,12 +104,12 @@ class Sharding:
         for reduce in self._watchable:
             reduce.watched, reduce.largest = True, None
 
-    def not_finite_here(self) -> set[str]:
+    def not_finite_here(self) -> list[str] | None:
         """Parameters of the units in which this rank's gradients were not finite since `watch_gradients`.
 
-        Empty where gradients are only summed over whole copies (stage 0), which happens inside FSDP2.
+        None where nobody can look: gradients of whole copies (stage 0) are summed inside FSDP2.
         """
-        return {name for reduce in self._watchable for name in reduce.not_finite()}
+        return [name for reduce in self._watchable for name in reduce.not_finite()] if self._watchable else None
 
     @property
     def shard_elements(self) -> int:

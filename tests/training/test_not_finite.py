@@ -121,8 +121,16 @@ def test_a_nan_in_the_loss_names_the_micro_batch_and_its_samples(tmp_path: Path)
     assert all(line.endswith("from rank 2") for line in lines[2:-2])
 
 
+def test_where_whole_copies_are_summed_the_parameter_is_named_and_the_rank_is_said_to_be_unknown(tmp_path: Path):
+    answers = ranks(4).run(train_with_a_fault, Case(stage=0, micro_batches=2), "gradient", 1, tmp_path)
+    assert [answer[1:] for answer in answers] == [(True, True)] * 4
+    line = answers[0][0].splitlines()[1]
+    assert line.startswith("layers.1.mlp.fc2.weight: ")
+    assert "from a rank that is not known" in line
+
+
 def test_long_lists_are_cut_and_the_rest_counted():
-    found = [Found(rank, [float("nan")], {f"p{i}": 1 for i in range(10)}, set()) for rank in range(12)]
+    found = [Found(rank, [float("nan")], {f"p{i}": 1 for i in range(10)}, []) for rank in range(12)]
     lines = describe(found, 5, 1.0, float("nan"), first_sample=0, micro_batch_size=1).splitlines()
     assert len(lines) == 1 + 8 + 8 + 1
     assert lines[9] == "p0: 12 elements of the gradient are not finite, every rank's own gradient was finite"
