@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+PROBE_BYTES = 1 << 20
 
 
 def default_run_dir(config_name: str, now: datetime.datetime) -> Path:
@@ -33,7 +36,7 @@ def default_run_dir(config_name: str, now: datetime.datetime) -> Path:
 
 
 def make_writable(path: str | Path, flag: str) -> Path:
-    """Create the folder, and try it by writing and deleting a file.
+    """Create the folder, and try it by writing and deleting a file of PROBE_BYTES: a full disk may still hold names.
 
     Raises:
         ValueError: names the flag, the path and the reason.
@@ -42,8 +45,13 @@ def make_writable(path: str | Path, flag: str) -> Path:
     probe = path / f".{uuid.uuid4().hex}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        try:
+            with probe.open("wb") as file:
+                file.write(bytes(PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{flag} {path} is not a folder that can be written to: {error.strerror}") from error
     return path

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.disks import make_read_only, small_disk
 
 from megazpp.data.cache import build_once, cache_key, default_cache_dir, load_or_save_arrays
 
@@ -122,3 +123,21 @@ def test_the_default_directory_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/ishmael")
     assert default_cache_dir() == Path("/home/ishmael/.cache/megazpp")
+
+
+def test_a_full_disk_is_named_and_nothing_unfinished_is_left_on_it(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        with pytest.raises(ValueError, match=r"--data-cache-path: cannot write .*: 131072 requested and \d+ written"):
+            load_or_save_arrays(disk / "thing", lambda: [np.zeros(1 << 17, dtype=np.uint8)])
+        assert [file.name for file in disk.iterdir()] == [".thing.lock"]
+
+
+def test_a_read_only_disk_is_no_obstacle_to_what_is_built_already(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        load_or_save_arrays(disk / "thing", lambda: [np.arange(5)])
+        make_read_only(disk)
+        (array,) = load_or_save_arrays(disk / "thing", list)
+        assert array.tolist() == [0, 1, 2, 3, 4]
+        del array  # it is mapped
+        with pytest.raises(ValueError, match=r"--data-cache-path: cannot write .*Read-only file system"):
+            load_or_save_arrays(disk / "other", lambda: [np.arange(5)])

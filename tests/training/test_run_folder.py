@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
+from helpers.disks import make_read_only, small_disk
 
 from megazpp.training.run_folder import RunFolder, default_run_dir, make_writable
 
@@ -83,3 +84,17 @@ def test_the_default_folder_is_named_by_time_and_config_and_never_taken(
         path = default_run_dir("gpt_tiny", now)
         assert path == Path("runs") / name
         RunFolder(path)
+
+
+def test_a_full_disk_is_found_before_anything_is_written_to_it(tmp_path: Path):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        with pytest.raises(ValueError, match=f"--run-dir {disk} is not .*No space left on device"):
+            RunFolder(disk)
+        assert list(disk.iterdir()) == []
+
+
+def test_a_read_only_disk_is_found_at_the_start(tmp_path: Path):
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        make_read_only(disk)
+        with pytest.raises(ValueError, match=r"--run-dir .* is not .*Read-only file system"):
+            RunFolder(disk / "run")
