@@ -132,6 +132,7 @@ class Checkpoints:
             self._record,
             progress=progress,
             scaler=self._state.scaler.state_dict(),
+            guard=self._state.guard.state_dict() if self._state.guard is not None else {},
             groups=self._state.group_values(),
             has_optimizer=config.save_optim,
             has_rng=config.save_rng,

@@ -56,7 +56,8 @@ def check_checkpoint(config: CheckpointConfig) -> None:
         if getattr(config, name) and config.save is None:
             raise ValueError(f"{_spell(name)} needs --save")
     for name in ("ckpt_step", "load_fallback", "finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"):
-        if getattr(config, name) not in (None, False) and config.load is None:
+        value = getattr(config, name)
+        if value is not None and value is not False and config.load is None:
             raise ValueError(f"{_spell(name)} needs --load")
     if config.override_opt_param_scheduler and config.use_checkpoint_opt_param_scheduler:
         raise ValueError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")

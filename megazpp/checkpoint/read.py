@@ -142,5 +142,7 @@ class Reader:
         together(self._axis, lambda: dcp.load(targets, storage_reader=reader, planner=planner, process_group=group))
         if source.optimizer:
             self._state.scaler.load_state_dict(record.scaler)
+            if self._state.guard is not None and record.guard:
+                self._state.guard.load_state_dict(record.guard)
             self._state.set_group_values(record.groups)
         return self._state.accept(targets, saved, iteration=record.progress.iteration, **parts)

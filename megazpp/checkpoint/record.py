@@ -30,6 +30,7 @@ class RunRecord:
         progress: where training stood.
         scaler: the loss scaler's state.
         groups: the optimizer's values per parameter group.
+        guard: the state of what looks for loss spikes.
         schedule: `Schedule.state_dict()`.
         flags: every flag's value by field name.
         vocab_size: of the tokenizer.
@@ -47,6 +48,7 @@ class RunRecord:
     flags: dict[str, Any]
     vocab_size: int
     layout: dict[str, Any]
+    guard: dict[str, Any] = field(default_factory=dict)
     has_optimizer: bool = True
     has_rng: bool = True
     run_dir: str | None = None

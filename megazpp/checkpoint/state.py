@@ -14,7 +14,7 @@ for begins anew. A gather's resident middle is not saved: it is made from the sh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -29,6 +29,14 @@ from megazpp.zero.sharding import Sharding
 Saved = Mapping[str, TensorStorageMetadata]
 
 
+class Remembers(Protocol):
+    """Something small with a state of its own."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class TrainState:
     """What a step changes, beside where it stands.
 
@@ -38,6 +46,7 @@ class TrainState:
         scaler: the loss scale.
         dims: this rank's place.
         seed: the run's.
+        guard: remembers the losses that the next one is compared with; None if nothing does.
     """
 
     def __init__(
@@ -49,8 +58,9 @@ class TrainState:
         dims: ParallelDims,
         *,
         seed: int,
+        guard: Remembers | None = None,
     ) -> None:
-        self.model, self.dims, self.scaler = model, dims, scaler
+        self.model, self.dims, self.scaler, self.guard = model, dims, scaler, guard
         self._sharding, self._optimizer, self._seed = sharding, optimizer, seed
 
     def tensors(self, *, optimizer: bool, rng: bool) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from helpers.training import Case, build_step
+from torch.distributed.tensor import DTensor
 
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
@@ -71,29 +72,30 @@ class Attempt:
             result = self.step(batches, learning_rate=case.learning_rate, weight_decay=0.01)
             results.append((result.loss, result.grad_norm))
             random.random(), np.random.rand()
-            progress = progress._replace(
-                iteration=index + 1, consumed_samples=progress.consumed_samples + case.global_batch
-            )
+            done = case.global_batch * (index + 1)
+            progress = progress._replace(iteration=index + 1, consumed_samples=done, scheduled_samples=done)
             self.checkpoints.after_step(progress, last=progress.iteration == self.job.steps)
         self.checkpoints.finish()
         return results
 
     def fingerprint(self) -> dict[str, str]:
         """What every bit of the state hashes to on this rank, and the next draw of every generator."""
-        found = {}
-        for key, tensor in self.state.tensors(optimizer=True, rng=True).items():
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            found[key] = hashlib.sha1(local.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        found["scale"] = str(self.step.scaler.state_dict())
-        return found
+        tensors = self.state.tensors(optimizer=True, rng=True)
+        found = {key: digest(x.to_local() if isinstance(x, DTensor) else x) for key, x in tensors.items()}
+        return found | {"scale": str(self.step.scaler.state_dict())}
 
-    def whole(self) -> dict[str, torch.Tensor]:
-        """Weights and moments in full, padding of the vocabulary left out."""
+    def whole(self) -> dict[str, str]:
+        """What weights and moments in full hash to, padding of the vocabulary left out."""
         tensors = self.state.tensors(optimizer=True, rng=False)
-        padded = self.state.padded(tensors)
-        full = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in tensors.items()}
-        rows = self.job.case.vocab_size
-        return {key: x[:rows] if key in padded else x for key, x in full.items() if not key.startswith("feedback.")}
+        padded, rows = self.state.padded(tensors), self.job.case.vocab_size
+        full = {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in tensors.items()}
+        return {
+            key: digest(x[:rows] if key in padded else x) for key, x in full.items() if not key.startswith("feedback.")
+        }
+
+
+def digest(x: torch.Tensor) -> str:
+    return hashlib.sha1(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def run(job: Job, *, restarted: bool = False) -> dict[str, Any]:
@@ -107,6 +109,18 @@ def run(job: Job, *, restarted: bool = False) -> dict[str, Any]:
         "state": attempt.fingerprint(),
         "lines": attempt.lines,
     }
+
+
+def run_all(jobs: list[Job]) -> list[dict[str, Any]]:
+    """Several jobs after each other: of each the state it began with (and ended with, if it saves), losses, lines."""
+    results = []
+    for job in jobs:
+        attempt = Attempt(job)
+        progress = attempt.load()
+        result: dict[str, Any] = {"whole": attempt.whole()}
+        result["losses"] = [loss for loss, _ in attempt.train(progress)]
+        results.append(result | {"lines": attempt.lines, "end": attempt.whole() if job.config.save else None})
+    return results
 
 
 def template(job: Job) -> RunRecord:

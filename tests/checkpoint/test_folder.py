@@ -1,0 +1,155 @@
+"""Names, renames, the tracker and the lock."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from megazpp.checkpoint.checksums import DamagedError
+from megazpp.checkpoint.folder import TRACKER, CheckpointFolder, kept_iterations
+
+
+def save(folder: CheckpointFolder, iteration: int, text: str = "") -> Path | None:
+    folder.begin(iteration)
+    (folder.partial(iteration) / "file").write_text(text)
+    return folder.complete(iteration)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path, "--save")
+
+
+def test_a_checkpoint_has_megatrons_name_and_the_tracker_says_which_is_the_latest(folder: CheckpointFolder):
+    assert folder.latest() is None
+    assert folder.iterations() == []
+    for iteration in (100, 20, 12345678):
+        assert save(folder, iteration) is None
+    assert (folder.path / "iter_0000100" / "file").exists()
+    assert (folder.path / TRACKER).read_text() == "12345678\n"
+    assert folder.latest() == 12345678
+    assert folder.iterations() == [20, 100, 12345678]
+
+
+def test_what_is_being_written_does_not_count_and_is_removed_by_the_next_run(folder: CheckpointFolder):
+    save(folder, 1)
+    folder.begin(2)
+    (folder.path / "iter_0000003").write_text("a file")
+    assert folder.iterations() == [1]
+    assert folder.remove_leftovers() == ["iter_0000002.partial"]
+    assert folder.latest() == 1
+    assert folder.remove_leftovers() == []
+
+
+def test_nothing_complete_is_overwritten(folder: CheckpointFolder):
+    assert save(folder, 5, "first") is None
+    assert save(folder, 5, "second") == folder.path / "iter_0000005.replaced-1"
+    assert save(folder, 5, "third") == folder.path / "iter_0000005.replaced-2"
+    texts = [(folder.path / f"iter_0000005{end}" / "file").read_text() for end in ("", ".replaced-1", ".replaced-2")]
+    assert texts == ["third", "first", "second"]
+    assert folder.iterations() == [5]
+
+
+def test_while_a_checkpoint_is_replaced_the_tracker_names_an_earlier_one(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+):
+    save(folder, 3)
+    save(folder, 5)
+    seen = []
+    rename = Path.rename
+
+    def watched(path: Path, target: Path) -> Path:
+        result = rename(path, target)
+        seen.append(folder.latest())
+        return result
+
+    monkeypatch.setattr(Path, "rename", watched)
+    save(folder, 5)
+    assert seen == [3, 3, 3, 5]  # tracker back, old one aside, new one in place, tracker forward
+
+
+@pytest.mark.parametrize("content", ["", "x", "-3", "1e3", "7\n8", "release"])
+def test_a_tracker_that_names_no_iteration_is_an_error(folder: CheckpointFolder, content: str):
+    save(folder, 7)
+    (folder.path / TRACKER).write_text(content)
+    with pytest.raises(DamagedError, match=f"{TRACKER} is damaged: it says"):
+        folder.latest()
+
+
+def test_a_tracker_that_names_what_is_missing_is_an_error(folder: CheckpointFolder):
+    (folder.path / TRACKER).write_text("8")
+    with pytest.raises(DamagedError, match=r"names iteration 8, but .*iter_0000008 is missing"):
+        folder.latest()
+
+
+def test_two_jobs_cannot_have_the_same_folder(folder: CheckpointFolder):
+    folder.lock()
+    second = CheckpointFolder(folder.path, "--save")
+    with pytest.raises(ValueError, match=rf"--save {folder.path} is in use by process {os.getpid()} on \S+, since 20"):
+        second.lock(patience_seconds=0.2)
+    folder.unlock()
+    second.lock(patience_seconds=0)
+    second.unlock()
+
+
+def test_a_job_that_is_killed_gives_its_folder_back(folder: CheckpointFolder):
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    job = context.Process(target=_hold, args=(folder.path, ready), daemon=True)
+    job.start()
+    assert ready.wait(20)
+    with pytest.raises(ValueError, match=f"in use by process {job.pid} "):
+        folder.lock(patience_seconds=0)
+    job.kill()
+    folder.lock(patience_seconds=20)
+    folder.unlock()
+    job.join()
+
+
+def _hold(path: Path, ready: multiprocessing.Event) -> None:
+    folder = CheckpointFolder(path, "--save")
+    folder.lock()
+    ready.set()
+    time.sleep(1000)
+
+
+def test_a_folder_that_cannot_be_made_names_the_flag(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--save .*file/below cannot be written to: Not a directory"):
+        CheckpointFolder(tmp_path / "file" / "below", "--save").lock()
+
+
+def test_a_deleted_checkpoint_is_gone_under_its_name_before_its_files_go(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+):
+    for iteration in (1, 2, 3):
+        save(folder, iteration)
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed at that moment
+    folder.keep_only([3])
+    assert folder.iterations() == [3]
+    assert sorted(path.name for path in folder.path.glob("*.partial")) == [
+        "iter_0000001.partial",
+        "iter_0000002.partial",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("newest", "keep_last", "retain", "kept"),
+    [
+        (60, None, None, {10, 20, 30, 40, 50, 60}),
+        (60, 2, None, {50, 60}),
+        (60, 1, None, {60}),
+        (60, None, 20, {20, 40, 60}),
+        (50, None, 20, {20, 40, 50, 60}),
+        (60, 2, 30, {30, 50, 60}),
+        (30, 2, None, {20, 30, 40, 50, 60}),  # a run that went back
+        (60, 9, None, {10, 20, 30, 40, 50, 60}),
+    ],
+)
+def test_which_checkpoints_stay(newest: int, keep_last: int | None, retain: int | None, kept: set[int]):
+    found = range(10, 61, 10)
+    assert kept_iterations(found, newest=newest, keep_last=keep_last, retain_interval=retain) == kept

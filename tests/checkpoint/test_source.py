@@ -1,0 +1,113 @@
+"""What a run begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazpp.checkpoint.checksums import DamagedError
+from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
+from megazpp.checkpoint.source import Source, choose_source, peek
+
+
+@pytest.fixture
+def used(tmp_path: Path) -> Path:
+    """A folder with checkpoints of iterations 10, 20 and 30; the tracker says 20."""
+    folder = CheckpointFolder(tmp_path / "used", "--save")
+    folder.path.mkdir()
+    for iteration in (10, 30, 20):
+        folder.begin(iteration)
+        folder.complete(iteration)
+    return folder.path
+
+
+def choose(*, restarted: bool = False, **flags: Any) -> Source | None:
+    return choose_source(CheckpointConfig(**flags), restarted=restarted)
+
+
+def candidates(**flags: Any) -> list[int]:
+    source = choose(**flags)
+    assert source is not None
+    return source.candidates()
+
+
+def test_without_flags_training_begins_anew(tmp_path: Path):
+    assert choose() is None
+    assert choose(save=str(tmp_path / "new")) is None
+    assert list(tmp_path.iterdir()) == []
+    assert peek(None) is None
+
+
+def test_load_takes_what_the_tracker_names_or_ckpt_step(used: Path):
+    assert candidates(load=str(used)) == [20]
+    assert candidates(load=str(used), ckpt_step=10) == [10]
+    with pytest.raises(ValueError, match=r"--ckpt-step 15: .*iter_0000015 is missing; --load .* 10, 20, 30"):
+        candidates(load=str(used), ckpt_step=15)
+
+
+def test_fallback_tries_the_newest_of_the_others(used: Path):
+    assert candidates(load=str(used), load_fallback=True) == [20, 30, 10]
+
+
+@pytest.mark.parametrize("tracker", ["garbage", "99", None])
+def test_without_a_good_tracker_only_fallback_finds_a_checkpoint(used: Path, tracker: str | None):
+    if tracker is None:
+        (used / TRACKER).unlink()
+        assert candidates(load=str(used)) == []
+    else:
+        (used / TRACKER).write_text(tracker)
+        with pytest.raises(DamagedError, match=TRACKER):
+            candidates(load=str(used))
+    assert candidates(load=str(used), load_fallback=True) == [30, 20, 10]
+
+
+def test_a_missing_checkpoint_is_an_error_only_when_asked_for(tmp_path: Path):
+    missing = str(tmp_path / "missing")
+    assert candidates(load=missing) == []
+    assert candidates(load=missing, load_fallback=True) == []
+    with pytest.raises(ValueError, match=f"--load {missing} has no checkpoint .*{TRACKER} is missing"):
+        choose(load=missing, exit_on_missing_checkpoint=True)
+
+
+def test_another_runs_folder_is_not_written_to(used: Path, tmp_path: Path):
+    for flags in ({}, {"load": str(tmp_path / "other")}, {"load": str(tmp_path / "other"), "finetune": True}):
+        with pytest.raises(
+            ValueError, match=rf"--save {used} holds checkpoints already \(up to iteration 30\): --load"
+        ):
+            choose(save=str(used), **flags)
+    assert candidates(save=str(used), load=f"{used}/../{used.name}") == [20]
+
+
+def test_a_restarted_job_goes_on_from_what_it_has_saved_else_begins_as_it_was_told(used: Path, tmp_path: Path):
+    source = choose(restarted=True, save=str(used), load=str(tmp_path / "base"), finetune=True, save_rng=False)
+    assert source is not None
+    assert source.folder.path == used
+    assert source[1:] == (None, True, True, False, False)
+    source = choose(restarted=True, save=str(tmp_path / "empty"), load=str(used), finetune=True)
+    assert source is not None
+    assert (source.folder.path, source.continues) == (used, False)
+    assert choose(restarted=True, save=str(tmp_path / "empty")) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ({}, (True, True, True)),
+        ({"finetune": True}, (False, False, False)),
+        ({"load_optim": False}, (True, False, True)),
+        ({"load_rng": False}, (True, True, False)),
+    ],
+)
+def test_what_is_loaded(used: Path, flags: dict[str, bool], parts: tuple[bool, ...]):
+    source = choose(load=str(used), **flags)
+    assert source is not None
+    assert (source.continues, source.optimizer, source.rng) == parts
+
+
+def test_peeking_at_what_cannot_be_read_is_an_error_unless_there_is_a_fallback(used: Path):
+    with pytest.raises(DamagedError, match=r"iter_0000020/run.json cannot be read"):
+        peek(choose(load=str(used)))
+    assert peek(choose(load=str(used), load_fallback=True)) is None
