@@ -139,10 +139,12 @@ class Guard:
             return False
         what = "the step is skipped"
         if self.rewind is not None:
+            losses = self._losses  # a checkpoint's would not know this one
             try:
                 what += f", and the weights go back to those of iteration {self.rewind()}"
             except ValueError as error:  # no checkpoint yet
                 what += f" ({error})"
+            self._losses = losses
         self._say(
             f"iteration {iteration}: the loss is {loss:.4f}, after {mean:.4f} +- {deviation:.4f} over {len(before)} "
             f"steps; {what}"

@@ -141,6 +141,6 @@ def open_checkpoints(
         wandb_run_id=folder.wandb_run_id() if folder is not None and flags["wandb_project"] else None,
         torch=torch.__version__,
     )
-    state = TrainState(step.model, step.sharding, step.optimizer, step.scaler, step.dims, seed=seed)
+    state = TrainState(step.model, step.sharding, step.optimizer, step.scaler, step.dims, seed=seed, guard=step.guard)
     axis = open_axis(step.dims) if config.save is not None or config.load is not None else step.dims.world
     return Checkpoints(config, state, record, axis, say)

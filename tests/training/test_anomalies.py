@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.checkpoints import Attempt, Job
+from helpers.ranks import ranks
+from helpers.training import Case
 
 from megazpp.training.anomalies import AnomalyConfig, Guard, check_anomalies
 from megazpp.training.not_finite import NotFiniteError
+from megazpp.zero.config import ZeroConfig
 
 NAN, INF = float("nan"), float("inf")
 NO_LOSSES = torch.zeros(1)
@@ -157,3 +162,50 @@ def test_weights_are_verified_every_so_many_steps_before_anything_else_is_decide
     with pytest.raises(NotFiniteError):
         watched.takes(NAN)
     assert verified == [3, 6, 9]
+
+
+def spike_after_a_checkpoint(folder: str) -> dict[str, Any]:
+    """Six steps with a checkpoint after the second, a loss spike in the last one; then the run goes on from there."""
+    job = Job(case=Case(nodes=2, zero=ZeroConfig(zeropp=True)), steps=2, flags={"save": folder, "load": folder})
+    attempt = Attempt(job)
+    watched = Watched(loss_spike_sigma=6.0)
+    attempt.state.guard = attempt.step.guard = guard = watched.guard
+    attempt.train(attempt.load())
+    saved = attempt.whole()
+    for index in range(2, 5):
+        step_of(attempt, index)
+    moved = attempt.whole() != saved
+    guard.load_state_dict({"losses": [0.1, 0.2] * 20})
+    guard.rewind = lambda: attempt.checkpoints.rewind().iteration
+    result = step_of(attempt, 5)
+    back, remembered = attempt.whole() == saved, guard.state_dict()["losses"][-1] == result.loss
+    resumed = Attempt(job)
+    resumed.state.guard = Watched(loss_spike_sigma=6.0).guard
+    resumed.load()
+    said = watched.said[-1].split("; ")[1]
+    losses = len(resumed.state.guard.state_dict()["losses"])
+    return {
+        "moved": moved,
+        "skipped": result.skipped,
+        "back": back,
+        "remembered": remembered,
+        "said": said,
+        "losses": losses,
+    }
+
+
+def step_of(attempt: Attempt, index: int) -> Any:
+    batch = attempt.job.case.batch(index, 4 * attempt.dims.data_rank, 4)
+    return attempt.step([batch], learning_rate=1e-2, weight_decay=0.0, iteration=index + 1)
+
+
+def test_a_spike_takes_weights_and_moments_back_to_the_checkpoint_and_a_resumed_run_knows_the_losses(tmp_path: Path):
+    for result in ranks(4).run(spike_after_a_checkpoint, str(tmp_path)):
+        assert result == {
+            "moved": True,
+            "skipped": True,
+            "back": True,
+            "remembered": True,
+            "said": "the step is skipped, and the weights go back to those of iteration 2",
+            "losses": 2,
+        }
