@@ -34,7 +34,7 @@ from megazpp.checkpoint.source import Source, choose_source, peek
 from megazpp.data.dataset import build_tokenizer, cache_dir, check_inputs, unigram_entropy
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.flag_report import render_arguments_block
-from megazpp.inference.sample import generate
+from megazpp.inference.text import continue_texts
 from megazpp.model.gpt import model_backends
 from megazpp.optim.backends import backend_table, optimizer_backends
 from megazpp.optim.loss_scale import build_loss_scaler
@@ -232,7 +232,7 @@ def build_and_train(
         validate = test = None
     recorder.finish(progress, validate, test, unigram_entropy=entropy, wait_share=wait_share, zero3=zero3)
     if not stops.hurried:
-        write_sample(console, config, tokenizer, built)
+        write_sample(console, config, tokenizer, built, dims)
     if tracker is not None:
         console.say(f"records of this run: {tracker.folder.path}")
         console.say(f"tokenizer and data indices: {cache_dir(config.data)}")
@@ -293,15 +293,16 @@ def describe_run(config: RunConfig, plan: RunPlan, tokenizer: Tokenizer, worker:
     )
 
 
-def write_sample(console: Console, config: RunConfig, tokenizer: Tokenizer, built: Built) -> None:
-    """Let the model continue the prompt, if --sample-tokens asks for it."""
+def write_sample(console: Console, config: RunConfig, tokenizer: Tokenizer, built: Built, dims: ParallelDims) -> None:
+    """Let the model continue the prompts, if --sample-tokens asks for it."""
     if config.sample.sample_tokens == 0:
         return
-    prompt = config.sample.sample_prompt
-    start = tokenizer.encode(prompt) if prompt else [tokenizer.eod or 0]
-    assert config.data.seq_length is not None
-    new = generate(*built, start, config.sample, max_length=config.data.seq_length, seed=config.launch.seed)
-    console.say(f"a sample of text:\n{prompt or ''}{tokenizer.decode(new)}")
+    prompts, longest = config.sample.sample_prompt or ("",), config.data.seq_length
+    assert longest is not None
+    seed = config.launch.seed
+    texts, _ = continue_texts(*built, dims, tokenizer, prompts, config.sample, max_length=longest, seed=seed)
+    for prompt, text in zip(prompts, texts, strict=True):
+        console.say(f"a sample of text:\n{prompt}{text}")
 
 
 def device_name(device: torch.device) -> str:

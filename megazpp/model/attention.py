@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megazpp.model.config import GPTConfig
+from megazpp.model.kv_cache import LayerCache
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -25,11 +26,13 @@ class AttentionInputs:
 
     Attributes:
         rotary: (cos, sin), each [S, B or 1, 1, rotated channels] fp32; None without rotary positions.
-        mask: [B, 1, S, S] bool, True where a query may look; None for plain causal attention.
+        mask: [B, 1, S, keys] bool, True where a query may look; None for plain causal attention.
+        places: [B, S] where keys and values go in a cache; None without one.
     """
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None
     mask: torch.Tensor | None
+    places: torch.Tensor | None = None
 
 
 class SelfAttention(nn.Module):
@@ -70,7 +73,7 @@ class SelfAttention(nn.Module):
             sequence_parallel=sequence_parallel,
         )
 
-    def forward(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> torch.Tensor:
         qkv = self.qkv(x)
         seq, batch = qkv.shape[:2]
         heads = qkv.view(seq, batch, self.groups, self.queries_per_group + 2, self.head_size)
@@ -78,6 +81,9 @@ class SelfAttention(nn.Module):
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)  # [S, B, heads or groups, D]
         if inputs.rotary is not None:
             q, k = rotate(q, *inputs.rotary), rotate(k, *inputs.rotary)
+        if cache is not None:
+            assert inputs.places is not None, "a cache needs places"
+            k, v = cache.extend((k, v), inputs.places, inputs.mask)
         if self.recompute_core and self.training:
             context = checkpoint(self._core, q, k, v, inputs.mask, use_reentrant=False)
         else:
@@ -85,7 +91,7 @@ class SelfAttention(nn.Module):
         return self.proj(context)
 
     def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """[S, B, heads, D] x 3 -> [S, B, heads x D]."""
+        """[S, B, heads, D], 2 x [keys, B, groups, D] -> [S, B, heads x D]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, heads, S, D]
         out = F.scaled_dot_product_attention(
             q,

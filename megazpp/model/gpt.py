@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
+from megazpp.model.kv_cache import KVCache, LayerCache
 from megazpp.model.mlp import MLP
 from megazpp.model.norms import Norm
 from megazpp.parallel.axis import MeshAxis
@@ -86,6 +87,8 @@ class GPTModel(nn.Module):
         *,
         position_ids: torch.Tensor | None = None,
         document_starts: torch.Tensor | None = None,
+        cache: KVCache | None = None,
+        logits_at: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits or losses of a batch.
 
@@ -94,19 +97,26 @@ class GPTModel(nn.Module):
             labels: [B, S] int64, the next token of each position.
             position_ids: [B, S] int64; None counts from 0 in every row.
             document_starts: [D + 1] offsets into the flattened tokens; attention stays inside a document.
+            cache: what came before `tokens`, of which it also keeps keys and values; for generation, without
+                sequence parallelism, position_ids and document_starts.
+            logits_at: [B] the place in each row whose logits are wanted; None for all.
         Returns:
             With labels: [B, S] fp32 losses. Without: [B, S, V/T] logits of this tp rank's part of the padded
-            vocabulary.
+            vocabulary ([B, 1, V/T] with logits_at).
         """
         batch, seq = tokens.shape
-        if position_ids is None:
+        if cache is not None:
+            position_ids = cache.positions(seq, tokens.device)
+        elif position_ids is None:
             position_ids = torch.arange(seq, device=tokens.device).expand(batch, seq)
-        inputs = self._attention_inputs(position_ids, document_starts)
+        inputs = self._attention_inputs(position_ids, document_starts, cache)
         x = self.embedding(tokens, position_ids)
-        for layer in self.layers:
-            x = layer(x, inputs)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, inputs, None if cache is None else cache.layers[index])
         x = self.final_norm(x)
         x = enter_region(x, self.tp, sequence_parallel=self.sequence_parallel)
+        if logits_at is not None:
+            x = x[logits_at, torch.arange(batch, device=x.device)].unsqueeze(0)
         weight = self.embedding.word.weight if self.output is None else None
         logits = self.output(x) if weight is None else F.linear(x, local(weight))  # type: ignore[misc]
         # clones, not views: FSDP2 hooks the tensor that its root module returns
@@ -132,12 +142,16 @@ class GPTModel(nn.Module):
             return layers
         return [[self.embedding], *layers, [self.final_norm, self.output]]
 
-    def _attention_inputs(self, position_ids: torch.Tensor, starts: torch.Tensor | None) -> AttentionInputs:
+    def _attention_inputs(
+        self, position_ids: torch.Tensor, starts: torch.Tensor | None, cache: KVCache | None
+    ) -> AttentionInputs:
         rotary = None
         if self.config.positions == "rope":
             channels = int(self.config.head_size * self.config.rotary_percent)
             rotary = rotary_angles(position_ids, channels=channels, base=self.config.rotary_base)
         batch, seq = position_ids.shape
+        if cache is not None:
+            return AttentionInputs(rotary=rotary, mask=cache.mask(position_ids), places=position_ids)
         mask = None if starts is None else document_mask(starts, batch=batch, seq=seq)
         return AttentionInputs(rotary=rotary, mask=mask)
 
@@ -233,14 +247,16 @@ class TransformerLayer(nn.Module):
         # compiled below FSDP2's hooks and around no checkpoint, hence the inner function
         self.run = torch.compile(self._run) if config.compile else self._run
 
-    def forward(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> torch.Tensor:
+        if cache is not None:
+            return self._run(x, inputs, cache)  # not compiled: every length would be compiled anew
         if not (self.recompute and self.training):
             return self.run(x, inputs)
         contexts = noop_context_fn if self.shared is None else self.shared.checkpoint_contexts
         return checkpoint(self.run, x, inputs, use_reentrant=False, context_fn=contexts)
 
-    def _run(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), inputs))
+    def _run(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), inputs, cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 

@@ -15,7 +15,8 @@ precision, parameter types and checkpoints are the same everywhere. ZeRO++ is st
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,6 +77,21 @@ class Sharding:
         """Drop gathered parameters, so that the next forward reads the shards; call after an evaluation."""
         for module in self._modules:
             module.reshard()
+
+    @contextmanager
+    def kept_gathered(self) -> Iterator[None]:
+        """Forwards inside gather each weight at its first use and keep it, as stage 2 does; afterwards all are freed.
+
+        For a generation, where every token is a forward. Costs the memory of the whole model in compute precision.
+        """
+        for module in self._modules:
+            module.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for module in self._modules:
+                module.set_reshard_after_forward(self.stage == 3, recurse=False)
+            self.free_gathered()
 
     def weights_changed(self) -> None:
         """Have the next use of each weight gather it anew.

@@ -1,0 +1,144 @@
+"""Tokens from a model: all prompts of a batch at once, one forward per token, one gather of the weights in all.
+
+Every rank takes part: the weights are sharded, and the row of logits is put together over tp. Rank 0 draws for all, so
+that ranks whose rounding differs do not part ways.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from megazpp.inference.sample import SampleConfig, pick
+from megazpp.model.gpt import GPTModel
+from megazpp.model.kv_cache import KVCache
+from megazpp.parallel.dims import ParallelDims
+from megazpp.tensor_parallel.parameters import seed_for
+from megazpp.zero.sharding import Sharding
+
+
+class Generated(NamedTuple):
+    """New tokens of each prompt, and how long it took.
+
+    Attributes:
+        first_seconds: until the first tokens were there: weights gathered, prompts read.
+        seconds: in all.
+    """
+
+    tokens: list[list[int]]
+    first_seconds: float
+    seconds: float
+
+    def describe(self) -> str:
+        """One line on its speed."""
+        count = sum(map(len, self.tokens))
+        later = sum(len(row) - 1 for row in self.tokens if row)
+        rate = f", then {later / (self.seconds - self.first_seconds):.1f} tokens/s" if later else ""
+        return f"{count} tokens in {self.seconds:.2f} s: the first after {self.first_seconds:.2f} s{rate}"
+
+
+def generate(
+    model: GPTModel,
+    sharding: Sharding,
+    dims: ParallelDims,
+    prompts: Sequence[Sequence[int]],
+    config: SampleConfig,
+    *,
+    max_length: int,
+    seed: int,
+    first_prompt: int = 0,
+    use_cache: bool = True,
+    is_last: Callable[[int, int], bool] = lambda row, token: False,
+) -> Generated:
+    """Continue each of `prompts` (at least one token) by up to `config.sample_tokens` tokens.
+
+    Args:
+        max_length: longest input the model takes, in tokens. Rows that are longer forget their beginning, and then each
+            token costs a forward over all positions, because they have all moved.
+        seed: of the draws of each prompt, with its number: the other prompts of a batch do not matter.
+        first_prompt: number of the first prompt.
+        use_cache: keep keys and values; without, each token costs a forward over all that came before.
+        is_last: told each new token of a row, in order; whether the row ends with it. Same answers on all ranks.
+    """
+    started, first = time.perf_counter(), 0.0
+    rows = [list(prompt) for prompt in prompts]
+    going = [True] * len(rows)
+    names = [f"prompt {first_prompt + row}" for row in range(len(rows))]
+    generators = [torch.Generator().manual_seed(seed_for(name, seed=seed)) for name in names]
+    with torch.no_grad(), evaluating(model), sharding.kept_gathered():
+        reader = Reader(model, rows, config.sample_tokens, max_length, use_cache)
+        for _ in range(config.sample_tokens):
+            logits = reader.next_logits(rows, going)
+            drawn = torch.zeros(len(rows), dtype=torch.int64)
+            if dims.world.rank == 0:
+                for row in itertools.compress(range(len(rows)), going):
+                    drawn[row] = pick(logits[row].float().cpu(), config, generators[row])
+            agreed = dims.world.all_reduce_(drawn.to(logits.device)).tolist()  # others bring zeros
+            for row in itertools.compress(range(len(rows)), tuple(going)):
+                rows[row].append(agreed[row])
+                going[row] = not is_last(row, agreed[row])
+            first = first or time.perf_counter() - started
+            if not any(going):
+                break
+    new = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+    return Generated(new, first, time.perf_counter() - started)
+
+
+class Reader:
+    """Reads rows of tokens and says what the model expects next.
+
+    Args:
+        rows: as they will be given first.
+        num_tokens: by which each row will grow at most.
+        max_length, use_cache: see `generate`.
+    """
+
+    def __init__(
+        self, model: GPTModel, rows: Sequence[Sequence[int]], num_tokens: int, max_length: int, use_cache: bool
+    ) -> None:
+        self._model, self._max_length = model, max_length
+        self._device = next(model.parameters()).device
+        self._cache: KVCache | None = None
+        if use_cache:
+            capacity = min(max_length, max(map(len, rows)) + num_tokens)
+            self._cache = KVCache(len(model.layers), len(rows), capacity)
+
+    def next_logits(self, rows: Sequence[Sequence[int]], going: Sequence[bool]) -> torch.Tensor:
+        """[B, V]: the logits after the last token of each of `rows`; nobody looks at those that are not `going`."""
+        if max(map(len, rows)) > self._max_length:
+            self._cache = None  # positions move from here on
+        cache = self._cache
+        seen = [0] * len(rows) if cache is None else cache.lengths
+        new = [row[count:][-self._max_length :] for row, count in zip(rows, seen, strict=True)]
+        longest = max(map(len, new))
+        # causal: what follows a row's own tokens is never seen
+        tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in new], device=self._device)
+        last = torch.tensor([len(row) - 1 for row in new], device=self._device)
+        part = self._model(tokens, cache=cache, logits_at=last)[:, 0]
+        if cache is not None:  # a row that is over stays where it is: its last token is read again and again
+            cache.add([len(row) if goes else 0 for row, goes in zip(new, going, strict=True)])
+        return self._model.tp.all_gather(part.t()).t()[:, : self._model.vocab_size]
+
+
+@contextmanager
+def evaluating(model: GPTModel) -> Iterator[None]:
+    """Evaluation mode, and sequences of any length: without sequence parallelism, which changes who computes what only.
+
+    Everything is as it was afterwards.
+    """
+    training = model.training
+    split: list[Any] = [module for module in model.modules() if getattr(module, "sequence_parallel", False)]
+    model.eval()
+    for module in split:
+        module.sequence_parallel = False
+    try:
+        yield
+    finally:
+        for module in split:
+            module.sequence_parallel = True
+        model.train(training)

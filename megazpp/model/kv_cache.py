@@ -1,0 +1,68 @@
+"""Keys and values of the tokens a model has seen, so that the next token costs one position instead of all.
+
+Rows of a batch begin at position 0 and may differ in length: row b's token i is at place i. What a shorter row is
+padded with goes to places that its later tokens overwrite before any query may look there.
+
+B rows, S tokens of one forward, C places, G groups and D channels of keys and values on this tp rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class KVCache:
+    """What all layers keep.
+
+    Args:
+        num_layers: of the model.
+        batch: rows.
+        capacity: longest row, in tokens.
+    Attributes:
+        lengths: tokens that each row has.
+        layers: one for each layer.
+    """
+
+    def __init__(self, num_layers: int, batch: int, capacity: int) -> None:
+        self.lengths = [0] * batch
+        self.layers = [LayerCache(capacity) for _ in range(num_layers)]
+
+    def positions(self, seq: int, device: torch.device) -> torch.Tensor:
+        """[B, S]: where the next `seq` tokens of each row are."""
+        return (torch.tensor(self.lengths).unsqueeze(1) + torch.arange(seq)).to(device)
+
+    def mask(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """[B, 1, S, longest row]: where tokens at `positions` may look; None while there is nothing but them."""
+        if not any(self.lengths):
+            return None
+        places = torch.arange(max(self.lengths) + positions.shape[1], device=positions.device)
+        return (places <= positions.unsqueeze(-1)).unsqueeze(1)
+
+    def add(self, counts: Sequence[int]) -> None:
+        """After a forward: so many of its tokens were each row's own."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+
+class LayerCache:
+    """What one layer keeps: [C, B, G, D] twice, allocated when the first keys come."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def extend(
+        self, new: tuple[torch.Tensor, torch.Tensor], places: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep keys and values [S, B, G, D] at `places` [B, S]; returns all that `mask` is about."""
+        if self._kept is None:
+            keys, values = (x.new_zeros(self._capacity, *x.shape[1:]) for x in new)
+            self._kept = keys, values
+        rows = torch.arange(len(places), device=places.device)
+        for kept, x in zip(self._kept, new, strict=True):
+            kept[places.t(), rows] = x
+        if mask is None:
+            return new
+        keys, values = self._kept
+        return keys[: mask.shape[-1]], values[: mask.shape[-1]]

@@ -1,0 +1,102 @@
+"""Texts as their tokens come: what is shown when, and where they end."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import sentencepiece
+from helpers.ranks import ranks
+from helpers.training import Case, build_on_ranks
+
+from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from megazpp.inference.sample import SampleConfig
+from megazpp.inference.text import Continuation, Stream, continue_texts
+
+BYTES = ByteTokenizer()
+
+
+def grow(text: str, *stop: str, tokenizer: Tokenizer = BYTES) -> list[str]:
+    """What is certain after each token."""
+    row, shown = Continuation(tokenizer, [], stop), []
+    for token in tokenizer.encode(text):
+        over = row.add(token)
+        shown.append(row.text)
+        assert row.over == over
+        if over:
+            break
+    return shown
+
+
+def test_a_text_ends_before_the_stop_string_that_comes_first():
+    assert grow("one. two! three", "!", ".")[-1] == "one"
+    assert grow("aab", "ab")[-1] == "a"
+    assert grow("no end", "!")[-1] == "no end"
+
+
+def test_what_may_begin_a_stop_string_is_held_back():
+    assert grow("ab-\nc", "-\n\n") == ["a", "ab", "ab", "ab", "ab-\nc"]
+    row = Continuation(BYTES, [], ["-\n\n"])
+    for token in BYTES.encode("ab-\n"):
+        row.add(token)
+    assert row.text == "ab"
+    row.finish()
+    assert row.text == "ab-\n"
+
+
+def test_half_a_character_is_held_back():
+    assert grow("aé€") == ["a", "a", "aé", "aé", "aé", "aé€"]
+
+
+def test_the_end_of_document_token_ends_a_text_and_is_not_shown():
+    row = Continuation(BYTES, BYTES.encode("x"), ())
+    assert not row.add(ord("a"))
+    assert row.add(256)
+    assert (row.text, row.over) == ("a", True)
+
+
+def test_the_space_between_prompt_and_text_is_part_of_the_text():
+    model = io.BytesIO()  # a model as SentencePiece makes it by default, which drops a text's first space
+    words = ["call", "me", "ishmael", "some", "years", "ago"]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([" ".join(words)] * 20), model_writer=model, vocab_size=17, minloglevel=2
+    )
+    tokenizer = SentencePieceTokenizer(model.getvalue())
+    start, whole = tokenizer.encode("call me"), tokenizer.encode("call me ishmael")
+    assert whole[: len(start)] == start
+    assert tokenizer.decode(whole[len(start) :]) == "ishmael"
+    row = Continuation(tokenizer, start, ())
+    for token in whole[len(start) :]:
+        row.add(token)
+    assert row.text == " ishmael"
+
+
+def test_rows_are_written_in_order_and_the_first_that_is_not_over_as_it_grows():
+    out, rows = io.StringIO(), [Continuation(BYTES, [], ("!",)) for _ in range(2)]
+    stream = Stream(["A:", "B:"], rows, out)
+    seen = []
+    for row, letter in [(0, "x"), (1, "u"), (0, "y"), (1, "!"), (0, "!")]:
+        rows[row].add(ord(letter))
+        stream.show()
+        seen.append(out.getvalue())
+    assert seen == ["A:x", "A:x", "A:xy", "A:xy", "A:xy\nB:u\n"]
+
+
+def texts_on_ranks(case: Case, config: SampleConfig) -> tuple[list[str], str]:
+    built, out = build_on_ranks(case), io.StringIO()
+    texts, _ = continue_texts(*built, BYTES, ["ab", "", "long"], config, max_length=16, seed=1, out=out)
+    return texts, out.getvalue()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_shown_is_what_is_returned_and_stop_strings_end_a_row_on_all_ranks(tp: int):
+    config = SampleConfig(sample_tokens=12, sample_temperature=1.0, sample_top_k=0)
+    results = ranks(2).run(texts_on_ranks, Case(vocab_size=257, tp=tp), config)
+    (texts, shown), (others, _) = results
+    assert texts == others
+    assert shown == "".join(f"{prompt}{text}\n" for prompt, text in zip(["ab", "", "long"], texts, strict=True))
+    stop = texts[0][3:5]
+    config = SampleConfig(sample_tokens=12, sample_temperature=1.0, sample_top_k=0, sample_stop=(stop,))
+    for cut, _ in ranks(2).run(texts_on_ranks, Case(vocab_size=257, tp=tp), config):
+        assert cut == [text.split(stop)[0] for text in texts]
+        assert cut[0] == texts[0][:3]

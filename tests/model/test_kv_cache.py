@@ -1,0 +1,73 @@
+"""The cache against forwards without one: same logits, whatever the rows' lengths and however tokens come in."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from helpers.tensor_parallel import build_gpt
+from helpers.training import GPT2_STYLE, LLAMA_STYLE
+
+from megazpp.model.config import GPTConfig
+from megazpp.model.kv_cache import KVCache
+from megazpp.parallel.axis import MeshAxis
+
+ROUNDING = 1e-5  # fp32: a masked kernel instead of the causal one
+STYLES = {
+    "gpt2": GPT2_STYLE,
+    "llama": LLAMA_STYLE,
+    "part of each head rotated": dataclasses.replace(LLAMA_STYLE, rotary_percent=0.5),
+    "no positions": dataclasses.replace(GPT2_STYLE, position_embedding_type="none"),
+}
+
+
+def texts(batch: int, seq: int) -> torch.Tensor:
+    return torch.randint(101, (batch, seq), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("parts", [(16,), (9, 1, 1, 5), (1,) * 16])
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+@torch.no_grad()
+def test_logits_do_not_depend_on_how_the_tokens_come_in(style: GPTConfig, parts: tuple[int, ...]):
+    model, tokens = build_gpt(style, MeshAxis("tp"), vocab_size=101).eval(), texts(3, 16)
+    cache, found = KVCache(2, 3, 16), []
+    for part in tokens.split(parts, dim=1):
+        found.append(model(part, cache=cache))
+        cache.add([part.shape[1]] * 3)
+    torch.testing.assert_close(torch.cat(found, dim=1), model(tokens), atol=ROUNDING, rtol=ROUNDING)
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+@torch.no_grad()
+def test_rows_of_different_lengths_do_not_see_each_other_s_padding(style: GPTConfig):
+    model, tokens, lengths = build_gpt(style, MeshAxis("tp"), vocab_size=101).eval(), texts(3, 16), [2, 7, 5]
+    cache = KVCache(2, 3, 16)
+    last = torch.tensor([n - 1 for n in lengths])
+    padded = torch.where(torch.arange(7) <= last.unsqueeze(1), tokens[:, :7], 100)
+    found = [model(padded, cache=cache, logits_at=last)]
+    cache.add(lengths)
+    for step in range(4):
+        new = tokens[torch.arange(3), last + 1 + step].unsqueeze(1)
+        found.append(model(new, cache=cache))
+        cache.add([1, 1, 1])
+    for row, n in enumerate(lengths):
+        expected = model(tokens[row : row + 1, : n + 4])[0, n - 1 :]
+        torch.testing.assert_close(torch.cat(found, dim=1)[row], expected, atol=ROUNDING, rtol=ROUNDING)
+
+
+@torch.no_grad()
+def test_logits_at_one_place_are_those_of_all_places():
+    model, tokens = build_gpt(GPT2_STYLE, MeshAxis("tp"), vocab_size=101).eval(), texts(3, 16)
+    at = torch.tensor([0, 15, 7])
+    found = model(tokens, logits_at=at)
+    torch.testing.assert_close(found[:, 0], model(tokens)[torch.arange(3), at], atol=1e-6, rtol=1e-6)
+
+
+@torch.no_grad()
+def test_keys_and_values_take_the_type_in_which_the_model_computes():
+    model = build_gpt(LLAMA_STYLE, MeshAxis("tp"), vocab_size=101).eval().bfloat16()
+    cache = KVCache(2, 1, 4)
+    model(texts(1, 3), cache=cache)
+    cache.add([3])
+    assert model(texts(1, 1), cache=cache).dtype == torch.bfloat16
