@@ -40,8 +40,11 @@ class Ranks:
         atexit.register(self.stop)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        for pipe in self.pipes:
-            pipe.send((function, args, kwargs))
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send((function, args, kwargs))
+            except BrokenPipeError:
+                self._fail(f"rank {rank} of {len(self.pipes)} has died since the last call")
         results: list[Any] = [None] * len(self.pipes)
         waiting = dict(enumerate(self.pipes))
         while waiting:
