@@ -10,18 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import multiprocessing
-import os
-import signal
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,9 +22,8 @@ from megazpp.data.documents import BadLine, Block, check_readable, parse_block, 
 from megazpp.data.indexed_dataset import optimal_dtype
 from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder, check_output
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from megazpp.data.workers import map_in_processes
 from megazpp.flags import flag
-
-_BLOCKS_PER_WORKER = 4  # read ahead of the block that is to be written next
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +122,7 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, announce: C
     return progress
 
 
-def encode_block(block: Block, tokenizer: Tokenizer, keys: Sequence[str], *, append_eod: bool) -> Encoded:
+def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], append_eod: bool) -> Encoded:
     """Tokenize the documents of a block; an empty text has no ids, not even an eod."""
     end = [tokenizer.eod] if append_eod and tokenizer.eod is not None else []
     ids: list[list[int]] = [[] for _ in keys]
@@ -185,47 +177,16 @@ def _encode_all(
     blocks: Iterable[Block], config: PreprocessConfig, tokenizer: TokenizerConfig, loaded: Tokenizer
 ) -> Generator[Encoded, None, None]:
     """The blocks in their order, tokenized here or by worker processes."""
+    settings: dict[str, Any] = {"keys": config.json_keys, "append_eod": config.append_eod}
     if config.workers == 1:
-        for block in blocks:
-            yield encode_block(block, loaded, config.json_keys, append_eod=config.append_eod)
-        return
-    context = multiprocessing.get_context("spawn")  # not forked: tokenizers have threads
-    pool = ProcessPoolExecutor(config.workers, mp_context=context, initializer=_begin_worker)
-    encode = functools.partial(_encode_in_worker, tokenizer, config.json_keys, config.append_eod)
-    waiting: deque[Future[Encoded]] = deque()
-    try:
-        for block in blocks:
-            waiting.append(pool.submit(encode, block))
-            if len(waiting) >= _BLOCKS_PER_WORKER * config.workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool as error:
-        raise ValueError(f"--workers {config.workers}: one was killed, perhaps for want of memory") from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+        return (encode_block(block, loaded, **settings) for block in blocks)
+    return map_in_processes(functools.partial(_load_encoder, tokenizer, settings), blocks, config.workers)
 
 
-def _encode_in_worker(config: TokenizerConfig, keys: Sequence[str], append_eod: bool, block: Block) -> Encoded:
-    tokenizer = _load_once(config)
-    assert tokenizer is not None
-    return encode_block(block, tokenizer, keys, append_eod=append_eod)
-
-
-_load_once = functools.cache(load_tokenizer)
-
-
-def _begin_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends the workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A worker whose main process was killed would wait for work forever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+def _load_encoder(tokenizer: TokenizerConfig, settings: dict[str, Any]) -> Callable[[Block], Encoded]:
+    loaded = load_tokenizer(tokenizer)
+    assert loaded is not None
+    return functools.partial(encode_block, tokenizer=loaded, **settings)
 
 
 def _clock(seconds: float) -> str:

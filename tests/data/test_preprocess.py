@@ -202,7 +202,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_reason(tmp_path: Path) -> N
             process.kill()
 
     config = PreprocessConfig(input=(str(path),), output_prefix=str(tmp_path / "x"), workers=2, log_interval=1)
-    with pytest.raises(ValueError, match="--workers 2: one was killed"):
+    with pytest.raises(ValueError, match="--workers: one was killed"):
         preprocess(config, BYTES, kill_workers)
     assert set(contents(tmp_path)) == {"a.jsonl"}
 
