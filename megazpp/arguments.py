@@ -96,6 +96,7 @@ class ParsedRun(NamedTuple):
         notices: one line for each flag that was accepted and ignored.
         name: of the last flag file on the command line, without folder and suffix; "run" if there is none.
         print_config: whether to print `report()` instead of training.
+        extra: the program's own configs.
     """
 
     config: RunConfig
@@ -103,6 +104,7 @@ class ParsedRun(NamedTuple):
     notices: tuple[str, ...]
     name: str
     print_config: bool
+    extra: tuple[Any, ...] = ()
 
     def values(self) -> dict[str, Any]:
         """Every flag's value by field name."""
@@ -113,25 +115,37 @@ class ParsedRun(NamedTuple):
         return render_flags(self.config.parts, self.origins)
 
 
-def parse_run_config(argv: Sequence[str], script_dir: Path, *, program: str = "pretrain_gpt.py") -> ParsedRun:
+def parse_run_config(
+    argv: Sequence[str],
+    script_dir: Path,
+    *,
+    program: str = "pretrain_gpt.py",
+    description: str | None = None,
+    extra: Sequence[type] = (),
+    default_file: str | None = DEFAULT_FLAG_FILE,
+) -> ParsedRun:
     """Read the command line (without the program's name) and the flag files it names.
-
-    Without a flag file and without --num-layers it begins with configs/gpt_tiny.args.
 
     Args:
         script_dir: where flag files are looked for if they are not in the working directory.
+        program, description: for --help.
+        extra: config classes that the program has beside those of a run.
+        default_file: read first where neither a flag file nor --num-layers is given.
     Raises:
         ValueError: one line per problem, each with the place where the flag was written.
         SystemExit: after --help.
     """
-    if not any(text.startswith(("@", "--num-layers")) for text in argv):
-        argv = [DEFAULT_FLAG_FILE, *argv]
+    if default_file is not None and not any(text.startswith(("@", "--num-layers")) for text in argv):
+        argv = [default_file, *argv]
     classes = typing.get_type_hints(RunConfig)
-    parser = FlagParser([*classes.values(), ShowConfig], program=program, description=_DESCRIPTION)
+    parser = FlagParser(
+        [*extra, *classes.values(), ShowConfig], program=program, description=description or _DESCRIPTION
+    )
     given = list(split_into_flags(expand_flag_files(argv, script_dir)))
     sifted = sift_flags(given, parser.spellings, read_megatron_flags())
     values, origins = parser.parse(sifted.flags)
     *configs, show = parser.build(values)
+    own, configs = configs[: len(extra)], configs[len(extra) :]
     files = [text[1:] for text in argv if text.startswith("@")]
     return ParsedRun(
         config=RunConfig(**dict(zip(classes, configs, strict=True))),
@@ -139,6 +153,7 @@ def parse_run_config(argv: Sequence[str], script_dir: Path, *, program: str = "p
         notices=sifted.notices,
         name=Path(files[-1]).stem if files else "run",
         print_config=show.print_config,
+        extra=tuple(own),
     )
 
 
@@ -189,6 +204,33 @@ class RunPlan(NamedTuple):
         return self._replace(layout=dataclasses.replace(self.layout, cluster=cluster))
 
 
+class ModelPlan(NamedTuple):
+    """The part of a `RunPlan` that a model needs which is not trained."""
+
+    layout: Layout
+    wire: WirePlan
+    notices: tuple[str, ...]
+
+
+def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str) -> ModelPlan:
+    """What `check_run_config` checks about the model, its layout and its wires.
+
+    Raises:
+        ValueError: names the flags and their values.
+    """
+    check_launch(config.launch)
+    check_nccl(config.nccl)
+    layout = _check_parallel(config, cluster)
+    seq_length = config.data.seq_length
+    if seq_length is None:
+        raise ValueError("--seq-length is missing")
+    _check_model(config.model, layout.tp, seq_length)
+    sequence_parallel = _check_sequence_parallel(config.parallel.sequence_parallel, layout.tp, seq_length)
+    wire = plan_wire(config.zero, layout)
+    wire_backends(wire, device_type)  # refuses a device that cannot quantize
+    return ModelPlan(layout, wire, (*cluster.notices, *layout.notices, *sequence_parallel, *wire.notices))
+
+
 def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -> RunPlan:
     """Check everything that can be checked before anything is made, and return what the checks worked out.
 
@@ -202,17 +244,11 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
     """
     _check_required(config)
     _check_positive("--vocab-size", config.tokenizer.vocab_size)
-    check_launch(config.launch)
     check_anomalies(config.anomalies, saves=config.checkpoint.save is not None)
     check_checkpoint(config.checkpoint)
     check_data(config.data)
     check_tracking(config.tracking)
-    check_nccl(config.nccl)
-    layout = _check_parallel(config, cluster)
-    tp_size, seq_length = layout.tp, config.data.seq_length
-    assert seq_length is not None
-    _check_model(config.model, tp_size, seq_length)
-    notices = _check_sequence_parallel(config.parallel.sequence_parallel, tp_size, seq_length)
+    layout, wire, notices = check_model_config(config, cluster, device_type=device_type)
     check_optimizer(config.optimizer, device_type)
     check_loss_scale(config.loss_scale)
     batches = plan_batches(config.batches, data_parallel_size=layout.data)
@@ -229,9 +265,6 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
         train_samples=config.batches.train_samples,
         global_batch_size=batches.global_batch_size,
     )
-    wire = plan_wire(config.zero, layout)
-    wire_backends(wire, device_type)  # refuses a device that cannot quantize
-    notices = (*cluster.notices, *layout.notices, *notices, *wire.notices)
     return RunPlan(layout, wire, batches, schedule, notices)
 
 

@@ -1,0 +1,64 @@
+"""The weights of a checkpoint for programs that do not train: to generate, to evaluate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.read import Reader
+from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.source import Source, choose_source, peek
+from megazpp.checkpoint.state import TrainState
+from megazpp.checkpoint.together import open_axis
+from megazpp.model.gpt import GPTModel
+from megazpp.optim.loss_scale import ConstantLossScale
+from megazpp.optim.schedule import Schedule
+from megazpp.parallel.dims import ParallelDims
+from megazpp.zero.sharding import Sharding
+
+
+def find_weights(config: CheckpointConfig) -> tuple[Source, RunRecord]:
+    """The checkpoint that --load, --ckpt-step and --load-fallback name, without its optimizer, and what it says.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if config.load is None:
+        raise ValueError("--load is missing: the folder of checkpoints")
+    weights_alone = dataclasses.replace(config, finetune=True, save=None)
+    source = choose_source(weights_alone, restarted=False)
+    record = peek(source)
+    if source is None or record is None:
+        raise ValueError(f"--load {config.load} has no checkpoint")
+    return source, record
+
+
+def load_weights(
+    model: GPTModel,
+    sharding: Sharding,
+    dims: ParallelDims,
+    source: Source,
+    record: RunRecord,
+    *,
+    vocab_size: int,
+    say: Callable[[str], None],
+) -> int:
+    """Fill the sharded model, on all ranks together; returns the iteration that the checkpoint is of.
+
+    Args:
+        record: as `find_weights` has read it.
+        vocab_size: of the tokenizer in use.
+        say: prints a line on rank 0.
+    Raises:
+        ValueError: the checkpoint is damaged, or another model's or tokenizer's.
+    """
+    nothing = torch.optim.SGD(model.parameters())  # has no state
+    state = TrainState(model, sharding, nothing, ConstantLossScale(1.0), dims, seed=0)
+    own = dataclasses.replace(record, vocab_size=vocab_size)
+    resumed = Reader(CheckpointConfig(), state, own, open_axis(dims), say).read(source, Schedule(**record.schedule))
+    if resumed is None:
+        raise ValueError(f"{source.folder.name} has no checkpoint")
+    return int(resumed.checkpoint.name.removeprefix("iter_"))

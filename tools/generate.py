@@ -1,0 +1,96 @@
+"""Continue texts with a checkpoint's model.
+
+python tools/generate.py --load checkpoints/ --prompt "Call me" "It was" --sample-tokens 100
+python tools/generate.py --load checkpoints/ --prompt-file prompts.txt --temperature 0
+python tools/generate.py --load checkpoints/ --tensor-model-parallel-size 2 < prompts.txt
+
+Model, tokenizer and precision are the checkpoint's. A prompt is a line of the file, or of stdin; texts go to stdout as
+they grow, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint_tool import Loaded, run_on_checkpoint
+
+from megazpp.arguments import RunConfig
+from megazpp.flags import flag
+from megazpp.inference.text import continue_texts
+
+DEFAULT_TOKENS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Which prompts, and how many at once."""
+
+    prompt_file: str | None = flag(None, "file with a prompt on each line (default: stdin, without --prompt)")
+    prompts_at_once: int = flag(8, "prompts of one batch; keys and values of all of them are kept")
+    compare_without_cache: bool = flag(False, "generate again without the cache, and say how fast and whether equal")
+
+
+def main(argv: list[str]) -> int:
+    return run_on_checkpoint("generate.py", __doc__ or "", GenerateConfig, run, argv, check=check, spread=False)
+
+
+def check(config: RunConfig, extra: GenerateConfig) -> None:
+    """Refuse what cannot be before anything is loaded."""
+    if extra.prompts_at_once < 1:
+        raise ValueError(f"--prompts-at-once {extra.prompts_at_once} is not positive")
+    if extra.prompt_file is None:
+        return
+    if config.sample.sample_prompt:
+        raise ValueError("--sample-prompt and --prompt-file exclude each other")
+    if not Path(extra.prompt_file).expanduser().is_file():
+        raise ValueError(f"--prompt-file {extra.prompt_file} does not exist")
+
+
+def run(loaded: Loaded) -> None:
+    config, world, longest = loaded.config, loaded.dims.world, loaded.config.data.seq_length
+    assert longest is not None
+    sample = dataclasses.replace(config.sample, sample_tokens=config.sample.sample_tokens or DEFAULT_TOKENS)
+    batches = read_prompts(config, loaded.extra) if world.rank == 0 else iter(())
+    out, done = sys.stdout if world.rank == 0 else None, 0
+    write = functools.partial(
+        continue_texts, *loaded.built, loaded.dims, loaded.tokenizer, max_length=longest, seed=config.launch.seed
+    )
+    while prompts := world.share_object(next(batches, [])):
+        _, generated = write(prompts, sample, first_prompt=done, out=out)
+        loaded.say(f"with the cache: {generated.describe()}")
+        if loaded.extra.compare_without_cache:
+            _, plain = write(prompts, sample, first_prompt=done, use_cache=False)
+            same = (
+                "the same tokens" if plain.tokens == generated.tokens else "other tokens: sums were rounded otherwise"
+            )
+            loaded.say(f"without it: {plain.describe()}; {same}")
+        done += len(prompts)
+    if not done:
+        loaded.say("no prompts")
+
+
+def read_prompts(config: RunConfig, extra: GenerateConfig) -> Iterator[list[str]]:
+    """Batches of prompts; from a terminal each as it is typed."""
+    if config.sample.sample_prompt:
+        yield from _batches(iter(config.sample.sample_prompt), extra.prompts_at_once)
+    elif extra.prompt_file is not None:
+        with Path(extra.prompt_file).expanduser().open(encoding="utf-8") as file:
+            yield from _batches(file, extra.prompts_at_once)
+    else:
+        yield from _batches(sys.stdin, 1 if sys.stdin.isatty() else extra.prompts_at_once)
+
+
+def _batches(lines: Iterator[str], size: int) -> Iterator[list[str]]:
+    prompts = (line.rstrip("\r\n") for line in lines)
+    while batch := list(itertools.islice(filter(None, prompts), size)):
+        yield batch
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
