@@ -45,7 +45,7 @@ from megazpp.parallel.links import measure_links
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.watchdog import Watchdog
-from megazpp.parallel.worker import UserError, Worker, run_worker, seed_everything, user_errors
+from megazpp.parallel.worker import UserError, Worker, leave, run_worker, seed_everything, user_errors
 from megazpp.topology.cluster import detect_cluster
 from megazpp.training.anomalies import Guard
 from megazpp.training.console import Console
@@ -310,4 +310,4 @@ def device_name(device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -138,7 +138,10 @@ def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None
 
 
 def leave(code: int) -> NoReturn:
-    """Flush and end the process at once; see the module docstring for why not `sys.exit`."""
+    """Flush and end the process at once; see the module docstring for why not `sys.exit`.
+
+    It is faster, too: with torch loaded, an interpreter takes seconds to end on a busy machine.
+    """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # whoever read it may be gone
             stream.flush()

@@ -19,7 +19,7 @@ from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.timeline import STEP
 from megazpp.parallel.watchdog import Watchdog
-from megazpp.parallel.worker import Worker, run_worker
+from megazpp.parallel.worker import Worker, leave, run_worker
 from megazpp.topology.cluster import Cluster
 
 LAUNCH = LaunchConfig(distributed_timeout_minutes=1, distributed_timeout_seconds_after_init=1.5)
@@ -56,4 +56,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megazpp.parallel.launch import STOP_SIGNALS, LaunchConfig, find_place
 from megazpp.parallel.supervisor import launch_workers
-from megazpp.parallel.worker import JobError, UserError, Worker, run_worker
+from megazpp.parallel.worker import JobError, UserError, Worker, leave, run_worker
 
 FOREVER = 1000
 
@@ -64,4 +64,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
