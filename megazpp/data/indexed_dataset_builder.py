@@ -54,6 +54,10 @@ class IndexedDatasetBuilder:
         self._document_indices = array.array("q", [0])
         self._file = _claim(self._unfinished_bin)
 
+    def __len__(self) -> int:
+        """The number of sequences so far."""
+        return len(self._lengths)
+
     def extend(self, tokens: np.ndarray, lengths: npt.ArrayLike, document_ends: npt.ArrayLike) -> None:
         """Append many sequences.
 

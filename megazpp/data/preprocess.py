@@ -115,8 +115,9 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, announce: C
             progress.add(block)
             if progress.documents // config.log_interval > logged:
                 announce(str(progress))
-        if progress.tokens == 0:
-            raise ValueError(f"--input {' '.join(config.input)} holds no text")
+        for builder, key in zip(builders, config.json_keys, strict=True):
+            if len(builder) == 0:
+                raise ValueError(f"--input {' '.join(config.input)} holds no {key}")
         for builder in builders:
             builder.finalize()
     return progress

@@ -161,6 +161,13 @@ def test_a_corpus_without_text_is_refused_and_leaves_nothing(tmp_path: Path, con
     assert set(contents(tmp_path)) == {"a.jsonl"}
 
 
+def test_a_key_without_text_is_refused_for_its_dataset_could_not_be_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "title": ""}\n')
+    with pytest.raises(ValueError, match=r"--input .*a\.jsonl holds no title"):
+        run(tmp_path / "a.jsonl", tmp_path / "x", json_keys=("text", "title"))
+    assert set(contents(tmp_path)) == {"a.jsonl"}
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
