@@ -1,0 +1,91 @@
+"""Perplexity and bits per byte of a checkpoint's model.
+
+python tools/evaluate.py --load checkpoints/                             the validation of its training, the same number
+python tools/evaluate.py --load checkpoints/ --input my_text_document    every token of a .bin/.idx pair
+python tools/evaluate.py --load checkpoints/ --input my_text.jsonl       or of a text
+
+Model, tokenizer, precision, sequence length and data are the checkpoint's, unless flags say otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from checkpoint_tool import Loaded, run_on_checkpoint
+
+from megazpp.arguments import RunConfig
+from megazpp.data.dataset import Splits, build_datasets, check_data, check_inputs
+from megazpp.flags import flag
+from megazpp.training.batches import plan_batches
+from megazpp.training.evaluate import Evaluator
+from megazpp.training.perplexity import Score, check_input, count_samples, score_whole
+from megazpp.training.setup import open_loader
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """What is foretold."""
+
+    input: str | None = flag(None, "prefix of a .bin/.idx pair, or a text (default: the validation and test data)")
+
+
+def main(argv: list[str]) -> int:
+    return run_on_checkpoint("evaluate.py", __doc__ or "", EvaluateConfig, run, argv, check=check)
+
+
+def check(config: RunConfig, extra: EvaluateConfig) -> None:
+    """Refuse what cannot be before anything is loaded."""
+    if extra.input is not None:
+        check_input(extra.input)
+        return
+    if config.evaluation.eval_iters == 0:
+        raise ValueError("--eval-iters 0: nothing would be evaluated")
+    check_data(config.data)
+    check_inputs(config.data, config.tokenizer)
+
+
+def run(loaded: Loaded) -> None:
+    scores = score_held_out(loaded) if loaded.extra.input is None else {"": score_input(loaded, loaded.extra.input)}
+    for where, score in scores.items():
+        if loaded.dims.world.rank == 0:
+            print("\n".join(score.lines(f"iteration {loaded.iteration}{where}")))
+
+
+def score_input(loaded: Loaded, path: str) -> Score:
+    """Of every token of a dataset or a text."""
+    return score_whole(
+        loaded.built,
+        loaded.dims,
+        loaded.tokenizer,
+        path,
+        loaded.config.data,
+        micro_batch_size=loaded.config.batches.micro_batch_size or 1,
+        device=loaded.device,
+        say=loaded.say,
+    )
+
+
+def score_held_out(loaded: Loaded) -> dict[str, Score]:
+    """Of the samples that the training was validated and tested with."""
+    config, dims, tokenizer = loaded.config, loaded.dims, loaded.tokenizer
+    plan = plan_batches(config.batches, data_parallel_size=dims.data_size)
+    count = config.evaluation.eval_iters * plan.global_batch_size
+    wanted = Splits(train=0, valid=count, test=count)
+    datasets = build_datasets(config.data, tokenizer, num_samples=wanted, seed=config.launch.seed, announce=loaded.say)
+    scores = {}
+    for where, dataset in (("", datasets.valid), (" on test set", datasets.test)):
+        if dataset is None:
+            continue
+        loader = open_loader(dataset, config.data, tokenizer, plan, dims, loaded.device, ramp_up=False)
+        iterations, size = config.evaluation.eval_iters, plan.global_batch_size
+        loss = Evaluator(*loaded.built, loader, dims, iterations=iterations, batch_size=size)()
+        loader.close()
+        scores[where] = Score(loss, count_samples(dataset, count, tokenizer, dims))
+    if not scores:
+        raise ValueError(f"--split {config.data.split} leaves nothing for validation and test")
+    return scores
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
