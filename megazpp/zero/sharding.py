@@ -118,7 +118,7 @@ class Sharding:
     def watch_gradients(self) -> None:
         """Look at this rank's gradients before they are summed: one pass over them. Call once per step; it forgets."""
         for reduce in self._watchable:
-            reduce.watched, reduce.largest = True, None
+            reduce.watched, reduce.total = True, None
 
     def not_finite_here(self) -> list[str] | None:
         """Parameters of the units in which this rank's gradients were not finite since `watch_gradients`.
