@@ -29,7 +29,7 @@ from megazpp.arguments import (
 )
 from megazpp.checkpoint.config import check_checkpoint
 from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.checkpoint.source import Source, choose_source, peek
 from megazpp.data.dataset import build_tokenizer, cache_dir, check_inputs, unigram_entropy
 from megazpp.data.tokenizer import Tokenizer
@@ -79,6 +79,8 @@ def main() -> int:
             source = find_source(parsed.config)
             earlier = peek(source)
             parsed = with_checkpoint_args(parsed, earlier)
+            if source is not None and earlier is not None:
+                check_same_model(earlier.flags, parsed.config.model, source.folder.path)
             place = find_place(parsed.config.launch)
             launcher_env = os.environ if place.started and place.world_size > 1 else {}  # a batch script's is not ours
             tp = parsed.config.parallel.tensor_model_parallel_size

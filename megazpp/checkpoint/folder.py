@@ -81,7 +81,7 @@ class CheckpointFolder:
 
     # ---- what only the holder of the lock does ------------------------------------------------------------------
 
-    def lock(self, *, patience_seconds: float = 10.0) -> None:
+    def lock(self, *, patience_seconds: float = 5.0) -> None:
         """Make the folder, and take it for this process until that ends (the kernel frees the lock).
 
         Args:

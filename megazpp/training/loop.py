@@ -171,6 +171,8 @@ def train(
         checkpoints: saves when it is time and after the last step.
     """
     progress = start
+    if progress.iteration >= plan.total_iterations:
+        recorder.console.say(f"training is complete: iteration {progress.iteration} of {plan.total_iterations}")
     recorder.console.start_bar(plan.total_iterations, progress.iteration)
     while progress.iteration < plan.total_iterations and progress.stop_reason is None:
         started, cpu_before = time.perf_counter(), cpu_seconds()

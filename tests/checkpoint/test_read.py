@@ -132,26 +132,14 @@ def test_what_contradicts_the_checkpoint_is_explained(saved: Path):
     load = {"load": str(saved)}
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         (load, {"vocab_size": 103}, "the tokenizer has 103 tokens, that of .*iter_0000002 had 101"),
-        (
-            load,
-            {"flags": {"optimizer": "sgd", "optimizer_backend": "torch"}},
-            "--optimizer is sgd, was adam in .*moments",
-        ),
-        (
-            load,
-            {"schedule": other},
-            r"max lr is 0.02, in .* 0.01\n.*decay samples is 999, in .*\n--override-opt_param-",
-        ),
+        (load, sgd, "--optimizer is sgd, was adam in .*moments"),
+        (load, {"schedule": other}, differs),
         (load | {"override_opt_param_scheduler": True}, {"schedule": other}, "at Progress.iteration=2"),
         (load | {"use_checkpoint_opt_param_scheduler": True}, {"schedule": other}, "at Progress.iteration=2"),
         (load | {"finetune": True}, {"schedule": other}, "at Progress.iteration=0, consumed_samples=0"),
         (load | {"load_optim": False}, {"schedule": other}, "consumed_samples=32, scheduled_samples=0"),
-        (load | {"ckpt_step": 1}, {}, "at Progress.iteration=1, consumed_samples=16"),
-        (
-            {"load": str(saved / "missing")},
-            {},
-            "WARNING: could not find the metadata file .*\n.* random\nat the beginning",
-        ),
+        (load | {"ckpt_step": 1}, {}, "at Progress.iteration=1, consumed_samples=16, scheduled_samples=16"),
+        ({"load": str(saved / "missing")}, {}, anew),
     ]
     for flags, own, message in cases:
         ((said, changed),) = ranks(2).run(try_loads, [flags], own)[0]

@@ -1,0 +1,116 @@
+"""When checkpoints are written, which stay, and going back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.checkpoints import Attempt, Job, run
+from helpers.ranks import ranks
+from helpers.training import Case
+
+from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.zero.config import ZeroConfig
+
+CASE = Case()
+
+
+def iterations(path: Path) -> list[int]:
+    return CheckpointFolder(path, "--save").iterations()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, [7]),
+        ({"save_interval": 3}, [3, 6, 7]),
+        ({"save_interval": 7}, [7]),
+        ({"save_interval": 2, "keep_last": 2}, [6, 7]),
+        ({"save_interval": 1, "save_retain_interval": 3, "async_save": True}, [3, 6, 7]),
+    ],
+)
+def test_there_is_one_every_interval_and_one_at_the_end_and_the_others_go(
+    tmp_path: Path, flags: dict[str, Any], expected: list[int]
+):
+    result, _ = ranks(2).run(run, Job(case=CASE, steps=7, flags={"save": str(tmp_path), **flags}))
+    assert iterations(tmp_path) == expected
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "7\n"
+    saved = [line for line in result["lines"] if "successfully saved" in line]
+    assert saved[-1].startswith(f"  successfully saved checkpoint at iteration       7 to {tmp_path} | 0.00")
+    if "async_save" in flags:
+        waited = [line for line in result["lines"] if "scheduled an async checkpoint save at iteration" in line]
+        assert len(waited) == len(saved) == 7
+        assert all(" | training waited 0." in line for line in waited)
+
+
+def test_a_run_that_is_complete_already_saves_nothing(tmp_path: Path):
+    job = Job(case=CASE, steps=2, flags={"save": str(tmp_path), "load": str(tmp_path)})
+    first, _ = ranks(2).run(run, job)
+    written = (tmp_path / "iter_0000002").stat().st_mtime_ns
+    second, _ = ranks(2).run(run, job)
+    assert (len(first["steps"]), len(second["steps"])) == (2, 0)
+    assert second["state"] == first["state"]
+    assert (tmp_path / "iter_0000002").stat().st_mtime_ns == written
+    assert iterations(tmp_path) == [2]
+
+
+def test_a_run_that_went_back_keeps_what_it_writes_again(tmp_path: Path):
+    save = str(tmp_path)
+    ranks(2).run(run, Job(case=CASE, steps=3, flags={"save": save, "save_interval": 1}))
+    result, _ = ranks(2).run(run, Job(case=CASE, steps=2, flags={"save": save, "load": save, "ckpt_step": 1}))
+    assert iterations(tmp_path) == [1, 2, 3]
+    assert (tmp_path / "iter_0000002.replaced-1").is_dir()
+    assert f" | the older one is now {tmp_path}/iter_0000002.replaced-1" in result["lines"][-1]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2\n"
+
+
+def go_on_and_back(job: Job) -> dict[str, Any]:
+    """Train to the first checkpoint, on without one, back to it, and on again."""
+    attempt = Attempt(job)
+    progress = attempt.load()
+    checkpoints = attempt.checkpoints
+    after_step, finish = checkpoints.after_step, checkpoints.finish
+    checkpoints.finish = lambda: None
+    attempt.train(progress)
+    at_checkpoint = attempt.fingerprint()
+    checkpoints.after_step = lambda progress, *, last: None
+    attempt.job = Job(case=job.case, steps=4, flags=job.flags)
+    on = attempt.train(progress._replace(iteration=2))
+    moved = attempt.fingerprint()
+    back = checkpoints.rewind()
+    returned = attempt.fingerprint()
+    checkpoints.after_step = after_step
+    again = attempt.train(back)
+    finish()
+    return {
+        "moved": moved != at_checkpoint,
+        "returned": returned == at_checkpoint,
+        "iteration": back.iteration,
+        "same": on == again and attempt.fingerprint() == moved,
+    }
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rewind_goes_back_to_the_newest_checkpoint_bit_for_bit(tmp_path: Path, asynchronous: bool):
+    case = Case(nodes=2, zero=ZeroConfig(zeropp=True), micro_batches=2)
+    flags = {"save": str(tmp_path), "async_save": asynchronous}
+    for result in ranks(4).run(go_on_and_back, Job(case=case, steps=2, flags=flags)):
+        assert result == {"moved": True, "returned": True, "iteration": 2, "same": True}
+    assert iterations(tmp_path) == [2, 4]
+
+
+def begin(job: Job) -> str:
+    try:
+        Attempt(job).load()
+    except ValueError as error:
+        return str(error)
+    return "begun"
+
+
+def test_a_folder_that_another_job_uses_is_refused_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    other = CheckpointFolder(tmp_path, "--save")
+    other.lock()
+    for said in ranks(2).run(begin, Job(case=CASE, steps=1, flags={"save": str(tmp_path)})):
+        assert said.startswith(f"--save {tmp_path} is in use by process ")
+    other.unlock()

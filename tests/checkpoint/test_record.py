@@ -1,0 +1,67 @@
+"""run.json: what a checkpoint says about its run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from helpers.checkpoints import Job, template
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
+
+from megazpp.checkpoint.checksums import DamagedError
+from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import NAME, check_same_model, data_notes, read_record, shape_of
+from megazpp.model.config import GPTConfig
+
+WHERE = Path("iter_0000007")
+RECORD = template(Job(case=Case(), steps=0, flags={}))
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path):
+    record = dataclasses.replace(RECORD, progress=Progress(iteration=3, consumed_samples=5), scaler={"scale": 2.0**16})
+    (tmp_path / NAME).write_text(record.as_json())
+    assert read_record(tmp_path) == record
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}', '{"format": 1, "progress": {"x": 1}}', "\xff"])
+def test_a_record_that_cannot_be_read_is_damage(tmp_path: Path, content: str):
+    (tmp_path / NAME).write_text(content, encoding="latin-1")
+    with pytest.raises(DamagedError, match=f"{tmp_path}/{NAME} cannot be read"):
+        read_record(tmp_path)
+
+
+def test_a_record_of_a_later_version_says_so(tmp_path: Path):
+    (tmp_path / NAME).write_text(RECORD.as_json().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match="has format 2, this version knows 1"):
+        read_record(tmp_path)
+
+
+def test_a_model_of_another_shape_is_refused_by_its_flags():
+    flags = json.loads(json.dumps(dataclasses.asdict(GPT2_STYLE)))
+    check_same_model(flags, GPT2_STYLE, WHERE)
+    message = "--hidden-size is 20, was 24 in iter_0000007; --use-checkpoint-args"
+    with pytest.raises(ValueError, match=message):
+        check_same_model(flags | {"hidden_size": 24, "kv_channels": 5}, GPT2_STYLE, WHERE)
+    with pytest.raises(ValueError, match=r"-heads is 4, was 8.*--normalization is LayerNorm, was RMSNorm"):
+        check_same_model(dataclasses.asdict(LLAMA_STYLE), GPT2_STYLE, WHERE)
+
+
+def test_flags_that_come_to_the_same_shape_are_the_same():
+    explicit = dataclasses.replace(GPT2_STYLE, ffn_hidden_size=80, kv_channels=5)
+    implicit = dataclasses.replace(GPT2_STYLE, ffn_hidden_size=None, hidden_dropout=0.3)
+    check_same_model(dataclasses.asdict(explicit), implicit, WHERE)
+
+
+def test_the_shape_makes_the_same_model():
+    assert GPTConfig(**shape_of(dataclasses.asdict(LLAMA_STYLE))).ffn_size == LLAMA_STYLE.ffn_size
+    check_same_model(shape_of(dataclasses.asdict(LLAMA_STYLE)), LLAMA_STYLE, WHERE)
+
+
+def test_other_data_gives_a_note_and_the_same_data_none():
+    saved = {"seed": 1, "data_path": ["0.3", "a"], "train_iters": 10}
+    now = {"seed": 1, "data_path": ("0.3", "a"), "train_iters": 10}
+    assert data_notes(saved, now, WHERE) == []
+    (note,) = data_notes(saved, now | {"seed": 2, "train_iters": 20}, WHERE)
+    assert note.startswith("--seed is 2, was 1, --train-iters is 20, was 10 in iter_0000007: ")

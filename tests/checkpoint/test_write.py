@@ -1,0 +1,159 @@
+"""kill -9 and a full disk at any moment: the tracker points at a complete checkpoint, and all goes on from there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import random
+import shutil
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers.checkpoints import Attempt, Job, run, template
+from helpers.disks import small_disk
+from helpers.ranks import ranks
+from helpers.training import Case
+
+from megazpp.checkpoint.checksums import find_damage, read_checksums
+from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.storage import SafeReader
+from megazpp.checkpoint.write import Writer
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.worker import UserError
+
+KILLS = 30
+TENSORS = {f"tensor {index}": (1 << 14, index + 1) for index in range(4)}
+
+
+def save_forever(path: Path, pipe: Any) -> None:
+    """A job: load the latest checkpoint, check that it is one moment's, and save without end."""
+    warnings.simplefilter("ignore")  # the library says that it runs on one rank
+    folder = CheckpointFolder(path, "--save")
+    folder.lock()
+    folder.remove_leftovers()
+    pipe.send("begun")
+    iteration = folder.latest() or 0
+    tensors = {key: torch.zeros(shape) for key, shape in TENSORS.items()}
+    if iteration:
+        sums = read_checksums(folder.of(iteration))
+        assert find_damage(folder.of(iteration), sums, sums) == []
+        dcp.load(tensors, storage_reader=SafeReader(folder.of(iteration)))
+        assert all((tensor == iteration).all() for tensor in tensors.values())
+    pipe.send(iteration)
+    writer = Writer(folder=folder, axis=MeshAxis("all"), keep_last=2, retain_interval=None)
+    record = template(Job(case=Case(), steps=0, flags={}))
+    while True:
+        iteration += 1
+        for tensor in tensors.values():
+            tensor.fill_(iteration)
+        writer.write(dataclasses.replace(record, progress=Progress(iteration=iteration)), tensors)
+        pipe.send(iteration)
+
+
+def test_thirty_kills_at_random_moments_of_load_and_save_lose_nothing_that_was_complete(tmp_path: Path):
+    """Moments are spread over what the last load or save took, so that a busy machine does not miss any phase."""
+    generator, context = random.Random(7), multiprocessing.get_context("fork")
+    complete, killed_in = 0, []
+    seconds = [0.1]
+    for _ in range(KILLS):
+        ours, theirs = context.Pipe(duplex=False)
+        job = context.Process(target=save_forever, args=(tmp_path, theirs), daemon=True)
+        job.start()
+        theirs.close()
+        told = []
+        for _ in range(generator.choice([1, 2, 3])):
+            since = time.monotonic()
+            told.append(ours.recv())
+            seconds.append(time.monotonic() - since)
+        job.join(generator.uniform(0.0, 1.2 * seconds[-1]))
+        assert job.exitcode is None, "the job failed"
+        job.kill()
+        job.join()
+        with contextlib.suppress(EOFError):
+            while True:
+                told.append(ours.recv())
+        killed_in.append(len(told))
+        if len(told) > 1:
+            assert told[1] == complete  # it began with what the tracker named when the last one was killed
+            complete = told[-1]
+        latest = CheckpointFolder(tmp_path, "--save").latest() or 0
+        assert latest in (complete, complete + 1)  # the last one may have been complete before it could say so
+        complete = latest
+    assert complete >= KILLS // 3
+    assert killed_in.count(1) > 3  # while loading
+    assert sum(count > 1 for count in killed_in) > 10  # while saving
+    left = [path.name for path in tmp_path.iterdir() if path.is_dir()]
+    assert len(left) <= 4  # two that are kept, one that was about to be deleted, one that was being written
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "1m") as path:
+        yield path
+
+
+def fill_and_save(job: Job, disk: Path, *, left: int) -> dict[str, Any]:
+    """Save once, leave `left` bytes on the disk, save again; then, with space again, once more."""
+    attempt = Attempt(job)
+    progress = attempt.load()
+    attempt.job = Job(case=job.case, steps=2, flags=job.flags)
+    attempt.checkpoints.after_step(progress._replace(iteration=1), last=True)
+    attempt.checkpoints._finish_writing()
+    if attempt.dims.world.rank == 0:
+        with (disk / "ballast").open("wb") as file:
+            file.write(bytes(shutil.disk_usage(disk).free - left))
+    attempt.dims.world.max_(torch.zeros(1))
+    try:
+        attempt.checkpoints.after_step(progress._replace(iteration=2), last=True)
+        attempt.checkpoints.finish()
+        said = "saved"
+    except UserError as error:
+        said = str(error)
+    folder = CheckpointFolder(disk / "save", "--save")
+    attempt.dims.world.max_(torch.zeros(1))
+    found = {"said": said, "latest": folder.latest(), "names": sorted(path.name for path in folder.path.iterdir())}
+    attempt.dims.world.max_(torch.zeros(1))
+    if attempt.dims.world.rank == 0:
+        (disk / "ballast").unlink()
+    attempt.dims.world.max_(torch.zeros(1))
+    attempt.checkpoints.after_step(progress._replace(iteration=3), last=True)
+    attempt.checkpoints.finish()
+    return found | {"at last": folder.latest()}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("left", [0, 20_000, 100_000])
+def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoint_before_it(disk: Path, left: int, asynchronous: bool):
+    flags = {"save": str(disk / "save"), "async_save": asynchronous}
+    for found in ranks(2).run(fill_and_save, Job(case=Case(), steps=1, flags=flags), disk, left=left):
+        assert found["said"].startswith(f"--save {disk / 'save'}: iteration 2 could not be saved: ")
+        assert "No space left on device" in found["said"]
+        assert found["latest"] == 1
+        assert found["names"] == ["iter_0000001", "latest_checkpointed_iteration.txt", "lock"]
+        assert found["at last"] == 3
+    (result, _) = ranks(2).run(run, Job(case=Case(), steps=3, flags={"load": str(disk / "save")}))
+    assert result["start"].iteration == 3
+
+
+def refused(job: Job) -> str:
+    try:
+        Attempt(job).load()
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_disk_without_space_for_a_checkpoint_is_found_at_the_start(disk: Path):
+    (disk / "ballast").write_bytes(bytes((1 << 20) - 50_000))
+    flags = {"save": str(disk / "save")}
+    for said in ranks(2).run(refused, Job(case=Case(), steps=1, flags=flags)):
+        assert said.startswith(f"--save {disk / 'save'} has 4.")
+        assert "e-05 GB free, a checkpoint takes about 0.0001" in said
