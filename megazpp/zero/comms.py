@@ -107,7 +107,7 @@ class SummingReduce(FreshBuffers, ReduceScatter):
     ) -> None:
         assert op == dist.ReduceOp.SUM, f"communication only sums, FSDP2 asked for {op}"
         if self.watched:
-            total = input_tensor.sum()  # one pass; on the CPU a maximum, or a sum in another dtype, takes 16 times as long
+            total = input_tensor.sum()  # in its dtype: one pass; a maximum takes 16 times as long on the CPU
             self.total = total if self.total is None else self.total + total
         # without a gradient of some parameter the output is shorter, and cannot be added by place
         late = self._schedule.overlap and output_tensor.numel() == self._unit.trained_segments[-1].stop
