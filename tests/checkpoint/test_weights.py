@@ -1,0 +1,61 @@
+"""A checkpoint's weights without what trains them, on any layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoints import Job, run
+from helpers.ranks import ranks
+from helpers.training import Case, build_on_ranks
+
+from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.weights import find_weights, load_weights
+
+CASE = Case(tp=2, sequence_parallel=True)
+OTHER = dataclasses.replace(CASE, tp=1, sequence_parallel=False, stage=0, seed=99)
+SUMS = 1e-4  # absolute, on logits of about 1: fp32 sums in another order
+
+
+def logits_on_ranks(case: Case, load: str, step: int | None = None, vocab_size: int = 101) -> tuple[int, torch.Tensor]:
+    model, sharding, dims = build_on_ranks(case)
+    source, record = find_weights(CheckpointConfig(load=load, ckpt_step=step))
+    iteration = load_weights(model, sharding, dims, source, record, vocab_size=vocab_size, say=lambda line: None)
+    with torch.no_grad():
+        part = model.eval()(torch.arange(16).unsqueeze(0))[0]
+    return iteration, dims.tp.all_gather(part.t()).t()[:, :101]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Checkpoints of iterations 1 and 2, written by 4 ranks."""
+    folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
+    ranks(4).run(run, Job(case=CASE, steps=2, flags={"save": folder, "save_interval": 1}))
+    return folder
+
+
+def test_another_layout_computes_what_the_first_one_does(load: str):
+    (first, expected), *_ = ranks(4).run(logits_on_ranks, CASE, load)
+    (second, found), *_ = ranks(1).run(logits_on_ranks, OTHER, load)
+    assert first == second == 2
+    torch.testing.assert_close(found, expected, atol=SUMS, rtol=0)
+    ((earlier, before),) = ranks(1).run(logits_on_ranks, OTHER, load, 1)
+    assert earlier == 1
+    assert (before - found).abs().max() > 100 * SUMS
+
+
+def test_another_tokenizer_or_model_is_refused(load: str):
+    with pytest.raises(AssertionError, match=r"the tokenizer has 100 tokens, that of .* had 101"):
+        ranks(1).run(logits_on_ranks, OTHER, load, None, 100)
+    wider = dataclasses.replace(OTHER, model=dataclasses.replace(OTHER.model, hidden_size=24))
+    with pytest.raises(AssertionError, match="--hidden-size is 24, was 20"):
+        ranks(1).run(logits_on_ranks, wider, load)
+
+
+def test_without_a_checkpoint_there_are_no_weights(tmp_path: Path):
+    with pytest.raises(ValueError, match="--load is missing"):
+        find_weights(CheckpointConfig())
+    with pytest.raises(ValueError, match=f"--load {tmp_path} has no checkpoint"):
+        find_weights(CheckpointConfig(load=str(tmp_path)))

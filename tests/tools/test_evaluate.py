@@ -1,0 +1,44 @@
+"""The tool as a user runs it: the training's own validation again, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import evaluate
+import pytest
+from helpers.program import run_program
+from helpers.trained import Trained
+
+
+def test_the_numbers_are_those_that_the_training_ended_with(trained: Trained):
+    same = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--nproc", "2"]
+    code, output = run_program("tools/evaluate.py", "--load", str(trained.load), *same, folder=trained.home)
+    assert code == 0, output
+    lines = [line for line in trained.output.splitlines() if line.startswith(" validation loss at iteration 12")]
+    assert len(lines) == 2
+    assert "on test set" in lines[1]
+    for line in lines:
+        assert output.count(line) == 1, f"{line!r} in\n{output}"
+    assert output.count(" bits per byte: ") == 2
+
+
+def refused(capfd: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert evaluate.main([str(word) for word in argv]) == 2
+    return capfd.readouterr().err
+
+
+def test_what_cannot_be_is_refused_in_one_line(trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    junk = tmp_path / "junk.idx"
+    junk.write_bytes(bytes(range(256)))
+    for flags, message in (
+        ((), "--load is missing: the folder of checkpoints"),
+        (("--load", tmp_path), f"--load {tmp_path} has no checkpoint"),
+        (("--load", trained.load, "--ckpt-step", 5), "--ckpt-step 5: "),
+        (("--load", trained.load, "--input", "nowhere"), "--input nowhere is neither a text nor the prefix of"),
+        (("--load", trained.load, "--input", tmp_path / "junk"), "junk.bin"),
+        (("--load", trained.load, "--eval-iters", 0), "--eval-iters 0: nothing would be evaluated"),
+        (("--load", trained.load, "--num-layers", 0), "--num-layers 0 is not positive"),
+    ):
+        error = refused(capfd, *flags)
+        assert message in error
+        assert error.count("\n") == 1, error

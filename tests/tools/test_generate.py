@@ -1,0 +1,97 @@
+"""The tool as a user runs it: prompts in, texts out, the same with and without the cache, for 1 and 2 tp ranks."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import generate
+import pytest
+from generate import GenerateConfig, read_prompts
+from helpers.program import run_program
+from helpers.trained import Trained
+
+from megazpp.inference.sample import SampleConfig
+
+PROMPTS = ["the cat sat", "D", "Document 3: the"]
+
+
+def run(trained: Trained, *flags: str) -> str:
+    code, output = run_program("tools/generate.py", "--load", str(trained.load), *flags, folder=trained.home)
+    assert code == 0, output
+    return output
+
+
+def texts(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith(tuple(PROMPTS))]
+
+
+def test_greedy_texts_are_the_same_with_and_without_the_cache_and_for_1_and_2_tp_ranks(trained: Trained):
+    greedy = ["--temperature", "0", "--sample-tokens", "25"]
+    alone = run(trained, "--prompt", *PROMPTS, *greedy, "--compare-without-cache")
+    assert alone.count("; the same tokens") == 1
+    rates = re.findall(r"(with the cache|without it): 75 tokens in .* s, then (\S+) tokens/s", alone)
+    assert [name for name, _ in rates] == ["with the cache", "without it"]
+    assert len(texts(alone)) == 3
+    file = trained.home / "prompts.txt"
+    file.write_text("\n".join([PROMPTS[0], "", *PROMPTS[1:]]))  # an empty line is no prompt
+    split = run(
+        trained, "--prompt-file", str(file), *greedy, "--tensor-model-parallel-size", "2", "--prompts-at-once", "2"
+    )
+    assert texts(split) == texts(alone)
+    assert split.count("with the cache: ") == 2  # batches
+    assert split.count("loading checkpoint") == 1
+
+
+def configs(*prompts: str, file: str | None = None, at_once: int = 2) -> tuple[Any, GenerateConfig]:
+    run = SimpleNamespace(sample=SampleConfig(sample_prompt=prompts))
+    return run, GenerateConfig(prompt_file=file, prompts_at_once=at_once)
+
+
+def test_prompts_come_from_the_flag_a_file_or_stdin_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "prompts").write_text("a\r\n\nb\nc")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x\ny\n"))
+    assert list(read_prompts(*configs("p", "q\nq"))) == [["p", "q\nq"]]
+    assert list(read_prompts(*configs(file=str(tmp_path / "prompts")))) == [["a", "b"], ["c"]]
+    assert list(read_prompts(*configs())) == [["x", "y"]]
+
+
+def test_on_a_terminal_each_line_is_answered_by_itself(monkeypatch: pytest.MonkeyPatch):
+    terminal = io.StringIO("x\ny\n")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    batches = read_prompts(*configs())
+    assert next(batches) == ["x"]
+    assert terminal.tell() == 2
+
+
+def test_what_cannot_be_is_refused_in_one_line(trained: Trained, capfd: pytest.CaptureFixture[str]):
+    load = ("--load", str(trained.load))
+    for flags, message in (
+        ((), "--load is missing: the folder of checkpoints"),
+        ((*load, "--prompt-file", "nowhere"), "--prompt-file nowhere does not exist"),
+        ((*load, "--prompt-file", "nowhere", "--prompt", "x"), "--sample-prompt and --prompt-file exclude each other"),
+        ((*load, "--prompts-at-once", "0"), "--prompts-at-once 0 is not positive"),
+        ((*load, "--top-p", "2"), "--sample-top-p 2.0 is not in (0, 1]"),
+        ((*load, "--tensor-model-parallel-size", "3"), "--num-attention-heads 4 is not divisible by"),
+    ):
+        assert generate.main(list(flags)) == 2
+        error = capfd.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1, error
+
+
+def test_flags_have_the_checkpoint_s_values_unless_they_are_given(trained: Trained, capfd: pytest.CaptureFixture[str]):
+    assert generate.main(["--load", str(trained.load), "--print-config", "--seq-length", "24"]) == 0
+    shown = {
+        words[0]: words[1:] for line in capfd.readouterr().out.splitlines() if (words := line.split("#")[0].split())
+    }
+    assert shown["--num-layers"] == ["2"]
+    assert shown["--seed"] == ["77"]
+    assert shown["--seq-length"] == ["24"]
+    assert shown["--tokenizer-type"] == ["NullTokenizer"]
+    assert shown["--tensor-model-parallel-size"] == ["1"]  # where it runs now is not the checkpoint's matter
