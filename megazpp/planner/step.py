@@ -9,7 +9,6 @@ runs ahead and streams keep the order; on a CPU the process does everything that
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,13 +17,26 @@ import torch.distributed as dist
 from megazpp.parallel.axis import Traffic, TrafficCounter
 from megazpp.parallel.lane import Lane, Ticket
 from megazpp.planner.clock import Clock, SimulatedLane, Simulation
-from megazpp.planner.paper import PaperAxis, PaperCodec, PaperUnit, paper_unit
+from megazpp.planner.comms import PaperPlugs, ShardedUnit
+from megazpp.planner.memory import (
+    ACTIVATIONS,
+    BUFFERS,
+    FEEDBACK,
+    GATHERED,
+    GRADIENTS,
+    MASTER_BYTES,
+    MIDDLE,
+    MOMENTS,
+    PARAMETERS,
+    SECONDARY,
+    WHOLE_GRADIENTS,
+    Ledger,
+)
+from megazpp.planner.paper import PaperAxis
 from megazpp.planner.trace import BACKWARD, FORWARD, Trace, Work
 from megazpp.topology.layout import Layout
-from megazpp.zero.comms import CountedGather, CountedReduce, SummingReduce
 from megazpp.zero.config import WirePlan, ZeroConfig
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.layout import plan_message
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.schedule import GatherSchedule, Lanes, ReduceSchedule
@@ -66,17 +78,6 @@ class PaperReduceSchedule(ReduceSchedule):
         self._finish()
 
 
-@dataclass(kw_only=True)
-class ShardedUnit:
-    """A unit as FSDP2 sees it: `gathered` parameters are there, `ready` is when those on the way will be."""
-
-    unit: PaperUnit
-    gather: TwoHopGather | CountedGather
-    reduce: SummingReduce
-    gathered: bool = False
-    ready: float | None = None
-
-
 class PaperStep:
     """The steps of one rank.
 
@@ -91,6 +92,7 @@ class PaperStep:
         counter: bytes of this rank by (wire, axis, collective), as a run counts them.
         simulation: clocks and spans of the last step.
         units: in the order of use.
+        ledger: memory of the last step.
     """
 
     def __init__(
@@ -107,40 +109,55 @@ class PaperStep:
     ) -> None:
         self.trace, self.layout, self.stage = trace, layout, zero.stage
         self._precision, self._costs, self._on_cpu = precision, costs or NoCosts(), on_cpu
-        self.counter, self.simulation = TrafficCounter(), Simulation()
+        self.counter, self.simulation, self.ledger = TrafficCounter(), Simulation(), Ledger()
+        self._copied_out, self._copied_from, self._sent_from, self._middle_waits = 0.0, 0, 0, False
         self._axes = {
             name: PaperAxis(layout, name, rank=rank, counter=self.counter, cost=self._sending(name)) for name in AXES
         }
         two_hops = bool(wire.gather or wire.reduce)
         overlaps = two_hops or on_cpu
-        self._overlap_gather, overlap_reduce = wire.overlap_gather and overlaps, wire.overlap_reduce and overlaps
-        lanes = self._lanes(overlap=self._overlap_gather or overlap_reduce)
-        self._gather_schedule = GatherSchedule(overlap=self._overlap_gather, prefetch=on_cpu)
-        self._reduce_schedule = PaperReduceSchedule(overlap=overlap_reduce, blocks_host=on_cpu)
-        make = _CommMaker(self, wire, zero, lanes)
-        self.units = [make.sharded(paper_unit(parameters, layout.shard)) for parameters in trace.units]
+        self._overlap_gather, self._overlap_reduce = wire.overlap_gather and overlaps, wire.overlap_reduce and overlaps
+        self._reduce_schedule = PaperReduceSchedule(overlap=self._overlap_reduce, blocks_host=on_cpu)
+        plugs = PaperPlugs(
+            axes=self._axes,
+            wire=wire,
+            zero=zero,
+            precision=precision,
+            lanes=self._lanes(overlap=self._overlap_gather or self._overlap_reduce),
+            gathers=GatherSchedule(overlap=self._overlap_gather, prefetch=on_cpu),
+            reduces=self._reduce_schedule,
+            overlap_gather=self._overlap_gather,
+            touch=self._touch,
+        )
+        self.units = [plugs.sharded(parameters) for parameters in trace.units]
+        self._keeps_middle = not zero.zero_cross_every_microbatch
         self._clocks = [self.simulation.new_clock(name) for name in ("gathers", "reductions", "copies")]
         self._copied_out = 0.0
 
-    def run(self, micro_batches: int) -> float:
-        """One step after the first, in seconds."""
+    def run(self, micro_batches: int, *, moments: int = 2) -> float:
+        """One step, in seconds.
+
+        Args:
+            moments: of the optimizer, per parameter.
+        """
         self.simulation.reset()
         self._copied_out = 0.0
+        self._open_ledger(micro_batches, moments)
         self._sum_over_data()  # tokens
         for index in range(micro_batches):
             last = index == micro_batches - 1
             for sharded in self.units:
                 if isinstance(sharded.reduce, TwoHopReduce):
                     sharded.reduce.last_micro_batch = last
-            self._forward(last)
-            self._backward(last)
+            self._forward()
+            self._backward(first=index == 0, last=last)
         self._sum_over_data()  # the loss
         self._optimizer()
         return self.simulation.compute.now
 
     # ---- the model ------------------------------------------------------------------------------------------------
 
-    def _forward(self, last: bool) -> None:
+    def _forward(self) -> None:
         units, head = self.units, self.trace.num_segments - 1
         for index in range(self.trace.num_segments):
             sharded = units[min(index, len(units) - 1)]
@@ -148,30 +165,44 @@ class PaperStep:
             if first_use:
                 self._gather(sharded)
                 self._wait_for_gather(sharded, forward=True)
+            self._keep(FORWARD, index)
             self._compute(FORWARD, index)
             if first_use and not (self.trace.tied and index == 0):
                 self._release(sharded, when=self.stage == 3)
         if self.trace.tied:
             self._release(units[0], when=self.stage == 3)
+        self.ledger.add(BUFFERS, -self._copied_from)
+        self._copied_from = 0
 
-    def _backward(self, last: bool) -> None:
+    def _backward(self, *, first: bool, last: bool) -> None:
         for sharded in self.units:
             sharded.unit.state.at_hand = False
         order = [self.units[0], *self.units[:0:-1]] if self.trace.tied else self.units[::-1]
         for index, sharded in enumerate(order):
+            segment = self.trace.num_segments - 1 - index
+            loss_first = (
+                index == 0 and not self.trace.tied
+            )  # the root's gather comes before the loss, a unit's after it
+            if loss_first:
+                self._keep(BACKWARD, segment)
             self._gather(sharded)
             self._wait_for_gather(sharded, forward=False)
             if index + 1 < len(order):
                 self._gather(order[index + 1])
-            self._compute(BACKWARD, self.trace.num_segments - 1 - index)
+            if not loss_first:
+                self._keep(BACKWARD, segment)
+            self._compute(BACKWARD, segment)
             if not (self.trace.tied and index == 0):
-                self._finish_unit(sharded, last)
+                self._finish_unit(sharded, first=first, last=last)
         if self.trace.tied:
+            self._keep(BACKWARD, 0)
             self._compute(BACKWARD, 0)
-            self._finish_unit(order[0], last)
+            self._finish_unit(order[0], first=first, last=last)
         for clock in self._clocks[1:]:
             self.simulation.wait_until(clock.now, "reductions")
         self._reduce_schedule.end_backward()
+        self.ledger.set(BUFFERS, 0)
+        self._sent_from = 0
         for sharded in self.units:
             sharded.unit.state.at_hand = True
 
@@ -208,6 +239,8 @@ class PaperStep:
         with self.simulation.on(clock):
             if world > 1:
                 shard, out = self._empty(size), self._empty(size * world)
+                self.ledger.add(BUFFERS, out.nbytes)
+                self.ledger.pass_through(BUFFERS, sharded.gather_buffer)
                 sharded.gather(out, shard, self._axes["shard"].group)  # type: ignore[arg-type]
         sharded.ready = clock.now
 
@@ -230,7 +263,16 @@ class PaperStep:
         simulation.wait_until(sharded.ready, "weights")
         if forward:
             stream.now = max(stream.now, self._copied_out)
-        whole = self._empty(sharded.unit.size * self.layout.shard)
+        whole = self._whole(sharded)
+        if self.layout.shard > 1 and forward:  # the buffer of the gather before is free now, this one's later
+            self.ledger.add(BUFFERS, -self._copied_from)
+            self._copied_from = 0
+        self.ledger.add(GATHERED, whole.nbytes)
+        if self.layout.shard > 1:
+            if forward:
+                self._copied_from = whole.nbytes
+            else:
+                self.ledger.add(BUFFERS, -whole.nbytes)
         simulation.spend("copy", self._costs.memory(2 * whole.nbytes))
         self._copied_out = simulation.compute.now
         if not forward:
@@ -240,25 +282,33 @@ class PaperStep:
 
     def _release(self, sharded: ShardedUnit, *, when: bool) -> None:
         """`reshard`."""
-        if when:
+        if when and sharded.gathered:
+            self.ledger.add(GATHERED, -self._whole(sharded).nbytes)
             sharded.gathered, sharded.unit.state.at_hand = False, True
 
-    def _finish_unit(self, sharded: ShardedUnit, last: bool) -> None:
+    def _finish_unit(self, sharded: ShardedUnit, *, first: bool, last: bool) -> None:
         """`post_backward`: reshard and reduce; one reduction at a time is in flight."""
         self._release(sharded, when=self.stage == 3 or last)
         sharded.unit.state.at_hand = False
-        if self.stage <= 1 and not last:
+        whole = self._whole(sharded, reduced=True)
+        computed = sharded.whole_elements * self._precision.param_dtype.itemsize
+        accumulated = sharded.whole_elements * self._precision.reduce_dtype.itemsize
+        if self.stage <= 1 and not last:  # accumulated in the format of the reduction
+            self.ledger.add(WHOLE_GRADIENTS, (accumulated if first else 0) - computed)
             return
         simulation, world = self.simulation, self.layout.shard
         reductions, copies = self._clocks[1:]
         if not self._on_cpu:
             simulation.wait_until(reductions.now, "gradients")
-        whole = self._empty(sharded.unit.size * world, reduced=True)
+        self.ledger.add(BUFFERS, whole.nbytes - self._sent_from)
+        self._sent_from = whole.nbytes
+        self.ledger.add(WHOLE_GRADIENTS, -computed - (accumulated if self.stage <= 1 and not first else 0))
         simulation.spend("copy", self._costs.memory(2 * whole.nbytes))
         if self._on_cpu:
             reductions = copies = simulation.compute
         reductions.now = max(reductions.now, simulation.compute.now)
         result = self._empty(sharded.unit.size, reduced=True)
+        self._note_reduction(sharded, result.nbytes, first=first, last=last)
         with simulation.on(reductions):
             if world > 1:
                 sharded.reduce(result, whole, self._axes["shard"].group, dist.ReduceOp.SUM)  # type: ignore[arg-type]
@@ -267,7 +317,40 @@ class PaperStep:
             with simulation.on(copies):
                 self._axes["replicate"].all_reduce_(result)
 
+    # ---- memory ---------------------------------------------------------------------------------------------------
+
+    def _open_ledger(self, micro_batches: int, moments: int) -> None:
+        self.ledger, self._copied_from, self._sent_from = Ledger(), 0, 0
+        self._middle_waits = micro_batches > 1 and self._keeps_middle
+        units = self.units
+        self.ledger.add(PARAMETERS, MASTER_BYTES * sum(sharded.unit.size for sharded in units))
+        self.ledger.add(MOMENTS, moments * MASTER_BYTES * sum(sharded.own_elements for sharded in units))
+        self.ledger.add(SECONDARY, sum(sharded.secondary_bytes for sharded in units))
+        self.ledger.add(FEEDBACK, sum(sharded.feedback_bytes for sharded in units))
+        self.ledger.add(MIDDLE, sum(sharded.middle_bytes for sharded in units) if self._middle_waits else 0)
+
+    def _keep(self, phase: str, index: int) -> None:
+        """What the model's own code keeps, frees and needs meanwhile."""
+        segment = self.trace.segments[phase, index]
+        self.ledger.pass_through(ACTIVATIONS, segment.peak)
+        self.ledger.add(ACTIVATIONS, segment.kept - segment.gradients)
+        self.ledger.add(WHOLE_GRADIENTS, segment.gradients)
+
+    def _note_reduction(self, sharded: ShardedUnit, result_bytes: int, *, first: bool, last: bool) -> None:
+        """What the reduction of a unit leaves behind and holds meanwhile."""
+        middle = 0 if self._middle_waits else sharded.middle_bytes
+        self.ledger.pass_through(BUFFERS, sharded.reduce_buffer + middle + result_bytes)
+        if last or not self._keeps_middle:
+            self.ledger.pass_through(BUFFERS, sharded.cross_buffer + middle + result_bytes)
+            if self._overlap_reduce:  # at worst, sums and results of all units wait for the cross hop
+                self.ledger.add(BUFFERS, middle + result_bytes)
+        if first or (self.stage <= 1 and last):
+            self.ledger.add(GRADIENTS, MASTER_BYTES * sharded.unit.size)
+
     # ---- parts ----------------------------------------------------------------------------------------------------
+
+    def _whole(self, sharded: ShardedUnit, *, reduced: bool = False) -> torch.Tensor:
+        return self._empty(sharded.unit.size * self.layout.shard, reduced=reduced)
 
     def _empty(self, size: int, *, reduced: bool = False) -> torch.Tensor:
         dtype = self._precision.reduce_dtype if reduced else self._precision.param_dtype
@@ -279,7 +362,7 @@ class PaperStep:
 
         return cost
 
-    def touch(self, what: str, touched_bytes: int) -> None:
+    def _touch(self, what: str, touched_bytes: int) -> None:
         """A pass over memory on the running clock."""
         self.simulation.spend(what, self._costs.memory(touched_bytes))
 
@@ -287,54 +370,6 @@ class PaperStep:
         if not overlap:
             return Lanes(Lane(), Lane(), Lane())
         return Lanes(*(SimulatedLane(self.simulation, name) for name in ("cross", "local", "shard")))
-
-
-class _CommMaker:
-    """What zero/plugs.py makes, on paper."""
-
-    def __init__(self, step: PaperStep, wire: WirePlan, zero: ZeroConfig, lanes: Lanes) -> None:
-        self._step, self._wire, self._zero, self._lanes = step, wire, zero, lanes
-
-    def sharded(self, unit: PaperUnit) -> ShardedUnit:
-        return ShardedUnit(unit=unit, gather=self._gather(unit), reduce=self._reduce(unit))
-
-    def _gather(self, unit: PaperUnit) -> TwoHopGather | CountedGather:
-        step, plan = self._step, self._wire.gather
-        if plan is None:
-            return CountedGather(step._axes["shard"], self._lanes.shard, overlap=step._overlap_gather)
-        dtype = step._precision.param_dtype
-        return TwoHopGather(
-            unit,
-            cross=step._axes["cross"],
-            local=step._axes["local"],
-            lanes=self._lanes,
-            schedule=step._gather_schedule,
-            codec=PaperCodec(plan_message(unit.segments, plan.fmt, exact_itemsize=dtype.itemsize), dtype, step.touch),
-            keep=plan.keep,
-        )
-
-    def _reduce(self, unit: PaperUnit) -> SummingReduce:
-        step, plan, segments = self._step, self._wire.reduce, unit.trained_segments
-        if plan is None:
-            return CountedReduce(unit, step._axes["shard"], self._lanes.shard, step._reduce_schedule)
-        dtype = step._precision.reduce_dtype
-        middle = torch.bfloat16 if self._zero.zero_accumulate_in_bf16 else torch.float32
-        return TwoHopReduce(
-            unit,
-            step._reduce_schedule,
-            cross=step._axes["cross"],
-            local=step._axes["local"],
-            lanes=self._lanes,
-            local_codec=PaperCodec(
-                plan_message(segments, plan.local, exact_itemsize=dtype.itemsize), dtype, step.touch
-            ),
-            cross_codec=PaperCodec(
-                plan_message(segments, plan.cross, exact_itemsize=middle.itemsize), middle, step.touch
-            ),
-            middle_dtype=middle,
-            feedback=self._zero.zero_error_feedback,
-            every_micro_batch=self._zero.zero_cross_every_microbatch,
-        )
 
 
 def count_traffic(step: PaperStep, micro_batches: int) -> TrafficTable:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
+from megazpp.planner.live import LiveBytes
 from megazpp.planner.paper import PaperAxis
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -56,13 +56,15 @@ class Segment(NamedTuple):
 
     Attributes:
         work: in order.
-        kept: bytes of activations that live when it is done, less those before it; negative in backward.
+        kept: bytes that live when it is done, less those before it; negative in backward.
         peak: most bytes that live while it runs, above those before it.
+        gradients: bytes of whole gradients among those kept.
     """
 
     work: tuple[Work, ...]
     kept: int
     peak: int
+    gradients: int
 
 
 class Trace(NamedTuple):
@@ -167,11 +169,11 @@ class _Recorder(TorchDispatchMode):
         self._work: dict[tuple[str, int], list[Work]] = defaultdict(list)
         self._kept: dict[tuple[str, int], int] = defaultdict(int)
         self._peak: dict[tuple[str, int], int] = defaultdict(int)
+        self._gradients: dict[tuple[str, int], int] = defaultdict(int)
         self._now = (FORWARD, 0)
-        self._live, self._before = 0, 0
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._live, self._before = LiveBytes(), 0
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)  # whole gradients are the units' to count
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
         for index, module in enumerate([model.embedding, *model.layers]):
             module.register_forward_pre_hook(self._entering((FORWARD, index)))
             module.register_forward_hook(self._leaving(index))
@@ -184,11 +186,14 @@ class _Recorder(TorchDispatchMode):
         self._work[self._now].append(Work("matrix", touched, m, n, k, batch))
 
     def segment(self, key: tuple[str, int]) -> Segment:
-        return Segment(tuple(self._work[key]), self._kept[key], self._peak[key])
+        return Segment(tuple(self._work[key]), self._kept[key], self._peak[key], self._gradients[key])
 
     def enter(self, key: tuple[str, int]) -> None:
-        self._kept[self._now] += self._live - self._before
-        self._now, self._before = key, self._live
+        self._kept[self._now] += self._live.now - self._before
+        self._now, self._before = key, self._live.now
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        self._gradients[self._now] += parameter.nbytes
 
     def _entering(self, key: tuple[str, int]) -> Callable[..., None]:
         return lambda *_: self.enter(key)
@@ -206,26 +211,14 @@ class _Recorder(TorchDispatchMode):
         owned = {t.untyped_storage()._cdata for t in inputs}
         fresh = [t for t in outputs if t.untyped_storage()._cdata not in owned]
         for tensor in fresh:
-            self._born(tensor)
+            self._live.see(tensor)
+        self._peak[self._now] = max(self._peak[self._now], self._live.now - self._before)
         if name in MATRIX:
             a, b = inputs[-2:]
             self.product(a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]), _nbytes(inputs + outputs))
         elif not func.is_view and name not in FREE and (fresh or func._schema.is_mutable):
             self._work[self._now].append(Work("memory", _nbytes(inputs + fresh)))
         return result
-
-    def _born(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage in self._known:
-            return
-        self._known.add(storage)
-        size = storage.nbytes()
-        self._live += size
-        self._peak[self._now] = max(self._peak[self._now], self._live - self._before)
-        weakref.finalize(storage, self._died, size)
-
-    def _died(self, size: int) -> None:
-        self._live -= size
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -271,10 +264,6 @@ def _backward(loss: torch.Tensor) -> None:
     """`loss.backward()`, which as a torch function would run without the function mode that it is called in."""
     arguments = ((loss,), (torch.ones_like(loss),), False, False, ())
     Variable._execution_engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

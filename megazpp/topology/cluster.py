@@ -24,6 +24,7 @@ from typing import Literal
 
 from megazpp.flags import flag
 from megazpp.topology.cluster_file import read_cluster_file
+from megazpp.topology.device import Device
 from megazpp.topology.links import LinkKind, Links
 
 
@@ -53,6 +54,7 @@ class Cluster:
         domain_size: ranks that share the fastest wire; None: the ranks of a node.
         order: the rank at each position; None: ranks are numbered by position.
         links: figures of the wires, where known.
+        device: what a rank computes with, where a file says it.
         notices: lines to show.
     Raises:
         ValueError: domains that fit neither nodes nor the whole, or an order that is no order of all ranks; in the
@@ -64,6 +66,7 @@ class Cluster:
     domain_size: int | None = None
     order: tuple[int, ...] | None = None
     links: Links | None = None
+    device: Device | None = None
     notices: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -160,6 +163,7 @@ def read_cluster(path: str | Path) -> Cluster:
             domain_size=file.fast_domain,
             order=file.rank_order,
             links=file.links,
+            device=file.device,
         )
     except ValueError as error:
         raise ValueError(f"--cluster-file {path}: {error}") from None

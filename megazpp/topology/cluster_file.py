@@ -16,6 +16,12 @@ links:                    # optional, each of them; figures hold for one directi
   network:                # between nodes, what one node can send with all its adapters
     gigabits_per_second: 100
     microseconds: 5       # optional: until a small message has arrived
+device:                   # optional, all of it: what one rank computes with; --plan needs it
+  name: H100
+  teraflops: 989          # dense 16-bit peak
+  gigabytes: 80           # memory
+  gigabytes_per_second: 3350
+  source: NVIDIA H100 Tensor Core GPU data sheet
 """
 
 from __future__ import annotations
@@ -27,9 +33,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
+from megazpp.topology.device import Device
 from megazpp.topology.links import LINK_KINDS, Link, Links
 
-KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links")
+KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device")
+DEVICE_FIGURES = ("teraflops", "gigabytes", "gigabytes_per_second")
 LINK_KEYS = ("gigabytes_per_second", "gigabits_per_second", "microseconds", "source")
 
 
@@ -41,6 +49,7 @@ class ClusterFile(NamedTuple):
     fast_domain: int | None
     rank_order: tuple[int, ...] | None
     links: Links | None
+    device: Device | None
 
 
 def read_cluster_file(path: str | Path) -> ClusterFile:
@@ -90,6 +99,7 @@ class _Reader:
             fast_domain=self._count("fast_domain", top["fast_domain"]) if "fast_domain" in top else None,
             rank_order=self._rank_order(top.get("rank_order", "block"), nodes, ranks_per_node),
             links=self._links(top["links"]) if "links" in top else None,
+            device=self._device(top["device"]) if "device" in top else None,
         )
 
     def _rank_order(self, value: Any, nodes: int, ranks_per_node: int) -> tuple[int, ...] | None:
@@ -124,6 +134,14 @@ class _Reader:
         if not isinstance(source, str):
             self._fail(f"{where}.source {source!r} is not text")
         return Link(speed / 8 if speeds[0] == "gigabits_per_second" else speed, latency, source)
+
+    def _device(self, value: Any) -> Device:
+        given = self._mapping("device", value, ("name", *DEVICE_FIGURES, "source"))
+        for key in ("name", *DEVICE_FIGURES):
+            if key not in given:
+                self._fail(f"key device.{key} is missing")
+        figures = (self._positive(f"device.{key}", given[key]) for key in DEVICE_FIGURES)
+        return Device(str(given["name"]), *figures, source=str(given.get("source", self._path)))
 
     def _mapping(self, where: str, value: Any, keys: Collection[str]) -> dict[str, Any]:
         if not isinstance(value, dict):

@@ -9,6 +9,7 @@ import pytest
 
 from megazpp.topology import cluster_file
 from megazpp.topology.cluster_file import ClusterFile, read_cluster_file
+from megazpp.topology.device import Device
 from megazpp.topology.links import Link, Links
 
 
@@ -31,12 +32,19 @@ def test_the_docstring_example(tmp_path: Path):
             node=Link(31.5, None, str(path)),
             network=Link(12.5, 5.0, str(path)),
         ),
+        device=Device("H100", 989.0, 80.0, 3350.0, "NVIDIA H100 Tensor Core GPU data sheet"),
     )
+
+
+def test_a_device_needs_all_its_figures(tmp_path: Path):
+    path = write(tmp_path, "nodes: 1\nranks_per_node: 1\ndevice: {name: X, teraflops: 1, gigabytes: 2}\n")
+    with pytest.raises(ValueError, match=r"cluster\.yaml: key device\.gigabytes_per_second is missing"):
+        read_cluster_file(path)
 
 
 def test_only_nodes_and_ranks_per_node_are_needed(tmp_path: Path):
     path = write(tmp_path, "nodes: 3\nranks_per_node: 1\n")
-    assert read_cluster_file(path) == ClusterFile(3, 1, fast_domain=None, rank_order=None, links=None)
+    assert read_cluster_file(path) == ClusterFile(3, 1, fast_domain=None, rank_order=None, links=None, device=None)
 
 
 @pytest.mark.parametrize(

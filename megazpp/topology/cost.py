@@ -1,0 +1,115 @@
+"""What wires and devices take: alpha-beta for every collective, a roofline for every operation.
+
+A collective of n ranks is so many messages one after the other, each with a latency, and so many bytes that each rank
+sends, at the rate of the slowest wire it rides. Ranks of a node that send over the network at once share its adapters.
+
+    ring        all-gather, reduce-scatter    n - 1 messages,        (n - 1)/n of the buffer
+                all-reduce                    2 (n - 1) messages,    twice that
+    tree        all-reduce                    2 log2(n) messages,    twice that     whichever of both is faster
+    pairwise    all-to-all                    n - 1 messages,        (n - 1)/n of the buffer
+    two hops    an all-gather inside nodes behind one across them, or an all-to-all across behind one inside: two
+                collectives here, because that is what they are in zero/
+
+A product [m, k] x [k, n] is computed in tiles of 128 x 128, the last of each row and column not full; it takes as long
+as its full tiles at a share of the peak, or as its bytes from memory, whichever is longer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megazpp.topology.device import Device
+from megazpp.topology.layout import Layout
+from megazpp.topology.links import LINK_KINDS, Link, LinkKind
+
+TILE = 128  # cuBLAS's usual thread block; NVIDIA, Matrix Multiplication Background User's Guide, "tile quantization"
+
+# Until a message has gone from one rank to the next, in microseconds, where a cluster file does not say: NCCL's own
+# model (src/graph/tuning.cc, hwLat, protocol Simple, 2.18): NVLink ring and tree, PCI, network.
+RING_MICROSECONDS = {"domain": 3.4, "node": 5.7, "network": 14.0}
+TREE_MICROSECONDS = {"domain": 4.0, "node": 6.0, "network": 14.0}
+CALL_MICROSECONDS = 8.4  # of every collective (the same file, baseLat)
+
+
+class Shares(NamedTuple):
+    """What a program reaches of what data sheets promise: the constants that calibration sets.
+
+    Attributes:
+        matrix: of the peak, in a product of full tiles.
+        memory: of the memory's rate, in a pass over it.
+        domain, node, network: of the wires' rates, in a long message.
+    """
+
+    matrix: float = 1.0
+    memory: float = 1.0
+    domain: float = 1.0
+    node: float = 1.0
+    network: float = 1.0
+
+    def of(self, kind: LinkKind) -> float:
+        return {"domain": self.domain, "node": self.node, "network": self.network}[kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceCost:
+    """How long operations take on a device."""
+
+    device: Device
+    shares: Shares
+
+    def matrix_seconds(self, m: int, n: int, k: int, batch: float, touched_bytes: int) -> float:
+        """A product of [m, k] and [k, n], `batch` times."""
+        tiles = math.ceil(m / TILE) * math.ceil(n / TILE)
+        flops = 2.0 * tiles * TILE * TILE * k * batch
+        return max(flops / (1e12 * self.device.teraflops * self.shares.matrix), self.memory_seconds(touched_bytes))
+
+    def memory_seconds(self, touched_bytes: int) -> float:
+        """A pass that reads and writes so many bytes."""
+        return touched_bytes / (1e9 * self.device.gigabytes_per_second * self.shares.memory)
+
+
+class AxisCost:
+    """How long collectives of one axis take.
+
+    Args:
+        layout: who is where; its cluster's links have to be known for the wires that the axis rides.
+        axis: which.
+    Raises:
+        ValueError: a link that the axis rides is not in the cluster file.
+    """
+
+    def __init__(self, layout: Layout, axis: str, shares: Shares) -> None:
+        self._size = layout.axis_size(axis)
+        self._kinds: list[LinkKind] = [kind for kind in LINK_KINDS if layout.links(axis).get(kind)]
+        self._byte_seconds, self._ring, self._tree = 0.0, 0.0, 0.0
+        for kind in self._kinds:
+            link = _known(layout, kind, axis)
+            senders = layout.links(axis)[kind] / layout.cluster.num_nodes if kind == "network" else 1.0
+            rate = 1e9 * link.gigabytes_per_second * shares.of(kind)
+            self._byte_seconds = max(self._byte_seconds, max(senders, 1.0) / rate)
+            self._ring = max(self._ring, _seconds(link, RING_MICROSECONDS[kind]))
+            self._tree = max(self._tree, _seconds(link, TREE_MICROSECONDS[kind]))
+
+    def seconds(self, collective: str, sent_bytes: int) -> float:
+        """A collective in which each rank sends `sent_bytes`."""
+        if self._size == 1:
+            return 0.0
+        steps, wire = self._size - 1, sent_bytes * self._byte_seconds
+        latency = steps * self._ring
+        if collective == "all_reduce":
+            latency = min(2 * steps * self._ring, 2 * math.log2(self._size) * self._tree)
+        return 1e-6 * CALL_MICROSECONDS + latency + wire
+
+
+def _known(layout: Layout, kind: LinkKind, axis: str) -> Link:
+    links = layout.cluster.links
+    link = None if links is None else links.get(kind)
+    if link is None:
+        raise ValueError(f"--cluster-file: links.{kind} is not given, and axis {axis} rides it")
+    return link
+
+
+def _seconds(link: Link, default: float) -> float:
+    return 1e-6 * (default if link.microseconds is None else link.microseconds)

@@ -1,0 +1,23 @@
+"""What a rank computes with: figures from a cluster file."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Device(NamedTuple):
+    """A GPU.
+
+    Attributes:
+        name: the vendor's.
+        teraflops: dense 16-bit peak.
+        gigabytes: memory (1e9 bytes).
+        gigabytes_per_second: of that memory.
+        source: where the figures come from.
+    """
+
+    name: str
+    teraflops: float
+    gigabytes: float
+    gigabytes_per_second: float
+    source: str = ""
