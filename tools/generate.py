@@ -50,6 +50,8 @@ def check(config: RunConfig, extra: GenerateConfig) -> None:
         raise ValueError("--sample-prompt and --prompt-file exclude each other")
     if not Path(extra.prompt_file).expanduser().is_file():
         raise ValueError(f"--prompt-file {extra.prompt_file} does not exist")
+    if next(read_prompts(config, extra), None) is None:
+        raise ValueError(f"--prompt-file {extra.prompt_file} holds no prompt")
 
 
 def run(loaded: Loaded) -> None:
@@ -72,24 +74,27 @@ def run(loaded: Loaded) -> None:
             loaded.say(f"without it: {plain.describe()}; {same}")
         done += len(prompts)
     if not done:
-        loaded.say("no prompts")
+        raise ValueError("there is no prompt on stdin")
 
 
 def read_prompts(config: RunConfig, extra: GenerateConfig) -> Iterator[list[str]]:
     """Batches of prompts; from a terminal each as it is typed."""
     if config.sample.sample_prompt:
-        yield from _batches(iter(config.sample.sample_prompt), extra.prompts_at_once)
+        yield from _batches(iter(config.sample.sample_prompt), extra.prompts_at_once, "--sample-prompt")
     elif extra.prompt_file is not None:
         with Path(extra.prompt_file).expanduser().open(encoding="utf-8") as file:
-            yield from _batches(file, extra.prompts_at_once)
+            yield from _batches(file, extra.prompts_at_once, f"--prompt-file {extra.prompt_file}")
     else:
-        yield from _batches(sys.stdin, 1 if sys.stdin.isatty() else extra.prompts_at_once)
+        yield from _batches(sys.stdin, 1 if sys.stdin.isatty() else extra.prompts_at_once, "stdin")
 
 
-def _batches(lines: Iterator[str], size: int) -> Iterator[list[str]]:
-    prompts = (line.rstrip("\r\n") for line in lines)
-    while batch := list(itertools.islice(filter(None, prompts), size)):
-        yield batch
+def _batches(lines: Iterator[str], size: int, name: str) -> Iterator[list[str]]:
+    prompts = filter(None, (line.rstrip("\r\n") for line in lines))
+    try:
+        while batch := list(itertools.islice(prompts, size)):
+            yield batch
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not text in UTF-8: {error}") from error
 
 
 if __name__ == "__main__":

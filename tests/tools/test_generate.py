@@ -69,11 +69,16 @@ def test_on_a_terminal_each_line_is_answered_by_itself(monkeypatch: pytest.Monke
     assert terminal.tell() == 2
 
 
-def test_what_cannot_be_is_refused_in_one_line(trained: Trained, capfd: pytest.CaptureFixture[str]):
+def test_what_cannot_be_is_refused_in_one_line(trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     load = ("--load", str(trained.load))
+    empty, junk = tmp_path / "empty", tmp_path / "junk"
+    empty.write_text("\n\n")
+    junk.write_bytes(bytes(range(256)))
     for flags, message in (
         ((), "--load is missing: the folder of checkpoints"),
         ((*load, "--prompt-file", "nowhere"), "--prompt-file nowhere does not exist"),
+        ((*load, "--prompt-file", str(empty)), f"--prompt-file {empty} holds no prompt"),
+        ((*load, "--prompt-file", str(junk)), f"--prompt-file {junk} is not text in UTF-8: "),
         ((*load, "--prompt-file", "nowhere", "--prompt", "x"), "--sample-prompt and --prompt-file exclude each other"),
         ((*load, "--prompts-at-once", "0"), "--prompts-at-once 0 is not positive"),
         ((*load, "--top-p", "2"), "--sample-top-p 2.0 is not in (0, 1]"),
