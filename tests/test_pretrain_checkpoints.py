@@ -115,7 +115,7 @@ def test_a_run_that_is_complete_says_so_and_takes_its_shape_from_the_checkpoint(
             ["--load", "saved", "--ckpt-step", "5"],
             "--ckpt-step 5: saved/iter_0000005 is missing; --load saved has iter",
         ),
-        (["--load", "none", "--use-checkpoint-args"], "--use-checkpoint-args: --load none has no checkpoint"),
+        (["--load", "missing", "--use-checkpoint-args"], "--use-checkpoint-args: --load missing has no checkpoint"),
     ],
 )
 def test_what_does_not_fit_the_checkpoints_is_refused_before_workers_start(

@@ -121,8 +121,10 @@ def check_same_model(saved: Mapping[str, Any], model: GPTConfig, where: Path) ->
     other = GPTConfig(**shape_of(saved))
     names = [name for name, derived in SHAPE.items() if getattr(model, derived) != getattr(other, derived)]
     if names:
+        own = dataclasses.asdict(model)
+        names = [name for name in names if own[name] != saved.get(name)] or names  # not what follows from another flag
         raise ValueError(
-            f"{_differences(names, dataclasses.asdict(model), saved, where)}; "
+            f"{_differences(names, own, saved, where)}; "
             "--use-checkpoint-args takes the model's shape from the checkpoint"
         )
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from megazpp.checkpoint.checksums import FileSum, write_checksums, write_durably
 from megazpp.checkpoint.folder import CheckpointFolder, kept_iterations
@@ -44,7 +43,7 @@ class Writer:
         writer = SummingWriter(folder.partial(iteration))
         try:
             together(axis, lambda: folder.begin(iteration) if axis.rank == 0 else None)
-            together(axis, lambda: dcp.save(dict(tensors), storage_writer=writer, process_group=axis.group))
+            together(axis, lambda: writer.save(tensors, axis.group))
             parts = axis.gather_objects(writer.sums)
             note = together(axis, lambda: self._complete(record, parts) if axis.rank == 0 else "")
         except ValueError as error:
