@@ -1,6 +1,7 @@
-"""A program that hangs, for the tests of the watchdog: `python hanging_job.py <how> <workers> <folder>`.
+"""A program that hangs, for the tests of the watchdog: `python hanging_job.py <folder>`.
 
-Steps of all-reduces over two axes; in the third step rank 1 sleeps for ever, or stops itself, before its all-reduce.
+Steps of all-reduces over two axes of four ranks; in the third step rank 1 sleeps for ever before its second all-reduce,
+and rank 2 stops itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megazpp.topology.cluster import Cluster
 LAUNCH = LaunchConfig(distributed_timeout_minutes=1, distributed_timeout_seconds_after_init=1.5)
 
 
-def work(how: str, folder: Path, worker: Worker) -> None:
+def work(folder: Path, worker: Worker) -> None:
     cluster = Cluster(num_nodes=1, ranks_per_node=worker.world_size)
     dims = ParallelDims(
         plan_dims(ParallelConfig(tensor_model_parallel_size=2), cluster, zero_stage=3), device_type="cpu"
@@ -34,24 +35,26 @@ def work(how: str, folder: Path, worker: Worker) -> None:
         for step in range(1, 6):
             with dims.timeline.span(STEP, f"step {step}"):
                 dims.tp.all_reduce_(torch.ones(3))
-                if worker.rank == 1 and step == 3:
-                    print("hangs", flush=True)
-                    fall_asleep(how)
+                if step == 3:
+                    hang(worker.rank)
                 dims.shard.all_reduce_(torch.ones(3))
                 dims.tp.all_reduce_(torch.ones(3))
 
 
-def fall_asleep(how: str) -> None:
-    while how == "sleep":
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGSTOP)
+def hang(rank: int) -> None:
+    if rank == 1:
+        print("hangs", flush=True)
+        while True:
+            time.sleep(1)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def main() -> int:
-    how, nproc, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    place = find_place(LaunchConfig(nproc=nproc))
+    folder = Path(sys.argv[1])
+    place = find_place(LaunchConfig(nproc=4))
     if place.started:
-        run_worker(place, LAUNCH, functools.partial(work, how, folder))
+        run_worker(place, LAUNCH, functools.partial(work, folder))
     return launch_workers([sys.executable, *sys.argv], place.world_size)
 
 

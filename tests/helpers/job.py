@@ -11,7 +11,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from megazpp.parallel.launch import STOP_SIGNALS, LaunchConfig, find_place
+from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.worker import JobError, UserError, Worker, leave, run_worker
 
@@ -28,10 +28,6 @@ def work(what: str, worker: Worker) -> None:
         raise UserError("--flag 3 is wrong\n--other 4 too")
     if kind == "agreed":
         raise JobError("all ranks have found the same\nand say so once")
-    if kind == "stop":
-        wait_for_a_stop_signal()
-    if kind.endswith("once"):
-        kind = "nothing" if worker.restarts else kind.removesuffix("-once")
     if rank == str(worker.rank):
         time.sleep(0.3)  # let the others reach their collective
         if kind == "raise":
@@ -40,17 +36,8 @@ def work(what: str, worker: Worker) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "sleep":
             time.sleep(FOREVER)
-    if kind not in ("nothing", "stop"):
+    if kind != "nothing":
         dist.all_reduce(total)
-
-
-def wait_for_a_stop_signal() -> None:
-    caught: list[int] = []
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, lambda number, frame: caught.append(number))
-    print("waiting", flush=True)
-    while not caught:
-        time.sleep(0.01)
 
 
 def main() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
 from helpers.program import Program
 
 from megazpp.parallel.activity import Doing
@@ -17,10 +16,9 @@ JOB = str(Path(__file__).parents[1] / "helpers" / "hanging_job.py")
 SECONDS = 30  # for a loaded machine; the limit is 1.5, and a rank that does not answer is waited for for 5
 
 
-@pytest.mark.parametrize("how", ["sleep", "stop"])
-def test_a_rank_that_hangs_is_named_with_the_collective_and_ends_the_job(tmp_path: Path, how: str):
-    """Rank 1 shares tp with 0 and shard with 3: 0 and 3 wait for it, 2 for 0."""
-    program = Program(JOB, how, "4", str(tmp_path), folder=tmp_path)
+def test_ranks_that_hang_are_named_with_the_collectives_that_wait_for_them_and_the_job_ends(tmp_path: Path):
+    """Ranks 0 1 and 2 3 share tp, 0 2 and 1 3 shard: 1 sleeps, 2 is stopped, 0 waits for 2 and 3 for 1."""
+    program = Program(JOB, str(tmp_path), folder=tmp_path)
     program.wait_for("hangs")
     began = time.monotonic()
     output = program.finish()
@@ -28,19 +26,15 @@ def test_a_rank_that_hangs_is_named_with_the_collective_and_ends_the_job(tmp_pat
     assert program.process.returncode == 1
     assert "watchdog: the job has not moved for 1.5 s\n" in output
     assert "  all_reduce number 3 on axis shard: rank 3 waiting, rank 1 did not arrive\n" in output
-    assert "  all_reduce number 6 on axis tp: rank 0 waiting, rank 1 did not arrive\n" in output
+    assert "  all_reduce number 3 on axis shard: rank 0 waiting, rank 2 did not arrive\n" in output
+    assert "  rank 2 did not answer: stopped, gone, or stuck outside Python\n" in output
+    assert "  rank 1: step step 3 for " in output
+    assert output.count("in hang\n") == 1
     assert output.splitlines()[-1] == "the job hung, see above; the job is over"
     (file,) = tmp_path.glob("hang-*.txt")
     stacks = file.read_text()
-    if how == "sleep":
-        assert "  rank 1: step step 3 for " in output
-        assert output.count("in fall_asleep\n") == 1
-        assert [f"==== rank {rank}\n" in stacks for rank in range(4)] == [True] * 4
-        assert "in fall_asleep\n" in stacks.split("==== rank 1\n")[1].split("==== rank 2\n")[0]
-        assert "did not answer" not in output
-    else:
-        assert "  rank 1 did not answer: stopped, gone, or stuck outside Python\n" in output
-        assert "fall_asleep" not in stacks
+    assert [f"==== rank {rank}\n" in stacks for rank in range(4)] == [True, True, False, True]
+    assert "in hang\n" in stacks.split("==== rank 1\n")[1].split("==== rank 3\n")[0]
 
 
 # ---- the report ----------------------------------------------------------------------------------------------------
