@@ -70,7 +70,12 @@ def run_on_checkpoint(
     try:
         with user_errors():
             parsed = parse_run_config(
-                argv, ROOT, program=program, description=description, extra=[extra], default_file=None
+                argv,
+                ROOT,
+                program=program,
+                description=description.partition("\n")[0],
+                extra=[extra],
+                default_file=None,
             )
             source, record = find_weights(parsed.config.checkpoint)
             parsed = with_checkpoint_flags(parsed, record)

@@ -76,8 +76,9 @@ def generate(
             logits = reader.next_logits(rows, going)
             drawn = torch.zeros(len(rows), dtype=torch.int64)
             if dims.world.rank == 0:
+                scores = logits.float().cpu()
                 for row in itertools.compress(range(len(rows)), going):
-                    drawn[row] = pick(logits[row].float().cpu(), config, generators[row])
+                    drawn[row] = pick(scores[row], config, generators[row])
             agreed = dims.world.all_reduce_(drawn.to(logits.device)).tolist()  # others bring zeros
             for row in itertools.compress(range(len(rows)), tuple(going)):
                 rows[row].append(agreed[row])

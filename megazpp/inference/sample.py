@@ -24,7 +24,9 @@ class SampleConfig:
     sample_top_p: float = flag(
         1.0, "draw among the most likely tokens that have this share together", aliases=("--top-p", "--top_p")
     )
-    sample_stop: tuple[str, ...] = flag((), "strings that end a text; not shown", nargs="*", aliases=("--stop",))
+    sample_stop: tuple[str, ...] = flag(
+        (), "strings that end a text, not shown; \\n in them is a new line", nargs="*", aliases=("--stop",)
+    )
 
     def __post_init__(self) -> None:
         for name in ("sample_tokens", "sample_temperature", "sample_top_k"):
@@ -34,6 +36,11 @@ class SampleConfig:
             raise ValueError(f"--sample-top-p {self.sample_top_p} is not in (0, 1]")
         if "" in self.sample_stop:
             raise ValueError("--sample-stop '' is in every text")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings that end a text."""
+        return tuple(stop.replace("\\n", "\n") for stop in self.sample_stop)
 
 
 def pick(logits: torch.Tensor, config: SampleConfig, generator: torch.Generator) -> int:

@@ -105,7 +105,7 @@ def continue_texts(
         max_length, seed, first_prompt, use_cache: see `generate`.
     """
     starts = [tokenizer.encode(prompt) or [tokenizer.eod or 0] for prompt in prompts]
-    rows = [Continuation(tokenizer, start, config.sample_stop) for start in starts]
+    rows = [Continuation(tokenizer, start, config.stops) for start in starts]
     stream = None if out is None else Stream(prompts, rows, out)
 
     def is_last(row: int, token: int) -> bool:

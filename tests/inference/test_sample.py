@@ -71,3 +71,7 @@ def test_top_p_counts_shares_after_temperature_and_top_k():
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         SampleConfig(**settings)
+
+
+def test_a_stop_string_may_name_a_new_line():
+    assert SampleConfig(sample_stop=(r"\n\n", "é.")).stops == ("\n\n", "é.")
