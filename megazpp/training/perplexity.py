@@ -6,8 +6,9 @@ A perplexity says something beside others of the same tokenizer only; bits per b
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,17 +102,6 @@ def score_whole(
     text = WholeText(
         sequences, seq_length=data.seq_length, eod=tokenizer.eod, vocab_size=tokenizer.vocab_size, name=path
     )
-    if files is None:
-        indices = _share(len(sequences), dims)
-        sizes = ((0, _text_bytes(sequences.get(index), tokenizer)) for index in indices)
-    else:  # the text itself: a tokenizer may lose some of it
-        documents = (document for file in files for document in read_documents(file))
-        sizes = (
-            (0, len(document.encode()))
-            for i, document in enumerate(documents)
-            if i % dims.world.size == dims.world.rank
-        )
-    amount = _sum_over_ranks(sizes, dims)._replace(tokens=text.num_tokens)
     batch_size = micro_batch_size * dims.data_size
     make_batch = functools.partial(
         make_padded_batch,
@@ -130,7 +120,16 @@ def score_whole(
         num_workers=data.num_workers,
     ) as loader:
         evaluator = Evaluator(*built, loader, dims, iterations=-(-len(text) // batch_size), batch_size=batch_size)
-        return Score(evaluator(), amount)
+        loss = evaluator()  # first, because it checks the ids
+    if files is None:
+        texts: Iterator[str] = (
+            tokenizer.decode(sequences.get(index).tolist()) for index in _share(len(sequences), dims)
+        )
+    else:  # the text itself: a tokenizer may lose some of it
+        documents = (document for file in files for document in read_documents(file))
+        texts = itertools.islice(documents, dims.world.rank, None, dims.world.size)
+    amount = _sum_over_ranks(((0, len(document.encode())) for document in texts), dims)
+    return Score(loss, amount._replace(tokens=text.num_tokens))
 
 
 def _is_pair(path: str) -> bool:
