@@ -46,7 +46,8 @@ from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import UserError, Worker, leave, run_worker, seed_everything, user_errors
-from megazpp.topology.cluster import detect_cluster
+from megazpp.planner.report import plan_report
+from megazpp.topology.cluster import detect_cluster, read_cluster
 from megazpp.training.anomalies import Guard
 from megazpp.training.console import Console
 from megazpp.training.evaluate import Evaluator
@@ -76,6 +77,9 @@ def main() -> int:
             if parsed.print_config:
                 print(parsed.report())
                 return 0
+            if parsed.plan:
+                print(plan_run(parsed.config))
+                return 0
             source = find_source(parsed.config)
             earlier = peek(source)
             parsed = with_checkpoint_args(parsed, earlier)
@@ -102,6 +106,15 @@ def find_source(config: RunConfig) -> Source | None:
     """What to begin with: after a restart what this job has saved, else what --load says."""
     check_checkpoint(config.checkpoint)
     return choose_source(config.checkpoint, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
+
+
+def plan_run(config: RunConfig) -> str:
+    """What the run will need on the cluster of --cluster-file, or on this machine's ranks."""
+    path = config.cluster.cluster_file
+    world_size = find_place(config.launch, {}).world_size if path is None else read_cluster(path).world_size
+    tp = config.parallel.tensor_model_parallel_size
+    cluster = detect_cluster(world_size, config.cluster, {}, tp=tp)
+    return plan_report(config, cluster, device_type="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def pretrain(

@@ -85,6 +85,9 @@ class ShowConfig:
     """Show something and stop"""
 
     print_config: bool = flag(False, "print every flag, its value and where that came from, and stop")
+    plan: bool = flag(
+        False, "print memory, bytes and time of the run, what else would fit, and stop; see --cluster-file"
+    )
 
 
 class ParsedRun(NamedTuple):
@@ -96,6 +99,7 @@ class ParsedRun(NamedTuple):
         notices: one line for each flag that was accepted and ignored.
         name: of the last flag file on the command line, without folder and suffix; "run" if there is none.
         print_config: whether to print `report()` instead of training.
+        plan: whether to print what the run will need instead of training.
         extra: the program's own configs.
     """
 
@@ -104,6 +108,7 @@ class ParsedRun(NamedTuple):
     notices: tuple[str, ...]
     name: str
     print_config: bool
+    plan: bool
     extra: tuple[Any, ...] = ()
 
     def values(self) -> dict[str, Any]:
@@ -153,6 +158,7 @@ def parse_run_config(
         notices=sifted.notices,
         name=Path(files[-1]).stem if files else "run",
         print_config=show.print_config,
+        plan=show.plan,
         extra=tuple(own),
     )
 

@@ -87,6 +87,7 @@ class PaperStep:
         costs: how long things take.
         rank: whose links are used and whose bytes are counted.
         on_cpu: whether the process itself computes.
+        moments: of the optimizer, per parameter.
 
     Attributes:
         counter: bytes of this rank by (wire, axis, collective), as a run counts them.
@@ -106,6 +107,7 @@ class PaperStep:
         costs: Costs | None = None,
         rank: int = 0,
         on_cpu: bool = False,
+        moments: int = 2,
     ) -> None:
         self.trace, self.layout, self.stage = trace, layout, zero.stage
         self._precision, self._costs, self._on_cpu = precision, costs or NoCosts(), on_cpu
@@ -130,19 +132,16 @@ class PaperStep:
             touch=self._touch,
         )
         self.units = [plugs.sharded(parameters) for parameters in trace.units]
+        self._moments = moments
         self._keeps_middle = not zero.zero_cross_every_microbatch
         self._clocks = [self.simulation.new_clock(name) for name in ("gathers", "reductions", "copies")]
         self._copied_out = 0.0
 
-    def run(self, micro_batches: int, *, moments: int = 2) -> float:
-        """One step, in seconds.
-
-        Args:
-            moments: of the optimizer, per parameter.
-        """
+    def run(self, micro_batches: int) -> float:
+        """One step, in seconds; the first one learns the order of use."""
         self.simulation.reset()
         self._copied_out = 0.0
-        self._open_ledger(micro_batches, moments)
+        self._open_ledger(micro_batches)
         self._sum_over_data()  # tokens
         for index in range(micro_batches):
             last = index == micro_batches - 1
@@ -319,12 +318,12 @@ class PaperStep:
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
-    def _open_ledger(self, micro_batches: int, moments: int) -> None:
+    def _open_ledger(self, micro_batches: int) -> None:
         self.ledger, self._copied_from, self._sent_from = Ledger(), 0, 0
         self._middle_waits = micro_batches > 1 and self._keeps_middle
         units = self.units
         self.ledger.add(PARAMETERS, MASTER_BYTES * sum(sharded.unit.size for sharded in units))
-        self.ledger.add(MOMENTS, moments * MASTER_BYTES * sum(sharded.own_elements for sharded in units))
+        self.ledger.add(MOMENTS, self._moments * MASTER_BYTES * sum(sharded.own_elements for sharded in units))
         self.ledger.add(SECONDARY, sum(sharded.secondary_bytes for sharded in units))
         self.ledger.add(FEEDBACK, sum(sharded.feedback_bytes for sharded in units))
         self.ledger.add(MIDDLE, sum(sharded.middle_bytes for sharded in units) if self._middle_waits else 0)
@@ -370,29 +369,3 @@ class PaperStep:
         if not overlap:
             return Lanes(Lane(), Lane(), Lane())
         return Lanes(*(SimulatedLane(self.simulation, name) for name in ("cross", "local", "shard")))
-
-
-def count_traffic(step: PaperStep, micro_batches: int) -> TrafficTable:
-    """Calls and bytes of one optimizer step; exact for any number of micro-batches, from three steps at most.
-
-    All micro-batches between the first and the last send the same.
-    """
-    step.run(1)  # the first step learns the order of use
-    two, three = (_counted(step, min(k, micro_batches)) for k in (2, 3))
-    more = max(micro_batches - 3, 0)
-    return {
-        key: Traffic(*(b + more * (b - a) for a, b in zip(two.get(key, Traffic(0, 0)), traffic, strict=True)))
-        for key, traffic in three.items()
-    }
-
-
-def _counted(step: PaperStep, micro_batches: int) -> TrafficTable:
-    before = step.counter.table()
-    step.run(micro_batches)
-    return traffic_between(before, step.counter.table())
-
-
-def traffic_between(before: TrafficTable, after: TrafficTable) -> TrafficTable:
-    """What was counted since `before`."""
-    none = Traffic(0, 0)
-    return {key: Traffic(*(b - a for a, b in zip(before.get(key, none), after[key], strict=True))) for key in after}

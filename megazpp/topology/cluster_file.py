@@ -140,8 +140,8 @@ class _Reader:
         for key in ("name", *DEVICE_FIGURES):
             if key not in given:
                 self._fail(f"key device.{key} is missing")
-        figures = (self._positive(f"device.{key}", given[key]) for key in DEVICE_FIGURES)
-        return Device(str(given["name"]), *figures, source=str(given.get("source", self._path)))
+        figures = {key: self._positive(f"device.{key}", given[key]) for key in DEVICE_FIGURES}
+        return Device(name=str(given["name"]), **figures, source=str(given.get("source", self._path)))
 
     def _mapping(self, where: str, value: Any, keys: Collection[str]) -> dict[str, Any]:
         if not isinstance(value, dict):

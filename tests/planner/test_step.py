@@ -11,7 +11,8 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelConfig, plan_dims
 from megazpp.planner.paper import PaperAxis
-from megazpp.planner.step import PaperStep, TrafficTable, count_traffic, traffic_between
+from megazpp.planner.speed import measure, traffic_between
+from megazpp.planner.step import PaperStep, TrafficTable
 from megazpp.planner.trace import trace_model
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig, plan_wire
@@ -87,5 +88,5 @@ GRID = {
 @pytest.mark.parametrize("case", GRID.values(), ids=GRID)
 def test_planned_bytes_and_calls_are_the_counted_ones_exactly(case: Case):
     for rank, counted in enumerate(ranks(4).run(count, case)):
-        assert count_traffic(plan(case, 4, rank), case.micro_batches) == counted
+        assert measure(plan(case, 4, rank), case.micro_batches).traffic == counted
         assert counted

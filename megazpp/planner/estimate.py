@@ -1,0 +1,192 @@
+"""One run, estimated: bytes by wire, memory by kind, time; for the flags as they are and for others beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from megazpp.arguments import RunConfig, RunPlan, check_run_config
+from megazpp.parallel.axis import TrafficCounter
+from megazpp.planner.memory import MemoryPlan
+from megazpp.planner.paper import PaperAxis
+from megazpp.planner.speed import ClusterCosts, measure
+from megazpp.planner.step import Costs, NoCosts, PaperStep, TrafficTable
+from megazpp.planner.trace import Trace, trace_model
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cost import Shares
+from megazpp.training.flops import model_flops_per_token
+
+WIRES = ("tp", "local", "cross")
+
+
+class Estimate(NamedTuple):
+    """What a run will need and do.
+
+    Attributes:
+        config, plan: the run.
+        memory: of rank 0, where it is most.
+        logits_bytes: of the logits of a micro-batch, which are among the activations.
+        wires: bytes that rank 0 sends per optimizer step, by wire.
+        node_cross_bytes: bytes that all ranks of a node send to other nodes per optimizer step.
+        micro_batches: of a step.
+        seconds: of a step; None where the cluster file does not say enough. So are those below.
+        busy: seconds by axis, and of the compute.
+        exposed: seconds that the step would be shorter if an axis took no time, by axis; {} if not asked for.
+    """
+
+    config: RunConfig
+    plan: RunPlan
+    memory: MemoryPlan
+    logits_bytes: int
+    wires: dict[str, int]
+    node_cross_bytes: int
+    micro_batches: int
+    seconds: float | None
+    busy: dict[str, float]
+    exposed: dict[str, float]
+    flops_per_token: int
+
+    @property
+    def tokens(self) -> int:
+        """Of an optimizer step."""
+        assert self.config.data.seq_length is not None
+        return self.plan.batches.global_batch_size * self.config.data.seq_length
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def teraflops(self) -> float:
+        """Model TFLOP/s of a GPU."""
+        return 1e-12 * self.flops_per_token * self.tokens_per_second / self.plan.layout.cluster.world_size
+
+
+class Estimator:
+    """Estimates runs on one cluster; what the model does is traced once for each shape of it.
+
+    Args:
+        cluster: nodes, links and device.
+        vocab_size: tokens of the tokenizer.
+        device_type: whose checks apply.
+        shares: what a program reaches of data sheets.
+    """
+
+    def __init__(self, cluster: Cluster, *, vocab_size: int, device_type: str, shares: Shares) -> None:
+        self.cluster, self._vocab_size = cluster, vocab_size
+        self._device_type, self._shares = device_type, shares
+        self._traces: dict[object, Trace] = {}
+
+    def estimate(self, config: RunConfig, *, exposed: bool = False) -> Estimate:
+        """Bytes, memory and time of a run with these flags.
+
+        Args:
+            exposed: also find out what each axis costs the step.
+        Raises:
+            ValueError: the flags do not fit each other or the cluster.
+        """
+        plan = check_run_config(config, self.cluster, device_type=self._device_type)
+        trace, count = self._trace(config, plan), plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
+        step = self._step(config, plan, trace, ClusterCosts(plan.layout, self._shares) if self._timed else NoCosts())
+        traffic, seconds, busy = measure(step, count)
+        hidden = {}
+        if exposed and self._timed:
+            for axis in sorted({axis for _, axis, _ in traffic}):
+                free = ClusterCosts(plan.layout, self._shares, free=(axis,))
+                hidden[axis] = seconds - measure(self._step(config, plan, trace, free), count).seconds
+        wires = {wire: sum(t.sent_bytes for key, t in traffic.items() if key[0] == wire) for wire in WIRES}
+        return Estimate(
+            config=config,
+            plan=plan,
+            memory=step.ledger.fullest,
+            logits_bytes=trace.logits_bytes,
+            wires=wires,
+            node_cross_bytes=self._node_bytes(plan, traffic),
+            micro_batches=count,
+            seconds=seconds if self._timed else None,
+            busy=busy if self._timed else {},
+            exposed=hidden,
+            flops_per_token=self._flops(config, plan),
+        )
+
+    @property
+    def _timed(self) -> bool:
+        return self.cluster.device is not None and self.cluster.links is not None
+
+    def _step(self, config: RunConfig, plan: RunPlan, trace: Trace, costs: Costs) -> PaperStep:
+        return PaperStep(
+            trace,
+            layout=plan.layout,
+            wire=plan.wire,
+            zero=config.zero,
+            precision=config.precision,
+            costs=costs,
+            moments=2 if config.optimizer.optimizer == "adam" else 1,
+        )
+
+    def _trace(self, config: RunConfig, plan: RunPlan) -> Trace:
+        assert config.data.seq_length is not None
+        sequence_parallel = config.parallel.sequence_parallel and plan.layout.tp > 1
+        size = plan.batches.micro_batch_size
+        key = (config.model, plan.layout.tp, size, config.data.seq_length, sequence_parallel, config.precision)
+        if key not in self._traces:
+            self._traces[key] = trace_model(
+                config.model,
+                vocab_size=self._vocab_size,
+                seq_length=config.data.seq_length,
+                micro_batch_size=size,
+                tp=PaperAxis(plan.layout, "tp", rank=0, counter=TrafficCounter()),
+                sequence_parallel=sequence_parallel,
+                dtype=config.precision.param_dtype,
+            )
+        return self._traces[key]
+
+    def _node_bytes(self, plan: RunPlan, traffic: TrafficTable) -> int:
+        """Counted on rank 0's axes: every rank sends as much on an axis, over the network those whose link is one."""
+        layout, total = plan.layout, 0.0
+        for (_, axis, _), counted in traffic.items():
+            senders = layout.links(axis).get("network", 0) / layout.cluster.num_nodes
+            total += senders * counted.sent_bytes
+        return round(total)
+
+    def _flops(self, config: RunConfig, plan: RunPlan) -> int:
+        model = config.model
+        assert config.data.seq_length is not None
+        return model_flops_per_token(
+            num_layers=model.layers,
+            hidden_size=model.hidden,
+            ffn_hidden_size=model.ffn_size,
+            swiglu=model.swiglu,
+            num_attention_heads=model.heads,
+            kv_channels=model.head_size,
+            num_query_groups=model.query_groups,
+            padded_vocab_size=model.padded_vocab_size(self._vocab_size, plan.layout.tp),
+            seq_length=config.data.seq_length,
+        )
+
+
+def schemes(config: RunConfig) -> dict[str, RunConfig]:
+    """The run with every way to shard and send beside each other: names as the flags have them."""
+    plain_parallel = dataclasses.replace(config.parallel, hsdp=False, num_distributed_optimizer_instances=1)
+    off = dataclasses.replace(
+        config.zero,
+        zero_stage=3,
+        use_distributed_optimizer=False,
+        zeropp=False,
+        zero_quantized_weights=None,
+        zero_hpz_partition_size=None,
+        zero_quantized_gradients=None,
+    )
+    plain = dataclasses.replace(config, parallel=plain_parallel, zero=off)
+
+    def switched(**flags: object) -> RunConfig:
+        return dataclasses.replace(plain, zero=dataclasses.replace(off, **flags))  # type: ignore[arg-type]
+
+    return {
+        "ZeRO-3": plain,
+        "HSDP": dataclasses.replace(plain, parallel=dataclasses.replace(plain_parallel, hsdp=True)),
+        "qwZ": switched(zero_quantized_weights=True),
+        "hpZ": switched(zero_hpz_partition_size="auto"),
+        "qgZ": switched(zero_quantized_gradients=True),
+        "--zeropp": switched(zeropp=True),
+    }

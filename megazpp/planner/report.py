@@ -1,0 +1,138 @@
+"""`--plan`: what a run will need and how fast it will be, as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from megazpp.arguments import RunConfig
+from megazpp.planner.estimate import WIRES, Estimate, Estimator, schemes
+from megazpp.planner.memory import KINDS
+from megazpp.planner.search import RECOMPUTE, search, usable_gigabytes, with_recompute
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cost import shares_for
+
+GIGA, MEGA = 1e9, 1e6
+PAYS = 1.02  # ZeRO++ is said to pay from this much faster than ZeRO-3 on
+
+
+def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str) -> str:
+    """Tables for the run on `cluster`: nothing is started, nothing is allocated.
+
+    Raises:
+        ValueError: flags that do not fit each other or the cluster, or no --vocab-size.
+    """
+    config = _with_data(config)
+    if config.tokenizer.vocab_size is None:
+        raise ValueError("--plan needs --vocab-size: it opens no tokenizer")
+    shares = shares_for(cluster.device)
+    estimator = Estimator(cluster, vocab_size=config.tokenizer.vocab_size, device_type=device_type, shares=shares)
+    own = estimator.estimate(config, exposed=True)
+    return "\n".join(
+        [
+            f"{own.plan.layout.describe()}; {own.plan.wire.describe()}",
+            *(f"note: {notice}" for notice in own.plan.notices),
+            f"{own.plan.batches.global_batch_size} samples per optimizer step, per data rank in {own.micro_batches} "
+            f"micro-batch(es) of {own.plan.batches.micro_batch_size}",
+            "",
+            *_memory(estimator, config),
+            "",
+            *_this_run(own),
+            "",
+            *_side_by_side(estimator, config),
+            "",
+            *_best(estimator, config),
+        ]
+    )
+
+
+def _with_data(config: RunConfig) -> RunConfig:
+    """A plan needs no data."""
+    data = config.data
+    if data.mock_data or data.data_path or data.text_path or data.train_data_path:
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(data, mock_data=True))
+
+
+def _memory(estimator: Estimator, config: RunConfig) -> Iterator[str]:
+    estimates = [estimator.estimate(with_recompute(config, recompute)) for recompute in RECOMPUTE]
+    rows = [("GB on rank 0 at the fullest moment", *(f"recompute {r or 'none'}" for r in RECOMPUTE))]
+    for kind in KINDS:
+        sizes = [estimate.memory.kinds.get(kind, 0) for estimate in estimates]
+        if any(sizes):
+            rows.append((kind, *(f"{size / GIGA:.3f}" for size in sizes)))
+        if kind == "activations":
+            rows.append(("  of them logits", *(f"{e.logits_bytes / GIGA:.3f}" for e in estimates)))
+    rows.append(("total", *(f"{estimate.memory.total / GIGA:.3f}" for estimate in estimates)))
+    limit = usable_gigabytes(estimator)
+    if limit is not None:
+        verdicts = ("fits" if e.memory.total / GIGA <= limit else "does not fit" for e in estimates)
+        rows.append((f"into {limit:.1f} GB", *verdicts))
+    yield from _table(rows)
+
+
+def _this_run(own: Estimate) -> Iterator[str]:
+    sent = ", ".join(f"{wire} {own.wires[wire] / MEGA:.3f} MB" for wire in WIRES)
+    yield f"a rank sends per optimizer step: {sent}; a node to others {own.node_cross_bytes / MEGA:.3f} MB"
+    if own.seconds is None:
+        yield "no times: the cluster file names no links or no device"
+        return
+    yield f"a step takes {own.seconds:.3f} s, of which {own.busy.get('compute', 0.0):.3f} s compute"
+    rows = [("axis", "busy", "hidden", "exposed")]
+    for axis, exposed in own.exposed.items():
+        busy = own.busy.get(axis, 0.0)
+        rows.append((axis, f"{busy:.3f} s", f"{max(busy - exposed, 0.0):.3f} s", f"{max(exposed, 0.0):.3f} s"))
+    yield from _table(rows)
+
+
+def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
+    """Every scheme with the same batch, and whether ZeRO++ pays."""
+    rows = [("scheme", "MB between nodes", "GB", "s per step", "tokens/s", "TFLOP/s per GPU", "MFU", "to ZeRO-3")]
+    speeds: dict[str, float] = {}
+    limit = usable_gigabytes(estimator)
+    for name, other in schemes(config).items():
+        try:
+            estimate = estimator.estimate(other)
+        except ValueError as error:
+            rows.append((name, str(error), "", "", "", "", "", ""))
+            continue
+        needed = estimate.memory.total / GIGA
+        size = f"{needed:.1f}" + (" (too much)" if limit is not None and needed > limit else "")
+        times = ("-",) * 5
+        if estimate.seconds is not None:
+            speeds[name] = estimate.tokens_per_second
+            device = estimator.cluster.device
+            times = (
+                f"{estimate.seconds:.3f}",
+                f"{estimate.tokens_per_second:.0f}",
+                f"{estimate.teraflops:.1f}",
+                f"{100 * estimate.teraflops / device.teraflops:.1f} %" if device else "-",
+                f"{speeds[name] / speeds['ZeRO-3']:.2f}" if "ZeRO-3" in speeds else "-",
+            )
+        rows.append((name, f"{estimate.node_cross_bytes / MEGA:.1f}", size, *times))
+    yield from _table(rows)
+    if "ZeRO-3" in speeds and "--zeropp" in speeds:
+        rest = {name: speed for name, speed in speeds.items() if name != "--zeropp"}
+        rival, ratio = max(rest, key=rest.__getitem__), speeds["--zeropp"] / max(rest.values())
+        if ratio >= PAYS:
+            yield f"ZeRO++ pays: {ratio:.2f} times as fast as the next, {rival}"
+        else:
+            yield f"ZeRO++ does not pay here: {rival} is {1 / ratio:.2f} times as fast as --zeropp"
+
+
+def _best(estimator: Estimator, config: RunConfig) -> Iterator[str]:
+    choices = search(estimator, config)
+    first = choices[0]
+    if first.verdict or first.estimate is None:
+        yield "nothing that was tried fits:"
+    elif first.estimate.seconds is None:
+        yield "without links and a device nothing says what is fastest:"
+    else:
+        yield f"best with these flags otherwise: {first.name}, {first.estimate.tokens_per_second:.0f} tokens/s"
+    yield from (f"  {choice.name}: {choice.verdict or 'taken'}" for choice in choices)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,0 +1,92 @@
+"""How fast a layout is: the cost of a step's pieces on a cluster, and what each wire costs the step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from megazpp.parallel.axis import Traffic
+from megazpp.planner.step import AXES, PaperStep, TrafficTable
+from megazpp.planner.trace import Work
+from megazpp.topology.cost import AxisCost, DeviceCost, Shares
+from megazpp.topology.layout import Layout
+
+SIMULATED_MICRO_BATCHES = 3  # the first, one like all those in between, the last
+
+
+class ClusterCosts:
+    """The costs of a step on a cluster whose file names links and device.
+
+    Args:
+        free: axes whose wires take no time, to see what they cost.
+    Raises:
+        ValueError: a figure that is needed is not in the cluster file.
+    """
+
+    def __init__(self, layout: Layout, shares: Shares, *, free: tuple[str, ...] = ()) -> None:
+        device = layout.cluster.device
+        if device is None:
+            raise ValueError("--cluster-file: device is not given (name, teraflops, gigabytes, gigabytes_per_second)")
+        self._device = DeviceCost(device=device, shares=shares)
+        self._axes = {axis: AxisCost(layout, axis, shares) for axis in AXES if axis not in free}
+
+    def work(self, work: Work) -> float:
+        if work.kind == "memory":
+            return self._device.memory_seconds(work.bytes)
+        return self._device.matrix_seconds(work.m, work.n, work.k, work.batch, work.bytes)
+
+    def memory(self, touched_bytes: int) -> float:
+        return self._device.memory_seconds(touched_bytes)
+
+    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
+        return self._axes[axis].seconds(collective, sent_bytes) if axis in self._axes else 0.0
+
+
+class Measured(NamedTuple):
+    """One optimizer step on paper.
+
+    Attributes:
+        traffic: calls and bytes of this rank, exact.
+        seconds: of the step.
+        busy: seconds by axis that collectives take, and under "compute" what the compute's clock does beside them.
+    """
+
+    traffic: TrafficTable
+    seconds: float
+    busy: dict[str, float]
+
+
+def measure(step: PaperStep, micro_batches: int) -> Measured:
+    """A step of any number of micro-batches, from three at most: those between the first and the last are alike."""
+    step.run(1)  # learns the order of use
+    if micro_batches <= SIMULATED_MICRO_BATCHES:
+        return _measure(step, micro_batches)
+    fewer, more = (_measure(step, k) for k in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES))
+    times, none = micro_batches - SIMULATED_MICRO_BATCHES, Traffic(0, 0)
+    return Measured(
+        {
+            key: Traffic(*(b + times * (b - a) for a, b in zip(fewer.traffic.get(key, none), counted, strict=True)))
+            for key, counted in more.traffic.items()
+        },
+        more.seconds + times * (more.seconds - fewer.seconds),
+        {key: seconds + times * (seconds - fewer.busy.get(key, 0.0)) for key, seconds in more.busy.items()},
+    )
+
+
+def _measure(step: PaperStep, micro_batches: int) -> Measured:
+    before = step.counter.table()
+    seconds = step.run(micro_batches)
+    busy: dict[str, float] = defaultdict(float)
+    for span in step.simulation.spans:
+        axis = span.name.split()[0]
+        if axis in AXES:
+            busy[axis] += span.end - span.start
+        elif span.clock == "compute":
+            busy["compute"] += span.end - span.start
+    return Measured(traffic_between(before, step.counter.table()), seconds, busy)
+
+
+def traffic_between(before: TrafficTable, after: TrafficTable) -> TrafficTable:
+    """What was counted since `before`."""
+    none = Traffic(0, 0)
+    return {key: Traffic(*(b - a for a, b in zip(before.get(key, none), after[key], strict=True))) for key in after}
