@@ -96,7 +96,7 @@ class SimulatedLane(Lane):
     """A lane beside the compute."""
 
     def __init__(self, simulation: Simulation, name: str) -> None:
-        self._simulation, self._clock = simulation, simulation.new_clock(name)
+        self.name, self._simulation, self._clock = name, simulation, simulation.new_clock(name)
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Ticket[Any]] = ()) -> Ticket[T]:
         simulation, clock = self._simulation, self._clock

@@ -54,6 +54,7 @@ class Shares(NamedTuple):
 
 # Fitted to the four figures of the calibration rows by `python tools/calibrate.py`, which also prints the errors.
 DGX2_SHARES = Shares(matrix=0.491, memory=0.2, domain=0.094, network=0.615)
+H800_SHARES = Shares(matrix=0.2, memory=0.2, domain=0.8, network=0.143)  # of eight adapters of 400 Gbit/s
 # For everything else nothing has been measured: the shares of the peak and of the network are those above, and memory
 # and fast wires are taken to reach four fifths of their data sheets.
 ASSUMED_SHARES = Shares(matrix=0.491, memory=0.8, domain=0.8, node=0.8, network=0.615)

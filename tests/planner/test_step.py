@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from helpers.ranks import ranks
@@ -10,6 +11,7 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
 
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelConfig, plan_dims
+from megazpp.planner.clock import SimulatedLane
 from megazpp.planner.paper import PaperAxis
 from megazpp.planner.speed import measure, traffic_between
 from megazpp.planner.step import PaperStep, TrafficTable
@@ -90,3 +92,73 @@ def test_planned_bytes_and_calls_are_the_counted_ones_exactly(case: Case):
     for rank, counted in enumerate(ranks(4).run(count, case)):
         assert measure(plan(case, 4, rank), case.micro_batches).traffic == counted
         assert counted
+
+
+# ---- the order of hops ----------------------------------------------------------------------------------------------
+
+Order = tuple[list[str], dict[str, list[tuple[str, int]]]]
+
+
+def record(counter: TrafficCounter) -> dict[str, list[tuple[str, int]]]:
+    """By axis, every collective and its bytes from now on."""
+    sent: dict[str, list[tuple[str, int]]] = {"local": [], "cross": [], "shard": []}
+    add = counter.add
+
+    def note(wire: str, axis: str, collective: str, sent_bytes: int) -> None:
+        if axis in sent:
+            sent[axis].append((collective, sent_bytes))
+        add(wire, axis, collective, sent_bytes)
+
+    counter.add = note  # type: ignore[method-assign]
+    return sent
+
+
+def real_order(case: Case) -> Order:
+    """The lanes to which the second step gives tasks, in order, and what each axis sends."""
+    step, dims = build_step(case)
+    size = case.global_batch // dims.data_size // case.micro_batches
+    batches = [case.batch(0, (m * dims.data_size + dims.data_rank) * size, size) for m in range(case.micro_batches)]
+    step(batches, learning_rate=1e-3, weight_decay=0.0)
+    submitted: list[str] = []
+    for name in ("local", "cross", "shard"):
+        lane = getattr(dims, name).lane
+
+        def submit(task: Any, *, after: Any = (), name: str = name, given: Any = lane.submit) -> Any:
+            submitted.append(name)
+            return given(task, after=after)
+
+        lane.submit = submit
+    sent = record(dims.counter)
+    step(batches, learning_rate=1e-3, weight_decay=0.0)
+    return submitted, sent
+
+
+def simulated_order(case: Case, monkeypatch: pytest.MonkeyPatch) -> Order:
+    step = plan(case, 4)
+    step.run(case.micro_batches)
+    submitted: list[str] = []
+    given = SimulatedLane.submit
+
+    def submit(lane: SimulatedLane, task: Any, *, after: Any = ()) -> Any:
+        submitted.append(lane.name)
+        return given(lane, task, after=after)
+
+    monkeypatch.setattr(SimulatedLane, "submit", submit)
+    sent = record(step.counter)
+    step.run(case.micro_batches)
+    return submitted, sent
+
+
+ORDERS = {
+    "zeropp, untied": Case(nodes=2, zero=ALL, micro_batches=2, model=LLAMA_STYLE),
+    "zeropp, tied, tp": Case(nodes=2, zero=ALL, micro_batches=2),
+    "hpZ": Case(nodes=2, zero=ZeroConfig(zero_hpz_partition_size="auto", overlap_param_gather=True)),
+    "ZeRO-3": Case(nodes=2, zero=ZeroConfig(overlap_param_gather=True, overlap_grad_reduce=True), micro_batches=2),
+}
+
+
+@pytest.mark.parametrize("case", ORDERS.values(), ids=ORDERS)
+def test_hops_are_given_to_lanes_and_sent_in_the_order_of_a_real_step(case: Case, monkeypatch: pytest.MonkeyPatch):
+    real = ranks(4).run(real_order, case)[0]
+    assert len(real[0]) > 10
+    assert simulated_order(case, monkeypatch) == real
