@@ -15,6 +15,7 @@ import datetime
 import functools
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ from megazpp.parallel.links import measure_links
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.watchdog import Watchdog
-from megazpp.parallel.worker import UserError, Worker, leave, run_worker, seed_everything, user_errors
+from megazpp.parallel.worker import ECHO_SECONDS, UserError, Worker, leave, run_worker, seed_everything, user_errors
 from megazpp.planner.report import plan_report
 from megazpp.topology.cluster import detect_cluster, read_cluster
 from megazpp.training.anomalies import Guard
@@ -95,6 +96,8 @@ def main() -> int:
     except UserError as error:
         if launched_rank() == 0:
             error.show()
+        else:
+            time.sleep(3 * ECHO_SECONDS)  # the launcher ends rank 0 as soon as another rank has left
         return EXIT_USER_ERROR
     if place.started:
         run_worker(place, parsed.config.launch, functools.partial(pretrain, parsed, plan, source, earlier))
