@@ -1,6 +1,6 @@
 """What the threads of this process are doing: the spans of the timeline that are open now.
 
-The watchdog reads it. It costs about a microsecond per span.
+The watchdog reads it. A span costs about three microseconds more (3.4 in all on a busy machine).
 """
 
 from __future__ import annotations
