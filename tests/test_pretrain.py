@@ -385,8 +385,9 @@ def test_under_torchrun_wrong_flags_are_reported_by_one_rank(tmp_path: Path):
 def test_data_that_only_the_workers_can_refuse_is_reported_once(tmp_path: Path, case: str):
     home, flags = Home(tmp_path), []
     if case == "not text":
-        (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
-        flags, 
+        file = tmp_path / "bad.txt"
+        file.write_bytes(b"\xff\xfe\x00")
+        flags, named = ["--text-path", str(file)], f"--text-path {file}, line 1: not UTF-8"
     else:
         (tmp_path / "cache").write_text("a file")
         named = "--data-cache-path: cannot write "
