@@ -143,11 +143,9 @@ class Estimator:
 
     def _node_bytes(self, plan: RunPlan, traffic: TrafficTable) -> int:
         """Counted on rank 0's axes: every rank sends as much on an axis, over the network those whose link is one."""
-        layout, total = plan.layout, 0.0
-        for (_, axis, _), counted in traffic.items():
-            senders = layout.links(axis).get("network", 0) / layout.cluster.num_nodes
-            total += senders * counted.sent_bytes
-        return round(total)
+        layout = plan.layout
+        senders = {axis: layout.links(axis).get("network", 0) / layout.cluster.num_nodes for _, axis, _ in traffic}
+        return round(sum(senders[axis] * counted.sent_bytes for (_, axis, _), counted in traffic.items()))
 
     def _flops(self, config: RunConfig, plan: RunPlan) -> int:
         model = config.model

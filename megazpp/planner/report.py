@@ -22,7 +22,7 @@ def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str) -> str
     Raises:
         ValueError: flags that do not fit each other or the cluster, or no --vocab-size.
     """
-    config = _with_data(config)
+    config = with_data(config)
     if config.tokenizer.vocab_size is None:
         raise ValueError("--plan needs --vocab-size: it opens no tokenizer")
     shares = shares_for(cluster.device)
@@ -46,7 +46,7 @@ def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str) -> str
     )
 
 
-def _with_data(config: RunConfig) -> RunConfig:
+def with_data(config: RunConfig) -> RunConfig:
     """A plan needs no data."""
     data = config.data
     if data.mock_data or data.data_path or data.text_path or data.train_data_path:

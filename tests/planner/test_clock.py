@@ -1,0 +1,37 @@
+"""Lanes in simulated time: order, dependence, what is hidden and what the compute waits for."""
+
+from __future__ import annotations
+
+from megazpp.planner.clock import SimulatedLane, Simulation
+
+
+def test_a_task_is_hidden_behind_compute_until_somebody_waits_for_it():
+    simulation = Simulation()
+    lane = SimulatedLane(simulation, "cross")
+    ticket = lane.submit(lambda: simulation.spend("hop", 3.0))
+    simulation.spend("forward", 2.0)
+    ticket.wait()
+    assert simulation.compute.now == 3.0
+    assert simulation.waits == {"cross": 1.0}
+
+
+def test_a_lane_keeps_the_order_and_a_task_starts_when_what_it_needs_is_done():
+    simulation = Simulation()
+    cross, local = SimulatedLane(simulation, "cross"), SimulatedLane(simulation, "local")
+    first = cross.submit(lambda: simulation.spend("a", 3.0))
+    cross.submit(lambda: simulation.spend("b", 1.0))
+    local.submit(lambda: simulation.spend("c", 1.0), after=(first,))
+    spans = {span.name: (span.clock, span.start, span.end) for span in simulation.spans}
+    assert spans == {"a": ("cross", 0.0, 3.0), "b": ("cross", 3.0, 4.0), "c": ("local", 3.0, 4.0)}
+    assert simulation.compute.now == 0.0
+
+
+def test_a_task_does_not_start_before_it_was_given_and_a_reset_begins_anew():
+    simulation = Simulation()
+    lane = SimulatedLane(simulation, "cross")
+    simulation.spend("forward", 5.0)
+    lane.submit(lambda: simulation.spend("hop", 1.0))
+    assert simulation.spans[-1][2:] == (5.0, 6.0)
+    simulation.reset()
+    lane.submit(lambda: simulation.spend("hop", 1.0))
+    assert simulation.spans == [("cross", "hop", 0.0, 1.0)]

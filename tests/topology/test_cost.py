@@ -1,0 +1,71 @@
+"""Costs by hand: rings, trees, all-to-alls, shared adapters, and the roofline of a product."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cost import (
+    ASSUMED_SHARES,
+    CALL_MICROSECONDS,
+    DGX2_SHARES,
+    AxisCost,
+    DeviceCost,
+    Shares,
+    shares_for,
+)
+from megazpp.topology.device import Device
+from megazpp.topology.layout import plan_layout
+from megazpp.topology.links import Link, Links
+
+LINKS = Links(domain=Link(100.0, 2.0), network=Link(10.0, 5.0))
+CALL = 1e-6 * CALL_MICROSECONDS
+DEVICE = Device("a GPU", teraflops=100.0, gigabytes=80.0, gigabytes_per_second=1000.0)
+
+
+def cost(axis: str, *, tp: int = 1, shares: Shares | None = None) -> AxisCost:
+    layout = plan_layout(Cluster(num_nodes=4, ranks_per_node=8, links=LINKS), tp=tp, replicas=1)
+    return AxisCost(layout, axis, shares or Shares())
+
+
+def test_inside_a_node_a_ring_sends_at_the_rank_s_rate():
+    assert cost("local").seconds("all_gather", 10**9) == pytest.approx(CALL + 7 * 2e-6 + 0.01)
+
+
+def test_all_ranks_of_a_node_share_its_adapters_on_the_cross_axis():
+    assert cost("cross").seconds("all_to_all", 10**9) == pytest.approx(CALL + 3 * 5e-6 + 8 * 0.1)
+
+
+def test_of_a_ring_over_all_ranks_one_per_tensor_parallel_index_sends_to_another_node():
+    assert cost("shard").seconds("all_gather", 10**9) == pytest.approx(CALL + 31 * 5e-6 + 0.1)
+    assert cost("shard", tp=2).seconds("all_gather", 10**9) == pytest.approx(CALL + 15 * 5e-6 + 2 * 0.1)
+
+
+def test_a_small_all_reduce_goes_along_the_tree():
+    assert cost("shard").seconds("all_reduce", 0) == pytest.approx(CALL + 2 * math.log2(32) * 5e-6)
+
+
+def test_a_share_of_the_wire_makes_it_slower_and_an_axis_of_one_rank_costs_nothing():
+    assert cost("cross", shares=Shares(network=0.5)).seconds("all_gather", 10**9) == pytest.approx(CALL + 15e-6 + 1.6)
+    assert cost("tp").seconds("all_reduce", 10**9) == 0.0
+
+
+def test_a_link_that_is_ridden_and_not_known_is_named():
+    layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=2, links=Links(domain=Link(1.0))), tp=1, replicas=1)
+    with pytest.raises(ValueError, match=r"links\.network is not given, and axis cross"):
+        AxisCost(layout, "cross", Shares())
+
+
+def test_a_product_takes_its_full_tiles_or_its_bytes():
+    device = DeviceCost(device=DEVICE, shares=Shares(matrix=0.5))
+    full = 2 * 1024 * 1024 * 4096 / 50e12
+    assert device.matrix_seconds(1024, 1024, 4096, 1.0, 0) == pytest.approx(full)
+    assert device.matrix_seconds(1024 - 127, 1024 - 127, 4096, 1.0, 0) == pytest.approx(full)  # tiles not full
+    assert device.matrix_seconds(1, 1, 1, 1.0, 10**9) == pytest.approx(1e-3)
+
+
+def test_only_the_calibrated_device_has_shares_of_its_own():
+    assert shares_for(DEVICE._replace(name="V100-SXM3-32GB")) == DGX2_SHARES
+    assert shares_for(DEVICE) == shares_for(None) == ASSUMED_SHARES
