@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Span(NamedTuple):
-    """What a clock was busy with, in seconds since the step began."""
+    """What a clock was busy with, in seconds since the simulation began."""
 
     clock: str
     name: str
@@ -31,7 +31,7 @@ class Clock:
     """One order of events.
 
     Attributes:
-        now: seconds since the step began.
+        now: seconds since the simulation began.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,15 +55,17 @@ class Simulation:
         self.waits: dict[str, float] = defaultdict(float)
 
     def new_clock(self, name: str) -> Clock:
-        """A clock that `reset` sets to zero too."""
+        """A clock that the others meet at the beginning of a step."""
         self.clocks.append(Clock(name))
         return self.clocks[-1]
 
-    def reset(self) -> None:
-        """A new step begins."""
+    def begin_step(self) -> float:
+        """All clocks meet, spans and waits are forgotten; returns the moment. Time goes on: tickets may be older."""
+        moment = max(clock.now for clock in self.clocks)
         for clock in self.clocks:
-            clock.now = 0.0
+            clock.now = moment
         self.spans, self.waits = [], defaultdict(float)
+        return moment
 
     @contextmanager
     def on(self, clock: Clock) -> Iterator[None]:

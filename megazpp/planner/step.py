@@ -139,8 +139,8 @@ class PaperStep:
 
     def run(self, micro_batches: int) -> float:
         """One step, in seconds; the first one learns the order of use."""
-        self.simulation.reset()
-        self._copied_out = 0.0
+        start = self.simulation.begin_step()
+        self._copied_out = start
         self._open_ledger(micro_batches)
         self._sum_over_data()  # tokens
         for index in range(micro_batches):
@@ -152,7 +152,7 @@ class PaperStep:
             self._backward(first=index == 0, last=last)
         self._sum_over_data()  # the loss
         self._optimizer()
-        return self.simulation.compute.now
+        return self.simulation.compute.now - start
 
     # ---- the model ------------------------------------------------------------------------------------------------
 
@@ -240,7 +240,9 @@ class PaperStep:
                 shard, out = self._empty(size), self._empty(size * world)
                 self.ledger.add(BUFFERS, out.nbytes)
                 self.ledger.pass_through(BUFFERS, sharded.gather_buffer)
-                sharded.gather(out, shard, self._axes["shard"].group)  # type: ignore[arg-type]
+                pending = sharded.gather(out, shard, self._axes["shard"].group)  # type: ignore[arg-type]
+                if pending is not None:
+                    pending.wait()
         sharded.ready = clock.now
 
     def _gather_clock(self) -> Clock:

@@ -26,12 +26,20 @@ def test_a_lane_keeps_the_order_and_a_task_starts_when_what_it_needs_is_done():
     assert simulation.compute.now == 0.0
 
 
-def test_a_task_does_not_start_before_it_was_given_and_a_reset_begins_anew():
+def test_a_task_does_not_start_before_it_was_given():
     simulation = Simulation()
     lane = SimulatedLane(simulation, "cross")
     simulation.spend("forward", 5.0)
     lane.submit(lambda: simulation.spend("hop", 1.0))
     assert simulation.spans[-1][2:] == (5.0, 6.0)
-    simulation.reset()
-    lane.submit(lambda: simulation.spend("hop", 1.0))
-    assert simulation.spans == [("cross", "hop", 0.0, 1.0)]
+
+
+def test_a_new_step_begins_when_all_is_done_and_tickets_of_the_last_one_hold_nobody_up():
+    simulation = Simulation()
+    ticket = SimulatedLane(simulation, "cross").submit(lambda: simulation.spend("hop", 3.0))
+    simulation.spend("forward", 1.0)
+    assert simulation.begin_step() == simulation.compute.now == 3.0
+    ticket.wait()
+    assert simulation.compute.now == 3.0
+    assert not simulation.waits
+    assert not simulation.spans

@@ -1,0 +1,155 @@
+"""Predicted against measured step times on an emulated cluster, in every cell of tools/benchmark_cluster.py.
+
+    python tools/compare_plan.py runs/cluster/samples.json
+
+Two figures are fitted, to ZeRO-3 at the slowest and at the fastest rate of k = 1: what a rank's share of the processor
+and of its memory reaches, and which part of its rate an uplink carries. FSDP2 on gloo's own collectives is left out:
+the planner knows only rings. So are rates above 1 Gbit/s, which processors that also compute do not reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmark_cluster_report import BASELINE, PLAIN, UNITS, Sample
+from benchmark_cluster_variants import VARIANTS, Settings
+
+from megazpp.parallel.axis import TrafficCounter
+from megazpp.parallel.dims import ParallelConfig, plan_dims
+from megazpp.planner.paper import PaperAxis
+from megazpp.planner.speed import ClusterCosts, measure
+from megazpp.planner.step import PaperStep
+from megazpp.planner.trace import Trace, trace_model
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cost import Shares
+from megazpp.topology.device import Device
+from megazpp.topology.layout import Layout
+from megazpp.topology.links import Link, Links
+from megazpp.zero.config import plan_wire
+from megazpp.zero.precision import PrecisionConfig
+
+# Round figures for a rank on a shared processor, scaled by one fitted share; gloo inside a node is a copy or two.
+DEVICE = Device("a share of a processor", teraflops=0.1, gigabytes=1.0, gigabytes_per_second=10.0)
+INSIDE = Link(5.0, microseconds=50.0)
+UPLINK_MICROSECONDS = 200.0
+REACHED_BITS = 1e9
+PRECISION = PrecisionConfig(bf16=True, grad_reduce_in_bf16=True)
+
+
+class Cell(NamedTuple):
+    """What was measured: a variant at a rate."""
+
+    tp: int
+    micro_batches: int
+    rate: str
+    variant: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("samples", type=Path, help="samples.json of tools/benchmark_cluster.py")
+    content = json.loads(parser.parse_args().samples.read_text())
+    measured = medians([Sample(**s) if isinstance(s, dict) else Sample(*s) for s in content["samples"]])
+    if not measured:
+        print("no samples at emulated rates", file=sys.stderr)
+        return 2
+    predict = functools.partial(seconds, shape=content["shape"])
+    first = [cell for cell in measured if cell.variant == BASELINE and cell.micro_batches == 1]
+    slow, fast = min(first, key=lambda c: bits(c.rate)), max(first, key=lambda c: bits(c.rate))
+    compute, network = fit({cell: measured[cell] for cell in (slow, fast)}, predict)
+    print(f"fitted to {slow.variant} at {slow.rate} and {fast.rate}: compute {compute:.3f}, network {network:.3f}")
+    print("k  tp  rate     variant         measured  predicted  error")
+    sizes = []
+    for cell, value in sorted(
+        measured.items(), key=lambda item: (item[0].tp, item[0].micro_batches, bits(item[0].rate))
+    ):
+        ours = predict(cell, compute, network)
+        fitted = cell in (slow, fast)
+        sizes += [] if fitted else [abs(ours / value - 1)]
+        print(
+            f"{cell.micro_batches}  {cell.tp:2}  {cell.rate:7}  {cell.variant:14}  {value:6.2f} s  {ours:7.2f} s  "
+            f"{ours / value - 1:+6.1%}{'  calibration' if fitted else ''}"
+        )
+    print(f"median error of {len(sizes)} cells that were not fitted: {statistics.median(sizes):.1%}")
+    return 0
+
+
+def bits(rate: str) -> float:
+    """Per second."""
+    return float(rate[:-4]) * UNITS[rate[-4:]]
+
+
+def medians(samples: list[Sample]) -> dict[Cell, float]:
+    """Median seconds of each cell at an emulated rate."""
+    times: dict[Cell, list[float]] = defaultdict(list)
+    for s in samples:
+        if s.variant != PLAIN and s.rate[-4:] in UNITS and bits(s.rate) <= REACHED_BITS:
+            times[Cell(s.tp, s.micro_batches, s.rate, s.variant)].append(s.seconds)
+    return {cell: statistics.median(values) for cell, values in times.items()}
+
+
+def fit(measured: dict[Cell, float], predict: functools.partial[float]) -> tuple[float, float]:
+    """The shares (compute, network) with the least squared error of logarithms, on a grid that is refined twice."""
+    compute, network, width = 0.1, 0.8, 16.0
+    for _ in range(3):
+        factors = [width ** (i / 4) for i in range(-4, 5)]
+        compute, network = min(
+            itertools.product((compute * f for f in factors), (min(network * f, 1.0) for f in factors)),
+            key=lambda pair: sum(math.log(predict(cell, *pair) / value) ** 2 for cell, value in measured.items()),
+        )
+        width **= 0.35
+    return compute, network
+
+
+def seconds(cell: Cell, compute: float, network: float, *, shape: dict[str, int]) -> float:
+    """What the planner says of a cell."""
+    variant = VARIANTS[cell.variant]
+    assert variant.zero is not None
+    rate = bits(cell.rate) / 8e9
+    cluster = Cluster(
+        num_nodes=shape["nodes"],
+        ranks_per_node=shape["ranks_per_node"],
+        device=DEVICE,
+        links=Links(domain=INSIDE, network=Link(rate, UPLINK_MICROSECONDS)),
+    )
+    parallel = ParallelConfig(tensor_model_parallel_size=cell.tp, hsdp=variant.hsdp)
+    layout = plan_dims(parallel, cluster, zero_stage=3)
+    shares = Shares(matrix=compute, memory=compute, domain=compute, network=network)
+    step = PaperStep(
+        trace(layout, tuple(sorted(shape.items()))),
+        layout=layout,
+        wire=plan_wire(variant.zero, layout),
+        zero=variant.zero,
+        precision=PRECISION,
+        costs=ClusterCosts(layout, shares),
+        on_cpu=True,
+    )
+    return measure(step, cell.micro_batches).seconds
+
+
+@functools.cache
+def trace(layout: Layout, shape: tuple[tuple[str, int], ...]) -> Trace:
+    """The benchmark's model."""
+    settings = Settings(tp=layout.tp, variants=(), **dict(shape))
+    return trace_model(
+        settings.model,
+        vocab_size=settings.vocab_size,
+        seq_length=settings.seq_length,
+        micro_batch_size=settings.micro_batch_size,
+        tp=PaperAxis(layout, "tp", rank=0, counter=TrafficCounter()),
+        sequence_parallel=False,
+        dtype=PRECISION.param_dtype,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
