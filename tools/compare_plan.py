@@ -25,8 +25,9 @@ from benchmark_cluster_variants import VARIANTS, Settings
 
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelConfig, plan_dims
+from megazpp.planner.costs import ClusterCosts
 from megazpp.planner.paper import PaperAxis
-from megazpp.planner.speed import ClusterCosts, measure
+from megazpp.planner.speed import measure
 from megazpp.planner.step import PaperStep
 from megazpp.planner.trace import Trace, trace_model
 from megazpp.topology.cluster import Cluster

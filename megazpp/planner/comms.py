@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from megazpp.parallel.lane import Ticket
 from megazpp.planner.memory import own_elements
 from megazpp.planner.paper import Cost, PaperAxis, PaperCodec, PaperUnit, paper_unit
 from megazpp.planner.trace import Parameters
@@ -52,6 +55,16 @@ class ShardedUnit:
         if not isinstance(self.reduce, TwoHopReduce):
             return 0
         return sum(part.nbytes for error in self.reduce.errors(torch.device("meta")) for part in error)
+
+
+class PaperReduceSchedule(ReduceSchedule):
+    """What is due at the end of the backward waits for the simulation to say that it has ended."""
+
+    def finish_later(self, ticket: Ticket[Any], finish: Callable[[], None]) -> None:
+        self._finishing.append((ticket, finish))
+
+    def end_backward(self) -> None:
+        self._finish()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from megazpp.arguments import RunConfig, RunPlan, check_run_config
 from megazpp.parallel.axis import TrafficCounter
+from megazpp.planner.costs import ClusterCosts, Costs, NoCosts
 from megazpp.planner.memory import MemoryPlan
 from megazpp.planner.paper import PaperAxis
-from megazpp.planner.speed import ClusterCosts, measure
-from megazpp.planner.step import Costs, NoCosts, PaperStep, TrafficTable
+from megazpp.planner.speed import measure
+from megazpp.planner.step import PaperStep, TrafficTable
 from megazpp.planner.trace import Trace, trace_model
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cost import Shares

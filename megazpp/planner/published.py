@@ -24,8 +24,9 @@ import torch
 from kernels.formats import BlockFormat
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import TrafficCounter
+from megazpp.planner.costs import ClusterCosts
 from megazpp.planner.paper import PaperAxis
-from megazpp.planner.speed import ClusterCosts, measure
+from megazpp.planner.speed import measure
 from megazpp.planner.step import PaperStep
 from megazpp.planner.trace import Trace, trace_model
 from megazpp.topology.cluster import Cluster

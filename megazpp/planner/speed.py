@@ -1,4 +1,4 @@
-"""How fast a layout is: the cost of a step's pieces on a cluster, and what each wire costs the step."""
+"""How fast a step is, in all its pieces, for any number of micro-batches."""
 
 from __future__ import annotations
 
@@ -6,40 +6,10 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from megazpp.parallel.axis import Traffic
-from megazpp.planner.step import AXES, PaperStep, TrafficTable
-from megazpp.planner.trace import Work
-from megazpp.topology.cost import AxisCost, DeviceCost, Shares
-from megazpp.topology.layout import Layout
+from megazpp.planner.step import PaperStep, TrafficTable
+from megazpp.topology.layout import AXES
 
 SIMULATED_MICRO_BATCHES = 3  # the first, one like all those in between, the last
-
-
-class ClusterCosts:
-    """The costs of a step on a cluster whose file names links and device.
-
-    Args:
-        free: axes whose wires take no time, to see what they cost.
-    Raises:
-        ValueError: a figure that is needed is not in the cluster file.
-    """
-
-    def __init__(self, layout: Layout, shares: Shares, *, free: tuple[str, ...] = ()) -> None:
-        device = layout.cluster.device
-        if device is None:
-            raise ValueError("--cluster-file: device is not given (name, teraflops, gigabytes, gigabytes_per_second)")
-        self._device = DeviceCost(device=device, shares=shares)
-        self._axes = {axis: AxisCost(layout, axis, shares) for axis in AXES if axis not in free}
-
-    def work(self, work: Work) -> float:
-        if work.kind == "memory":
-            return self._device.memory_seconds(work.bytes)
-        return self._device.matrix_seconds(work.m, work.n, work.k, work.batch, work.bytes)
-
-    def memory(self, touched_bytes: int) -> float:
-        return self._device.memory_seconds(touched_bytes)
-
-    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
-        return self._axes[axis].seconds(collective, sent_bytes) if axis in self._axes else 0.0
 
 
 class Measured(NamedTuple):

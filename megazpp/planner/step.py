@@ -9,15 +9,15 @@ runs ahead and streams keep the order; on a CPU the process does everything that
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megazpp.parallel.axis import Traffic, TrafficCounter
-from megazpp.parallel.lane import Lane, Ticket
+from megazpp.parallel.lane import Lane
 from megazpp.planner.clock import Clock, SimulatedLane, Simulation
-from megazpp.planner.comms import PaperPlugs, ShardedUnit
+from megazpp.planner.comms import PaperPlugs, PaperReduceSchedule, ShardedUnit
+from megazpp.planner.costs import Costs, NoCosts
 from megazpp.planner.memory import (
     ACTIVATIONS,
     BUFFERS,
@@ -33,49 +33,15 @@ from megazpp.planner.memory import (
     Ledger,
 )
 from megazpp.planner.paper import PaperAxis
-from megazpp.planner.trace import BACKWARD, FORWARD, Trace, Work
-from megazpp.topology.layout import Layout
+from megazpp.planner.trace import BACKWARD, FORWARD, Trace
+from megazpp.topology.layout import AXES, Layout
 from megazpp.zero.config import WirePlan, ZeroConfig
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
-from megazpp.zero.schedule import GatherSchedule, Lanes, ReduceSchedule
+from megazpp.zero.schedule import GatherSchedule, Lanes
 
 TrafficTable = dict[tuple[str, str, str], Traffic]  # by (wire, axis, collective)
-AXES = ("tp", "local", "cross", "shard", "replicate")
-
-
-class Costs(Protocol):
-    """How long things take."""
-
-    def work(self, work: Work) -> float: ...
-
-    def memory(self, touched_bytes: int) -> float: ...
-
-    def collective(self, axis: str, collective: str, sent_bytes: int) -> float: ...
-
-
-class NoCosts:
-    """Nothing takes any time: for counting."""
-
-    def work(self, work: Work) -> float:
-        return 0.0
-
-    def memory(self, touched_bytes: int) -> float:
-        return 0.0
-
-    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
-        return 0.0
-
-
-class PaperReduceSchedule(ReduceSchedule):
-    """What is due at the end of the backward waits for the simulation to say that it has ended."""
-
-    def finish_later(self, ticket: Ticket[Any], finish: Callable[[], None]) -> None:
-        self._finishing.append((ticket, finish))
-
-    def end_backward(self) -> None:
-        self._finish()
 
 
 class PaperStep:

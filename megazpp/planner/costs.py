@@ -1,0 +1,60 @@
+"""How long the pieces of a step take: nothing, for counting, or what a cluster's file says."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from megazpp.planner.trace import Work
+from megazpp.topology.cost import AxisCost, DeviceCost, Shares
+from megazpp.topology.layout import AXES, Layout
+
+
+class Costs(Protocol):
+    """How long things take."""
+
+    def work(self, work: Work) -> float: ...
+
+    def memory(self, touched_bytes: int) -> float: ...
+
+    def collective(self, axis: str, collective: str, sent_bytes: int) -> float: ...
+
+
+class NoCosts:
+    """Nothing takes any time: for counting."""
+
+    def work(self, work: Work) -> float:
+        return 0.0
+
+    def memory(self, touched_bytes: int) -> float:
+        return 0.0
+
+    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
+        return 0.0
+
+
+class ClusterCosts:
+    """The costs of a step on a cluster whose file names links and device.
+
+    Args:
+        free: axes whose wires take no time, to see what they cost.
+    Raises:
+        ValueError: a figure that is needed is not in the cluster file.
+    """
+
+    def __init__(self, layout: Layout, shares: Shares, *, free: tuple[str, ...] = ()) -> None:
+        device = layout.cluster.device
+        if device is None:
+            raise ValueError("--cluster-file: device is not given (name, teraflops, gigabytes, gigabytes_per_second)")
+        self._device = DeviceCost(device=device, shares=shares)
+        self._axes = {axis: AxisCost(layout, axis, shares) for axis in AXES if axis not in free}
+
+    def work(self, work: Work) -> float:
+        if work.kind == "memory":
+            return self._device.memory_seconds(work.bytes)
+        return self._device.matrix_seconds(work.m, work.n, work.k, work.batch, work.bytes)
+
+    def memory(self, touched_bytes: int) -> float:
+        return self._device.memory_seconds(touched_bytes)
+
+    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
+        return self._axes[axis].seconds(collective, sent_bytes) if axis in self._axes else 0.0
