@@ -140,8 +140,8 @@ def test_a_shipped_cluster_file_is_read_and_every_figure_names_its_source_in_a_c
 
 
 def test_the_shipped_cluster_files_say_what_their_names_say():
-    dgx, rack, pairs = (read_cluster(p) for p in CLUSTERS)
-    assert [path.stem for path in CLUSTERS] == ["dgx_h100_8x_100gbit", "gb200_nvl72", "nvlink_pairs"]
+    shipped = {path.stem: read_cluster(path) for path in CLUSTERS}
+    dgx, rack, pairs = (shipped[name] for name in ("dgx_h100_8x_100gbit", "gb200_nvl72", "nvlink_pairs"))
     assert (dgx.num_nodes, dgx.ranks_per_node, dgx.ranks_per_domain) == (8, 8, 8)
     assert dgx.links is not None
     assert dgx.links.network == Link(12.5, None, "IEEE 802.3 100 Gbit/s Ethernet")
