@@ -1,8 +1,8 @@
 """Memory of CPU workers: keep what is freed, as CUDA's caching allocator does.
 
 glibc gives large buffers back to the kernel, which clears every page of the next one. In a profile of 8 gloo ranks that
-start and train, whose messages and gathered parameters are megabytes that live for milliseconds, that was 30 % of all CPU
-time, and 8 % with this. And a thread's own arena cannot use what another thread has freed.
+start and train, whose messages and gathered parameters are megabytes that live for milliseconds, that was 30 % of all
+CPU time, and 8 % with this. And a thread's own arena cannot use what another thread has freed.
 """
 
 from __future__ import annotations
