@@ -152,13 +152,7 @@ class Estimator:
         model = config.model
         assert config.data.seq_length is not None
         return model_flops_per_token(
-            num_layers=model.layers,
-            hidden_size=model.hidden,
-            ffn_hidden_size=model.ffn_size,
-            swiglu=model.swiglu,
-            num_attention_heads=model.heads,
-            kv_channels=model.head_size,
-            num_query_groups=model.query_groups,
+            model,
             padded_vocab_size=model.padded_vocab_size(self._vocab_size, plan.layout.tp),
             seq_length=config.data.seq_length,
         )

@@ -11,6 +11,8 @@ import re
 
 import torch
 
+from megazpp.model.config import GPTConfig
+
 TERA = 1e12
 
 # Dense bf16 (V100: fp16) tensor rate in TFLOP/s, by words of the device's name; the first match counts.
@@ -34,34 +36,22 @@ PEAK_TFLOPS = (
 )
 
 
-def model_flops_per_token(
-    *,
-    num_layers: int,
-    hidden_size: int,
-    ffn_hidden_size: int,
-    swiglu: bool,
-    num_attention_heads: int,
-    kv_channels: int,
-    num_query_groups: int,
-    padded_vocab_size: int,
-    seq_length: int,
-) -> int:
+def model_flops_per_token(model: GPTConfig, *, padded_vocab_size: int, seq_length: int) -> int:
     """Floating-point operations of forward and backward per token of a GPT.
 
     Three times the forward pass (backward computes two products for each of the forward's), and two operations per
     multiply-add.
 
     Args:
-        ffn_hidden_size: inner width of the MLP; with `swiglu` there are three such matrices instead of two.
-        num_query_groups: key/value heads; equal to `num_attention_heads` without grouped queries.
+        model: the shape.
         padded_vocab_size: rows of the output matrix.
         seq_length: tokens of a sample; a token attends to half of them on average.
     """
-    query_size = num_attention_heads * kv_channels
-    mlp = hidden_size * ffn_hidden_size * (3 if swiglu else 2)
-    projections = 2 * hidden_size * kv_channels * (num_attention_heads + num_query_groups)
+    query_size = model.heads * model.head_size
+    mlp = model.hidden * model.ffn_size * (3 if model.swiglu else 2)
+    projections = 2 * model.hidden * model.head_size * (model.heads + model.query_groups)
     attention = query_size * seq_length  # scores and weighted sum, half of seq_length each
-    return 6 * (num_layers * (mlp + projections + attention) + hidden_size * padded_vocab_size)
+    return 6 * (model.layers * (mlp + projections + attention) + model.hidden * padded_vocab_size)
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megazpp.model.config import GPTConfig
 from megazpp.training.flops import mfu_convention, model_flops_per_token, peak_flops
 
 SHAPE = {
@@ -48,23 +49,25 @@ def counted_flops(swiglu: bool) -> int:
 
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_the_formula_counts_the_matrix_products_with_half_of_the_attention(swiglu: bool):
-    assert model_flops_per_token(**SHAPE, swiglu=swiglu) == counted_flops(swiglu)
+    model = GPTConfig(
+        num_layers=SHAPE["num_layers"],
+        hidden_size=SHAPE["hidden_size"],
+        ffn_hidden_size=SHAPE["ffn_hidden_size"],
+        num_attention_heads=SHAPE["num_attention_heads"],
+        kv_channels=SHAPE["kv_channels"],
+        group_query_attention=True,
+        num_query_groups=SHAPE["num_query_groups"],
+        swiglu=swiglu,
+    )
+    ours = model_flops_per_token(model, padded_vocab_size=SHAPE["padded_vocab_size"], seq_length=SHAPE["seq_length"])
+    assert ours == counted_flops(swiglu)
 
 
 def test_gpt3_175b_is_megatrons_figure():
     # 72 B s l h^2 (1 + s / 6h + V / 12lh), arXiv 2104.04473, less half of the attention term
     layers, h, s, vocab = 96, 12288, 2048, 51200
-    ours = model_flops_per_token(
-        num_layers=layers,
-        hidden_size=h,
-        ffn_hidden_size=4 * h,
-        swiglu=False,
-        num_attention_heads=96,
-        kv_channels=128,
-        num_query_groups=96,
-        padded_vocab_size=vocab,
-        seq_length=s,
-    )
+    model = GPTConfig(num_layers=layers, hidden_size=h, num_attention_heads=96)
+    ours = model_flops_per_token(model, padded_vocab_size=vocab, seq_length=s)
     assert ours == pytest.approx(72 * layers * h**2 * (1 + s / (12 * h) + vocab / (12 * layers * h)), rel=1e-12)
 
 
