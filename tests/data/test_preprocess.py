@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import struct
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -201,11 +202,13 @@ def test_a_tokenizer_is_needed_and_append_eod_needs_an_eod(tmp_path: Path) -> No
         preprocess(config, TokenizerConfig(tokenizer_model=str(tmp_path)), SAID.append)
 
 
-def test_a_worker_that_is_killed_ends_the_run_with_a_reason(tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_ends_the_run_with_a_reason(
+    tmp_path: Path, new_children: Callable[[], list[BaseProcess]]
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", *["x" * 300_000] * 100)
 
     def kill_workers(_: str) -> None:
-        for process in multiprocessing.active_children():
+        for process in new_children():
             process.kill()
 
     config = PreprocessConfig(input=(str(path),), output_prefix=str(tmp_path / "x"), workers=2, log_interval=1)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 
 import pytest
 
@@ -28,7 +28,9 @@ def fail_at_three() -> Callable[[int], float]:
     return lambda number: 1 / (3 - number)
 
 
-def test_results_come_in_the_order_of_the_items_whoever_is_slow_and_items_are_not_read_far_ahead() -> None:
+def test_results_come_in_the_order_of_the_items_whoever_is_slow_and_items_are_not_read_far_ahead(
+    new_children: Callable[[], list[BaseProcess]],
+) -> None:
     taken: list[int] = []
 
     def items() -> Iterator[int]:
@@ -43,23 +45,25 @@ def test_results_come_in_the_order_of_the_items_whoever_is_slow_and_items_are_no
     assert [number for number, _ in [first, *rest]] == list(range(0, 100, 2))
     assert len({pid for _, pid in [first, *rest]}) == 2
     assert os.getpid() not in {pid for _, pid in rest}
-    assert multiprocessing.active_children() == []
+    assert new_children() == []
 
 
 def test_no_items_need_no_results() -> None:
     assert list(map_in_processes(double_slowly_at_first, [], 1)) == []
 
 
-def test_a_worker_killed_in_the_middle_of_a_message_is_noticed() -> None:
+def test_a_worker_killed_in_the_middle_of_a_message_is_noticed(
+    new_children: Callable[[], list[BaseProcess]],
+) -> None:
     results = map_in_processes(send_much, range(100), 2)
     next(results)
     # the others now stand in the middle of sending: nobody reads until the next result is asked for
     time.sleep(0.2)
-    for process in multiprocessing.active_children():
+    for process in new_children():
         process.kill()
     with pytest.raises(ValueError, match="--workers: one was killed"):
         list(results)
-    assert multiprocessing.active_children() == []
+    assert new_children() == []
 
 
 def test_a_worker_that_fails_shows_its_traceback_and_ends_the_work(capfd: pytest.CaptureFixture[str]) -> None:
@@ -68,9 +72,11 @@ def test_a_worker_that_fails_shows_its_traceback_and_ends_the_work(capfd: pytest
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
-def test_who_stops_listening_ends_the_workers() -> None:
+def test_who_stops_listening_ends_the_workers(
+    new_children: Callable[[], list[BaseProcess]],
+) -> None:
     results = map_in_processes(double_slowly_at_first, iter(range(10**9)), 2)
     next(results)
-    assert len(multiprocessing.active_children()) == 2
+    assert len(new_children()) == 2
     results.close()
-    assert multiprocessing.active_children() == []
+    assert new_children() == []
