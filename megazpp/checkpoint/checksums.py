@@ -9,12 +9,13 @@ CRC-32, because zlib sums 4 GB/s on one core here, faster than bytes are written
 
 from __future__ import annotations
 
-import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from megazpp.data.files import sync
 
 NAME = "checksums.txt"
 _CHUNK_BYTES = 1 << 22
@@ -87,15 +88,5 @@ def write_durably(path: Path, text: str) -> FileSum:
     content = text.encode()
     with path.open("wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
     return FileSum(len(content), zlib.crc32(content))
-
-
-def sync_folder(path: Path) -> None:
-    """Have the folder's entries on disk: files that were made, renamed or removed in it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,7 +22,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
-from megazpp.checkpoint.checksums import DamagedError, sync_folder, write_durably
+from megazpp.checkpoint.checksums import DamagedError, write_durably
+from megazpp.data.files import sync_directory
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMPLETE, _PARTIAL = re.compile(r"iter_(\d{7,})"), re.compile(r"iter_\d{7,}\.partial")
@@ -140,10 +141,10 @@ class CheckpointFolder:
         Returns:
             Where an older checkpoint of the same iteration has gone, if there was one.
         """
-        sync_folder(self.partial(iteration))
+        sync_directory(self.partial(iteration))
         aside = self._move_aside(iteration) if self.of(iteration).exists() else None
         self.partial(iteration).rename(self.of(iteration))
-        sync_folder(self.path)
+        sync_directory(self.path)
         self._track(iteration)
         return aside
 
@@ -168,7 +169,7 @@ class CheckpointFolder:
         new = self.path / f"{TRACKER}.new"
         write_durably(new, f"{iteration}\n")
         new.rename(self.path / TRACKER)
-        sync_folder(self.path)
+        sync_directory(self.path)
 
 
 def kept_iterations(

@@ -24,7 +24,7 @@ from megazpp.data.whole import WholeText, make_padded_batch
 from megazpp.parallel.dims import ParallelDims
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.metrics import validation_lines
-from megazpp.training.setup import Built
+from megazpp.training.setup import Built, batch_options
 
 
 class Amount(NamedTuple):
@@ -103,19 +103,12 @@ def score_whole(
         sequences, seq_length=data.seq_length, eod=tokenizer.eod, vocab_size=tokenizer.vocab_size, name=path
     )
     batch_size = micro_batch_size * dims.data_size
-    make_batch = functools.partial(
-        make_padded_batch,
-        eod=tokenizer.eod,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
-    )
     with BatchLoader(
         text,
         micro_batch_size=micro_batch_size,
         data_rank=dims.data_rank,
         data_size=dims.data_size,
-        make_batch=make_batch,
+        make_batch=functools.partial(make_padded_batch, **batch_options(data, tokenizer)),
         device=device,
         num_workers=data.num_workers,
     ) as loader:

@@ -81,6 +81,16 @@ def open_datasets(
     return build_datasets(config, tokenizer, num_samples=wanted, seed=seed, announce=announce)
 
 
+def batch_options(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the flags and the tokenizer say about making micro-batches: keywords of `make_micro_batch`."""
+    return {
+        "eod": tokenizer.eod,
+        "reset_position_ids": config.reset_position_ids,
+        "reset_attention_mask": config.reset_attention_mask,
+        "eod_mask_loss": config.eod_mask_loss,
+    }
+
+
 def open_loader(
     dataset: Dataset,
     config: DataConfig,
@@ -92,19 +102,12 @@ def open_loader(
     ramp_up: bool,
 ) -> BatchLoader:
     """This rank's batches of `dataset`; `ramp_up` where the batch size follows the plan rather than staying full."""
-    make_batch = functools.partial(
-        make_micro_batch,
-        eod=tokenizer.eod,
-        reset_position_ids=config.reset_position_ids,
-        reset_attention_mask=config.reset_attention_mask,
-        eod_mask_loss=config.eod_mask_loss,
-    )
     return BatchLoader(
         dataset,
         micro_batch_size=plan.micro_batch_size,
         data_rank=dims.data_rank,
         data_size=dims.data_size,
-        make_batch=make_batch,
+        make_batch=functools.partial(make_micro_batch, **batch_options(config, tokenizer)),
         device=device,
         num_workers=config.num_workers,
         batch_size_at=plan.batch_size_at if ramp_up else None,
