@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megazpp.planner.trace import Work
+from megazpp.planner.recorder import Work
 from megazpp.topology.cost import AxisCost, DeviceCost, Shares
 from megazpp.topology.layout import AXES, Layout
 

@@ -1,0 +1,175 @@
+"""What the model's own code does, noted operation by operation while it runs on tensors without memory.
+
+A recorder sees each operation and each storage, and files them under the part of the model (a segment: the embedding, a
+layer, the head; forward or backward) in which they happen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import Variable
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megazpp.model.gpt import GPTModel
+from megazpp.planner.live import LiveBytes
+
+FORWARD, BACKWARD = "forward", "backward"
+MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+FREE = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::_unsafe_view")
+
+
+class Work(NamedTuple):
+    """One operation: a product [m, k] x [k, n], `batch` times; a pass over memory; or a collective on tp.
+
+    Attributes:
+        kind: "matrix", "memory" or the name of a collective.
+        bytes: read and written, or sent by this rank.
+        m, n, k, batch: of a product; a causal one counts half.
+    """
+
+    kind: str
+    bytes: int
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    batch: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.batch
+
+
+class Segment(NamedTuple):
+    """What one part of the model does in forward or backward.
+
+    Attributes:
+        work: in order.
+        kept: bytes that live when it is done, less those before it; negative in backward.
+        peak: most bytes that live while it runs, above those before it.
+        gradients: bytes of whole gradients among those kept.
+    """
+
+    work: tuple[Work, ...]
+    kept: int
+    peak: int
+    gradients: int
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operation and every storage, by segment."""
+
+    def __init__(self, model: GPTModel) -> None:
+        super().__init__()
+        self._work: dict[tuple[str, int], list[Work]] = defaultdict(list)
+        self._kept: dict[tuple[str, int], int] = defaultdict(int)
+        self._peak: dict[tuple[str, int], int] = defaultdict(int)
+        self._gradients: dict[tuple[str, int], int] = defaultdict(int)
+        self._now = (FORWARD, 0)
+        self._live, self._before = LiveBytes(), 0
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+        for index, module in enumerate([model.embedding, *model.layers]):
+            module.register_forward_pre_hook(self._entering((FORWARD, index)))
+            module.register_forward_hook(self._leaving(index))
+
+    def sent(self, collective: str, sent_bytes: int) -> None:
+        """A collective on tp."""
+        self._work[self._now].append(Work(collective, sent_bytes))
+
+    def product(self, m: int, n: int, k: int, batch: float, touched: int) -> None:
+        self._work[self._now].append(Work("matrix", touched, m, n, k, batch))
+
+    def segment(self, key: tuple[str, int]) -> Segment:
+        return Segment(tuple(self._work[key]), self._kept[key], self._peak[key], self._gradients[key])
+
+    def enter(self, key: tuple[str, int]) -> None:
+        self._kept[self._now] += self._live.now - self._before
+        self._now, self._before = key, self._live.now
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        self._gradients[self._now] += parameter.nbytes
+
+    def _entering(self, key: tuple[str, int]) -> Callable[..., None]:
+        return lambda *_: self.enter(key)
+
+    def _leaving(self, index: int) -> Callable[..., None]:
+        def leave(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+            self.enter((FORWARD, index + 1))
+            output.register_hook(self._entering((BACKWARD, index)))
+
+        return leave
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name, outputs, inputs = func.name().split(".")[0], _tensors(result), _tensors((args, kwargs))
+        owned = {t.untyped_storage()._cdata for t in inputs}
+        fresh = [t for t in outputs if t.untyped_storage()._cdata not in owned]
+        for tensor in fresh:
+            self._live.see(tensor)
+        self._peak[self._now] = max(self._peak[self._now], self._live.now - self._before)
+        if name in MATRIX:
+            a, b = inputs[-2:]
+            self.product(a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]), _nbytes(inputs + outputs))
+        elif not func.is_view and name not in FREE and (fresh or func._schema.is_mutable):
+            self._work[self._now].append(Work("memory", _nbytes(inputs + fresh)))
+        return result
+
+
+def backward(loss: torch.Tensor) -> None:
+    """`loss.backward()`, which as a torch function would run without the function mode that it is called in."""
+    arguments = ((loss,), (torch.ones_like(loss),), False, False, ())
+    Variable._execution_engine.run_backward(*arguments, allow_unreachable=True, accumulate_grad=True)
+
+
+class FusedAttention(TorchFunctionMode):
+    """Attention as the fused kernels do it, which meta tensors do not choose: nothing of size S x S is kept."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            assert kwargs is not None
+            return _Attention.apply(*args[:3], self._recorder, 0.5 if kwargs["is_causal"] else 1.0)
+        return func(*args, **(kwargs or {}))
+
+
+class _Attention(torch.autograd.Function):
+    """q [B, heads, S, D], k, v [B, groups, S, D] -> [B, heads, S, D]; keeps these and one fp32 per query."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recorder: Recorder, share: float
+    ) -> torch.Tensor:
+        batch, heads, seq, channels = q.shape
+        out = q.new_empty(batch, seq, heads, channels).transpose(1, 2)
+        normalizer = q.new_empty(batch, heads, seq, dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, normalizer)
+        ctx.recorder, ctx.share = recorder, share
+        for _ in range(2):  # scores, weighted sum
+            recorder.product(seq, seq, channels, batch * heads * share, _nbytes([q, k]))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, _, _ = ctx.saved_tensors
+        batch, heads, seq, channels = q.shape
+        for _ in range(5):  # scores again, and the gradients of scores, q, k and v
+            ctx.recorder.product(seq, seq, channels, batch * heads * ctx.share, _nbytes([q, k]))
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _nbytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
