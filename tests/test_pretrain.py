@@ -177,7 +177,8 @@ def test_the_timeline_is_a_trace_of_both_ranks_and_lasts_as_long_as_the_step(mai
         inside = [span for span in spans if span.lane == "compute"]
         assert {span.name for span in inside} == {"forward", "backward", "norm", "optimizer"}
         assert 0.5 < sum(span.seconds for span in inside) / whole.seconds <= 1
-        assert {span.name for span in spans if span.lane == "shard"} == {"all_gather", "reduce_scatter", "all_reduce"}
+        hops = {span.name.split()[0] for span in spans if span.lane == "shard"}
+        assert hops == {"all_gather", "reduce_scatter", "all_reduce"}
 
 
 @pytest.fixture(scope="module")

@@ -48,12 +48,12 @@ PRECISION = PrecisionConfig(bf16=True, grad_reduce_in_bf16=True)
 class RingAxis(MeshAxis):
     """An axis whose reduce-scatter is a ring of sends and receives: (n-1)/n of the buffer per rank, as counted."""
 
-    def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
         if self.size == 1:
             return super().reduce_scatter(x, out=out)
         slots = x.contiguous().view(self.size, x.shape[0] // self.size, *x.shape[1:])
         successor, predecessor = self.ranks[(self.rank + 1) % self.size], self.ranks[self.rank - 1]
-        with self.timeline.span(self.name, "reduce_scatter"):
+        with self._span("reduce_scatter", of):
             partial = slots[self.rank - 1]
             for hop in range(2, self.size + 1):  # the slot that is sum so far goes round and ends at its owner
                 incoming = torch.empty_like(partial)

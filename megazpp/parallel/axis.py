@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -104,34 +104,38 @@ class MeshAxis:
         """Replace `x` in place by its elementwise maximum over the axis and return it."""
         return self._all_reduce_(x, dist.ReduceOp.MAX)
 
-    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, ...] on each rank -> [size * n, ...], in axis order; `out` may alias `x` in this rank's slot."""
+    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
+        """[n, ...] on each rank -> [size * n, ...], in axis order; `out` may alias `x` in this rank's slot.
+
+        Args:
+            of: whose tensor it is, for the name of the span.
+        """
         if self.size == 1:
             return x if out is None else out.copy_(x)
         if out is None:
             out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        with self.timeline.span(self.name, "all_gather"):
+        with self._span("all_gather", of):
             _all_gather_single(out, x.contiguous(), group=self.group)
         self.count("all_gather", self.ring_bytes(out))
         return out
 
-    def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[size * n, ...] on each rank -> [n, ...], the sum over the axis of this rank's slice."""
+    def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
+        """[size * n, ...] on each rank -> [n, ...], the sum over the axis of this rank's slice; `of` as above."""
         if self.size == 1:
             return x if out is None else out.copy_(x)
         if out is None:
             out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        with self.timeline.span(self.name, "reduce_scatter"):
+        with self._span("reduce_scatter", of):
             _reduce_scatter_single(out, x.contiguous(), group=self.group)
         self.count("reduce_scatter", self.ring_bytes(x))
         return out
 
-    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """[size, ...] -> [size, ...]: slice i goes to rank i, slice i of the result came from rank i."""
+    def all_to_all(self, x: torch.Tensor, *, of: str = "") -> torch.Tensor:
+        """[size, ...] -> [size, ...]: slice i goes to rank i, slice i of the result came from rank i; `of` as above."""
         if self.size == 1:
             return x
         out = torch.empty_like(x)
-        with self.timeline.span(self.name, "all_to_all"):
+        with self._span("all_to_all", of):
             dist.all_to_all_single(out, x.contiguous(), group=self.group)
         self.count("all_to_all", self.ring_bytes(x))
         return out
@@ -159,6 +163,9 @@ class MeshAxis:
                 dist.all_reduce(x, op=op, group=self.group)
             self.count("all_reduce", 2 * self.ring_bytes(x))
         return x
+
+    def _span(self, collective: str, of: str) -> AbstractContextManager[object]:
+        return self.timeline.span(self.name, f"{collective} {of}" if of else collective)
 
     def ring_bytes(self, full: torch.Tensor) -> int:
         """Bytes one rank sends when a ring gathers or scatters the buffer `full`."""

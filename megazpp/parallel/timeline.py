@@ -2,7 +2,7 @@
 
 A lane is "compute", the name of an axis ("tp", "local", "cross", "shard", ...), "wait", where the computing thread
 waits for something in flight, or "step", the whole. Spans may nest and may come from any thread. While nothing is
-recorded a span costs less than a microsecond.
+recorded a span costs less than a microsecond. Whoever else wants the names of what runs (a profiler) attaches itself.
 
 On the CPU a span is two readings of the monotonic clock. On CUDA it is a pair of events on the current stream, turned
 into seconds when the recording stops: work that is launched but not waited for ends where the stream ends it.
@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -50,6 +50,13 @@ class Span(NamedTuple):
         return self.start_seconds + self.seconds
 
 
+class Listener(Protocol):
+    """Hears of every span while it is attached."""
+
+    def span(self, lane: str, name: str) -> AbstractContextManager[object]:
+        """Around what happens."""
+
+
 class Timeline:
     """Records spans between `start()` and `stop()`; one per process, thread-safe.
 
@@ -62,28 +69,50 @@ class Timeline:
     def __init__(self, device_type: str = "cpu") -> None:
         self.device_type = device_type
         self.activity: Activity | None = None
-        self._recording: _Recording | None = None
+        self._recording: Recording | None = None
+        self._listeners: tuple[Listener, ...] = ()
 
     @property
     def recording(self) -> bool:
         return self._recording is not None
 
     def span(self, lane: str, name: str) -> AbstractContextManager[object]:
-        """Record what happens inside as `name` on `lane`; nothing while not recording."""
-        recording, activity = self._recording, self.activity
-        recorded = _NOTHING if recording is None else recording.span(lane, name)
+        """Tell the listeners of what happens inside as `name` on `lane`; without any, do nothing."""
+        listeners, activity = self._listeners, self.activity
+        recorded = _NOTHING
+        if listeners:
+            recorded = listeners[0].span(lane, name) if len(listeners) == 1 else _all_of(listeners, lane, name)
         return recorded if activity is None else activity.span(lane, name, recorded)
 
+    def attach(self, listener: Listener) -> None:
+        """Have `listener` hear of spans that begin from now on."""
+        self._listeners = (*self._listeners, listener)
+
+    def detach(self, listener: Listener) -> None:
+        """Undo `attach`."""
+        self._listeners = tuple(other for other in self._listeners if other is not listener)
+
+    def open_recording(self) -> Recording:
+        """A recording beside others. The calling thread (its current stream on CUDA) is the one that computes."""
+        recording = _CudaRecording() if self.device_type == "cuda" else _ClockRecording()
+        self.attach(recording)
+        return recording
+
+    def close_recording(self, recording: Recording) -> list[Span]:
+        """The spans that have ended since it was opened, by their beginning, outer ones first; on CUDA waits for it."""
+        self.detach(recording)
+        return sorted(recording.spans(), key=lambda span: (span.start_seconds, -span.seconds))
+
     def start(self) -> None:
-        """Begin to record. The calling thread (its current stream on CUDA) is the one that computes."""
+        """Begin to record."""
         assert self._recording is None, "already recording"
-        self._recording = _CudaRecording() if self.device_type == "cuda" else _ClockRecording()
+        self._recording = self.open_recording()
 
     def stop(self) -> list[Span]:
-        """The spans that have ended since `start()`, by their beginning, outer ones first; on CUDA waits for it."""
+        """The spans that have ended since `start()`."""
         recording, self._recording = self._recording, None
         assert recording is not None, "not recording"
-        return sorted(recording.spans(), key=lambda span: (span.start_seconds, -span.seconds))
+        return self.close_recording(recording)
 
 
 class _ClockRecording:
@@ -133,7 +162,15 @@ class _CudaRecording:
         ]
 
 
-_Recording = _ClockRecording | _CudaRecording
+Recording = _ClockRecording | _CudaRecording
+
+
+@contextmanager
+def _all_of(listeners: Sequence[Listener], lane: str, name: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(listener.span(lane, name))
+        yield
 
 
 class _OpenSpan:

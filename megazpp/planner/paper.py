@@ -44,7 +44,7 @@ class PaperAxis(MeshAxis):
         self.rank, self.size = self.ranks.index(rank), len(self.ranks)
         self._cost = cost
 
-    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
         if self.size == 1:
             return x if out is None else out
         if out is None:
@@ -52,13 +52,13 @@ class PaperAxis(MeshAxis):
         self.count("all_gather", self.ring_bytes(out))
         return out
 
-    def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
         if self.size == 1:
             return x if out is None else out
         self.count("reduce_scatter", self.ring_bytes(x))
         return x.new_empty((x.shape[0] // self.size, *x.shape[1:])) if out is None else out
 
-    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, x: torch.Tensor, *, of: str = "") -> torch.Tensor:
         if self.size == 1:
             return x
         self.count("all_to_all", self.ring_bytes(x))

@@ -46,10 +46,10 @@ class Pending(dist.Work):
 
 
 class CountedGather(FreshBuffers, AllGather):
-    """[n] shard -> [W n] parameters over `axis`, as FSDP2 does it."""
+    """[n] shard -> [W n] parameters over `axis`, as FSDP2 does it; `of` is the unit's name."""
 
-    def __init__(self, axis: MeshAxis, lane: Lane, *, overlap: bool) -> None:
-        self.axis, self._lane, self._overlap = axis, lane, overlap
+    def __init__(self, axis: MeshAxis, lane: Lane, *, overlap: bool, of: str = "") -> None:
+        self.axis, self._lane, self._overlap, self._of = axis, lane, overlap, of
 
     def __call__(
         self,
@@ -66,7 +66,7 @@ class CountedGather(FreshBuffers, AllGather):
         return None
 
     def _gather(self, shard: torch.Tensor, out: torch.Tensor) -> None:
-        self.axis.all_gather(shard, out=out)
+        self.axis.all_gather(shard, out=out, of=self._of)
 
 
 class SummingReduce(FreshBuffers, ReduceScatter):
@@ -136,7 +136,7 @@ class CountedReduce(SummingReduce):
         self.axis, self._lane = axis, lane
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Ticket[Any]:
-        ticket = self._lane.submit(lambda: self.axis.reduce_scatter(gradients, out=result))
+        ticket = self._lane.submit(lambda: self.axis.reduce_scatter(gradients, out=result, of=self._unit.name))
         self._schedule.sent(ticket)
         return ticket
 

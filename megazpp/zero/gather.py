@@ -118,7 +118,7 @@ class TwoHopGather(FreshBuffers, AllGather):
     def _hop_across(self, middle: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
         mine = middle[self._cross.rank]
         self._codec.pack(shard(), mine)
-        self._cross.all_gather(mine.unsqueeze(0), out=middle)
+        self._cross.all_gather(mine.unsqueeze(0), out=middle, of=self._unit.name)
 
     def _start_local_hop(self, middle: torch.Tensor) -> Ticket[torch.Tensor]:
         assert self._crossed is not None
@@ -126,7 +126,7 @@ class TwoHopGather(FreshBuffers, AllGather):
 
     def _hop_inside(self, middle: torch.Tensor) -> torch.Tensor:
         """[N, M] -> [L, N, M]"""
-        return self._local.all_gather(middle).view(self._local.size, *middle.shape)
+        return self._local.all_gather(middle, of=self._unit.name).view(self._local.size, *middle.shape)
 
     def _unpack(self, received: Ticket[torch.Tensor], output: torch.Tensor) -> None:
         """[L, N, M] -> [N L, S] in FSDP2's rank order, written through [L, N, S]."""

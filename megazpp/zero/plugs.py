@@ -47,7 +47,10 @@ class Plugs:
     def plug_into(self, unit: Unit) -> None:
         """Replace the collectives of the unit's modules."""
         gather: TwoHopGather | CountedGather = CountedGather(
-            self._dims.shard, self._lanes.shard, overlap=self._overlap_gather and self._plan.gather is None
+            self._dims.shard,
+            self._lanes.shard,
+            overlap=self._overlap_gather and self._plan.gather is None,
+            of=unit.name,
         )
         reduce: TwoHopReduce | CountedReduce = CountedReduce(
             unit, self._dims.shard, self._lanes.shard, self._reduce_schedule

@@ -91,7 +91,7 @@ class TwoHopReduce(SummingReduce):
         codec, device = self._local_codec, gradients.device
         sent = codec.empty(num_local, num_nodes, device=device)
         codec.pack(gradients.view(num_nodes, num_local, -1).transpose(0, 1), sent)
-        received = self._local.all_to_all(sent)  # [L, N, M]
+        received = self._local.all_to_all(sent, of=self._unit.name)  # [L, N, M]
         middle = self._middle
         if middle is None:
             middle = torch.empty(num_nodes, codec.layout.size, dtype=self._middle_dtype, device=device)
@@ -106,5 +106,5 @@ class TwoHopReduce(SummingReduce):
             middle.record_stream(torch.cuda.current_stream())
         sent = codec.empty(self._cross.size, device=middle.device)
         codec.pack(middle, sent, errors=self.errors(middle.device) or None)
-        received = self._cross.all_to_all(sent)  # [N, M]
+        received = self._cross.all_to_all(sent, of=self._unit.name)  # [N, M]
         codec.unpack_sum(received.unsqueeze(1), result.unsqueeze(0), accumulate=False)

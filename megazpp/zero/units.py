@@ -41,12 +41,14 @@ class Unit:
     """Parameters that travel together.
 
     Attributes:
+        name: of its modules in the model, for people.
         modules: the FSDP modules that share the unit, usually one.
         parameters: in FSDP2's flat order.
         segments: where each parameter lies in the flat shard.
         trained_segments: where each trained parameter lies in the flat shard of gradients.
     """
 
+    name: str = ""
     modules: tuple[nn.Module, ...]
     parameters: tuple[UnitParameter, ...]
     segments: tuple[Segment, ...]
@@ -138,6 +140,7 @@ def find_units(model: nn.Module, dims: ParallelDims) -> list[Unit]:
         if found:
             units.append(
                 Unit(
+                    name=", ".join(names[module] or "the rest" for module in modules),
                     modules=tuple(modules),
                     parameters=tuple(found),
                     segments=_segments(found, dims),

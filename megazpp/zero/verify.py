@@ -60,7 +60,6 @@ def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
     Raises:
         CorruptWeightsError: the same on all ranks.
     """
-    names = {module: name for name, module in sharding.model.named_modules()}
     units = find_units(sharding.model, dims)
     with torch.no_grad(), dims.counter.paused():
         sums = torch.stack([_sums_of_shards(unit, dims.shard.size) for unit in units])  # [units, shards]
@@ -68,8 +67,7 @@ def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
         differs = largest != smallest
         if not int(dims.world.max_(differs.any().int())):
             return
-    unit_names = [", ".join(names[module] or "the rest" for module in unit.modules) for unit in units]
-    mine = {(unit_names[u], shard): int(sums[u, shard]) for u, shard in differs.nonzero().tolist()}
+    mine = {(units[u].name, shard): int(sums[u, shard]) for u, shard in differs.nonzero().tolist()}
     found = dims.world.gather_objects(Sums(dims.tp.rank, dims.shard.rank, mine))
     raise CorruptWeightsError(dims.world.share_object(describe(found) if found else None))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 import timeit
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -250,3 +252,28 @@ def test_unions_and_intersections_cover_what_sets_of_moments_do(a: list, b: list
         assert moments(result) == expected
         assert total(result) == len(expected)
     assert all(end < start for (_, end), (start, _) in itertools.pairwise(merged))
+
+
+def test_recordings_and_listeners_beside_each_other_hear_of_the_same_spans():
+    timeline, heard = Timeline(), []
+
+    class Listener:
+        @contextlib.contextmanager
+        def span(self, lane: str, name: str) -> Iterator[None]:
+            heard.append(f"{lane} {name}")
+            yield
+
+    listener = Listener()
+    timeline.attach(listener)
+    timeline.start()
+    with timeline.span("cross", "all_gather layers.3"):
+        pass
+    second = timeline.open_recording()
+    with timeline.span("compute", "forward"):
+        pass
+    assert [span.name for span in timeline.close_recording(second)] == ["forward"]
+    assert [span.name for span in timeline.stop()] == ["all_gather layers.3", "forward"]
+    timeline.detach(listener)
+    with timeline.span("compute", "backward"):
+        pass
+    assert heard == ["cross all_gather layers.3", "compute forward"]
