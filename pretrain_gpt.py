@@ -62,7 +62,7 @@ from megazpp.training.step import TrainStep
 from megazpp.training.step_timeline import StepTimeline
 from megazpp.training.stopping import StopConditions
 from megazpp.training.straggler import Straggler
-from megazpp.training.tracking import Tracker, open_sinks
+from megazpp.training.tracking import Tracker, open_sinks, run_tags
 from megazpp.training.traffic import zero3_traffic
 from megazpp.zero.config import wire_backends
 from megazpp.zero.verify import verify_weights
@@ -127,7 +127,7 @@ def pretrain(
     with user_errors():
         plan = plan_again(parsed.config, plan, worker)
         continued = earlier if source is not None and source.continues else None
-        tracker = open_tracker(parsed, worker, continued) if worker.rank == 0 else None
+        tracker = open_tracker(parsed, plan, worker, continued) if worker.rank == 0 else None
     with tracker or contextlib.nullcontext(), StopConditions(parsed.config.stop) as stops:
         build_and_train(parsed, plan, source, worker, tracker, stops)
 
@@ -256,7 +256,7 @@ def build_and_train(
         console.say(f"tokenizer and data indices: {cache_dir(config.data)}")
 
 
-def open_tracker(parsed: ParsedRun, worker: Worker, continued: RunRecord | None) -> Tracker:
+def open_tracker(parsed: ParsedRun, plan: RunPlan, worker: Worker, continued: RunRecord | None) -> Tracker:
     """The run folder, a continued run's own, with the flags in it, and what else the flags ask to record to."""
     tracking = parsed.config.tracking
     before = continued.run_dir if continued is not None and Path(continued.run_dir or "").is_dir() else None
@@ -264,7 +264,10 @@ def open_tracker(parsed: ParsedRun, worker: Worker, continued: RunRecord | None)
     if continued is not None and continued.wandb_run_id is not None:
         folder.keep_wandb_run_id(continued.wandb_run_id)
     folder.write_args(parsed.values(), parsed.report())
-    sinks = open_sinks(tracking, folder, parsed.values())
+    folder.write_topology(plan.layout)
+    zero = parsed.config.zero
+    tags = run_tags(plan.layout, zero_stage=zero.stage, zeropp=zero.zeropp)
+    sinks = open_sinks(tracking, folder, parsed.values(), tags)
     return Tracker(tracking, folder, sinks, world_size=worker.world_size, device=worker.device)
 
 

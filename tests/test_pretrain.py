@@ -26,8 +26,8 @@ TOY = [
     "--train-iters", "4", "--lr", "1e-3", "--micro-batch-size", "2", "--log-interval", "1", "--eval-iters", "1",
 ]
 METRICS = [
-    "iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens", "step_seconds",
-    "tokens_per_second", "skipped", "tp_bytes", "cross_bytes", "local_bytes",
+    "iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens", "steps",
+    "step_seconds", "tokens_per_second", "skipped", "tp_bytes", "cross_bytes", "local_bytes", "peak_memory_bytes",
 ]
 SUMMARY = {
     "final_loss", "validation_loss", "unigram_entropy", "tokens_per_second", "cpu_seconds_per_token",

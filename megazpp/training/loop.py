@@ -109,14 +109,19 @@ class Recorder:
             cpu_seconds=float(self._dims.world.all_reduce_(used)),
             peak_memory_bytes=int(self._dims.world.max_(peak)),
         )
-        summary |= {"test_loss": test_loss, "data_wait_share": wait_share, "stop_reason": progress.stop_reason}
+        summary |= {
+            "iteration": progress.iteration,
+            "test_loss": test_loss,
+            "data_wait_share": wait_share,
+            "stop_reason": progress.stop_reason,
+        }
         rows, compared = collect_traffic(self._dims, self._device), zero3(progress.micro_batches)
         if rows:
             self.console.say(traffic_table(rows, compared))
         summary |= traffic_summary(rows, compared)
         self.console.say(_closing_lines(summary, self.last_interval))
         if self._tracker is not None:
-            self._tracker.summary(summary)
+            self._tracker.summary(summary, rows)
 
     def _log(self, iteration: int) -> None:
         first = self.last_interval is None

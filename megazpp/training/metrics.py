@@ -82,6 +82,7 @@ class IntervalRecord:
 
     Attributes:
         last: the last step of the interval.
+        steps: how many there are.
         lm_loss: mean over the steps that were taken; over the skipped ones if none was.
         step_seconds: mean wall time of a step.
         tokens_per_second: over all ranks.
@@ -94,6 +95,7 @@ class IntervalRecord:
     """
 
     last: StepRecord
+    steps: int
     total_iterations: int
     consumed_tokens: int
     lm_loss: float
@@ -149,12 +151,14 @@ class IntervalRecord:
             "learning_rate": self.last.learning_rate,
             "consumed_samples": self.last.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
+            "steps": self.steps,
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
             "skipped": self.skipped,
             "tp_bytes": self.sent_bytes.tp,
             "cross_bytes": self.sent_bytes.cross,
             "local_bytes": self.sent_bytes.local,
+            "peak_memory_bytes": self.peak_memory_bytes,
         }
 
 
@@ -203,6 +207,7 @@ class Meter:
             sent = _add(sent, step.sent_bytes)
         return IntervalRecord(
             last=last,
+            steps=len(steps),
             total_iterations=shape.total_iterations,
             consumed_tokens=last.consumed_samples * shape.seq_length,
             lm_loss=_mean_loss(steps),

@@ -2,12 +2,13 @@
 
     args.json        every flag's value                        summary.json   what came out
     args.txt         the same as a flag file                   metrics.jsonl  one object per log line
+    topology.json    the cluster and the axes on it            validation.jsonl  one object per validation
     timeline.json    what every rank did in one step (--timeline-step)
     hang-<time>.txt, not-finite-<iteration>.json: what ended a run
     wandb_run_id     names the wandb run that a restart continues
 
-Nothing is lost when a folder is used again: metrics.jsonl grows, and a file that would be replaced by other
-content keeps a numbered name (args.1.json is the oldest). Only rank 0 makes one.
+Nothing is lost when a folder is used again: the .jsonl files grow, and a file that would be replaced by other
+content keeps a numbered name (args.1.json is the oldest). Only rank 0 makes one. tools/report.py reads them.
 
 A loss or norm that is not finite is written as NaN or Infinity: not strict JSON, but what Python's json reads back.
 """
@@ -21,6 +22,10 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from megazpp.data.files import write_whole
+from megazpp.topology.layout import Layout
+from megazpp.topology.record import layout_record
 
 PROBE_BYTES = 1 << 20
 
@@ -74,13 +79,16 @@ class RunFolder:
             self._write("args.txt", flag_file)
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Add one line to metrics.jsonl; a line that a crash cut short is left as it is, on its own line."""
-        with (self.path / "metrics.jsonl").open("ab+") as file:
-            if file.tell() > 0:
-                file.seek(-1, 2)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
-            file.write(_json(record).encode() + b"\n")
+        """Add one line to metrics.jsonl."""
+        self._append("metrics.jsonl", record)
+
+    def append_validation(self, record: Mapping[str, Any]) -> None:
+        """Add one line to validation.jsonl."""
+        self._append("validation.jsonl", record)
+
+    def write_topology(self, layout: Layout) -> None:
+        """Write topology.json: who is where, in integers (topology/layout.py)."""
+        self._write("topology.json", _json(layout_record(layout)) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
@@ -95,17 +103,26 @@ class RunFolder:
         return self._write(f"not-finite-{iteration}.json", _json(record, indent=2) + "\n")
 
     def wandb_run_id(self) -> str:
-        """The id of this folder's wandb run, drawn the first time it is asked for."""
-        file = self.path / "wandb_run_id"
+        """The id of this folder's wandb run: WANDB_RUN_ID's, else drawn the first time it is asked for."""
+        file, given = self.path / "wandb_run_id", os.environ.get("WANDB_RUN_ID")
         if not file.exists():
-            file.write_text(uuid.uuid4().hex[:8] + "\n")
-        return file.read_text().strip()
+            file.write_text((given or uuid.uuid4().hex[:8]) + "\n")
+        return given or file.read_text().strip()
 
     def keep_wandb_run_id(self, run_id: str) -> None:
         """Continue the wandb run of another folder, unless this one has its own."""
         file = self.path / "wandb_run_id"
         if not file.exists():
             file.write_text(run_id + "\n")
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        """Add one line; a line that a crash or a full disk has cut short is left as it is, on its own line."""
+        with (self.path / name).open("ab+") as file:
+            if file.tell() > 0:
+                file.seek(-1, 2)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+            file.write(_json(record).encode() + b"\n")
 
     def _write(self, name: str, text: str) -> Path:
         file = self.path / name
@@ -115,8 +132,8 @@ class RunFolder:
             number = 1
             while (kept := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
                 number += 1
-            file.rename(kept)
-        file.write_text(text)
+            write_whole(kept, file.read_bytes())
+        write_whole(file, text.encode())
         return file
 
 

@@ -9,17 +9,29 @@ import importlib
 import importlib.util
 import netrc
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 from urllib.parse import urlparse
 
 
+class Table(NamedTuple):
+    """Rows of cells below the columns' names."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[str | int | float, ...]]
+
+
 class Sink(Protocol):
-    """A place for named scalars."""
+    """A place for named scalars. Its methods may raise whatever its package does."""
+
+    name: str
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
         """Record values under Megatron's names at an iteration."""
+
+    def summarize(self, values: Mapping[str, Any], tables: Mapping[str, Table], *, iteration: int) -> None:
+        """Record what the run came to at its last iteration."""
 
     def close(self, *, exit_code: int) -> None:
         """Flush; 0 marks a run that ended well."""
@@ -36,12 +48,24 @@ class WandbSink:
         folder: wandb makes its own folder `wandb` in it.
         run_id: names the run over restarts.
         config: the resolved flags.
+        tags: of the run, beside those of WANDB_TAGS.
     """
 
+    name = "wandb"
+
     def __init__(
-        self, *, project: str, entity: str, name: str, folder: Path, run_id: str, config: Mapping[str, Any]
+        self,
+        *,
+        project: str,
+        entity: str,
+        name: str,
+        folder: Path,
+        run_id: str,
+        config: Mapping[str, Any],
+        tags: Sequence[str],
     ) -> None:
         wandb = importlib.import_module("wandb")
+        own_tags = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag.strip()]
         settings = {
             "project": project,
             "entity": entity or None,
@@ -50,6 +74,7 @@ class WandbSink:
             "id": run_id,
             "resume": "allow",
             "config": dict(config),
+            "tags": [*dict.fromkeys([*tags, *own_tags])],
         }
         try:
             self._run = wandb.init(**settings, mode=wandb_mode(os.environ))
@@ -57,9 +82,15 @@ class WandbSink:
             print(f"wandb: recording offline, the server did not take the run: {error}", flush=True)
             wandb.teardown(exit_code=1)
             self._run = wandb.init(**settings, mode="offline")
+        self._table = wandb.Table
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
         self._run.log({**scalars, "samples vs steps": consumed_samples}, step=iteration)
+
+    def summarize(self, values: Mapping[str, Any], tables: Mapping[str, Table], *, iteration: int) -> None:
+        logged = {name: self._table(columns=list(table.columns), data=table.rows) for name, table in tables.items()}
+        self._run.log(logged, step=iteration)
+        self._run.summary.update(dict(values))
 
     def close(self, *, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
@@ -67,6 +98,8 @@ class WandbSink:
 
 class TensorBoardSink:
     """TensorBoard events: every scalar against the iteration, and as "<name> vs samples" against the samples."""
+
+    name = "TensorBoard"
 
     def __init__(self, folder: Path, *, queue_size: int) -> None:
         tensorboard = importlib.import_module("torch.utils.tensorboard")
@@ -76,6 +109,13 @@ class TensorBoardSink:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
             self._writer.add_scalar(f"{name} vs samples", value, consumed_samples)
+
+    def summarize(self, values: Mapping[str, Any], tables: Mapping[str, Table], *, iteration: int) -> None:
+        tables = {"summary": Table(("", "value"), list(values.items())), **tables}
+        for name, table in tables.items():
+            lines = [table.columns, ("---",) * len(table.columns), *table.rows]
+            text = "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
+            self._writer.add_text(name, text, iteration)
 
     def close(self, *, exit_code: int) -> None:
         self._writer.close()

@@ -1,12 +1,13 @@
 """Where a run is recorded: its folder, and wandb and TensorBoard if asked for, under Megatron's names.
 
-Only rank 0 has a `Tracker`. Steps go to wandb and TensorBoard, intervals (log lines) to metrics.jsonl as
-well.
+Only rank 0 has a `Tracker`. Steps go to wandb and TensorBoard, intervals (log lines) to metrics.jsonl as well. What
+cannot be recorded (a full disk, a lost network) is said once, and training goes on: the log line is on stdout too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 import torch
 
 from megazpp.flags import flag
+from megazpp.topology.layout import Layout
 from megazpp.training.metrics import IntervalRecord, StepRecord, perplexity
 from megazpp.training.run_folder import RunFolder, make_writable
-from megazpp.training.sinks import Sink, TensorBoardSink, WandbSink, is_installed
+from megazpp.training.sinks import Sink, Table, TensorBoardSink, WandbSink, is_installed
+from megazpp.training.traffic import TrafficRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,7 @@ class Tracker:
         device: torch.device,
     ) -> None:
         self.folder = folder
+        self._failed: set[str] = set()
         self._config, self._sinks, self._world_size, self._device = config, sinks, world_size, device
 
     def step(self, step: StepRecord) -> None:
@@ -106,7 +110,7 @@ class Tracker:
 
     def interval(self, record: IntervalRecord) -> None:
         """Record a log interval: metrics.jsonl, and its timings if asked for."""
-        self.folder.append_metrics(record.as_json())
+        self._keep("metrics.jsonl", lambda: self.folder.append_metrics(record.as_json()))
         if self._config.log_timers_to_tensorboard:
             scalars = {"iteration-time": record.step_seconds}
             if self._config.log_throughput:
@@ -115,14 +119,20 @@ class Tracker:
 
     def validation(self, loss: float, *, iteration: int, consumed_samples: int) -> None:
         """Record a validation loss, and its perplexity if asked for."""
+        row = {"iteration": iteration, "consumed_samples": consumed_samples, "lm_loss": loss}
+        self._keep("validation.jsonl", lambda: self.folder.append_validation(row))
         scalars = {"lm loss validation": loss}
         if self._config.log_validation_ppl_to_tensorboard:
             scalars["lm loss validation ppl"] = perplexity(loss)
         self._write(scalars, iteration, consumed_samples)
 
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """Write summary.json."""
-        self.folder.write_summary(values)
+    def summary(self, values: Mapping[str, Any], rows: Sequence[TrafficRow]) -> None:
+        """Record what the run came to, and which collective put how many bytes on which wire."""
+        self._keep("summary.json", lambda: self.folder.write_summary(values))
+        scalars = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
+        tables = {"traffic": Table(TrafficRow._fields, [tuple(row) for row in rows])}
+        for sink in self._sinks:
+            self._try(sink, lambda sink: sink.summarize(scalars, tables, iteration=values["iteration"]))
 
     def __enter__(self) -> Tracker:
         return self
@@ -132,35 +142,79 @@ class Tracker:
     ) -> None:
         """Flush everything; an exception marks the run as failed."""
         for sink in self._sinks:
-            sink.close(exit_code=0 if error is None else 1)
+            self._try(sink, lambda sink: sink.close(exit_code=0 if error is None else 1))
 
     def _write(self, scalars: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
         for sink in self._sinks:
-            sink.write(scalars, iteration=iteration, consumed_samples=consumed_samples)
+            self._try(sink, lambda sink: sink.write(scalars, iteration=iteration, consumed_samples=consumed_samples))
+
+    def _keep(self, file: str, write: Callable[[], None]) -> None:
+        """Write to the run folder; a disk that is full now may have room for the next line."""
+        try:
+            write()
+        except OSError as error:
+            self._warn(file, error, "the log has its values")
+
+    def _try(self, sink: Sink, use: Callable[[Sink], None]) -> None:
+        """Use a sink that has not failed yet."""
+        if sink.name in self._failed:
+            return
+        try:
+            use(sink)
+        except Exception as error:  # whatever its package raises
+            self._warn(sink.name, error, "no more is recorded there")
+
+    def _warn(self, what: str, error: Exception, consequence: str) -> None:
+        if what not in self._failed:
+            self._failed.add(what)
+            print(f"warning: {what}: {error}; {consequence}, and training goes on", flush=True)
 
 
-def open_sinks(config: TrackingConfig, folder: RunFolder, flags: Mapping[str, Any]) -> list[Sink]:
-    """The sinks that the flags ask for, each independent of the other; `flags` becomes wandb's config.
+def open_sinks(
+    config: TrackingConfig, folder: RunFolder, flags: Mapping[str, Any], tags: Sequence[str] = ()
+) -> list[Sink]:
+    """The sinks that the flags ask for, each independent of the other.
 
+    Args:
+        flags, tags: what wandb keeps with the run.
     Raises:
         ValueError: a folder cannot be written to.
     """
-    sinks: list[Sink] = []
+    sinks: list[Sink | None] = []
     if config.wandb_project:
         save_dir = config.wandb_save_dir
-        sink = WandbSink(
+        wandb = functools.partial(
+            WandbSink,
             project=config.wandb_project,
             entity=config.wandb_entity,
             name=config.wandb_exp_name or folder.path.resolve().name,
             folder=make_writable(save_dir, "--wandb-save-dir") if save_dir else folder.path,
             run_id=folder.wandb_run_id(),
             config=flags,
+            tags=tags,
         )
-        sinks.append(sink)
+        sinks.append(_open(wandb, f"--wandb-project {config.wandb_project}"))
     if config.tensorboard_dir is not None:
         events = make_writable(config.tensorboard_dir, "--tensorboard-dir")
-        sinks.append(TensorBoardSink(events, queue_size=config.tensorboard_queue_size))
-    return sinks
+        board = functools.partial(TensorBoardSink, events, queue_size=config.tensorboard_queue_size)
+        sinks.append(_open(board, f"--tensorboard-dir {config.tensorboard_dir}"))
+    return [sink for sink in sinks if sink is not None]
+
+
+def run_tags(layout: Layout, *, zero_stage: int, zeropp: bool) -> list[str]:
+    """What a run is found by: ["zeropp", "2 nodes x 4 ranks", "tp2", "replicas2"]; degrees of 1 are left out."""
+    cluster = layout.cluster
+    tags = ["zeropp" if zeropp else f"zero{zero_stage}", f"{cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks"]
+    degrees = {"tp": layout.tp, "replicas": layout.replicate}
+    return tags + [f"{name}{size}" for name, size in degrees.items() if size > 1]
+
+
+def _open(sink: Callable[[], Sink], flag: str) -> Sink | None:
+    try:
+        return sink()
+    except Exception as error:  # whatever its package raises
+        print(f"warning: {flag}: {error}; nothing is recorded there, and training goes on", flush=True)
+        return None
 
 
 def _memory_scalars(device: torch.device) -> dict[str, float]:

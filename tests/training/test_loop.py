@@ -145,7 +145,7 @@ def test_exit_interval_ends_the_run_after_a_multiple_and_logs_the_last_step():
 def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
     run = Run([3.0, 2.0, 1.0])
     summaries: list[dict[str, Any]] = []
-    run.tracker.summary = summaries.append
+    run.tracker.summary = lambda values, rows: summaries.append(values)
     run.recorder.finish(
         run.progress, run.evaluate, lambda: 8.0, unigram_entropy=6.0, wait_share=0.25, zero3=lambda k: None
     )

@@ -101,7 +101,7 @@ def test_the_time_left_follows_the_samples_also_in_a_batch_size_ramp_up():
 
 def test_metrics_have_exactly_the_agreed_fields():
     sent = SentBytes(tp=30, cross=10, local=20)
-    record = meter(step(1), step(2, sent_bytes=sent, skipped=True)).interval().as_json()
+    record = meter(step(1), step(2, sent_bytes=sent, skipped=True)).interval(peak_memory_bytes=7).as_json()
     assert record == {
         "iteration": 2,
         "lm_loss": 10.0,
@@ -109,12 +109,14 @@ def test_metrics_have_exactly_the_agreed_fields():
         "learning_rate": 1.5e-4,
         "consumed_samples": 16,
         "consumed_tokens": 1600,
+        "steps": 2,
         "step_seconds": 0.5,
         "tokens_per_second": 1600.0,
         "skipped": 1,
         "tp_bytes": 15,
         "cross_bytes": 5,
         "local_bytes": 10,
+        "peak_memory_bytes": 7,
     }
 
 

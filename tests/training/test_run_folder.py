@@ -59,6 +59,14 @@ def test_the_wandb_run_id_is_drawn_once(tmp_path: Path):
     assert len(first) == 8
 
 
+def test_wandb_s_own_variable_names_the_run_that_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn = RunFolder(tmp_path / "a").wandb_run_id()
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    assert [RunFolder(tmp_path / name).wandb_run_id() for name in "ab"] == ["mine", "mine"]
+    monkeypatch.delenv("WANDB_RUN_ID")
+    assert [RunFolder(tmp_path / name).wandb_run_id() for name in "ab"] == [drawn, "mine"]
+
+
 def test_a_folder_that_cannot_be_written_to_is_refused_with_flag_path_and_reason(tmp_path: Path):
     file = tmp_path / "file"
     file.touch()

@@ -8,35 +8,62 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from megazpp.training.sinks import TensorBoardSink, is_installed, wandb_mode
+from megazpp.training.sinks import Table, TensorBoardSink, is_installed, wandb_mode
 
 ROOT = Path(__file__).resolve().parents[2]
 
 WRITE_A_RUN = """
 import sys
 from pathlib import Path
-from megazpp.training.sinks import WandbSink
+from megazpp.training.sinks import Table, WandbSink
 
 folder, first = Path(sys.argv[1]), int(sys.argv[2])
-sink = WandbSink(project="p", entity="", name="n", folder=folder, run_id="abcd1234", config={"lr": 0.1})
+sink = WandbSink(
+    project="p", entity="", name="n", folder=folder, run_id="abcd1234", config={"lr": 0.1}, tags=["zeropp", "tp2"]
+)
 for iteration in (first, first + 1):
     sink.write({"lm loss": 10.0 / iteration}, iteration=iteration, consumed_samples=8 * iteration)
+table = Table(("axis", "sent_bytes"), [("cross", 5), ("tp", 7)])
+sink.summarize({"final_loss": 5.0, "stop_reason": "x"}, {"traffic": table}, iteration=iteration)
 sink.close(exit_code=0)
 """
 
+LOSE_WANDB = """
+import os, signal, sys
+from pathlib import Path
+from megazpp.training.sinks import WandbSink
 
-def write_a_run(folder: Path, first: int, **env: str) -> subprocess.CompletedProcess[str]:
+sink = WandbSink(project="p", entity="", name="n", folder=Path(sys.argv[1]), run_id="abcd1234", config={}, tags=[])
+children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+(service,) = (pid for pid in children if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes())
+os.kill(int(service), signal.SIGKILL)
+while Path(f"/proc/{service}/stat").read_text().split()[2] != "Z":
+    pass
+for use in (
+    lambda: [sink.write({"lm loss": 1.0}, iteration=i, consumed_samples=8) for i in range(1, 9)],
+    lambda: sink.summarize({"final_loss": 1.0}, {}, iteration=8),
+    lambda: sink.close(exit_code=0),
+):
+    try:
+        use()
+    except Exception as error:
+        print("caught", error)
+"""
+
+
+def run_python(program: str, folder: Path, *arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, with no wandb setting and no credentials but `env`, and no terminal."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_") and name != "NETRC"}
     return subprocess.run(
-        [sys.executable, "-c", WRITE_A_RUN, str(folder), str(first)],
+        [sys.executable, "-c", program, str(folder), *map(str, arguments)],
         env={**clean, "HOME": str(folder), "PYTHONPATH": str(ROOT), **env},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -44,6 +71,10 @@ def write_a_run(folder: Path, first: int, **env: str) -> subprocess.CompletedPro
         timeout=100,
         check=True,
     )
+
+
+def write_a_run(folder: Path, first: int, **env: str) -> subprocess.CompletedProcess[str]:
+    return run_python(WRITE_A_RUN, folder, first, **env)
 
 
 def read_records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
@@ -65,34 +96,85 @@ def read_records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
             parts = b""
 
 
-def read_runs(folder: Path) -> tuple[set[str], set[str], list[dict[str, float]]]:
-    """(run ids, display names, history rows) of all offline runs, oldest first."""
-    ids, names, rows = set(), set(), []
-    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+class OfflineRun:
+    """What one folder offline-run-... holds.
+
+    Attributes:
+        run: id, name, project, tags.
+        config, summary: names to values; a summary is what stands at the end.
+        history: a row per logged step.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        (file,) = folder.glob("*.wandb")
+        self.folder, self.history = folder, []
+        self.config: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
         for record in read_records(file):
-            if record.WhichOneof("record_type") == "run":
-                ids.add(record.run.run_id)
-                names.add(record.run.display_name)
-            elif record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                rows.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})
-    return ids, names, rows
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                self.run = record.run
+                self.config |= values(record.run.config.update)
+            elif kind == "history":
+                self.history.append(values(record.history.item))
+            elif kind == "summary":
+                self.summary |= values(record.summary.update)
 
 
-def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_same_run(tmp_path: Path):
-    write_a_run(tmp_path, 1)
-    write_a_run(tmp_path, 3)
-    ids, names, rows = read_runs(tmp_path)
-    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
-    assert (ids, names) == ({"abcd1234"}, {"n"})
+def values(items: Iterable[Any]) -> dict[str, Any]:
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def offline_runs(folder: Path) -> list[OfflineRun]:
+    """Oldest first."""
+    return [OfflineRun(run) for run in sorted(folder.glob("wandb/offline-run-*"))]
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> list[OfflineRun]:
+    """A run and its continuation, without credentials."""
+    folder = tmp_path_factory.mktemp("wandb")
+    write_a_run(folder, 1)
+    write_a_run(folder, 3, WANDB_TAGS="mine, tp2")
+    return offline_runs(folder)
+
+
+def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_same_run(two_runs: list[OfflineRun]):
+    assert [(r.run.run_id, r.run.display_name, r.run.project) for r in two_runs] == [("abcd1234", "n", "p")] * 2
+    rows = [row for run in two_runs for row in run.history]
     kept = [(row["_step"], row["lm loss"], row["samples vs steps"]) for row in rows]
     assert kept == [(i, 10.0 / i, 8 * i) for i in (1, 2, 3, 4)]
+
+
+def test_wandb_keeps_flags_as_config_and_the_layout_beside_the_user_s_words_as_tags(two_runs: list[OfflineRun]):
+    assert [run.config["lr"] for run in two_runs] == [0.1, 0.1]
+    assert [list(run.run.tags) for run in two_runs] == [["zeropp", "tp2"], ["zeropp", "tp2", "mine"]]
+
+
+def test_wandb_keeps_the_summary_and_the_bytes_as_a_table(two_runs: list[OfflineRun]):
+    first = two_runs[0]
+    assert (first.summary["final_loss"], first.summary["stop_reason"]) == (5.0, "x")
+    row = first.history[-1]
+    assert (row["traffic._type"], row["traffic.nrows"], row["traffic.ncols"]) == ("table-file", 2, 2)
+    kept = json.loads((first.folder / "files" / row["traffic.path"]).read_text())
+    assert kept == {"columns": ["axis", "sent_bytes"], "data": [["cross", 5], ["tp", 7]]}
+
+
+def test_a_wandb_that_is_switched_off_records_nothing(tmp_path: Path):
+    write_a_run(tmp_path, 1, WANDB_MODE="disabled", WANDB_API_KEY="0" * 40)
+    assert list(tmp_path.glob("**/*.wandb")) == []
+
+
+def test_a_wandb_whose_service_dies_raises_and_does_not_hang(tmp_path: Path):
+    """What the tracker does with that: test_tracking.py."""
+    assert run_python(LOSE_WANDB, tmp_path).stdout.count("caught ") == 3
 
 
 def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path: Path):
     done = write_a_run(tmp_path, 1, WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_INIT_TIMEOUT="1")
     assert "wandb: recording offline, the server did not take the run" in done.stdout
-    assert len(read_runs(tmp_path)[2]) == 2
+    (run,) = offline_runs(tmp_path)
+    assert len(run.history) == 2
 
 
 @pytest.mark.parametrize(
@@ -128,6 +210,8 @@ def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path: Path
         for iteration in (first, first + 1):
             sink.write({"lm loss": 10.0 / iteration}, iteration=iteration, consumed_samples=8 * iteration)
         sink.write({"grad-norm": math.nan}, iteration=first + 1, consumed_samples=8 * first + 8)
+        table = Table(("axis", "sent_bytes"), [("cross", first)])
+        sink.summarize({"final_loss": 5.0}, {"traffic": table}, iteration=first + 1)
         sink.close(exit_code=0)
     events = EventAccumulator(str(tmp_path)).Reload()
     assert set(events.Tags()["scalars"]) == {"lm loss", "lm loss vs samples", "grad-norm", "grad-norm vs samples"}
@@ -135,6 +219,12 @@ def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path: Path
     assert [e.step for e in events.Scalars("lm loss vs samples")] == [8, 16, 24, 32]
     assert [e.value for e in events.Scalars("lm loss")] == pytest.approx([10, 5, 10 / 3, 2.5])
     assert all(math.isnan(e.value) for e in events.Scalars("grad-norm"))
+    texts = {
+        name: [(e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors(f"{name}/text_summary")]
+        for name in ("summary", "traffic")
+    }
+    assert texts["summary"][0] == (2, "|  | value |\n| --- | --- |\n| final_loss | 5.0 |")
+    assert texts["traffic"][1] == (4, "| axis | sent_bytes |\n| --- | --- |\n| cross | 3 |")
 
 
 def test_packages_are_found_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

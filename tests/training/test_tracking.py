@@ -5,32 +5,55 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.disks import small_disk
 
 import megazpp.training.tracking as tracking
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import plan_layout
 from megazpp.training.metrics import Meter, RunShape, StepRecord
 from megazpp.training.run_folder import RunFolder
-from megazpp.training.sinks import TensorBoardSink
-from megazpp.training.tracking import Tracker, TrackingConfig, check_tracking, open_sinks
+from megazpp.training.sinks import Table, TensorBoardSink
+from megazpp.training.tracking import Tracker, TrackingConfig, check_tracking, open_sinks, run_tags
+from megazpp.training.traffic import TrafficRow
 
 SHAPE = RunShape(total_iterations=10, total_samples=80, seq_length=100, world_size=4, flops_per_token=2 * 10**9)
 CPU = torch.device("cpu")
 
 
 class Recorder:
+    name = "recorder"
+
     def __init__(self) -> None:
+        self.summaries: list[tuple[dict[str, Any], Mapping[str, Table], int]] = []
         self.written: list[tuple[dict[str, float], int, int]] = []
         self.exit_code: int | None = None
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
         self.written.append((dict(scalars), iteration, consumed_samples))
 
+    def summarize(self, values: Mapping[str, Any], tables: Mapping[str, Table], *, iteration: int) -> None:
+        self.summaries.append((dict(values), tables, iteration))
+
     def close(self, *, exit_code: int) -> None:
         self.exit_code = exit_code
+
+
+class Broken(Recorder):
+    """Fails at every use, as a package does whose server or disk is gone."""
+
+    uses = 0
+
+    def write(self, *_: Any, **__: Any) -> None:
+        self.uses += 1
+        raise RuntimeError("gone")
+
+    summarize = close = write
 
 
 def step(iteration: int, **values: Any) -> StepRecord:
@@ -111,17 +134,93 @@ def test_validation_loss_and_perplexity(tmp_path: Path):
     track, sink = tracker(tmp_path, log_validation_ppl_to_tensorboard=True)
     track.validation(0.0, iteration=5, consumed_samples=40)
     assert sink.written == [({"lm loss validation": 0.0, "lm loss validation ppl": 1.0}, 5, 40)]
+    (line,) = (tmp_path / "validation.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"iteration": 5, "consumed_samples": 40, "lm_loss": 0.0}
 
 
-def test_an_exception_marks_the_run_as_failed_and_the_summary_is_written(tmp_path: Path):
+def test_a_sink_that_fails_is_said_once_and_left_alone_while_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    broken, sink = Broken(), Recorder()
+    broken.name = "wandb"
+    with Tracker(TrackingConfig(), RunFolder(tmp_path), [broken, sink], world_size=1, device=CPU) as track:
+        for iteration in (1, 2):
+            track.step(step(iteration))
+        track.summary({"iteration": 2}, [])
+    assert [iteration for _, iteration, _ in sink.written] == [1, 2]
+    assert (len(sink.summaries), sink.exit_code, broken.uses) == (1, 0, 1)
+    assert capsys.readouterr().out == "warning: wandb: gone; no more is recorded there, and training goes on\n"
+
+
+def test_a_sink_that_cannot_be_opened_is_said_and_training_goes_on_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuse(**_: Any) -> None:
+        raise RuntimeError("no such server")
+
+    monkeypatch.setattr(tracking, "WandbSink", refuse)
+    assert open_sinks(TrackingConfig(wandb_project="p"), RunFolder(tmp_path), {}) == []
+    assert "warning: --wandb-project p: no such server; nothing is recorded there" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    meter = Meter(SHAPE)
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        config = TrackingConfig(tensorboard_dir=str(disk / "events"))
+        folder = RunFolder(disk / "run")
+        with Tracker(config, folder, open_sinks(config, folder, {}), world_size=1, device=CPU) as track:
+            with suppress(OSError), (disk / "fill").open("wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+            for iteration in range(1, 5):
+                if iteration == 4:
+                    (disk / "fill").unlink()
+                for _ in range(2000):  # more than TensorBoard buffers
+                    track.step(step(iteration))
+                meter.add(step(iteration))
+                track.interval(meter.interval())
+            track.summary({"iteration": 4}, [])
+        rows = (disk / "run" / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(rows[-1])["iteration"] == 4
+        assert (disk / "run" / "summary.json").exists()
+    out = capsys.readouterr().out
+    assert out.count("warning: metrics.jsonl: [Errno 28] No space left on device; the log has its values") == 1
+    assert out.count("warning: TensorBoard: ") == 1
+
+
+def test_what_the_run_came_to_goes_to_the_folder_and_to_every_sink_with_its_bytes_as_a_table(tmp_path: Path):
+    track, sink = tracker(tmp_path)
+    row = TrafficRow("all_gather", "shard", "cross", calls=3, sent_bytes=7)
+    values = {"iteration": 9, "final_loss": 1.0, "test_loss": None, "traffic": [row._asdict()]}
+    track.summary(values, [row])
+    assert json.loads((tmp_path / "summary.json").read_text()) == values
+    table = Table(("collective", "axis", "wire", "calls", "sent_bytes"), [("all_gather", "shard", "cross", 3, 7)])
+    assert sink.summaries == [({"iteration": 9, "final_loss": 1.0}, {"traffic": table}, 9)]
+
+
+@pytest.mark.parametrize(
+    ("tp", "replicas", "zero", "tags"),
+    [
+        (1, 1, {"zero_stage": 3, "zeropp": True}, ["zeropp", "2 nodes x 4 ranks"]),
+        (2, 2, {"zero_stage": 1, "zeropp": False}, ["zero1", "2 nodes x 4 ranks", "tp2", "replicas2"]),
+    ],
+)
+def test_tags_say_how_the_run_is_spread(tp: int, replicas: int, zero: dict[str, Any], tags: list[str]):
+    layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=4), tp=tp, replicas=replicas)
+    assert run_tags(layout, **zero) == tags
+
+
+def test_an_exception_marks_the_run_as_failed(tmp_path: Path):
     track, sink = tracker(tmp_path)
     with track:
-        track.summary({"final_loss": 1.0})
+        pass
     assert sink.exit_code == 0
     with pytest.raises(RuntimeError), track:
         raise RuntimeError
     assert sink.exit_code == 1
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"final_loss": 1.0}
 
 
 def test_nothing_is_opened_or_imported_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -151,7 +250,7 @@ def test_wandb_works_without_tensorboard_and_is_told_run_id_name_folder_and_flag
     monkeypatch.setattr(tracking, "WandbSink", lambda **arguments: opened.append(arguments))
     run = RunFolder(tmp_path / "the_run")
     flags = {key: value.format(tmp_path) for key, value in flags.items()}
-    open_sinks(TrackingConfig(wandb_project="p", wandb_entity="e", **flags), run, {"lr": 0.1})
+    open_sinks(TrackingConfig(wandb_project="p", wandb_entity="e", **flags), run, {"lr": 0.1}, ["tp2"])
     assert opened == [
         {
             "project": "p",
@@ -160,6 +259,7 @@ def test_wandb_works_without_tensorboard_and_is_told_run_id_name_folder_and_flag
             "folder": tmp_path / folder,
             "run_id": run.wandb_run_id(),
             "config": {"lr": 0.1},
+            "tags": ["tp2"],
         }
     ]
 
