@@ -41,14 +41,15 @@ from megazpp.optim.backends import backend_table, optimizer_backends
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import EXIT_USER_ERROR, RESTART_COUNT, find_place, launched_rank
+from megazpp.parallel.launch import EXIT_ERROR, EXIT_USER_ERROR, RESTART_COUNT, find_place, launched_rank
 from megazpp.parallel.links import measure_links
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import ECHO_SECONDS, UserError, Worker, leave, run_worker, seed_everything, user_errors
+from megazpp.planner.dry_run import dry_run
 from megazpp.planner.report import plan_report
-from megazpp.topology.cluster import detect_cluster, read_cluster
+from megazpp.topology.cluster import Cluster, detect_cluster, read_cluster
 from megazpp.training.anomalies import Guard
 from megazpp.training.console import Console
 from megazpp.training.evaluate import Evaluator
@@ -56,12 +57,14 @@ from megazpp.training.flops import mfu_convention, model_flops_per_token, peak_f
 from megazpp.training.loop import Recorder, train
 from megazpp.training.metrics import Meter, RunShape
 from megazpp.training.not_finite import NotFinite
+from megazpp.training.profiler import Profiler
 from megazpp.training.run_folder import RunFolder, default_run_dir
 from megazpp.training.setup import Built, build_model, open_checkpoints, open_datasets, open_loader
 from megazpp.training.step import TrainStep
 from megazpp.training.step_timeline import StepTimeline
 from megazpp.training.stopping import StopConditions
 from megazpp.training.straggler import Straggler
+from megazpp.training.timers import Timers
 from megazpp.training.tracking import Tracker, open_sinks, run_tags
 from megazpp.training.traffic import zero3_traffic
 from megazpp.zero.config import wire_backends
@@ -72,6 +75,7 @@ HERE = Path(__file__).resolve().parent
 
 def main() -> int:
     """Parse, check, and become a worker or start the workers."""
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         with user_errors():
             parsed = parse_run_config(sys.argv[1:], HERE)
@@ -79,8 +83,12 @@ def main() -> int:
                 print(parsed.report())
                 return 0
             if parsed.plan:
-                print(plan_run(parsed.config))
+                print(plan_report(parsed.config, planned_cluster(parsed.config), device_type=device_type))
                 return 0
+            if parsed.dry_run is not None:
+                dry = dry_run(parsed.config, planned_cluster(parsed.config), rank=parsed.dry_run)
+                print(dry.describe())
+                return 0 if dry.agrees else EXIT_ERROR
             source = find_source(parsed.config)
             earlier = peek(source)
             parsed = with_checkpoint_args(parsed, earlier)
@@ -90,7 +98,6 @@ def main() -> int:
             launcher_env = os.environ if place.started and place.world_size > 1 else {}  # a batch script's is not ours
             tp = parsed.config.parallel.tensor_model_parallel_size
             cluster = detect_cluster(place.world_size, parsed.config.cluster, launcher_env, tp=tp)
-            device_type = "cuda" if torch.cuda.is_available() else "cpu"
             plan = check_run_config(parsed.config, cluster, device_type=device_type)
             check_inputs(parsed.config.data, parsed.config.tokenizer)
     except UserError as error:
@@ -111,13 +118,11 @@ def find_source(config: RunConfig) -> Source | None:
     return choose_source(config.checkpoint, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
 
 
-def plan_run(config: RunConfig) -> str:
-    """What the run will need on the cluster of --cluster-file, or on this machine's ranks."""
+def planned_cluster(config: RunConfig) -> Cluster:
+    """The cluster of --cluster-file, or this machine's ranks."""
     path = config.cluster.cluster_file
     world_size = find_place(config.launch, {}).world_size if path is None else read_cluster(path).world_size
-    tp = config.parallel.tensor_model_parallel_size
-    cluster = detect_cluster(world_size, config.cluster, {}, tp=tp)
-    return plan_report(config, cluster, device_type="cuda" if torch.cuda.is_available() else "cpu")
+    return detect_cluster(world_size, config.cluster, {}, tp=config.parallel.tensor_model_parallel_size)
 
 
 def pretrain(
@@ -155,6 +160,8 @@ def build_and_train(
     if config.cluster.measure_links:
         plan = plan.with_links(measure_links(dims, device, announce=console.say))
     introduce(console, parsed, plan, worker)
+    folder = tracker.folder if tracker else None
+    profiler = Profiler(config.profiler, dims, folder=folder.path if folder else None, say=console.say)
     with user_errors():
         tokenizer = build_tokenizer(config.tokenizer, config.data, announce=console.say)
         datasets = open_datasets(
@@ -171,7 +178,6 @@ def build_and_train(
         seed=seed,
         device=device,
     )
-    folder = tracker.folder if tracker else None
     guard = Guard(
         config.anomalies,
         NotFinite(built.sharding, dims, plan.batches, folder),
@@ -207,7 +213,8 @@ def build_and_train(
     progress, schedule = (Progress(), plan.schedule) if resumed is None else (resumed.progress, resumed.schedule)
     meter = Meter(describe_run(config, plan, tokenizer, worker))
     console.say(mfu_convention(meter.shape.flops_per_token, device_name(device), meter.shape.peak_flops))
-    recorder = Recorder(meter, console, tracker, dims, config.tracking, device)
+    timers = Timers(config.timers, dims)
+    recorder = Recorder(meter, console, tracker, dims, config.tracking, device, timers)
 
     load = functools.partial(
         open_loader, config=config.data, tokenizer=tokenizer, plan=plan.batches, dims=dims, device=device
@@ -227,7 +234,13 @@ def build_and_train(
     wait_share = 0.0
     if datasets.train is not None and not config.stop.skip_train:
         watchdog = Watchdog(worker, dims, config.launch, folder.path if folder else None)
-        with load(datasets.train, ramp_up=True) as batches, watchdog:
+        observers = (
+            profiler,
+            timers,
+            StepTimeline(config.timeline, dims, folder=folder, say=console.say),
+            Straggler(config.straggler, dims, interval=config.tracking.log_interval, say=console.say),
+        )
+        with load(datasets.train, ramp_up=True) as batches, watchdog, profiler:
             progress = train(
                 step,
                 batches,
@@ -235,8 +248,7 @@ def build_and_train(
                 schedule,
                 recorder,
                 stops,
-                StepTimeline(config.timeline, dims, folder=folder, say=console.say),
-                Straggler(config.straggler, dims, interval=config.tracking.log_interval, say=console.say),
+                observers,
                 eval_interval=config.evaluation.eval_interval,
                 evaluate=validate,
                 start=progress,

@@ -36,9 +36,11 @@ from megazpp.topology.links import Links
 from megazpp.training.anomalies import AnomalyConfig, check_anomalies
 from megazpp.training.batches import BatchConfig, BatchPlan, plan_batches
 from megazpp.training.evaluate import EvalConfig
+from megazpp.training.profiler import ProfilerConfig, check_profiler
 from megazpp.training.step_timeline import TimelineConfig, check_timeline
 from megazpp.training.stopping import StopConfig
 from megazpp.training.straggler import StragglerConfig
+from megazpp.training.timers import TimersConfig
 from megazpp.training.tracking import TrackingConfig, check_tracking
 from megazpp.zero.config import WirePlan, ZeroConfig, plan_wire, wire_backends
 from megazpp.zero.precision import PrecisionConfig
@@ -70,7 +72,9 @@ class RunConfig:
     checkpoint: CheckpointConfig
     evaluation: EvalConfig
     tracking: TrackingConfig
+    timers: TimersConfig
     timeline: TimelineConfig
+    profiler: ProfilerConfig
     straggler: StragglerConfig
     sample: SampleConfig
 
@@ -88,6 +92,11 @@ class ShowConfig:
     plan: bool = flag(
         False, "print memory, bytes and time of the run, what else would fit, and stop; see --cluster-file"
     )
+    dry_run: bool = flag(
+        False,
+        "be one rank of a cluster that is not there for one step without data, compare what it sends with the plan",
+    )
+    dry_run_rank: int = flag(0, "the rank that --dry-run is")
 
 
 class ParsedRun(NamedTuple):
@@ -100,6 +109,7 @@ class ParsedRun(NamedTuple):
         name: of the last flag file on the command line, without folder and suffix; "run" if there is none.
         print_config: whether to print `report()` instead of training.
         plan: whether to print what the run will need instead of training.
+        dry_run: the rank whose first step to run on paper instead of training; None: train.
         extra: the program's own configs.
     """
 
@@ -109,6 +119,7 @@ class ParsedRun(NamedTuple):
     name: str
     print_config: bool
     plan: bool
+    dry_run: int | None
     extra: tuple[Any, ...] = ()
 
     def values(self) -> dict[str, Any]:
@@ -159,6 +170,7 @@ def parse_run_config(
         name=Path(files[-1]).stem if files else "run",
         print_config=show.print_config,
         plan=show.plan,
+        dry_run=show.dry_run_rank if show.dry_run else None,
         extra=tuple(own),
     )
 
@@ -258,12 +270,13 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
     check_optimizer(config.optimizer, device_type)
     check_loss_scale(config.loss_scale)
     batches = plan_batches(config.batches, data_parallel_size=layout.data)
-    check_timeline(
-        config.timeline,
-        total_iterations=batches.total_iterations,
-        exit_interval=config.stop.exit_interval,
-        trains=not config.stop.skip_train,
-    )
+    ends: dict[str, Any] = {
+        "total_iterations": batches.total_iterations,
+        "exit_interval": config.stop.exit_interval,
+        "trains": not config.stop.skip_train,
+    }
+    check_timeline(config.timeline, **ends)
+    check_profiler(config.profiler, device_type=device_type, world_size=cluster.world_size, **ends)
     schedule = build_schedule(
         config.schedule,
         weight_decay=config.optimizer.weight_decay,

@@ -103,7 +103,8 @@ def same_default(ours: Any, megatron: str) -> bool:
         return megatron in ("flag", "flag(off)") and not ours
     if isinstance(ours, float):
         return ours == (2**32 if megatron == "2 ** 32" else float(megatron))
-    return megatron == str(ours) or (ours == "" and megatron == "None")
+    shown = str(list(ours)) if isinstance(ours, tuple) else str(ours)
+    return megatron == shown or (ours == "" and megatron == "None")
 
 
 # ---- parsing ----------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ def test_our_own_flags_pass() -> None:
         ("--data-impl", ["mmap"]),
         ("--overlap-param-gather-with-optimizer-step", []),
         ("--no-query-key-layer-scaling", []),
+        ("--use-pytorch-profiler", []),
     ],
 )
 def test_a_flag_without_effect_here_is_dropped_with_its_values_and_one_notice(name: str, values: list[str]) -> None:
@@ -57,7 +58,7 @@ def test_a_flag_without_effect_here_is_dropped_with_its_values_and_one_notice(na
         ("--num-layers-per-virtual-pipeline-stage", ["2"], "no pipeline parallelism"),
         ("--checkpoint-activations", [], "use --recompute-granularity"),
         ("--batch-size", ["4"], "use --micro-batch-size"),
-        ("--profile", [], "profile"),
+        ("--record-shapes", [], "--profile records operators"),
     ],
 )
 def test_an_unsupported_flag_is_refused_in_one_line_with_the_reason(name: str, values: list[str], words: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
 
 import torch
 
@@ -22,9 +23,8 @@ from megazpp.training.evaluate import Evaluator
 from megazpp.training.metrics import IntervalRecord, Meter, SentBytes, StepRecord, validation_lines
 from megazpp.training.resources import cpu_seconds, memory_line, peak_memory_bytes
 from megazpp.training.step import StepResult, TrainStep
-from megazpp.training.step_timeline import StepTimeline
 from megazpp.training.stopping import StopConditions
-from megazpp.training.straggler import Straggler
+from megazpp.training.timers import Timers
 from megazpp.training.tracking import Tracker, TrackingConfig
 from megazpp.training.traffic import Zero3Traffic, collect_traffic, traffic_summary, traffic_table
 
@@ -37,6 +37,7 @@ class Recorder:
     Args:
         meter: sums up steps.
         config: how often to log, and whether the norm of the parameters too.
+        timers: reported after a log line.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class Recorder:
         dims: ParallelDims,
         config: TrackingConfig,
         device: torch.device,
+        timers: Timers | None = None,
     ) -> None:
         self.meter, self.console, self._tracker = meter, console, tracker
-        self._dims, self._config, self._device = dims, config, device
+        self._dims, self._config, self._device, self._timers = dims, config, device, timers
         self._sent_before = SentBytes()
         self.last_interval: IntervalRecord | None = None
         self.last_validation: tuple[int, float] | None = None
@@ -130,6 +132,8 @@ class Recorder:
         self.console.say(interval.log_line())
         if first and (line := memory_line(self._dims.world.rank, iteration, self._device)):
             self.console.say(line)
+        if self._timers is not None and (times := self._timers.report()):
+            self.console.say(times)
         if self._tracker is not None:
             self._tracker.interval(interval)
 
@@ -151,6 +155,13 @@ class Recorder:
         return SentBytes(*(self._dims.counter.sent_bytes(wire) for wire in SentBytes._fields))
 
 
+class Observer(Protocol):
+    """Looks at steps; every rank has the same ones."""
+
+    def step(self, iteration: int) -> AbstractContextManager[None]:
+        """Around iteration `iteration`, data included."""
+
+
 def train(
     step: TrainStep,
     loader: BatchLoader,
@@ -158,8 +169,7 @@ def train(
     schedule: Schedule,
     recorder: Recorder,
     stops: StopConditions,
-    timeline: StepTimeline,
-    straggler: Straggler,
+    observers: Sequence[Observer] = (),
     *,
     eval_interval: int,
     evaluate: Evaluator | None,
@@ -169,8 +179,7 @@ def train(
     """Train until `plan` is fulfilled or `stops` says so.
 
     Args:
-        timeline: records the step that was asked for.
-        straggler: compares the ranks' steps.
+        observers: entered around each step, in this order.
         evaluate: the validation, called every `eval_interval` iterations; None for no evaluation.
         start: where to begin.
         checkpoints: saves when it is time and after the last step.
@@ -184,7 +193,9 @@ def train(
         batch_size = plan.batch_size_at(progress.consumed_samples)
         rate = schedule.learning_rate(progress.scheduled_samples)
         loss_scale = step.scaler.scale
-        with timeline.step(progress.iteration + 1), straggler.step(progress.iteration + 1):
+        with ExitStack() as observed:
+            for observer in observers:
+                observed.enter_context(observer.step(progress.iteration + 1))
             with step.dims.timeline.span(WAIT, "data"):
                 batches = loader.step(progress.consumed_samples, batch_size)
             result = step(

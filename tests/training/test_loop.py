@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +20,7 @@ from megazpp.training.console import Console
 from megazpp.training.loop import Progress, Recorder, train
 from megazpp.training.metrics import Meter, RunShape
 from megazpp.training.step import StepResult
-from megazpp.training.step_timeline import StepTimeline, TimelineConfig
 from megazpp.training.stopping import StopConditions, StopConfig
-from megazpp.training.straggler import Straggler, StragglerConfig
 from megazpp.training.tracking import TrackingConfig
 
 CPU = torch.device("cpu")
@@ -60,7 +60,8 @@ class FakeLoader:
 class Run:
     def __init__(self, losses: list[float], *, log_interval: int = 2, eval_interval: int = 3, **loop: Any) -> None:
         self.dims = FakeDims()
-        self.step = FakeStep(self.dims, losses)
+        self.fake = FakeStep(self.dims, losses)
+        self.observed: list[tuple[int, int]] = []
         batches = BatchConfig(micro_batch_size=2, global_batch_size=2, train_iters=len(losses))
         self.plan = plan_batches(batches, data_parallel_size=1)
         schedule = build_schedule(
@@ -89,18 +90,23 @@ class Run:
         )
         self.recorder = recorder
         self.progress = train(
-            self.step,
+            self.fake,
             FakeLoader(),
             self.plan,
             schedule,
             recorder,
             StopConditions(StopConfig(**loop)),
-            StepTimeline(TimelineConfig(), self.dims, folder=None, say=lambda _: None),
-            Straggler(StragglerConfig(), self.dims, interval=log_interval, say=lambda _: None),
+            [self],  # observes
             eval_interval=eval_interval,
             evaluate=self.evaluate,
             start=Progress(),
         )
+
+    @contextlib.contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        before = len(self.fake.calls)
+        yield
+        self.observed.append((iteration, len(self.fake.calls) - before))
 
     def evaluate(self) -> float:
         with self.dims.counter.paused():  # as Evaluator does
@@ -110,7 +116,7 @@ class Run:
 
 def test_each_step_gets_the_next_samples_and_a_line_is_logged_every_interval_and_at_the_end():
     run = Run([5.0, 4.0, 3.0, 2.0, 1.0])
-    assert [call["batch"] for call in run.step.calls] == [(0, 2), (2, 2), (4, 2), (6, 2), (8, 2)]
+    assert [call["batch"] for call in run.fake.calls] == [(0, 2), (2, 2), (4, 2), (6, 2), (8, 2)]
     assert run.progress == Progress(iteration=5, consumed_samples=10, scheduled_samples=10, micro_batches=5)
     assert [(r["iteration"], r["lm_loss"]) for r in run.tracker.records] == [(2, 4.5), (4, 2.5), (5, 1.0)]
     assert run.out.getvalue().count(" consumed samples: ") == 3
@@ -126,7 +132,7 @@ def test_bytes_are_those_of_training_steps_per_node_and_not_of_evaluations():
 def test_a_skipped_step_consumes_samples_but_does_not_move_the_schedule():
     nan = float("nan")
     run = Run([1.0, nan, 1.0, 1.0])
-    assert [call["learning_rate"] for call in run.step.calls] == [0.0, 0.25, 0.25, 0.5]
+    assert [call["learning_rate"] for call in run.fake.calls] == [0.0, 0.25, 0.25, 0.5]
     assert run.progress == Progress(iteration=4, consumed_samples=8, scheduled_samples=6, micro_batches=4)
     assert "number of skipped iterations:   1 |" in run.out.getvalue()
 
@@ -161,3 +167,7 @@ def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
     assert "25.0% of the time waiting for data" in text
     assert "validation loss: 7.0000; unigram entropy of the validation text: 6.0000 nats per token" in text
     assert "validation loss at iteration 3 on test set | lm loss value: 8.0" in text
+
+
+def test_observers_stand_around_every_step():
+    assert Run([1.0, 2.0, 3.0]).observed == [(1, 1), (2, 1), (3, 1)]

@@ -1,0 +1,187 @@
+"""`--profile`: torch's profiler over some iterations of some ranks; `--record-memory-history`: CUDA's allocations.
+
+A profiled rank leaves a Chrome trace in the run folder, for ui.perfetto.dev: operators, kernels, and the timeline's
+spans under their lane and name ("cross all_gather layers.3"), of all threads. Other ranks and iterations pay nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
+
+from megazpp.flags import flag
+from megazpp.parallel.dims import ParallelDims
+
+MOST_ALLOCATIONS = 100_000  # that a snapshot looks back on; Megatron's number
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilerConfig:
+    """Profiling: torch's profiler, and CUDA's allocations."""
+
+    profile: bool = flag(
+        False, "record operators, kernels and hops with torch.profiler: a trace for ui.perfetto.dev in the run folder"
+    )
+    profile_step_start: int = flag(10, "begin to record when this many iterations are done")
+    profile_step_end: int = flag(12, "the last iteration that is recorded")
+    profile_ranks: tuple[int, ...] = flag(
+        (0,), "ranks that --profile and --record-memory-history record", nargs="+", metavar="RANK"
+    )
+    record_memory_history: bool = flag(
+        False,
+        f"on CUDA: remember the last {MOST_ALLOCATIONS} allocations with their stacks, see --memory-snapshot-path",
+    )
+    memory_snapshot_path: str = flag(
+        "snapshot.pickle",
+        "file for --record-memory-history, written when training ends or runs out of memory, for "
+        "pytorch.org/memory_viz; relative to the run folder, the rank is put behind its name",
+    )
+
+
+def check_profiler(
+    config: ProfilerConfig,
+    *,
+    device_type: str,
+    world_size: int,
+    total_iterations: int,
+    exit_interval: int | None,
+    trains: bool,
+) -> None:
+    """Refuse what would record nothing.
+
+    Raises:
+        ValueError: names the flags and their values.
+    """
+    if config.record_memory_history and device_type != "cuda":
+        raise ValueError(
+            f"--record-memory-history records CUDA's allocator, and this run is on {device_type}: there is nothing "
+            "to record (--profile works there)"
+        )
+    if not (config.profile or config.record_memory_history):
+        return
+    for rank in config.profile_ranks:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"--profile-ranks {rank}: the ranks are 0 to {world_size - 1}")
+    if not config.profile:
+        return
+    start, end = config.profile_step_start, config.profile_step_end
+    if not 0 <= start < end:
+        raise ValueError(f"--profile-step-start {start} is not below --profile-step-end {end}, or negative")
+    if not trains:
+        raise ValueError("--profile: --skip-train takes no step")
+    last = min(total_iterations, exit_interval or total_iterations)
+    if start >= last:
+        raise ValueError(f"--profile-step-start {start}: the run ends with iteration {last}, so nothing is recorded")
+
+
+class Profiler:
+    """Records what the flags ask for; every rank makes one. CUDA's allocations are recorded from its making on.
+
+    While it is entered the job trains; what is not written yet is written at the end.
+
+    Args:
+        dims: its timeline names the spans, its world axis tells all ranks where rank 0 keeps the records.
+        folder: there; None on the other ranks.
+        say: prints on rank 0.
+    """
+
+    def __init__(
+        self, config: ProfilerConfig, dims: ParallelDims, *, folder: Path | None, say: Callable[[str], None]
+    ) -> None:
+        self._config, self._dims, self._say = config, dims, say
+        self._folder = Path()
+        self._trace: profile | None = None
+        self._first, self._done = config.profile_step_start + 1, False
+        if config.profile or config.record_memory_history:
+            self._folder = Path(dims.world.share_object(None if folder is None else str(folder.resolve())))
+        mine = dims.world.rank in config.profile_ranks
+        self._profiles, self._remembers = config.profile and mine, config.record_memory_history and mine
+        if self._remembers:
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None and self._trace is not None:
+            self._write_trace()
+        if error is None and self._config.profile and not self._done:
+            self._say(f"--profile: iteration {self._first} was not reached here, nothing was recorded")
+        if self._remembers and (error is None or isinstance(error, torch.OutOfMemoryError)):
+            snapshot = self._folder / Path(self._config.memory_snapshot_path).expanduser()
+            path = _named_for(snapshot, f"rank{self._dims.world.rank}")
+            _write(path, torch.cuda.memory._dump_snapshot)
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self._say(f"memory snapshot: {path}")
+
+    @contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """Around iteration `iteration`."""
+        if not (self._config.profile and self._first <= iteration <= self._config.profile_step_end):
+            yield
+            return
+        if self._profiles and self._trace is None:
+            self._first = iteration  # later than asked for where the run continues one
+            self._start()
+        yield
+        self._done, self._last = True, iteration
+        if iteration == self._config.profile_step_end:
+            if self._trace is not None:
+                self._write_trace()
+            ranks = " ".join(map(str, self._config.profile_ranks))
+            self._say(f"profile of iterations {self._first} to {iteration}, rank {ranks}: {self._folder}")
+
+    def span(self, lane: str, name: str) -> AbstractContextManager[Any]:
+        """For the timeline."""
+        return record_function(f"{lane} {name}")
+
+    def _start(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if self._dims.timeline.device_type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        # a lane's thread is older than the profiler, which would leave it out
+        self._trace = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
+        self._trace.start()
+        self._dims.timeline.attach(self)
+
+    def _write_trace(self) -> None:
+        assert self._trace is not None
+        self._dims.timeline.detach(self)
+        self._trace.stop()
+        name = f"profile-rank{self._dims.world.rank}-iterations{self._first}-{self._last}"
+        _write(
+            _named_for(self._folder / "profile.json.gz", name.removeprefix("profile-")), self._trace.export_chrome_trace
+        )
+        self._trace = None
+
+
+def _named_for(path: Path, what: str) -> Path:
+    """`path` with `what` in its name, and a number where that is taken."""
+    stem, dot, suffix = path.name.partition(".")
+    named, number = path.with_name(f"{stem}-{what}{dot}{suffix}"), 1
+    while named.exists():
+        number += 1
+        named = path.with_name(f"{stem}-{what}-{number}{dot}{suffix}")
+    return named
+
+
+def _write(path: Path, write: Callable[[str], object]) -> None:
+    """Have a file written beside its place, then renamed; a record that cannot be kept ends no training."""
+    unfinished = path.with_name(f".unfinished-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # a run folder that no other node shares
+        write(str(unfinished))
+        unfinished.replace(path)
+    except OSError as error:
+        print(f"warning: {path} cannot be written: {error}", file=sys.stderr)
+        unfinished.unlink(missing_ok=True)

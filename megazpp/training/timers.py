@@ -1,0 +1,140 @@
+"""Megatron's timers (`--timing-log-level`), printed after a log line as Megatron prints them; the timeline measures.
+
+    level 0    nothing: the log line has the time of an iteration
+    level 1    forward-backward, all gathers of parameters, all reductions of gradients, optimizer
+    level 2    and forward-compute, backward-compute, batch-generator, collectives axis by axis, parts of the optimizer
+
+Times are per iteration and do not exclude each other: collectives run beside the compute, and what waits for them
+counts in what waits. On CUDA the times are the device's, which levels 1 and 2 wait for once per iteration; no rank
+waits for another. Nothing is measured at level 0.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megazpp.flags import flag
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.timeline import COMPUTE, WAIT, Span, total, union
+
+GATHERS, REDUCTIONS = ("all_gather",), ("reduce_scatter", "all_to_all")
+AXES = ("shard", "local", "cross")
+MAIN = ("forward-backward", "params-all-gather", "grads-reduce-scatter", "optimizer")
+PARTS = (
+    "forward-compute",
+    "backward-compute",
+    "batch-generator",
+    *(f"{what}-{axis}" for what in ("params-all-gather", "grads-reduce-scatter") for axis in AXES),
+    "optimizer-clip-main-grad",
+    "optimizer-inner-step",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimersConfig:
+    """Timers."""
+
+    timing_log_level: Literal[0, 1, 2] = flag(
+        0, "times in the log: 0 of iterations, 1 of their parts, 2 also of micro-batches and of each axis's collectives"
+    )
+    timing_log_option: Literal["max", "minmax", "all"] = flag(
+        "minmax", "of which ranks: the slowest, the fastest and the slowest, or all"
+    )
+
+
+class Timers:
+    """Sums up steps until they are reported; every rank calls it.
+
+    Args:
+        config: how much.
+        dims: its timeline measures, its world axis gathers.
+    """
+
+    def __init__(self, config: TimersConfig, dims: ParallelDims) -> None:
+        self._config, self._dims = config, dims
+        self._names = ((), MAIN, (*MAIN, *PARTS))[config.timing_log_level]
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._steps = 0
+
+    @contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """Around iteration `iteration`."""
+        if not self._names:
+            yield
+            return
+        recording = self._dims.timeline.open_recording()
+        try:
+            yield
+        finally:
+            spans = self._dims.timeline.close_recording(recording)
+        for name, seconds in seconds_by_timer(spans).items():
+            self._seconds[name] += seconds
+        self._steps += 1
+
+    def report(self) -> str | None:
+        """Megatron's lines on the steps since the last call, means over them, the same on all ranks; or None."""
+        if not self._steps:
+            return None
+        mine = [1e3 * self._seconds[name] / self._steps for name in self._names]
+        tensor = torch.tensor([mine], dtype=torch.float64, device=self._dims.mesh.device_type)
+        by_rank = self._dims.world.all_gather(tensor).tolist()
+        self._seconds, self._steps = defaultdict(float), 0
+        return render(self._config.timing_log_option, self._names, by_rank)
+
+
+def seconds_by_timer(spans: Sequence[Span]) -> dict[str, float]:
+    """What each timer has for one step; several collectives at once count once."""
+    compute: dict[str, float] = defaultdict(float)
+    for span in spans:
+        if span.lane == COMPUTE:
+            compute[span.name] += span.seconds
+    seconds = {
+        "forward-backward": compute["forward"] + compute["backward"],
+        "optimizer": compute["norm"] + compute["optimizer"],
+        "forward-compute": compute["forward"],
+        "backward-compute": compute["backward"],
+        "optimizer-clip-main-grad": compute["norm"],
+        "optimizer-inner-step": compute["optimizer"],
+        "batch-generator": sum(span.seconds for span in spans if (span.lane, span.name) == (WAIT, "data")),
+    }
+    for name, collectives in (("params-all-gather", GATHERS), ("grads-reduce-scatter", REDUCTIONS)):
+        seconds[name] = _busy(spans, AXES, collectives)
+        seconds |= {f"{name}-{axis}": _busy(spans, (axis,), collectives) for axis in AXES}
+    return seconds
+
+
+def _busy(spans: Sequence[Span], axes: tuple[str, ...], collectives: tuple[str, ...]) -> float:
+    """Seconds in which one of the collectives ran on one of the axes."""
+    found = (span for span in spans if span.lane in axes and span.name.startswith(collectives))
+    return total(union((span.start_seconds, span.end_seconds) for span in found))
+
+
+def render(option: str, names: Sequence[str], by_rank: Sequence[Sequence[float]]) -> str | None:
+    """The lines in Megatron's form; timers that no rank has used are left out.
+
+    Args:
+        option: of --timing-log-option.
+        by_rank: milliseconds of each name.
+    """
+    columns = {name: column for name, *column in zip(names, *by_rank, strict=True) if max(column) > 0}
+    if not columns:
+        return None
+    if option == "all":
+        lines = ["times across ranks (ms):"]
+        for name, column in columns.items():
+            lines += [
+                f"  {name}:",
+                *(f"     rank {rank:2d}: {value:.2f}" for rank, value in enumerate(column) if value),
+            ]
+        return "\n".join(lines)
+    lines = ["max time across ranks (ms):" if option == "max" else "(min, max) time across ranks (ms):"]
+    for name, column in columns.items():
+        value = f"{max(column):.2f}" if option == "max" else f"({min(column):.2f}, {max(column):.2f})"
+        lines.append(f"    {(name + ' ').ljust(48, '.')}: {value}")
+    return "\n".join(lines)

@@ -1,0 +1,103 @@
+"""The timers: what they add up, and Megatron's lines."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.ranks import ranks
+from helpers.training import Case, build_step
+
+from megazpp.parallel.timeline import Span
+from megazpp.training.timers import MAIN, PARTS, Timers, TimersConfig, render, seconds_by_timer
+from megazpp.zero.config import ZeroConfig
+
+
+def test_a_step_s_spans_add_up_and_collectives_at_the_same_time_count_once():
+    spans = [
+        Span("wait", "data", 0.0, 0.5, True),
+        Span("wait", "cross", 0.5, 9.0, True),
+        Span("compute", "forward", 1.0, 1.0, True),
+        Span("compute", "backward", 2.0, 2.0, True),
+        Span("compute", "forward", 4.0, 1.0, True),
+        Span("compute", "norm", 5.0, 0.25, True),
+        Span("compute", "optimizer", 5.5, 0.5, True),
+        Span("cross", "all_gather layers.0", 1.0, 2.0),
+        Span("local", "all_gather layers.0", 2.0, 2.0),
+        Span("local", "all_to_all the rest", 4.0, 1.0),
+        Span("shard", "reduce_scatter", 4.5, 1.0),
+        Span("shard", "all_reduce", 5.0, 1.0),
+        Span("tp", "all_gather", 0.0, 6.0),
+    ]
+    seconds = seconds_by_timer(spans)
+    assert {name: value for name, value in seconds.items() if value} == {
+        "forward-backward": 4.0,
+        "forward-compute": 2.0,
+        "backward-compute": 2.0,
+        "batch-generator": 0.5,
+        "params-all-gather": 3.0,
+        "params-all-gather-local": 2.0,
+        "params-all-gather-cross": 2.0,
+        "grads-reduce-scatter": 1.5,
+        "grads-reduce-scatter-local": 1.0,
+        "grads-reduce-scatter-shard": 1.0,
+        "optimizer": 0.75,
+        "optimizer-clip-main-grad": 0.25,
+        "optimizer-inner-step": 0.5,
+    }
+    assert set(seconds) == {*MAIN, *PARTS}
+
+
+def test_the_lines_are_megatron_s_and_leave_out_what_nobody_used():
+    names, by_rank = ("forward-backward", "optimizer", "batch-generator"), [[12.344, 0.0, 0.0], [15.0, 1.5, 0.0]]
+    assert render("max", names, by_rank) == (
+        "max time across ranks (ms):\n"
+        "    forward-backward ...............................: 15.00\n"
+        "    optimizer ......................................: 1.50"
+    )
+    assert render("minmax", names, by_rank) == (
+        "(min, max) time across ranks (ms):\n"
+        "    forward-backward ...............................: (12.34, 15.00)\n"
+        "    optimizer ......................................: (0.00, 1.50)"
+    )
+    assert render("all", names, by_rank) == (
+        "times across ranks (ms):\n"
+        "  forward-backward:\n"
+        "     rank  0: 12.34\n"
+        "     rank  1: 15.00\n"
+        "  optimizer:\n"
+        "     rank  1: 1.50"
+    )
+    assert render("max", names, [[0.0, 0.0, 0.0]]) is None
+
+
+def train_with_timers(level: int) -> tuple[str | None, bool, str | None]:
+    """Two steps of ZeRO++ on two nodes of two: a report, whether the timeline was listened to, a second report."""
+    case = Case(steps=2, nodes=2, zero=ZeroConfig(zeropp=True))
+    step, dims = build_step(case)
+    timers = Timers(TimersConfig(timing_log_level=level), dims)
+    size, listened = case.global_batch // dims.data_size, False
+    for index in range(case.steps):
+        with timers.step(index + 1):
+            listened = listened or bool(dims.timeline._listeners)
+            step([case.batch(index, dims.data_rank * size, size)], learning_rate=1e-2, weight_decay=0.01)
+    return timers.report(), listened, timers.report()
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_each_level_prints_its_timers_of_real_steps_the_same_on_all_ranks(level: int):
+    results = ranks(4).run(train_with_timers, level)
+    assert len(set(results)) == 1
+    report, listened, again = results[0]
+    assert again is None  # nothing since
+    assert listened == (level > 0)
+    if level == 0:
+        assert report is None
+        return
+    lines = report.splitlines()[1:]
+    printed = {line.split()[0]: eval(line.split(": ")[1]) for line in lines}
+    two_hops = {
+        f"{what}-{axis}" for what in ("params-all-gather", "grads-reduce-scatter") for axis in ("local", "cross")
+    }
+    wanted = {name for name in PARTS if "-shard" not in name and name != "batch-generator"}
+    assert set(printed) == ({*MAIN} if level == 1 else {*MAIN, *wanted})
+    assert two_hops <= wanted
+    assert all(0 < least <= most for least, most in printed.values())
