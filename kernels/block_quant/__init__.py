@@ -8,6 +8,7 @@ starts and strides that are multiples of 16 bytes are faster on CUDA.
 
 Four implementations agree bit for bit: `reference` (readable), `native` (C, on the CPU), `cpu` (tiled eager torch,
 where there is no C compiler: about a third of native's speed, yet several times the reference's) and `triton` (CUDA).
+`shapes` stands in for them on tensors without memory.
 Non-finite numbers travel: a block that holds a NaN or an Inf is sent as scale NaN, integers 0, and all of it comes back
 as NaN. A block whose scale would be subnormal (all of it below about 1e-36) is sent as zeros.
 """
@@ -20,9 +21,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 import kernels.block_quant.cpu as cpu
 import kernels.block_quant.native as native
+import kernels.block_quant.shapes as shapes
 from kernels.block_quant.feedback import Feedback, feedback_format
 from kernels.c_library import CLibraryError
 from kernels.formats import BlockFormat
@@ -183,6 +186,8 @@ def backend(device_type: str) -> Backend:
 
 def _implementation(function: str, tensor: Tensor) -> ModuleType:
     device_type = tensor.device.type
+    if isinstance(tensor, FakeTensor):
+        return shapes
     if device_type == "cpu":
         return cpu if isinstance(native.library(), CLibraryError) else native
     if device_type == "cuda" and TRITON is not None:

@@ -88,13 +88,13 @@ class Estimator:
         """
         plan = check_run_config(config, self.cluster, device_type=self._device_type)
         trace, count = self._trace(config, plan), plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
-        step = self._step(config, plan, trace, ClusterCosts(plan.layout, self._shares) if self._timed else NoCosts())
+        step = self.paper_step(config, plan, ClusterCosts(plan.layout, self._shares) if self._timed else NoCosts())
         traffic, seconds, busy = measure(step, count)
         hidden = {}
         if exposed and self._timed:
             for axis in sorted({axis for _, axis, _ in traffic}):
                 free = ClusterCosts(plan.layout, self._shares, free=(axis,))
-                hidden[axis] = seconds - measure(self._step(config, plan, trace, free), count).seconds
+                hidden[axis] = seconds - measure(self.paper_step(config, plan, free), count).seconds
         wires = {wire: sum(t.sent_bytes for key, t in traffic.items() if key[0] == wire) for wire in WIRES}
         return Estimate(
             config=config,
@@ -114,14 +114,19 @@ class Estimator:
     def _timed(self) -> bool:
         return self.cluster.device is not None and self.cluster.links is not None
 
-    def _step(self, config: RunConfig, plan: RunPlan, trace: Trace, costs: Costs) -> PaperStep:
+    def paper_step(
+        self, config: RunConfig, plan: RunPlan, costs: Costs, *, rank: int = 0, on_cpu: bool = False
+    ) -> PaperStep:
+        """The run's step on one rank."""
         return PaperStep(
-            trace,
+            self._trace(config, plan),
             layout=plan.layout,
             wire=plan.wire,
             zero=config.zero,
             precision=config.precision,
             costs=costs,
+            rank=rank,
+            on_cpu=on_cpu,
             moments=2 if config.optimizer.optimizer == "adam" else 1,
         )
 

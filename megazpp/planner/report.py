@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from megazpp.arguments import RunConfig
+from megazpp.arguments import RunConfig, RunPlan
 from megazpp.planner.estimate import WIRES, Estimate, Estimator, schemes
 from megazpp.planner.memory import KINDS
 from megazpp.planner.search import RECOMPUTE, search, usable_gigabytes, with_recompute
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cost import shares_for
+from megazpp.topology.table import aligned
 
 GIGA, MEGA = 1e9, 1e6
 PAYS = 1.02  # ZeRO++ is said to pay from this much faster than ZeRO-3 on
@@ -22,18 +23,13 @@ def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str) -> str
     Raises:
         ValueError: flags that do not fit each other or the cluster, or no --vocab-size.
     """
-    config = with_data(config)
-    if config.tokenizer.vocab_size is None:
-        raise ValueError("--plan needs --vocab-size: it opens no tokenizer")
+    config, vocab_size = with_data(config), needed_vocab_size(config, "--plan")
     shares = shares_for(cluster.device)
-    estimator = Estimator(cluster, vocab_size=config.tokenizer.vocab_size, device_type=device_type, shares=shares)
+    estimator = Estimator(cluster, vocab_size=vocab_size, device_type=device_type, shares=shares)
     own = estimator.estimate(config, exposed=True)
     return "\n".join(
         [
-            f"{own.plan.layout.describe()}; {own.plan.wire.describe()}",
-            *(f"note: {notice}" for notice in own.plan.notices),
-            f"{own.plan.batches.global_batch_size} samples per optimizer step, per data rank in {own.micro_batches} "
-            f"micro-batch(es) of {own.plan.batches.micro_batch_size}",
+            *describe_plan(own.plan, own.micro_batches),
             "",
             *_memory(estimator, config),
             "",
@@ -54,6 +50,27 @@ def with_data(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, data=dataclasses.replace(data, mock_data=True))
 
 
+def needed_vocab_size(config: RunConfig, asked_by: str) -> int:
+    """The tokenizer's size, from the flag.
+
+    Raises:
+        ValueError: it is not given, naming the flag that needs it.
+    """
+    if config.tokenizer.vocab_size is None:
+        raise ValueError(f"{asked_by} needs --vocab-size: it opens no tokenizer")
+    return config.tokenizer.vocab_size
+
+
+def describe_plan(plan: RunPlan, micro_batches: int) -> Iterator[str]:
+    """Layout, notes and batches of a run."""
+    yield f"{plan.layout.describe()}; {plan.wire.describe()}"
+    yield from (f"note: {notice}" for notice in plan.notices)
+    yield (
+        f"{plan.batches.global_batch_size} samples per optimizer step, per data rank in {micro_batches} "
+        f"micro-batch(es) of {plan.batches.micro_batch_size}"
+    )
+
+
 def _memory(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     estimates = [estimator.estimate(with_recompute(config, recompute)) for recompute in RECOMPUTE]
     rows = [("GB on rank 0 at the fullest moment", *(f"recompute {r or 'none'}" for r in RECOMPUTE))]
@@ -68,7 +85,7 @@ def _memory(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     if limit is not None:
         verdicts = ("fits" if e.memory.total / GIGA <= limit else "does not fit" for e in estimates)
         rows.append((f"into {limit:.1f} GB", *verdicts))
-    yield from _table(rows)
+    yield from aligned(rows)
 
 
 def _this_run(own: Estimate) -> Iterator[str]:
@@ -82,7 +99,7 @@ def _this_run(own: Estimate) -> Iterator[str]:
     for axis, exposed in own.exposed.items():
         busy = own.busy.get(axis, 0.0)
         rows.append((axis, f"{busy:.3f} s", f"{max(busy - exposed, 0.0):.3f} s", f"{max(exposed, 0.0):.3f} s"))
-    yield from _table(rows)
+    yield from aligned(rows)
 
 
 def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
@@ -110,7 +127,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
                 f"{speeds[name] / speeds['ZeRO-3']:.2f}" if "ZeRO-3" in speeds else "-",
             )
         rows.append((name, f"{estimate.node_cross_bytes / MEGA:.1f}", size, *times))
-    yield from _table(rows)
+    yield from aligned(rows)
     if "ZeRO-3" in speeds and "--zeropp" in speeds:
         rest = {name: speed for name, speed in speeds.items() if name != "--zeropp"}
         rival, ratio = max(rest, key=rest.__getitem__), speeds["--zeropp"] / max(rest.values())
@@ -130,9 +147,3 @@ def _best(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     else:
         yield f"best with these flags otherwise: {first.name}, {first.estimate.tokens_per_second:.0f} tokens/s"
     yield from (f"  {choice.name}: {choice.verdict or 'taken'}" for choice in choices)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -12,7 +12,7 @@ local      2      4       node                    0 4          the fast hop of w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megazpp.topology.layout import AXES, Layout
 from megazpp.topology.links import LinkKind
@@ -57,6 +57,13 @@ def topology_text(layout: Layout) -> str:
     return "\n".join([layout.describe(), *notices, "", places, *_nodes(layout), "", *_axes(layout)])
 
 
+def aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """A line for each row, as wide a column as its widest cell."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
 def _nodes(layout: Layout) -> Iterator[str]:
     cluster = layout.cluster
     per_node, per_domain = cluster.ranks_per_node, cluster.ranks_per_domain
@@ -82,6 +89,4 @@ def _axes(layout: Layout) -> Iterator[str]:
         shown = " ".join(map(str, first[:MAX_RANKS])) + (" ..." if size > MAX_RANKS else "")
         groups = layout.cluster.world_size // size
         rows.append((axis, str(size), str(groups), axis_wires(layout, axis), shown, CARRIES[axis] if size > 1 else "-"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from aligned(rows)

@@ -52,18 +52,43 @@ def build_model(
     device: torch.device,
 ) -> Built:
     """Build on the meta device, shard, then allocate and initialise this rank's shards only."""
-    generator = SharedGenerator(device, seed=seed, data_rank=dims.data_rank)
+    built = shard_on_meta(
+        config,
+        vocab_size=vocab_size,
+        dims=dims,
+        sequence_parallel=sequence_parallel,
+        zero=zero,
+        precision=precision,
+        shared_generator=SharedGenerator(device, seed=seed, data_rank=dims.data_rank),
+    )
+    materialize(built.model, device)
+    draw_device = torch.device("cpu") if config.use_cpu_initialization else device
+    initialize_parameters_(built.model, seed=seed, draw_device=draw_device)
+    return built
+
+
+def shard_on_meta(
+    config: GPTConfig,
+    *,
+    vocab_size: int,
+    dims: ParallelDims,
+    sequence_parallel: bool,
+    zero: ZeroConfig,
+    precision: PrecisionConfig,
+    shared_generator: SharedGenerator,
+) -> Built:
+    """The model in shards that have no memory yet."""
     with torch.device("meta"):
         model = GPTModel(
-            config, vocab_size=vocab_size, tp=dims.tp, sequence_parallel=sequence_parallel, shared_generator=generator
+            config,
+            vocab_size=vocab_size,
+            tp=dims.tp,
+            sequence_parallel=sequence_parallel,
+            shared_generator=shared_generator,
         )
     if dims.tp.size > 1:
         distribute_parameters(model, dims.mesh["tp"])
-    sharding = shard_model(model, model.sharding_units(), dims, zero=zero, precision=precision)
-    materialize(model, device)
-    draw_device = torch.device("cpu") if config.use_cpu_initialization else device
-    initialize_parameters_(model, seed=seed, draw_device=draw_device)
-    return Built(model, sharding)
+    return Built(model, shard_model(model, model.sharding_units(), dims, zero=zero, precision=precision))
 
 
 def open_datasets(

@@ -15,6 +15,7 @@ import torch
 
 from megazpp.parallel.axis import Traffic
 from megazpp.parallel.dims import ParallelDims
+from megazpp.topology.table import aligned
 from megazpp.zero.precision import PrecisionConfig
 
 WIRES = ("tp", "local", "cross")
@@ -101,8 +102,7 @@ def traffic_table(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
     """The rows and the comparison as text."""
     header = ("collective", "axis", "wire", "calls", "MB sent per node")
     lines = [header, *((r.collective, r.axis, r.wire, str(r.calls), f"{r.sent_bytes / MEGA:.3f}") for r in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    text = list(aligned(lines))
     if zero3 is not None:
         cross = sum(row.sent_bytes for row in rows if row.wire == "cross")
         ratio = f", {zero3.cross_bytes / cross:.1f} times as much" if cross else ""

@@ -1,0 +1,10 @@
+"""Block quantization of tensors that have shapes and no memory (FakeTensor): nothing is left to do after the checks."""
+
+from __future__ import annotations
+
+
+def nothing(*arguments: object) -> None:
+    """Every result is written into a tensor of the caller, so there is nothing to return either."""
+
+
+quantize = dequantize = dequantize_sum = dequantize_sum_quantize = nothing

@@ -1,0 +1,154 @@
+"""`--dry-run`: the program itself as one rank of a cluster that is not there, against its plan.
+
+What runs is what trains: the mesh and its groups, the model, FSDP2 with our comms plugged in, and one optimizer step of
+all its micro-batches. Only two things are pretended. The process groups are torch's back end "fake", of any size in one
+process, which sends nothing; our axes count what they hand it as ever. And tensors have shapes and no memory
+(FakeTensorMode on top of the meta device, because FSDP2 refuses parameters that are on it), so a step of any model fits
+anywhere, and the values that the host asks for are 1. The process is a CPU's, whatever the plan is for: which bytes are
+sent does not depend on that. Not run: data loading, checkpoints, and attention within documents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megazpp.arguments import RunConfig, RunPlan, check_run_config
+from megazpp.data.batch import make_micro_batch
+from megazpp.model.dropout import SharedGenerator
+from megazpp.optim.loss_scale import build_loss_scaler
+from megazpp.optim.optimizer import build_optimizer
+from megazpp.parallel.axis import Traffic
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.lane import Lane
+from megazpp.planner.costs import NoCosts
+from megazpp.planner.estimate import Estimator
+from megazpp.planner.report import MEGA, describe_plan, needed_vocab_size, with_data
+from megazpp.planner.speed import measure
+from megazpp.planner.step import TrafficTable
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cost import shares_for
+from megazpp.topology.table import aligned
+from megazpp.training.setup import shard_on_meta
+from megazpp.training.step import TrainStep
+from megazpp.zero.sharding import materialize
+
+CPU = torch.device("cpu")
+
+
+class DryRun(NamedTuple):
+    """One optimizer step of one rank.
+
+    Attributes:
+        plan, rank, micro_batches: of the run, whose step, of the step.
+        planned, counted: calls and bytes of this rank, by (wire, axis, collective).
+    """
+
+    plan: RunPlan
+    rank: int
+    micro_batches: int
+    planned: TrafficTable
+    counted: TrafficTable
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the program sends exactly what the plan says."""
+        return self.planned == self.counted
+
+    def describe(self) -> str:
+        """The plan, and both tables side by side."""
+        rows: list[tuple[str, ...]] = [
+            ("wire", "axis", "collective", "calls planned", "counted", "bytes planned", "counted", "")
+        ]
+        none = Traffic(0, 0)
+        for key in sorted(self.planned | self.counted):
+            planned, counted = self.planned.get(key, none), self.counted.get(key, none)
+            numbers = (planned.calls, counted.calls, planned.sent_bytes, counted.sent_bytes)
+            rows.append((*key, *map(str, numbers), "" if planned == counted else "DIFFERS"))
+        sent = sum(traffic.sent_bytes for traffic in self.counted.values())
+        return "\n".join(
+            [
+                *describe_plan(self.plan, self.micro_batches),
+                "",
+                f"rank {self.rank} of {self.plan.layout.cluster.world_size}, one optimizer step:",
+                *aligned(rows),
+                f"{sent / MEGA:.3f} MB: " + ("as planned" if self.agrees else "NOT AS PLANNED"),
+            ]
+        )
+
+
+def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
+    """Plan the optimizer step of `rank`, and run it.
+
+    Raises:
+        ValueError: flags that do not fit each other or the cluster, a rank that it does not have, or no --vocab-size.
+    """
+    config, vocab_size = with_data(config), needed_vocab_size(config, "--dry-run")
+    if not 0 <= rank < cluster.world_size:
+        raise ValueError(f"--dry-run-rank {rank} is not a rank of the cluster: it has 0 to {cluster.world_size - 1}")
+    plan = check_run_config(config, cluster, device_type=CPU.type)
+    count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
+    estimator = Estimator(cluster, vocab_size=vocab_size, device_type=CPU.type, shares=shares_for(cluster.device))
+    planned = measure(estimator.paper_step(config, plan, NoCosts(), rank=rank, on_cpu=True), count).traffic
+    with fake_ranks(rank, cluster.world_size):
+        dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl)
+        for axis in (dims.cross, dims.local, dims.shard):
+            axis.lane = Lane()  # a thread would not see the modes that make its tensors fake
+        _run_step(config, plan, dims, vocab_size=vocab_size, micro_batches=count)
+    return DryRun(plan, rank, count, planned, dims.counter.table())
+
+
+@contextmanager
+def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+    """This process is `rank` of a job whose other ranks do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the back end
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _run_step(config: RunConfig, plan: RunPlan, dims: ParallelDims, *, vocab_size: int, micro_batches: int) -> None:
+    """What pretrain_gpt.py builds for its first step, and the step."""
+    built = shard_on_meta(
+        dataclasses.replace(config.model, compile=False),
+        vocab_size=vocab_size,
+        dims=dims,
+        sequence_parallel=config.parallel.sequence_parallel,
+        zero=config.zero,
+        precision=config.precision,
+        shared_generator=SharedGenerator(CPU, seed=config.launch.seed, data_rank=dims.data_rank),
+    )
+    seq_length = config.data.seq_length
+    assert seq_length is not None
+    with FakeTensorMode(allow_non_fake_inputs=True), _Answers():
+        materialize(built.model, CPU)
+        step = TrainStep(
+            *built,
+            build_optimizer(list(built.model.named_parameters()), config.optimizer, CPU),
+            build_loss_scaler(config.loss_scale, fp16=config.precision.fp16),
+            dims,
+            clip_grad=config.optimizer.clip_grad,
+        )
+        samples = torch.zeros(plan.batches.micro_batch_size, seq_length + 1, dtype=torch.int64)
+        step([make_micro_batch(samples, eod=None)] * micro_batches, learning_rate=1.0, weight_decay=0.0)
+
+
+class _Answers(TorchDispatchMode):
+    """Gives the host a value where it asks a tensor for one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        if func is torch.ops.aten.equal.default:
+            return True
+        return func(*args, **(kwargs or {}))
