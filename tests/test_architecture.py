@@ -26,8 +26,10 @@ FLOORS = {
     "megazpp.checkpoint": 4,
     "megazpp.training": 5,
     "megazpp.inference": 5,
+    "megazpp.convert": 5,
     "megazpp.arguments": 6,
     "megazpp.checkpoint_flags": 7,
+    "megazpp.env": 7,
     "megazpp.planner": 7,
 }
 # parallel/ builds groups from topology/'s integers: the one step inside a floor

@@ -70,13 +70,18 @@ def _put_together(infos: Sequence[HostInfo]) -> Cluster | ValueError:
     return dataclasses.replace(cluster, links=known_links(infos, cluster), notices=(describe_hosts(infos), *notices))
 
 
-def describe_host(local_rank: int, device: torch.device, *, root: Path = Path("/")) -> HostInfo:
+def describe_host(
+    local_rank: int, device: torch.device, *, uses_gpu: bool | None = None, root: Path = Path("/")
+) -> HostInfo:
     """This process's machine; the GPU only where collectives use it (over gloo no byte takes NVLink).
 
     Args:
+        uses_gpu: whether they do; None: as the process group does.
         root: where /proc and /sys are.
     """
-    described = describe_gpu(device) if device.type == "cuda" and dist.get_backend() == "nccl" else None
+    if uses_gpu is None:
+        uses_gpu = device.type == "cuda" and dist.get_backend() == "nccl"
+    described = describe_gpu(device) if uses_gpu else None
     gpu = described.gpu._replace(numa_node=_numa_node(root, described.gpu.pci)) if described is not None else None
     namespace = root / "proc/self/ns/net"
     return HostInfo(

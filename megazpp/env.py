@@ -1,0 +1,256 @@
+"""What this machine has and what MegaZ++ makes of it: `python -m megazpp.env` (`--json`), the head of an issue report.
+
+Versions, devices and what joins them, the back ends that would be in use, environment variables, and what is missing
+with the line that mends it. Describes the host that it runs on; among several ranks only rank 0 prints. A part that
+cannot be found out says why, the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import megazpp
+from kernels.block_quant import backend, native
+from kernels.c_library import CLibraryError
+from megazpp.data.cache import default_cache_dir
+from megazpp.optim.apex import check_apex
+from megazpp.optim.backends import optimizer_backends
+from megazpp.optim.optimizer import OptimizerConfig
+from megazpp.parallel.launch import launched_rank
+from megazpp.parallel.survey import describe_host
+from megazpp.topology.hosts import HostInfo, cluster_from_hosts
+
+Section = dict[str, str]
+
+
+class Package(NamedTuple):
+    """A package that is not needed everywhere: its name at pip, its module, what it is for."""
+
+    name: str
+    module: str
+    use: str
+
+
+REQUIRED = ("numpy", "sentencepiece", "tqdm", "wandb", "PyYAML")
+OPTIONAL = (
+    Package("triton", "triton", "--zeropp on these GPUs needs it"),
+    Package("nvidia-ml-py", "pynvml", "which GPUs NVLink joins; without it a node counts as one fast domain"),
+    Package("tokenizers", "tokenizers", "Hugging Face tokenizers"),
+    Package("pyarrow", "pyarrow", "Parquet files"),
+    Package("backports.zstd", "backports.zstd", ".zst files"),
+    Package("tensorboard", "tensorboard", "--tensorboard-dir"),
+    Package("matplotlib", "matplotlib", "tools/plot_timeline.py"),
+)
+CUDA_ONLY = ("triton", "nvidia-ml-py")  # of the optional ones
+TORCH_RANGE = ((2, 11), (2, 14))  # as in pyproject.toml
+
+VARIABLES = re.compile(
+    "(NCCL|GLOO|CUDA|NVIDIA|TRITON|TORCH|PYTORCH|OMP|MKL|SLURM|TORCHELASTIC|MEGAZPP|WANDB)_.*"
+    "|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|CC|LD_PRELOAD|XDG_CACHE_HOME|TMPDIR"
+)
+SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
+
+
+def collect(env: Mapping[str, str] = os.environ) -> dict[str, Section]:
+    """The report: sections of names and values."""
+    parts: dict[str, Callable[[], Section]] = {
+        "versions": _versions,
+        "devices": _devices,
+        "links": _links,
+        "back ends": _back_ends,
+        "environment": lambda: _environment(env),
+        "missing": _missing,
+    }
+    return {name: _safely(part) for name, part in parts.items()}
+
+
+def render(report: Mapping[str, Section]) -> str:
+    """The report as text."""
+    blocks = []
+    for title, section in report.items():
+        width = max((len(name) for name in section), default=0)
+        rows = [f"  {name:<{width}}  {value}".rstrip() for name, value in section.items()]
+        blocks.append("\n".join([title, *(rows or ["  nothing"])]))
+    return "\n\n".join(blocks)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the report; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m megazpp.env", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    args = parser.parse_args(argv)
+    if launched_rank() != 0:
+        return 0
+    report = collect()
+    print(json.dumps(report, indent=2) if args.json else render(report))
+    return 0
+
+
+def _safely(part: Callable[[], Section]) -> Section:
+    try:
+        return part()
+    except Exception as error:  # a report on a broken machine is worth most
+        return {"not found out": f"{type(error).__name__}: {error}"}
+
+
+def _versions() -> Section:
+    found = {
+        "megazpp": f"{megazpp.__version__} in {Path(megazpp.__file__).parent}",
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": platform.platform(),
+        "torch": torch.__version__,
+        "CUDA of torch": torch.version.cuda or "none: a CPU build",
+    }
+    if torch.version.cuda:
+        found["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["cuDNN of torch"] = str(torch.backends.cudnn.version())
+    for name in (*REQUIRED, *(package.name for package in OPTIONAL)):
+        found[name] = _version(name) or "not installed"
+    found["apex"] = _apex()
+    return found
+
+
+def _devices() -> Section:
+    cores, kibibytes = len(os.sched_getaffinity(0)), re.search(r"MemTotal:\s+(\d+)", _read("/proc/meminfo"))
+    model = re.search(r"model name\s*:\s*(.*)", _read("/proc/cpuinfo"))
+    memory = f", {int(kibibytes[1]) / 2**20:.1f} GiB" if kibibytes else ""
+    found = {"CPU": f"{model[1] if model else platform.machine()}, {cores} of {os.cpu_count()} cores usable{memory}"}
+    for node in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
+        found[f"NUMA {node.name}"] = f"cores {_read(node / 'cpulist')}"
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        size = f"{gpu.total_memory / 2**30:.1f} GiB, {gpu.multi_processor_count} SMs"
+        found[f"cuda:{index}"] = f"{gpu.name}, {size}, compute capability {gpu.major}.{gpu.minor}"
+    return found
+
+
+def _links() -> Section:
+    infos = _hosts()
+    found, gpus = {}, [info.gpu for info in infos if info.gpu is not None]
+    for index, gpu in enumerate(gpus):
+        peers = ", ".join(gpu.nvlink_peers) or "no NVLink known"
+        slot = f"PCIe {gpu.pcie_generation} x{gpu.pcie_lanes}" if gpu.pcie_lanes else "PCIe unknown"
+        fabric = f"; fabric {gpu.fabric}" if gpu.fabric else ""
+        found[f"cuda:{index}"] = f"{gpu.pci or gpu.uuid}, NUMA node {gpu.numa_node}, {slot}, NVLink to {peers}{fabric}"
+    if gpus:
+        cluster = cluster_from_hosts(infos)
+        size = cluster.domain_size or cluster.ranks_per_node
+        found["fast domains"] = f"{cluster.ranks_per_node // size} of {size} GPUs" if size <= len(gpus) else f"{size}"
+    for nic in infos[0].nics:
+        rate = f"{nic.gigabits_per_second:g} Gbit/s" if nic.gigabits_per_second else "rate unknown"
+        found[f"adapter {nic.name}"] = f"{nic.pci}, NUMA node {nic.numa_node}, {rate}"
+    notices = dict.fromkeys(info.notice for info in infos if info.notice)
+    if notices:
+        found["note"] = "; ".join(notices)
+    return found or {"adapters": "none on the PCI bus"}
+
+
+def _back_ends() -> Section:
+    device_type = _device_type()
+    rows: list[tuple[str, str, str]] = list(optimizer_backends(OptimizerConfig(), device_type))
+    try:
+        rows.append(backend(device_type))
+    except ValueError as error:
+        rows.append(("block quantization", "none", str(error)))
+    found = {"device": f"{device_type}, collectives by {'nccl' if device_type == 'cuda' else 'gloo'}"}
+    found |= {piece: f"{implementation} ({why})" for piece, implementation, why in rows}
+    library = native.library()
+    compiled = f"no: {library}" if isinstance(library, CLibraryError) else f"compiled by {library.compiler}"
+    found["C library"] = compiled
+    kinds = {"flash": True, "plain": True}
+    if device_type == "cuda":
+        cuda = torch.backends.cuda
+        kinds = {
+            "flash": cuda.flash_sdp_enabled(),
+            "memory-efficient": cuda.mem_efficient_sdp_enabled(),
+            "cuDNN": cuda.cudnn_sdp_enabled(),
+            "plain": cuda.math_sdp_enabled(),
+        }
+    found["attention"] = f"torch scaled_dot_product_attention: {' or '.join(kind for kind, on in kinds.items() if on)}"
+    found["cache"] = str(default_cache_dir())
+    return found
+
+
+def _environment(env: Mapping[str, str]) -> Section:
+    """The variables that change what runs; values that look like secrets are not shown."""
+    names = sorted(name for name in env if VARIABLES.fullmatch(name))
+    return {name: "(set, not shown)" if SECRET.search(name) else env[name] for name in names}
+
+
+def _missing() -> Section:
+    """What is not there -> what that costs, and the line that mends it."""
+    found, cuda = {}, _device_type() == "cuda"
+    version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
+    if not TORCH_RANGE[0] <= version < TORCH_RANGE[1]:
+        low, high = (".".join(map(str, end)) for end in TORCH_RANGE)
+        found[f"torch >={low},<{high}"] = f"{torch.__version__} is here: pip install 'torch>={low},<{high}'"
+    if not cuda and Path("/dev/nvidiactl").exists():
+        found["CUDA"] = (
+            "there is a GPU that torch cannot use: the pip line for its driver is at pytorch.org/get-started"
+        )
+    for name in REQUIRED:
+        if _version(name) is None:
+            found[name] = f"needed: pip install {name}"
+    for name, module, use in OPTIONAL:
+        in_python = name == "backports.zstd" and _is_installed("compression.zstd")
+        needless = in_python or (name in CUDA_ONLY and not cuda)
+        if not needless and not _is_installed(module):
+            found[name] = f"{use}: pip install {name}"
+    if isinstance(native.library(), CLibraryError):
+        found["C compiler"] = "block quantization on the CPU is slower without: apt install gcc, or conda install gcc"
+    return found
+
+
+def _hosts() -> list[HostInfo]:
+    """This host as each of its GPUs' ranks would describe it, or as one CPU rank."""
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
+    return [describe_host(index, device, uses_gpu=device.type == "cuda") for index, device in enumerate(devices)]
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _apex() -> str:
+    try:
+        check_apex("cuda")
+    except ValueError as error:
+        return str(error).removeprefix("--optimizer-backend apex: ").partition(";")[0]
+    return "NVIDIA's, with FusedAdam"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # a parent package is missing
+        return False
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,87 @@
+"""The report on a machine: what it has in it, that it prints once, and that nothing stops it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import megazpp.env as env_report
+from kernels.c_library import CLibraryError
+from megazpp.env import collect, main, render
+
+SECTIONS = ["versions", "devices", "links", "back ends", "environment", "missing"]
+
+
+def test_the_report_has_its_sections_as_text_and_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert main(["--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(report) == SECTIONS
+    assert report["environment"]["OMP_NUM_THREADS"] == "3"
+    assert "cores usable" in report["devices"]["CPU"]
+    assert report["back ends"]["optimizer"].startswith("torch.optim.AdamW")
+    assert not any("not found out" in section for section in report.values()), report
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    for title in SECTIONS:
+        assert f"\n{title}\n" in f"\n{out}"
+
+
+def test_of_several_ranks_only_the_first_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for launcher in ({"RANK": "1"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}):
+        with monkeypatch.context() as patch:
+            patch.delenv("RANK", raising=False)
+            for name, value in launcher.items():
+                patch.setenv(name, value)
+            assert main([]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_what_slows_a_run_down_is_missing_with_the_line_that_mends_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(env_report, "_version", lambda name: None if name == "wandb" else "1")
+    monkeypatch.setattr(env_report, "_is_installed", lambda module: module != "pyarrow")
+    monkeypatch.setattr(env_report.native, "library", lambda: CLibraryError("no C compiler found"))
+    monkeypatch.setattr(env_report.torch, "__version__", "2.9.1")
+    report = collect({})
+    assert report["missing"]["wandb"] == "needed: pip install wandb"
+    assert report["missing"]["pyarrow"] == "Parquet files: pip install pyarrow"
+    assert "apt install gcc" in report["missing"]["C compiler"]
+    assert "pip install 'torch>=2.11,<2.14'" in report["missing"]["torch >=2.11,<2.14"]
+    assert report["back ends"]["C library"] == "no: no C compiler found"
+    assert "triton" not in report["missing"]  # of no use without a GPU
+
+
+def test_a_part_that_breaks_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch):
+    def broken() -> dict[str, str]:
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr(env_report, "_links", broken)
+    report = collect({})
+    assert report["links"] == {"not found out": "RuntimeError: the driver is gone"}
+    assert report["versions"]["torch"]
+    assert "the driver is gone" in render(report)
+
+
+def test_variables_that_matter_are_shown_and_secrets_are_not(tmp_path: Path):
+    env = {
+        "NCCL_DEBUG": "INFO",
+        "CUDA_VISIBLE_DEVICES": "",
+        "SLURM_PROCID": "0",
+        "RANK": "0",
+        "WANDB_API_KEY": "abc",
+        "HOME": str(tmp_path),
+        "AWS_SECRET": "abc",
+    }
+    shown = collect(env)["environment"]
+    assert shown == {
+        "CUDA_VISIBLE_DEVICES": "",
+        "NCCL_DEBUG": "INFO",
+        "RANK": "0",
+        "SLURM_PROCID": "0",
+        "WANDB_API_KEY": "(set, not shown)",
+    }
