@@ -14,16 +14,16 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.utils import serialization
 
@@ -33,19 +33,33 @@ from megazpp.checkpoint.checksums import FileSum
 class SummingWriter(FileSystemWriter):
     """Writes this rank's file, and the index on rank 0; each is on disk afterwards.
 
+    Args:
+        read: gives a tensor by its key when its turn has come, where `save` has only meta tensors; each then has a
+            file of its own, because the library keeps in memory what goes into one file.
     Attributes:
         sums: of the files written, by name.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=True)
+    def __init__(self, path: Path, read: Callable[[str], torch.Tensor] | None = None) -> None:
+        super().__init__(path, sync_files=True, single_file_per_rank=read is None)
         self.fs = _SummingFiles()
         self.sums = self.fs.sums
+        self._read = read
 
     def save(self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
         """Write on all ranks of `group`; torch's own checksums, one per tensor and read by nobody, are left out."""
+        planner = None if self._read is None else _ReadingPlanner(self._read)
         with serialization.config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-            dcp.save(dict(tensors), storage_writer=self, process_group=group)
+            dcp.save(dict(tensors), storage_writer=self, planner=planner, process_group=group, no_dist=group is None)
+
+
+class _ReadingPlanner(DefaultSavePlanner):
+    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self._read(index.fqn)
 
 
 class _SummingFiles(FileSystem):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,12 +26,14 @@ class Writer:
         folder: locked by rank 0.
         axis: all ranks.
         keep_last, retain_interval: what stays, see `kept_iterations`.
+        read: see `SummingWriter`.
     """
 
     folder: CheckpointFolder
     axis: MeshAxis
     keep_last: int | None
     retain_interval: int | None
+    read: Callable[[str], torch.Tensor] | None = None
 
     def write(self, record: RunRecord, tensors: Mapping[str, torch.Tensor]) -> str:
         """Have all of it on disk, and the tracker name it; rank 0 gets the line that says so.
@@ -40,7 +42,7 @@ class Writer:
             ValueError: some rank could not write; the checkpoints there were are untouched.
         """
         started, axis, folder, iteration = time.perf_counter(), self.axis, self.folder, record.progress.iteration
-        writer = SummingWriter(folder.partial(iteration))
+        writer = SummingWriter(folder.partial(iteration), self.read)
         try:
             together(axis, lambda: folder.begin(iteration) if axis.rank == 0 else None)
             together(axis, lambda: writer.save(tensors, axis.group))

@@ -1,0 +1,166 @@
+"""From one format to another: what `tools/convert_checkpoint.py` does.
+
+Everything that can be refused is refused before the output is begun; then one tensor after the other goes through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megazpp.checkpoint.folder import TRACKER
+from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import SHAPE, RunRecord
+from megazpp.convert.huggingface import CONFIG, choose_architecture, open_model, write_model
+from megazpp.convert.megatron import find_checkpoint, open_megatron
+from megazpp.convert.model import Imported, Model, first_rows
+from megazpp.convert.native import empty_schedule, open_checkpoint, write_checkpoint
+from megazpp.convert.output import check_output, whole_folder
+from megazpp.convert.tokenizer_files import FOLDER, carry, carry_out, find_tokenizer, has_files
+from megazpp.data.tokenizer import TokenizerConfig, load_tokenizer
+from megazpp.flags import flag
+
+Format = Literal["huggingface", "megatron", "megazpp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertConfig:
+    """What becomes what."""
+
+    input: str | None = flag(None, "folder of the model: Hugging Face's, or of Megatron's or our own checkpoints")
+    output: str | None = flag(None, "folder to write, which must be new or empty")
+    source: Literal["huggingface", "megatron", "megazpp"] | None = flag(
+        None, "format of --input (default: what it looks like)", name="--from"
+    )
+    target: Literal["huggingface", "megazpp"] | None = flag(
+        None, "format of --output (default: huggingface from our checkpoints, megazpp from all others)", name="--to"
+    )
+    ckpt_step: int | None = flag(None, "convert the checkpoint of this iteration instead of the latest")
+
+
+def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[str], None]) -> str:
+    """Convert; returns the line that says what came out.
+
+    Args:
+        tokenizer: flags for the model's tokenizer; without any, what is found with the model.
+        say: prints a line of progress.
+    Raises:
+        ValueError: something is missing, damaged, or cannot be in the other format; nothing is written.
+    """
+    if config.input is None or config.output is None:
+        raise ValueError(f"{'--input' if config.input is None else '--output'} is missing")
+    source, target = Path(config.input).expanduser(), Path(config.output).expanduser()
+    if not source.is_dir():
+        raise ValueError(f"--input {source} {'is no folder' if source.exists() else 'does not exist'}")
+    check_output(target)
+    kind = config.source or guess_format(source, config.ckpt_step)
+    wanted = config.target or ("huggingface" if kind == "megazpp" else "megazpp")
+    if (kind == "megazpp") == (wanted == "megazpp"):
+        raise ValueError(f"--from {kind} --to {wanted}: one of the two has to be megazpp, and one another format")
+    if kind == "huggingface" and config.ckpt_step is not None:
+        raise ValueError(f"--ckpt-step {config.ckpt_step}: --input {source} is one model, without iterations")
+    say(f"{source} is {_NAMES[kind]}")
+    if kind == "megazpp":
+        return export(source, target, config.ckpt_step, tokenizer, say)
+    imported = _import_huggingface(source) if kind == "huggingface" else open_megatron(source, config.ckpt_step)
+    return keep(imported, target, tokenizer, say)
+
+
+_NAMES: dict[Format, str] = {
+    "huggingface": "a Hugging Face model",
+    "megatron": "a checkpoint of Megatron-LM's",
+    "megazpp": "a checkpoint of MegaZ++",
+}
+
+
+def guess_format(folder: Path, iteration: int | None) -> Format:
+    """What a folder looks like.
+
+    Raises:
+        ValueError: like nothing that is known.
+    """
+    if (folder / CONFIG).is_file():
+        return "huggingface"
+    if any(folder.glob("iter_*/run.json")):
+        return "megazpp"
+    if any(folder.glob("mp_rank_*")) or (folder / TRACKER).is_file():
+        find_checkpoint(folder, iteration)
+        return "megatron"
+    raise ValueError(
+        f"--input {folder} is neither a Hugging Face model ({CONFIG}) nor a folder of checkpoints ({TRACKER})"
+    )
+
+
+def export(
+    source: Path, target: Path, iteration: int | None, given: TokenizerConfig, say: Callable[[str], None]
+) -> str:
+    """Our checkpoint to a Hugging Face folder."""
+    model, record = open_checkpoint(source, iteration)
+    architecture = choose_architecture(model.config)
+    saved = {f.name: record.flags.get(f.name) for f in dataclasses.fields(TokenizerConfig)}
+    tokenizer = given if given != TokenizerConfig() else TokenizerConfig(**saved)
+    if not has_files(tokenizer):
+        say("note: the checkpoint names no tokenizer files; --tokenizer-model adds them to the output")
+    with whole_folder(target) as folder:
+        write_model(folder, model, token_ids=carry_out(tokenizer, folder))
+    return f"{target} holds iteration {record.progress.iteration} as {architecture.class_name}{_described(model)}"
+
+
+def keep(imported: Imported, target: Path, given: TokenizerConfig, say: Callable[[str], None]) -> str:
+    """A model as a checkpoint of ours, without an optimizer."""
+    found = given if given != TokenizerConfig() else imported.tokenizer
+    tokenizer = load_tokenizer(found)
+    model = imported.model
+    vocab_size = model.rows if tokenizer is None else tokenizer.vocab_size
+    if tokenizer is None:
+        say("note: no tokenizer was found; the flags for one (see --help) record it with the checkpoint")
+    elif vocab_size > model.rows:
+        say(f"note: the tokenizer has {vocab_size} tokens, the model knows the first {model.rows}")
+    if imported.padded:
+        model = first_rows(model, min(vocab_size, model.rows))
+    with whole_folder(target) as folder:
+        if tokenizer is not None and has_files(found):
+            found = carry(found, folder / FOLDER, target.resolve() / FOLDER)
+        record = RunRecord(
+            progress=imported.progress,
+            scaler={},
+            groups=[],
+            schedule=empty_schedule(),
+            flags=_flags(model, imported.seq_length, found),
+            vocab_size=vocab_size,
+            layout={},
+            has_optimizer=False,
+            has_rng=False,
+            torch=torch.__version__,
+        )
+        write_checkpoint(folder, model, record)
+    return f"{target} holds the model as iteration {imported.progress.iteration}{_described(model)}"
+
+
+def _import_huggingface(source: Path) -> Imported:
+    model = open_model(source)
+    length = model.config.max_position_embeddings
+    assert length is not None
+    return Imported(model, Progress(), length, find_tokenizer(source), padded=False)
+
+
+def _flags(model: Model, seq_length: int, tokenizer: TokenizerConfig) -> dict[str, Any]:
+    """What our programs take from a checkpoint, by field name."""
+    own = dataclasses.asdict(model.config)
+    return {
+        **{name: own[name] for name in (*SHAPE, "init_method_std", "hidden_dropout", "attention_dropout")},
+        **dataclasses.asdict(tokenizer),
+        "seq_length": seq_length,
+        "bf16": model.dtype == torch.bfloat16,
+        "fp16": model.dtype == torch.float16,
+    }
+
+
+def _described(model: Model) -> str:
+    parameters = sum(torch.Size(entry.shape).numel() for entry in model.tensors.values())
+    return f": {parameters:,} parameters, {model.dtype}, {model.rows:,} tokens"

@@ -1,0 +1,121 @@
+"""Hugging Face's GPT-2: learned positions, LayerNorm, biases, matrices stored [in, out]."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import torch
+
+from megazpp.convert.architecture import Architecture, refuse
+from megazpp.convert.settings import Settings
+from megazpp.convert.tensors import Piece, fuse_qkv, same, split_qkv, transposed
+from megazpp.model.config import GPTConfig
+
+# activation_function there -> flags here; what is written is the first of each kind
+_ACTIVATIONS: dict[str, dict[str, bool]] = {
+    "gelu_new": {"openai_gelu": True},
+    "gelu_pytorch_tanh": {"openai_gelu": True},
+    "gelu_fast": {"openai_gelu": True},
+    "gelu": {},
+    "relu2": {"squared_relu": True},
+}
+_MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")  # older files hold the causal mask
+
+
+def read(settings: Settings) -> dict[str, Any]:
+    """Fields of GPTConfig."""
+    settings.absent("scale_attn_by_inverse_layer_idx", "add_cross_attention", "quantization_config")
+    settings.only("scale_attn_weights", True)
+    activation = settings.only("activation_function", *_ACTIVATIONS)
+    hidden = settings.count("n_embd", 768)
+    return {
+        "num_layers": settings.count("n_layer", 12),
+        "hidden_size": hidden,
+        "ffn_hidden_size": settings.count("n_inner", 4 * hidden),
+        "num_attention_heads": settings.count("n_head", 12),
+        "max_position_embeddings": settings.count("n_positions", 1024),
+        "norm_epsilon": settings.number("layer_norm_epsilon", 1e-5),
+        "untie_embeddings_and_output_weights": not settings.truth("tie_word_embeddings", True),
+        "init_method_std": settings.number("initializer_range", 0.02),
+        "hidden_dropout": settings.number("resid_pdrop", 0.1),
+        "attention_dropout": settings.number("attn_pdrop", 0.1),
+        **_ACTIVATIONS[activation],
+    }
+
+
+def write(config: GPTConfig) -> dict[str, Any]:
+    """config.json without the vocabulary."""
+    refuse(
+        "GPT2LMHeadModel",
+        {
+            f"--position-embedding-type {config.positions}": config.positions != "learned_absolute",
+            f"--normalization {config.normalization}": config.normalization != "LayerNorm",
+            "--apply-layernorm-1p": config.apply_layernorm_1p,
+            "--swiglu": config.swiglu,
+            "--disable-bias-linear": config.disable_bias_linear,
+            f"--num-query-groups {config.query_groups}": config.query_groups != config.heads,
+            f"--kv-channels {config.head_size}": config.head_size * config.heads != config.hidden,
+        },
+    )
+    kind = {name: getattr(config, name) for name in ("openai_gelu", "squared_relu") if getattr(config, name)}
+    return {
+        "n_layer": config.layers,
+        "n_embd": config.hidden,
+        "n_inner": config.ffn_size,
+        "n_head": config.heads,
+        "n_positions": config.max_position_embeddings,
+        "layer_norm_epsilon": config.norm_epsilon,
+        "tie_word_embeddings": config.tied,
+        "initializer_range": config.init_method_std,
+        "resid_pdrop": config.hidden_dropout,
+        "embd_pdrop": config.hidden_dropout,
+        "attn_pdrop": config.attention_dropout,
+        "activation_function": next(name for name, flags in _ACTIVATIONS.items() if flags == kind),
+    }
+
+
+def pieces(config: GPTConfig) -> dict[str, Piece]:
+    """Our names to theirs."""
+    found = {
+        "embedding.word.weight": same("transformer.wte.weight"),
+        "embedding.position.weight": same("transformer.wpe.weight"),
+        "final_norm.weight": same("transformer.ln_f.weight"),
+        "final_norm.bias": same("transformer.ln_f.bias"),
+    }
+    if not config.tied:
+        found["output.weight"] = same("lm_head.weight")
+    for layer in range(config.layers):
+        ours, theirs = f"layers.{layer}", f"transformer.h.{layer}"
+        for norm, name in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
+            found |= {f"{ours}.{norm}.{kind}": same(f"{theirs}.{name}.{kind}") for kind in ("weight", "bias")}
+        for linear, name in (("attention.proj", "attn.c_proj"), ("mlp.fc1", "mlp.c_fc"), ("mlp.fc2", "mlp.c_proj")):
+            found[f"{ours}.{linear}.weight"] = transposed(f"{theirs}.{name}.weight")
+            found[f"{ours}.{linear}.bias"] = same(f"{theirs}.{name}.bias")
+        for kind in ("weight", "bias"):
+            join = functools.partial(_join_qkv, groups=config.heads, head_size=config.head_size)
+            split = functools.partial(_split_qkv, groups=config.heads, head_size=config.head_size)
+            found[f"{ours}.attention.qkv.{kind}"] = Piece((f"{theirs}.attn.c_attn.{kind}",), join, split)
+    return found
+
+
+def their_name(name: str) -> str | None:
+    """The first GPT-2 files have no `transformer.`."""
+    if _MASKS.fullmatch(name):
+        return None
+    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+
+
+def _join_qkv(parts: list[torch.Tensor], **shape: int) -> torch.Tensor:
+    return fuse_qkv((parts[0].t() if parts[0].dim() == 2 else parts[0]).chunk(3), **shape)
+
+
+def _split_qkv(ours: torch.Tensor, **shape: int) -> list[torch.Tensor]:
+    rows = torch.cat(split_qkv(ours, **shape))
+    return [rows.t() if rows.dim() == 2 else rows]
+
+
+GPT2 = Architecture(
+    model_type="gpt2", class_name="GPT2LMHeadModel", read=read, write=write, pieces=pieces, their_name=their_name
+)

@@ -1,0 +1,131 @@
+"""A Hugging Face folder: config.json, safetensors in one file or several, and the tokenizer's files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megazpp.convert.architecture import Architecture
+from megazpp.convert.gpt2 import GPT2
+from megazpp.convert.llama import LLAMA
+from megazpp.convert.model import Model, model_shapes
+from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
+from megazpp.convert.settings import Settings
+from megazpp.convert.tensors import Deferred, join_all, split_all
+from megazpp.data.files import write_whole
+from megazpp.model.config import GPTConfig
+
+CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+FILE_BYTES = 5 * 10**9  # as transformers has cut files for years
+_ARCHITECTURES = (GPT2, LLAMA)
+
+
+def open_model(folder: Path) -> Model:
+    """The model of a folder; nothing but shapes is read yet.
+
+    Raises:
+        ValueError: something is missing, damaged, or a model that we do not have.
+    """
+    settings = Settings(read_json(folder / CONFIG), str(folder / CONFIG))
+    known = ", ".join(architecture.model_type for architecture in _ARCHITECTURES)
+    kind = settings.text("model_type")
+    architecture = next((a for a in _ARCHITECTURES if a.model_type == kind), None)
+    if architecture is None:
+        raise ValueError(f"{folder / CONFIG}: model_type {kind!r} is not one that can be converted ({known})")
+    config = GPTConfig(**architecture.read(settings))
+    rows = settings.count("vocab_size", 50257 if architecture is GPT2 else None)
+    tensors = _named(_open_files(folder), architecture, config)
+    pieces = architecture.pieces(config)
+    shapes = model_shapes(config, rows, str(folder / CONFIG))
+    return Model(config, rows, join_all(pieces, tensors, shapes, str(folder)))
+
+
+def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> None:
+    """Write config.json and the tensors, cut into files of `FILE_BYTES`.
+
+    Args:
+        token_ids: what config.json says about the tokenizer.
+    """
+    architecture = choose_architecture(model.config)
+    tensors = split_all(architecture.pieces(model.config), model.tensors)
+    groups = split_into_files(tensors, FILE_BYTES)
+    names = [WHOLE] if len(groups) == 1 else [_part_name(i + 1, len(groups)) for i in range(len(groups))]
+    total = sum(write_tensors(folder / name, group) for name, group in zip(names, groups, strict=True))
+    if len(groups) > 1:
+        places = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    description = {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
+        "vocab_size": model.rows,
+        "torch_dtype": str(model.dtype).removeprefix("torch."),
+        **architecture.write(model.config),
+        **token_ids,
+    }
+    _write_json(folder / CONFIG, description)
+
+
+def choose_architecture(config: GPTConfig) -> Architecture:
+    """The one that holds such a model.
+
+    Raises:
+        ValueError: names the flags that neither has.
+    """
+    architecture = LLAMA if config.positions == "rope" else GPT2
+    architecture.write(config)
+    return architecture
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds a JSON object.
+
+    Raises:
+        ValueError: it is missing or holds something else.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no settings")
+    return values
+
+
+def _open_files(folder: Path) -> dict[str, Deferred]:
+    """Every tensor of the folder by the name it has there."""
+    if not (folder / INDEX).exists():
+        if not (folder / WHOLE).exists() and any(folder.glob("pytorch_model*.bin")):
+            raise ValueError(f"{folder} holds pytorch_model.bin; only safetensors are read (transformers saves them)")
+        return open_tensors(folder / WHOLE)
+    places = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) and "/" not in file for file in places.values()):
+        raise ValueError(f"{folder / INDEX} has no weight_map of files")
+    found: dict[str, Deferred] = {}
+    for file in sorted(set(places.values())):
+        tensors = open_tensors(folder / file)
+        absent = [name for name, place in places.items() if place == file and name not in tensors]
+        if absent:
+            raise ValueError(f"{folder / file} does not hold {absent[0]}, which {INDEX} says it does")
+        found |= tensors
+    return found
+
+
+def _named(files: Mapping[str, Deferred], architecture: Architecture, config: GPTConfig) -> dict[str, Deferred]:
+    """The weights by the names of `Architecture.pieces`."""
+    named = {name: entry for raw, entry in files.items() if (name := architecture.their_name(raw)) is not None}
+    if config.tied:
+        named.pop("lm_head.weight", None)  # some files hold the tied matrix twice
+    return named
+
+
+def _part_name(number: int, count: int) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    write_whole(path, (json.dumps(values, indent=2) + "\n").encode())

@@ -1,0 +1,80 @@
+"""A model between two formats: its shape, and its tensors under our names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from megazpp.checkpoint.progress import Progress
+from megazpp.convert.tensors import Deferred
+from megazpp.data.tokenizer import TokenizerConfig
+from megazpp.model.config import GPTConfig, check_gpt_config
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis
+
+WORDS, OUTPUT = "embedding.word.weight", "output.weight"
+
+
+class Model(NamedTuple):
+    """What a source gives and a sink takes.
+
+    Attributes:
+        config: its shape.
+        rows: of the embedding.
+        tensors: all of them, by the names of `GPTModel`.
+    """
+
+    config: GPTConfig
+    rows: int
+    tensors: Mapping[str, Deferred]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the embedding, and hence of nearly all."""
+        return self.tensors[WORDS].dtype
+
+
+class Imported(NamedTuple):
+    """A model that is to be a checkpoint of ours.
+
+    Attributes:
+        progress: where its training stood.
+        seq_length: of the samples it is made for.
+        tokenizer: flags, with files of this machine; without any if there is none.
+        padded: rows beyond the tokenizer's are padding.
+    """
+
+    model: Model
+    progress: Progress
+    seq_length: int
+    tokenizer: TokenizerConfig
+    padded: bool
+
+
+def model_shapes(config: GPTConfig, rows: int, where: str) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of the model, whole.
+
+    Raises:
+        ValueError: the settings, which are those of `where`, describe no model.
+    """
+    try:
+        check_gpt_config(config, tp_size=1, seq_length=1)
+    except ValueError as error:
+        raise ValueError(f"{where} describes no model: {error}") from error
+    unpadded = dataclasses.replace(config, make_vocab_size_divisible_by=1)
+    with torch.device("meta"):
+        model = GPTModel(unpadded, vocab_size=rows, tp=MeshAxis("tp"))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def first_rows(model: Model, rows: int) -> Model:
+    """The model without what pads its vocabulary."""
+    cut = {name: _cut(entry, rows) if name in (WORDS, OUTPUT) else entry for name, entry in model.tensors.items()}
+    return Model(model.config, rows, cut)
+
+
+def _cut(entry: Deferred, rows: int) -> Deferred:
+    return Deferred((rows, *entry.shape[1:]), entry.dtype, lambda: entry.read()[:rows])

@@ -1,0 +1,106 @@
+"""Our own checkpoints, one tensor at a time: read for another format, written from one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megazpp.checkpoint.checksums import DamagedError, find_damage, read_checksums
+from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.record import RunRecord, read_record, shape_of
+from megazpp.checkpoint.source import Source
+from megazpp.checkpoint.storage import SafeReader
+from megazpp.checkpoint.write import Writer
+from megazpp.convert.model import WORDS, Model, first_rows, model_shapes
+from megazpp.convert.tensors import Deferred, check_tensors
+from megazpp.model.config import GPTConfig
+from megazpp.optim.schedule import ScheduleConfig, build_schedule
+from megazpp.parallel.axis import MeshAxis
+
+_PREFIX = "model."
+
+
+def open_checkpoint(folder: Path, iteration: int | None) -> tuple[Model, RunRecord]:
+    """The weights of a checkpoint without the padding of their vocabulary, and what it says.
+
+    Args:
+        iteration: None for what the tracker names.
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    source = Source(
+        CheckpointFolder(folder, "--input"), iteration, continues=False, optimizer=False, rng=False, fallback=False
+    )
+    candidates = source.candidates()
+    if not candidates:
+        raise ValueError(f"--input {folder} has no checkpoint")
+    checkpoint = source.folder.of(candidates[0])
+    sums = read_checksums(checkpoint)
+    problems = find_damage(checkpoint, sums, sums)
+    if problems:
+        raise DamagedError("; ".join(problems))
+    record = read_record(checkpoint)
+    config = _read_config(record)
+    reader = SafeReader(checkpoint)
+    tensors = {
+        key.removeprefix(_PREFIX): Deferred(tuple(entry.size), entry.properties.dtype, _Reading(reader, key))
+        for key, entry in reader.tensors().items()
+        if key.startswith(_PREFIX)
+    }
+    if WORDS not in tensors:
+        raise ValueError(f"{checkpoint} holds no weights")
+    rows = tensors[WORDS].shape[0]
+    expected = model_shapes(config, rows, str(checkpoint))
+    check_tensors({name: entry.shape for name, entry in tensors.items()}, expected, str(checkpoint))
+    model = Model(config, rows, tensors)
+    # a run pads; a checkpoint without a layout comes from a conversion, and has the rows it had there
+    return (first_rows(model, record.vocab_size) if record.layout else model), record
+
+
+def write_checkpoint(folder: Path, model: Model, record: RunRecord) -> str:
+    """Write a checkpoint of the record's iteration; returns the line that says so."""
+    axis, destination = MeshAxis("checkpoint"), CheckpointFolder(folder, "--output")
+    meta = {
+        _PREFIX + name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        for name, entry in model.tensors.items()
+    }
+    writer = Writer(
+        folder=destination,
+        axis=axis,
+        keep_last=None,
+        retain_interval=None,
+        read=lambda key: model.tensors[key.removeprefix(_PREFIX)].read(),
+    )
+    return writer.write(record, meta)
+
+
+def empty_schedule() -> dict[str, Any]:
+    """Of weights that no schedule goes with."""
+    schedule = build_schedule(
+        ScheduleConfig(lr=0.0), weight_decay=0.0, train_iters=1, train_samples=None, global_batch_size=1
+    )
+    return schedule.state_dict()
+
+
+def _read_config(record: RunRecord) -> GPTConfig:
+    names = ("hidden_dropout", "attention_dropout", "init_method_std")
+    values = shape_of(record.flags) | {name: record.flags[name] for name in names if name in record.flags}
+    if values.get("max_position_embeddings") is None:
+        values["max_position_embeddings"] = record.flags.get("seq_length")  # rotary positions need no such flag here
+    return GPTConfig(**values)
+
+
+class _Reading:
+    """Reads one tensor, whatever ranks have written its parts."""
+
+    def __init__(self, reader: SafeReader, key: str) -> None:
+        self._reader, self._key = reader, key
+
+    def __call__(self) -> torch.Tensor:
+        entry = self._reader.tensors()[self._key]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        dcp.load({self._key: tensor}, storage_reader=self._reader, no_dist=True)
+        return tensor

@@ -1,0 +1,65 @@
+"""A folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megazpp.data.files import sync_directory
+
+
+def check_output(path: Path) -> None:
+    """Refuse an output folder before the work for it begins.
+
+    Raises:
+        ValueError: there is something in its place.
+    """
+    if path.is_dir():
+        if any(path.iterdir()):
+            raise ValueError(f"--output {path} is not empty")
+    elif path.exists() or path.is_symlink():
+        raise ValueError(f"--output {path} exists and is no folder")
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to write in, which becomes `path` if nothing is raised meanwhile, and else is gone.
+
+    What a killed conversion has left is removed by the next one with the same output.
+
+    Raises:
+        ValueError: it cannot be made, or another process is at it.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ValueError(f"--output {path} cannot be written to: {error.strerror}") from error
+    try:
+        _lock(descriptor, path)
+        for entry in unfinished.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        try:
+            yield unfinished
+            check_output(path)  # once more: a conversion takes its time
+            sync_directory(unfinished)
+            unfinished.rename(path)  # onto nothing, or onto an empty folder
+            sync_directory(path.parent)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    """Until the process ends, however it does."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ValueError(f"--output {path} is being written by another conversion") from error

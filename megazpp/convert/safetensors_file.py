@@ -1,0 +1,103 @@
+"""safetensors files, read and written one tensor at a time.
+
+Format: 8 bytes with the length of the header, the header in JSON ({name: dtype, shape, place}), the data back to back.
+The package reads lazily, but writes only what is all in memory; a header from shapes that are known beforehand needs
+no such thing.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from megazpp.convert.tensors import Deferred
+from megazpp.data.files import sync
+
+try:
+    import safetensors
+except ImportError:  # an optional dependency: open_tensors says how to get it
+    safetensors = None  # type: ignore[assignment]
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ALIGNMENT = 8
+
+
+def open_tensors(path: Path) -> dict[str, Deferred]:
+    """What a file holds.
+
+    Raises:
+        ValueError: it is missing, cut short, or no such file; or a tensor is of a type that a model here cannot be.
+    """
+    if safetensors is None:
+        raise ValueError("reading Hugging Face models needs the package safetensors: pip install safetensors")
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    found = {}
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                entry = file.get_slice(name)
+                dtype = entry.get_dtype()
+                if dtype not in DTYPES:
+                    raise ValueError(f"{path}: {name} has type {dtype}; only {', '.join(DTYPES)} can be converted")
+                found[name] = Deferred(tuple(entry.get_shape()), DTYPES[dtype], _Reading(path, name))
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+    return found
+
+
+class _Reading:
+    """Reads one tensor, and closes the file: its pages count as memory of the process while it is open."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._name = path, name
+
+    def __call__(self) -> torch.Tensor:
+        with safetensors.safe_open(self._path, framework="pt") as file:
+            return file.get_tensor(self._name).clone()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Deferred]) -> int:
+    """Write a file whose content is on disk when this returns; returns the bytes of the tensors."""
+    names, start = {dtype: name for name, dtype in DTYPES.items()}, 0
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for name, entry in tensors.items():
+        size = _num_bytes(entry)
+        header[name] = {
+            "dtype": names[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [start, start + size],
+        }
+        start += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, entry in tensors.items():
+            tensor = entry.read()
+            assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), name
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            del tensor
+        sync(file)
+    return start
+
+
+def split_into_files(tensors: Mapping[str, Deferred], max_bytes: int) -> list[dict[str, Deferred]]:
+    """Groups of at most `max_bytes`, but for a tensor that is larger by itself."""
+    groups: list[dict[str, Deferred]] = [{}]
+    size = 0
+    for name, entry in tensors.items():
+        if groups[-1] and size + _num_bytes(entry) > max_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = entry
+        size += _num_bytes(entry)
+    return groups
+
+
+def _num_bytes(entry: Deferred) -> int:
+    return torch.empty(entry.shape, dtype=entry.dtype, device="meta").nbytes

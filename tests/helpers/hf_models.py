@@ -1,0 +1,68 @@
+"""Tiny transformers models with random weights in folders, and what they compute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import transformers
+
+VOCAB, SEQ = 107, 24
+TOKENS = torch.randint(VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(0))
+
+
+def make_gpt2(**settings: Any) -> transformers.GPT2LMHeadModel:
+    """In eval mode, with biases and norms off their constants."""
+    sizes = {"vocab_size": VOCAB, "n_positions": SEQ, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    ids = {"bos_token_id": 5, "eos_token_id": 5}
+    return _randomized(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | ids | settings)))
+
+
+def make_llama(**settings: Any) -> transformers.LlamaForCausalLM:
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": SEQ,
+        "rope_theta": 5e5,
+    }
+    return _randomized(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | settings)))
+
+
+def save(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """What transformers makes of a folder, in fp32: [B, S, V]."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def file_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All that lies in the safetensors of a folder."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= safetensors.torch.load_file(file)
+    return found
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def _randomized(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
