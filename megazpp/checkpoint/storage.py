@@ -50,7 +50,7 @@ class SummingWriter(FileSystemWriter):
         """Write on all ranks of `group`; torch's own checksums, one per tensor and read by nobody, are left out."""
         planner = None if self._read is None else _ReadingPlanner(self._read)
         with serialization.config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-            dcp.save(dict(tensors), storage_writer=self, planner=planner, process_group=group, no_dist=group is None)
+            dcp.save(dict(tensors), storage_writer=self, planner=planner, process_group=group)
 
 
 class _ReadingPlanner(DefaultSavePlanner):

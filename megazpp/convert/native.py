@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +77,16 @@ def write_checkpoint(folder: Path, model: Model, record: RunRecord) -> str:
         retain_interval=None,
         read=lambda key: model.tensors[key.removeprefix(_PREFIX)].read(),
     )
-    return writer.write(record, meta)
+    with alone():
+        return writer.write(record, meta)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Without the library's warning that one process reads and writes by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def empty_schedule() -> dict[str, Any]:
@@ -102,5 +114,6 @@ class _Reading:
     def __call__(self) -> torch.Tensor:
         entry = self._reader.tensors()[self._key]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        dcp.load({self._key: tensor}, storage_reader=self._reader, no_dist=True)
+        with alone():
+            dcp.load({self._key: tensor}, storage_reader=self._reader, no_dist=True)
         return tensor

@@ -63,6 +63,7 @@ def edit_config(folder: Path, **values: Any) -> None:
 def _randomized(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        for name, parameter in model.named_parameters():
+            is_norm = name.endswith("weight") and parameter.dim() == 1
+            parameter.copy_(is_norm + 0.15 * torch.randn(parameter.shape, generator=generator))
     return model.eval()

@@ -1,0 +1,188 @@
+"""GPT-2 and Llama in and out: the same bits, the same logits, on any tensor-parallel size."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.hf_models import (
+    SEQ,
+    TOKENS,
+    VOCAB,
+    edit_config,
+    file_tensors,
+    logits,
+    make_gpt2,
+    make_llama,
+    save,
+)
+from helpers.ranks import ranks
+from helpers.training import Case, build_on_ranks
+from safetensors.torch import save_file
+
+from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.record import shape_of
+from megazpp.checkpoint.weights import find_weights, load_weights
+from megazpp.convert import huggingface
+from megazpp.convert.convert import ConvertConfig, convert
+from megazpp.convert.huggingface import choose_architecture, open_model
+from megazpp.data.tokenizer import TokenizerConfig
+from megazpp.model.config import GPTConfig
+
+SAME = 1e-5  # absolute, on logits of about 1: fp32 sums in another order
+MODELS: dict[str, Callable[[], Any]] = {
+    "gpt2": make_gpt2,
+    "gpt2 untied, exact gelu, bf16": lambda: make_gpt2(
+        tie_word_embeddings=False, activation_function="gelu", n_inner=40
+    ).bfloat16(),
+    "gpt2 fp16": lambda: make_gpt2().half(),
+    "llama grouped": make_llama,
+    "llama tied, biases, wide heads": lambda: make_llama(
+        tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=12, num_key_value_heads=4
+    ),
+    "llama one key head, bf16": lambda: make_llama(num_key_value_heads=1).bfloat16(),
+}
+
+
+def turn(source: Path, output: Path) -> Path:
+    convert(ConvertConfig(input=str(source), output=str(output)), TokenizerConfig(), lambda line: None)
+    return output
+
+
+def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
+    """What our model makes of a checkpoint: [B, S, V], with a vocabulary padded for `tp`."""
+    source, record = find_weights(CheckpointConfig(load=load))
+    config = dataclasses.replace(GPTConfig(**shape_of(record.flags)), hidden_dropout=0.0, attention_dropout=0.0)
+    model, sharding, dims = build_on_ranks(Case(model=config, tp=tp, vocab_size=record.vocab_size, seq_length=SEQ))
+    load_weights(model, sharding, dims, source, record, vocab_size=record.vocab_size, say=lambda line: None)
+    with torch.no_grad():
+        part = model.eval()(TOKENS)
+    return dims.tp.all_gather(part.permute(2, 0, 1).contiguous()).permute(1, 2, 0)[..., :VOCAB]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_round_trip_keeps_every_bit_and_the_logits_are_transformers(name: str, tmp_path: Path):
+    theirs = save(MODELS[name](), tmp_path / "theirs")
+    ours = turn(theirs, tmp_path / "ours")
+    back = turn(ours, tmp_path / "back")
+    before, after = file_tensors(theirs), file_tensors(back)
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert tensor.dtype == after[key].dtype
+        assert torch.equal(tensor, after[key]), key
+    expected = logits(theirs)
+    assert torch.equal(logits(back), expected)
+    for tp in (1, 2) if name != "llama one key head, bf16" else (1,):
+        for found in ranks(tp).run(logits_on_ranks, str(ours), tp):
+            torch.testing.assert_close(found, expected, atol=SAME, rtol=0)
+
+
+def test_a_model_in_several_files_is_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = save(make_llama(), tmp_path / "whole")
+    parts = save(make_llama(), tmp_path / "parts", max_shard_size="30KB")
+    assert len(list(parts.glob("*.safetensors"))) > 2
+    monkeypatch.setattr(huggingface, "FILE_BYTES", 30_000)
+    back = turn(turn(parts, tmp_path / "ours"), tmp_path / "back")
+    assert len(list(back.glob("model-0000?-of-0000?.safetensors"))) > 2
+    expected, found = file_tensors(whole), file_tensors(back)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+    assert torch.equal(logits(back), logits(whole))  # through the index
+
+
+def test_the_first_gpt2_files_are_read_too(tmp_path: Path):
+    """No prefix, causal masks among the weights, the tied matrix twice."""
+    theirs = save(make_gpt2(), tmp_path / "theirs")
+    tensors = file_tensors(theirs)
+    old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    old |= {f"h.{layer}.attn.bias": torch.ones(1, 1, SEQ, SEQ) for layer in range(2)}
+    old |= {"h.0.attn.masked_bias": torch.tensor(-1e4), "lm_head.weight": old["wte.weight"].clone()}
+    save_file(old, theirs / "model.safetensors")
+    back = file_tensors(turn(turn(theirs, tmp_path / "ours"), tmp_path / "back"))
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("style", ["transformers 4", "transformers 5"])
+def test_the_rotary_base_is_found_where_each_version_keeps_it(style: str, tmp_path: Path):
+    theirs = save(make_llama(), tmp_path / "theirs")
+    config = json.loads((theirs / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    config |= {
+        "transformers 4": {"rope_theta": 7e4, "rope_scaling": None},
+        "transformers 5": {"rope_parameters": {"rope_theta": 7e4, "rope_type": "default"}},
+    }[style]
+    (theirs / "config.json").write_text(json.dumps(config))
+    assert open_model(theirs).config.rotary_base == 7e4
+
+
+# fmt: off
+UNKNOWN = {
+    "model_type": ("gpt2", {"model_type": "mistral"}, "model_type 'mistral' is not one that can be converted"),
+    "activation": ("gpt2", {"activation_function": "relu"}, "activation_function 'relu' is not supported"),
+    "scale": ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights False is not supported"),
+    "inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+    "no layers": ("gpt2", {"n_layer": 0}, "n_layer 0 is not a positive integer"),
+    "heads": ("gpt2", {"n_head": 5}, "--hidden-size 32 is not divisible by --num-attention-heads 5"),
+    "rope_scaling": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type 'linear'"),
+    "rope_parameters": (
+        "llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope_parameters.rope_type 'llama3'"
+    ),
+    "act": ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported here (only silu, swish)"),
+    "bias": ("llama", {"attention_bias": True}, "attention_bias and mlp_bias differ"),
+    "quantized": ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    "number": ("llama", {"rms_norm_eps": "tiny"}, "rms_norm_eps 'tiny' is not a number"),
+    "groups": ("llama", {"num_key_value_heads": 3}, "--num-attention-heads 4 is not divisible by --num-query-groups 3"),
+    "wide": ("llama", {"hidden_size": 40, "head_dim": 8}, "has shape [107, 32], the model's is [107, 40]"),
+    "vocabulary": ("llama", {"vocab_size": 108}, "model.embed_tokens.weight has shape [107, 32]"),
+    "more layers": ("llama", {"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight"),
+    "fewer layers": ("llama", {"num_hidden_layers": 1}, "have no place in this model"),
+}
+# fmt: on
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    home = tmp_path_factory.mktemp("models")
+    return {"gpt2": save(make_gpt2(), home / "gpt2"), "llama": save(make_llama(), home / "llama")}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_what_we_do_not_have_is_refused_by_the_key_of_the_config(case: str, folders: dict[str, Path], tmp_path: Path):
+    kind, values, message = UNKNOWN[case]
+    for file in folders[kind].iterdir():
+        (tmp_path / file.name).symlink_to(file) if file.name != "config.json" else None
+    (tmp_path / "config.json").write_text((folders[kind] / "config.json").read_text())
+    edit_config(tmp_path, **values)
+    with pytest.raises(ValueError) as caught:
+        open_model(tmp_path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "disable_bias_linear": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swiglu": True}, "GPT2LMHeadModel cannot hold a model with --swiglu"),
+        ({"disable_bias_linear": True}, "--disable-bias-linear"),
+        ({"normalization": "RMSNorm"}, "--normalization RMSNorm"),
+        ({"apply_layernorm_1p": True, "kv_channels": 4}, "--apply-layernorm-1p, --kv-channels 4"),
+        ({"group_query_attention": True, "num_query_groups": 2}, "--num-query-groups 2"),
+        ({"position_embedding_type": "none"}, "--position-embedding-type none"),
+        (LLAMA | {"rotary_percent": 0.5}, "LlamaForCausalLM cannot hold a model with --rotary-percent 0.5"),
+        (LLAMA | {"add_qkv_bias": True}, "--add-qkv-bias and --disable-bias-linear"),
+        (LLAMA | {"swiglu": False, "normalization": "LayerNorm"}, "--normalization LayerNorm, --no-swiglu"),
+    ],
+)
+def test_what_they_do_not_have_is_refused_by_its_flags(changes: dict[str, Any], message: str):
+    config = GPTConfig(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=8, **changes)
+    with pytest.raises(ValueError, match=message):
+        choose_architecture(config)
