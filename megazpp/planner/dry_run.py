@@ -30,8 +30,10 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.lane import Lane
 from megazpp.planner.costs import NoCosts
 from megazpp.planner.estimate import Estimator
+from megazpp.planner.live import PeakBytes
+from megazpp.planner.memory import MemoryPlan
 from megazpp.planner.report import MEGA, describe_plan, needed_vocab_size, with_data
-from megazpp.planner.speed import measure
+from megazpp.planner.speed import measure, traffic_between
 from megazpp.planner.step import TrafficTable
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cost import shares_for
@@ -49,6 +51,8 @@ class DryRun(NamedTuple):
     Attributes:
         plan, rank, micro_batches: of the run, whose step, of the step.
         planned, counted: calls and bytes of this rank, by (wire, axis, collective).
+        memory: planned for this rank.
+        live_bytes: of the tensors that live at the fullest moment, counted.
     """
 
     plan: RunPlan
@@ -56,6 +60,8 @@ class DryRun(NamedTuple):
     micro_batches: int
     planned: TrafficTable
     counted: TrafficTable
+    memory: MemoryPlan
+    live_bytes: int
 
     @property
     def agrees(self) -> bool:
@@ -80,6 +86,8 @@ class DryRun(NamedTuple):
                 f"rank {self.rank} of {self.plan.layout.cluster.world_size}, one optimizer step:",
                 *aligned(rows),
                 f"{sent / MEGA:.3f} MB: " + ("as planned" if self.agrees else "NOT AS PLANNED"),
+                f"tensors live at the fullest moment: {self.live_bytes / MEGA:.3f} MB, planned "
+                f"{self.memory.total / MEGA:.3f} MB ({100 * (self.memory.total / self.live_bytes - 1):+.1f} %)",
             ]
         )
 
@@ -96,13 +104,14 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
     plan = check_run_config(config, cluster, device_type=CPU.type)
     count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
     estimator = Estimator(cluster, vocab_size=vocab_size, device_type=CPU.type, shares=shares_for(cluster.device))
-    planned = measure(estimator.paper_step(config, plan, NoCosts(), rank=rank, on_cpu=True), count).traffic
+    paper = estimator.paper_step(config, plan, NoCosts(), rank=rank, on_cpu=True)
+    planned = measure(paper, count).traffic
     with fake_ranks(rank, cluster.world_size):
         dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl)
         for axis in (dims.cross, dims.local, dims.shard):
             axis.lane = Lane()  # a thread would not see the modes that make its tensors fake
-        _run_step(config, plan, dims, vocab_size=vocab_size, micro_batches=count)
-    return DryRun(plan, rank, count, planned, dims.counter.table())
+        counted, live_bytes = _run_step(config, plan, dims, vocab_size=vocab_size, micro_batches=count)
+    return DryRun(plan, rank, count, planned, counted, paper.ledger.fullest, live_bytes)
 
 
 @contextmanager
@@ -117,8 +126,13 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _run_step(config: RunConfig, plan: RunPlan, dims: ParallelDims, *, vocab_size: int, micro_batches: int) -> None:
-    """What pretrain_gpt.py builds for its first step, and the step."""
+def _run_step(
+    config: RunConfig, plan: RunPlan, dims: ParallelDims, *, vocab_size: int, micro_batches: int
+) -> tuple[TrafficTable, int]:
+    """Build what pretrain_gpt.py builds, and take a step: what it sends, and the most bytes that live.
+
+    After a short one, which makes what later steps find: moments, error feedback, the order of use.
+    """
     built = shard_on_meta(
         dataclasses.replace(config.model, compile=False),
         vocab_size=vocab_size,
@@ -130,7 +144,7 @@ def _run_step(config: RunConfig, plan: RunPlan, dims: ParallelDims, *, vocab_siz
     )
     seq_length = config.data.seq_length
     assert seq_length is not None
-    with FakeTensorMode(allow_non_fake_inputs=True), _Answers():
+    with FakeTensorMode(allow_non_fake_inputs=True), _Answers(), PeakBytes() as live:
         materialize(built.model, CPU)
         step = TrainStep(
             *built,
@@ -140,7 +154,12 @@ def _run_step(config: RunConfig, plan: RunPlan, dims: ParallelDims, *, vocab_siz
             clip_grad=config.optimizer.clip_grad,
         )
         samples = torch.zeros(plan.batches.micro_batch_size, seq_length + 1, dtype=torch.int64)
-        step([make_micro_batch(samples, eod=None)] * micro_batches, learning_rate=1.0, weight_decay=0.0)
+        batch = make_micro_batch(samples, eod=None)
+        step([batch], learning_rate=1.0, weight_decay=0.0)
+        before = dims.counter.table()
+        live.mark()
+        step([batch] * micro_batches, learning_rate=1.0, weight_decay=0.0)
+    return traffic_between(before, dims.counter.table()), live.peak
 
 
 class _Answers(TorchDispatchMode):
