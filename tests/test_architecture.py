@@ -26,6 +26,7 @@ FLOORS = {
     "megazpp.checkpoint": 4,
     "megazpp.training": 5,
     "megazpp.inference": 5,
+    "megazpp.report": 5,
     "megazpp.convert": 5,
     "megazpp.arguments": 6,
     "megazpp.checkpoint_flags": 7,

@@ -1,0 +1,1 @@
+"""Floor 5: a page that shows what runs did."""

@@ -1,0 +1,138 @@
+"""One HTML file that holds a whole report: tables and pictures as they are, curves as numbers that its script draws.
+
+Nothing is fetched. Text from the runs is escaped; `page.css` and `page.js` are written into the file.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from megazpp.data.files import write_whole
+from megazpp.report.runs import Run
+from megazpp.report.series import CHARTS, curves
+from megazpp.report.tables import Table, flag_differences, summary_table, traffic_line, traffic_table
+from megazpp.topology.picture import topology_svg
+
+MARK = "<!doctype html><!-- MegaZ++ report -->"
+POINTS_OF_PAGE, MOST_POINTS, FEWEST_POINTS = 8000, 1500, 200  # of a curve; the first is shared by the runs
+COLOURS = 7  # page.css has them
+
+
+def write_report(runs: Sequence[Run], output: Path, now: datetime.datetime) -> None:
+    """Write the page, all of it or nothing; an older report of that name is replaced.
+
+    Raises:
+        ValueError: the file is there and is no report, or cannot be written.
+    """
+    if output.exists() and not (output.is_file() and output.read_bytes().startswith(MARK.encode())):
+        raise ValueError(f"--output {output} exists and is no report: it is left as it is")
+    try:
+        write_whole(output, report_html(runs, now).encode())
+    except OSError as error:
+        raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
+
+
+def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
+    """The page."""
+    names = ", ".join(run.name for run in runs)
+    title = "What the run did" if len(runs) == 1 else f"What {len(runs)} runs did"
+    assets = files("megazpp.report")
+    return "\n".join(
+        [
+            MARK,
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(names)} - MegaZ++</title>",
+            f"<style>\n{(assets / 'page.css').read_text()}</style></head><body>",
+            f"<header><h1>{title}</h1><p>MegaZ++, {now:%Y-%m-%d %H:%M}</p></header>",
+            "<main>",
+            *_curve_section(runs),
+            *_section("Summary", _table(summary_table(runs), runs)),
+            *_flag_section(runs),
+            *_traffic_section(runs),
+            *_topology_section(runs),
+            "</main>",
+            f'<script type="application/json" id="data">{_data(runs)}</script>',
+            f"<script>\n{(assets / 'page.js').read_text()}</script></body></html>\n",
+        ]
+    )
+
+
+def _data(runs: Sequence[Run]) -> str:
+    """What page.js draws; cannot end the element that it stands in."""
+    max_points = min(MOST_POINTS, max(FEWEST_POINTS, POINTS_OF_PAGE // max(1, len(runs))))
+    data = {
+        "charts": [chart._asdict() for chart in CHARTS],
+        "runs": [{"name": run.name, "curves": curves(run, max_points)} for run in runs],
+    }
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _curve_section(runs: Sequence[Run]) -> Iterator[str]:
+    yield '<section id="curves"><div class="bar"><div class="switch" role="radiogroup" aria-label="horizontal axis">'
+    for index, name in enumerate(("steps", "tokens", "time")):
+        checked = " checked" if index == 0 else ""
+        yield f'<label><input type="radio" name="axis" value="{index}"{checked}><span>{name}</span></label>'
+    yield '</div><ul class="legend">'
+    yield from (f"<li>{_named(index, run.name)}</li>" for index, run in enumerate(runs))
+    yield "</ul></div>"
+    yield '<div class="charts"></div><noscript>The curves are drawn by a script, which is switched off.</noscript>'
+    yield "</section>"
+
+
+def _flag_section(runs: Sequence[Run]) -> Iterator[str]:
+    if len(runs) > 1:
+        table = flag_differences(runs)
+        yield from _section("Flags that differ", _table(table, runs) if table.rows else "<p>None.</p>")
+
+
+def _traffic_section(runs: Sequence[Run]) -> Iterator[str]:
+    parts = []
+    for index, run in enumerate(runs):
+        table = traffic_table(run)
+        if table is not None:
+            parts.append(f"<h3>{_named(index, run.name)}</h3>{_table(table)}<p>{escape(traffic_line(run))}</p>")
+    if parts:
+        yield from _section("Bytes by axis, wire and collective", *parts)
+
+
+def _topology_section(runs: Sequence[Run]) -> Iterator[str]:
+    layouts = list(dict.fromkeys(run.layout for run in runs if run.layout is not None))
+    parts = []
+    for layout in layouts:
+        where = [_named(i, run.name) for i, run in enumerate(runs) if run.layout == layout]
+        parts.append(f'<h3>{" ".join(where)}</h3><div class="scroll topology">{topology_svg(layout)}</div>')
+    if parts:
+        yield from _section("Who gets which rank", *parts)
+
+
+def _section(title: str, *parts: str) -> Iterator[str]:
+    yield f"<section><h2>{escape(title)}</h2>"
+    yield from parts
+    yield "</section>"
+
+
+def _table(table: Table, runs: Sequence[Run] = ()) -> str:
+    """A table whose columns after the first are the runs', if they are given."""
+    head = [escape(cell) for cell in table.head]
+    if runs:
+        head[1:] = [_named(index, run.name) for index, run in enumerate(runs)]
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) for row in table.rows]
+    body = "".join(
+        f'<tr><th scope="row">{escape(r[0])}</th>{line}</tr>' for r, line in zip(table.rows, lines, strict=True)
+    )
+    columns = "".join(f'<th scope="col">{cell}</th>' for cell in head)
+    style = "" if runs else ' class="numbers"'
+    return f'<div class="scroll"><table{style}><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _named(index: int, name: str) -> str:
+    """A run's name behind its line as page.js draws it."""
+    style = f"colour{index % COLOURS} dash{index // COLOURS % 3}"
+    line = f'<svg class="swatch {style}" width="26" height="10" aria-hidden="true"><path d="M1 5h24"/></svg>'
+    return f'{line}<span class="name" title="{escape(name)}">{escape(name)}</span>'

@@ -1,0 +1,160 @@
+"""What a run folder holds (training/run_folder.py), read as it is: of a run that ended well, crashed, went on after a
+restart, or is being written at this moment. Only a folder that is none is refused.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megazpp.topology.layout import Layout
+from megazpp.topology.record import layout_from_record
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run.
+
+    Attributes:
+        name: tells it from the others of a report.
+        flags: the last start's; {} where there is no args.json.
+        rows: of metrics.jsonl, in the order of the file: iterations go back where a restart went back.
+        validations: of validation.jsonl.
+        summary: None unless a process of this run has come to its end.
+        layout: None where it was not recorded.
+        notes: what a reader should know about the files.
+        written: when the last line was, or None.
+    """
+
+    name: str
+    path: Path
+    flags: Mapping[str, Any]
+    rows: Sequence[Row]
+    validations: Sequence[Row]
+    summary: Mapping[str, Any] | None
+    layout: Layout | None
+    notes: Sequence[str]
+    written: datetime.datetime | None
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Every folder once, with names as short as tells them apart.
+
+    Raises:
+        ValueError: a path is no run folder.
+    """
+    folders = list(dict.fromkeys(path.expanduser().resolve() for path in paths))
+    return [read_run(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """Read one folder.
+
+    Raises:
+        ValueError: it is none, or its metrics are not what a run writes.
+    """
+    metrics = folder / "metrics.jsonl"
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: give the run folders that pretrain_gpt.py names at its end")
+    if not metrics.is_file() and not (folder / "args.json").is_file():
+        raise ValueError(f"{folder} is no run folder: it has neither metrics.jsonl nor args.json")
+    notes: list[str] = []
+    rows = _rows(metrics, notes)
+    validations = _rows(folder / "validation.jsonl", notes)
+    endings = sorted(path.name for pattern in ("hang-*.txt", "not-finite-*.json") for path in folder.glob(pattern))
+    notes += [f"{ending} says what ended it at one time" for ending in endings]
+    topology = _object(folder / "topology.json", notes)
+    try:
+        layout = None if topology is None else layout_from_record(topology)
+    except ValueError as error:
+        notes.append(f"topology.json is left out: {error}")
+        layout = None
+    return Run(
+        name=name,
+        path=folder,
+        flags=_object(folder / "args.json", notes) or {},
+        rows=rows,
+        validations=validations,
+        summary=_object(folder / "summary.json", notes),
+        layout=layout,
+        notes=notes,
+        written=datetime.datetime.fromtimestamp(metrics.stat().st_mtime) if rows else None,
+    )
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """The last parts of every path, as many as it takes for all to differ; the paths do."""
+    for length in range(1, max((len(folder.parts) for folder in folders), default=0)):
+        names = ["/".join(folder.parts[-length:]) for folder in folders]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def state(run: Run) -> str:
+    """How the run stands, in a few words."""
+    if not run.rows and run.summary is None:
+        return "no log line yet"
+    last = run.rows[-1]["iteration"] if run.rows else 0
+    summary = run.summary
+    if summary is None or number(summary.get("iteration"), 0) < last:
+        return "still running, or it crashed"
+    if summary.get("stop_reason"):
+        return f"stopped by {summary['stop_reason']}"
+    return "finished"
+
+
+def number(value: Any, default: float | None = None) -> Any:
+    """`value` if it is a number (NaN and infinities are), else `default`."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else default
+
+
+def _rows(file: Path, notes: list[str]) -> list[Row]:
+    """The objects of a .jsonl file that have an iteration; other lines are counted in a note.
+
+    Raises:
+        ValueError: it has lines, and none of them is one or the beginning of one.
+    """
+    if not file.is_file():
+        return []
+    rows, bad, whole_lines = [], [], 0
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line_number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            row = _parsed(line)
+            if isinstance(row, dict) and isinstance(row.get("iteration"), int):
+                rows.append(row)
+            else:
+                bad.append(line_number)
+                whole_lines += not line.startswith("{")
+    if whole_lines and not rows:
+        raise ValueError(f"{file}: line {bad[0]} is no JSON object with an iteration: not what a run writes")
+    if bad:
+        which = f"line {bad[0]} is" if len(bad) == 1 else f"{len(bad)} lines (the first is {bad[0]}) are"
+        notes.append(f"{file.name}: {which} cut or damaged and left out")
+    return rows
+
+
+def _object(file: Path, notes: list[str]) -> Mapping[str, Any] | None:
+    """The object of a .json file; None, with a note, if it is damaged, and without if there is none."""
+    if not file.is_file():
+        return None
+    content = _parsed(file.read_text(encoding="utf-8", errors="replace"))
+    if isinstance(content, dict):
+        return content
+    notes.append(f"{file.name} is damaged and left out")
+    return None
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

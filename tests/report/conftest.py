@@ -1,0 +1,44 @@
+"""Run folders as training writes them, with other values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MakeRun = Callable[..., Path]
+
+
+def row(iteration: int, **values: Any) -> dict[str, Any]:
+    """A line of metrics.jsonl: two steps of a second each, 100 tokens a step."""
+    defaults: dict[str, Any] = {
+        "iteration": iteration, "lm_loss": 5.0, "grad_norm": 1.0, "learning_rate": 1e-3,
+        "consumed_samples": 10 * iteration, "consumed_tokens": 100 * iteration, "steps": 2, "step_seconds": 1.0,
+        "tokens_per_second": 100.0, "skipped": 0, "tp_bytes": 0, "cross_bytes": 4_000_000, "local_bytes": 0,
+        "peak_memory_bytes": 3_000_000_000,
+    }  # fmt: skip
+    return defaults | values
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    def make(name: str = "run", rows: Sequence[dict[str, Any]] = (), *, tail: str = "", **files: Any) -> Path:
+        """files: the objects of name.json; `validation`: rows of validation.jsonl."""
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows) + tail)
+        validations = files.pop("validation", ())
+        (folder / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in validations))
+        for file, content in files.items():
+            (folder / f"{file}.json").write_text(json.dumps(content))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def make_row() -> Callable[..., dict[str, Any]]:
+    return row

@@ -1,0 +1,107 @@
+"""The page holds everything it needs and nothing that a run's text could break; a browser draws it without errors."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazpp.report.page import report_html, write_report
+from megazpp.report.runs import read_runs
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import plan_layout
+from megazpp.topology.record import layout_record
+
+MakeRun = Callable[..., Path]
+MakeRow = Callable[..., dict[str, Any]]
+NOW = datetime.datetime(2026, 1, 2, 3, 4)
+BAD = "</script><img src=x onerror=alert(1)>&\"'"
+
+
+def data_of(html: str) -> dict[str, Any]:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)[1])
+
+
+@pytest.fixture
+def folders(make_run: MakeRun, make_row: MakeRow) -> list[Path]:
+    """A run with everything; one that crashed with NaN and a cut line; one with a line alone; one without any."""
+    traffic = [{"collective": BAD, "axis": "shard", "wire": "cross", "calls": 8, "sent_bytes": 1}]
+    whole = make_run(
+        "whole",
+        [make_row(i, tp_bytes=5, local_bytes=5) for i in range(2, 40)],
+        validation=[{"iteration": 20, "lm_loss": 4.0}],
+        args={"lr": BAD},
+        summary={"iteration": 39, "iterations": BAD, "traffic": traffic},
+        topology=layout_record(plan_layout(Cluster(num_nodes=2, ranks_per_node=2), tp=1, replicas=1)),
+    )
+    crashed = make_run(
+        BAD.replace("/", ""), [make_row(2), make_row(4, lm_loss=math.nan), make_row(2)], tail='{"it', args={"lr": 1}
+    )
+    return [whole, crashed, make_run("line", [make_row(7)]), make_run("none", args={"lr": 2})]
+
+
+def test_no_text_of_a_run_becomes_markup(folders: list[Path]):
+    html = report_html(read_runs(folders), NOW)
+    assert "<img" not in html
+    assert html.count("<script") == html.count("</script>") == 2
+    assert html.count("&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;&amp;&quot;&#x27;") >= 3
+
+
+def test_the_page_asks_for_nothing_outside_itself(folders: list[Path]):
+    html = report_html(read_runs(folders), NOW)
+    links = set(re.findall(r"https?://[^\s\"'<>)]+", html))
+    assert links == {"http://www.w3.org/2000/svg"}  # a namespace, not fetched
+    assert not re.search(r"@import|url\(|<link|\bsrc=(?!x onerror)", html.replace("src=x", ""))
+
+
+def test_the_curves_and_tables_of_all_runs_are_in_the_page(folders: list[Path]):
+    html = report_html(read_runs(folders), NOW)
+    data = data_of(html)
+    assert [run["name"] for run in data["runs"]] == ["whole", BAD.replace("/", ""), "line", "none"]
+    assert [len(run["curves"].get("lm_loss", ())) for run in data["runs"]] == [1, 2, 1, 0]
+    assert data["runs"][1]["curves"]["lm_loss"][0][3] == [5, None]
+    for title in ("Summary", "Flags that differ", "Bytes by axis, wire and collective", "Who gets which rank"):
+        assert html.count(f"<h2>{title}</h2>") == 1
+    alone = report_html(read_runs(folders[3:]), NOW)
+    assert alone.count("<h2>") == 1
+    assert data_of(alone)["runs"][0]["curves"] == {}
+
+
+def test_a_report_replaces_a_report_and_nothing_else(folders: list[Path], tmp_path: Path):
+    runs, output = read_runs(folders), tmp_path / "report.html"
+    write_report(runs[:1], output, NOW)
+    first = output.read_text()
+    write_report(runs[1:], output, NOW)
+    assert first != output.read_text() == report_html(runs[1:], NOW)
+    for other in (folders[0] / "metrics.jsonl", tmp_path):
+        with pytest.raises(ValueError, match=r"--output .* exists and is no report: it is left as it is"):
+            write_report(runs, other, NOW)
+    with pytest.raises(ValueError, match=r"--output .*none/r.html cannot be written: No such file or directory"):
+        write_report(runs, tmp_path / "a" / "none" / "r.html", NOW)
+
+
+def test_a_browser_draws_every_chart(folders: list[Path], tmp_path: Path):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no chromium")
+    write_report(read_runs(folders), tmp_path / "report.html", NOW)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+    done = subprocess.run(
+        [browser, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=390,844", "--dump-dom",
+         "--virtual-time-budget=2000", f"file://{tmp_path / 'report.html'}"],
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    drawn = done.stdout
+    charts = re.findall(r'<svg viewBox="[^"]*" height="\d+" role="img" aria-label="(\w+)', drawn)
+    assert charts == ["Loss", "Throughput", "Gradient", "Learning", "Sent", "Sent", "Sent", "Peak"]
+    assert len(re.findall(r'<path d="M[\d.]+ [\d.]+L[^"]*" class="curve colour0 dash0"', drawn)) == 8
+    assert drawn.count('class="bad colour1 dash0"') == 1  # the loss that is not finite
+    assert "NaN" not in "".join(re.findall(r"<(?:path|circle|text)[^>]*>", drawn))

@@ -1,0 +1,94 @@
+"""Run folders are read as they are: whole, cut short, damaged; what is no run folder is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazpp.report.runs import read_runs, state
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import plan_layout
+from megazpp.topology.record import layout_record
+
+MakeRun = Callable[..., Path]
+MakeRow = Callable[..., dict[str, Any]]
+
+
+def test_all_that_a_run_has_recorded_is_read(make_run: MakeRun, make_row: MakeRow):
+    layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=4), tp=2, replicas=1)
+    folder = make_run(
+        rows=[make_row(2), make_row(4)],
+        validation=[{"iteration": 4, "lm_loss": 6.0}],
+        args={"lr": 1.0},
+        summary={"iteration": 4},
+        topology=layout_record(layout),
+    )
+    (run,) = read_runs([folder])
+    assert (run.name, run.flags, run.layout, run.notes) == ("run", {"lr": 1.0}, layout, [])
+    assert [row["iteration"] for row in run.rows] == [2, 4]
+    assert [row["lm_loss"] for row in run.validations] == [6.0]
+
+
+@pytest.mark.parametrize(
+    ("iterations", "files", "expected"),
+    [
+        ([2, 4], {"summary": {"iteration": 4, "stop_reason": None}}, "finished"),
+        ([2, 4], {"summary": {"iteration": 4, "stop_reason": "SIGTERM"}}, "stopped by SIGTERM"),
+        ([2, 4, 6], {"summary": {"iteration": 4}}, "still running, or it crashed"),
+        ([2], {}, "still running, or it crashed"),
+        ([], {"args": {}}, "no log line yet"),
+        ([], {"summary": {"iteration": 0}}, "finished"),
+    ],
+)
+def test_how_a_run_stands_follows_from_its_summary_and_its_last_line(
+    make_run: MakeRun, make_row: MakeRow, iterations: list[int], files: dict[str, Any], expected: str
+):
+    (run,) = read_runs([make_run(rows=[make_row(i) for i in iterations], **files)])
+    assert state(run) == expected
+
+
+def test_a_line_that_is_cut_is_left_out_with_a_note(make_run: MakeRun, make_row: MakeRow):
+    (run,) = read_runs([make_run(rows=[make_row(2)], tail='{"iteration": 4, "lm_l')])
+    assert [row["iteration"] for row in run.rows] == [2]
+    assert run.notes == ["metrics.jsonl: line 2 is cut or damaged and left out"]
+    folder = make_run("other", [make_row(2)], tail='{"iter\n\x00\x00\n[1]\n{"iteration": "3"}\n')
+    assert read_runs([folder])[0].notes == ["metrics.jsonl: 4 lines (the first is 2) are cut or damaged and left out"]
+
+
+def test_a_run_whose_only_line_is_cut_is_a_run(make_run: MakeRun):
+    (run,) = read_runs([make_run(tail='{"iteration": 1')])
+    assert state(run) == "no log line yet"
+
+
+def test_damaged_files_beside_the_metrics_are_left_out_with_a_note(make_run: MakeRun, make_row: MakeRow):
+    folder = make_run(rows=[make_row(2)], summary={}, topology={"tp": "?"})
+    (folder / "summary.json").write_text('{"iteration"')
+    (folder / "args.json").write_bytes(b"\xff\xfe\x00")
+    (folder / "not-finite-2.json").touch()
+    (run,) = read_runs([folder])
+    assert (run.flags, run.summary, run.layout) == ({}, None, None)
+    assert [note.split()[0] for note in run.notes] == [
+        "not-finite-2.json", "topology.json", "args.json", "summary.json"
+    ]  # fmt: skip
+
+
+def test_names_are_as_short_as_tells_the_runs_apart_and_a_folder_counts_once(make_run: MakeRun, make_row: MakeRow):
+    one, other = make_run("a/run", [make_row(2)]), make_run("b/run", [make_row(2)])
+    assert [run.name for run in read_runs([one, other, one / ".." / "run"])] == ["a/run", "b/run"]
+    assert [run.name for run in read_runs([one])] == ["run"]
+
+
+@pytest.mark.parametrize("content", ["\x00\x01binary", "a text\n", "[1, 2]\n", '{"loss": 1}\nmore\n'])
+def test_a_file_that_no_run_writes_is_refused_by_line(make_run: MakeRun, content: str):
+    with pytest.raises(ValueError, match=r"metrics.jsonl: line 1 is no JSON object with an iteration"):
+        read_runs([make_run(tail=content)])
+
+
+def test_what_is_no_run_folder_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"none is no folder"):
+        read_runs([tmp_path / "none"])
+    with pytest.raises(ValueError, match=r"is no run folder: it has neither metrics.jsonl nor args.json"):
+        read_runs([tmp_path])
