@@ -102,7 +102,9 @@ def _describe(folder: Path, eod: int | None) -> dict[str, Any]:
         piece = None if eod is None else processor.id_to_piece(eod)
         unknown = processor.id_to_piece(processor.unk_id())
         marks = {"bos_token": piece, "eos_token": piece, "unk_token": unknown}
-        return {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "add_eos_token": False, **marks}
+        space = processor.encode("a", out_type=str)[0].startswith("\N{LOWER ONE EIGHTH BLOCK}")
+        added = {"add_bos_token": False, "add_eos_token": False, "add_prefix_space": space, "legacy": False}
+        return {"tokenizer_class": "LlamaTokenizer", **added, **marks}
     if (folder / "vocab.json").is_file():
         vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
         piece = next((piece for piece, index in vocabulary.items() if index == eod), None)
