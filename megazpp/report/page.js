@@ -5,10 +5,10 @@
   const COLOURS = 7, LEFT = 56, RIGHT = 14, TOP = 8, BOTTOM = 40, NEAR = 24;
   const AXES = [
     { label: "optimizer steps", units: [[1, "", 0], [1e3, "thousands", 1e5], [1e6, "millions", 1e7]] },
-    { label: "tokens",
-      units: [[1, "", 0], [1e3, "thousands", 1e4], [1e6, "millions", 2e6], [1e9, "billions", 2e9], [1e12, "trillions", 2e12]] },
-    { label: "training time",
-      units: [[1, "seconds", 0], [60, "minutes", 180], [3600, "hours", 1e4], [86400, "days", 4e5]] },
+    { label: "tokens", units: [
+      [1, "", 0], [1e3, "thousands", 1e4], [1e6, "millions", 2e6], [1e9, "billions", 2e9], [1e12, "trillions", 2e12]] },
+    { label: "training time", units: [
+      [1, "seconds", 0], [60, "minutes", 180], [3600, "hours", 1e4], [86400, "days", 4e5]] },
   ];
   let axis = 0;
 
@@ -64,8 +64,8 @@
     if (value === 0) return "0";
     if (size >= 1e9) return trim((value / 1e9).toPrecision(digits)) + "B";
     if (size >= 1e6) return trim((value / 1e6).toPrecision(digits)) + "M";
-    if (size >= 1e4) return trim((value / 1e3).toPrecision(digits)) + "k";
-    if (size < 1e-3) return trim(value.toExponential(digits - 1).replace("e", "x")).replace(/\.?0*x/, "e");
+    if (size >= 1e4 || (size >= 1e3 && digits < 4)) return trim((value / 1e3).toPrecision(digits)) + "k";
+    if (size < 1e-3) return value.toExponential(digits - 1).replace(/\.?0*e/, "e");
     return trim(value.toPrecision(digits));
   }
 
@@ -120,7 +120,7 @@
     const log = chart.scale === "log", of = (y) => (log ? Math.log(y) : y);
     const px = (x) => LEFT + ((x - xLow) / (xHigh - xLow)) * (width - LEFT - RIGHT);
     const py = (y) => height - BOTTOM - ((of(y) - of(yLow)) / (of(yHigh) - of(yLow))) * (height - TOP - BOTTOM);
-    const drawable = (y) => y !== null && (!log || y > 0);
+    const drawable = (y) => y != null && (!log || y > 0);
     const dense = segments.some((segment) => segment.x.length > width);
 
     const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img",
@@ -147,12 +147,12 @@
     for (const { run, kind, segments: pieces } of curves) {
       for (const { x, y } of pieces) {
         let path = "", pen = false, lastCross = -Infinity, lastDot = -Infinity;
-        const single = y.filter(drawable).length === 1;
         y.forEach((value, i) => {
           if (drawable(value)) {
             path += `${pen ? "L" : "M"}${px(x[i]).toFixed(1)} ${py(value).toFixed(1)}`;
             pen = true;
-            if (single || (kind === "validation" && px(x[i]) - lastDot > 14)) {
+            const alone = !drawable(y[i - 1]) && !drawable(y[i + 1]); // no line shows it
+            if (alone || (kind === "validation" && px(x[i]) - lastDot > 14)) {
               lastDot = px(x[i]);
               svg("circle", { cx: px(x[i]), cy: py(value), r: 3.5, class: `dot ${style(run)}` }, root);
             }
@@ -164,7 +164,7 @@
             }
           }
         });
-        const line = svg("path", { d: path || "M0 0", class: `curve ${style(run)}` 
+        const line = svg("path", { d: path || "M0 0", class: `curve ${style(run)}`
           + (kind === "validation" ? " validation" : dense ? " dense" : "") });
         root.insertBefore(line, root.querySelector(".dot, .bad"));
       }
