@@ -142,7 +142,7 @@ class Tracker:
     ) -> None:
         """Flush everything; an exception marks the run as failed."""
         for sink in self._sinks:
-            self._try(sink, lambda sink: sink.close(exit_code=0 if error is None else 1))
+            self._try(sink, lambda sink: sink.close(exit_code=0 if error is None else 1), again=True)
 
     def _write(self, scalars: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
         for sink in self._sinks:
@@ -155,9 +155,9 @@ class Tracker:
         except OSError as error:
             self._warn(file, error, "the log has its values")
 
-    def _try(self, sink: Sink, use: Callable[[Sink], None]) -> None:
-        """Use a sink that has not failed yet."""
-        if sink.name in self._failed:
+    def _try(self, sink: Sink, use: Callable[[Sink], None], *, again: bool = False) -> None:
+        """Use a sink that has not failed yet, or `again`."""
+        if sink.name in self._failed and not again:
             return
         try:
             use(sink)
