@@ -89,6 +89,20 @@ class Simulation:
                 self.waits[reason] += moment - self.running.now
             self.running.now = moment
 
+    def occupy(self, wire: Clock, name: str, seconds: float, *, beside: float) -> None:
+        """A collective on the running clock, behind the one before it on `wire`.
+
+        Args:
+            wire: of one process group, whose collectives run one at a time in the order in which they were started.
+            beside: the share of the compute that it takes where it does not run on the compute's own clock.
+        """
+        self.wait_until(wire.now, wire.name)
+        self.spend(name, seconds)
+        wire.now = self.running.now
+        if self.running is not self.compute and beside:
+            with self.on(self.compute):
+                self.spend("beside", beside * seconds)
+
     def busy(self, clock: str) -> float:
         """Seconds that a clock was busy."""
         return sum(span.end - span.start for span in self.spans if span.clock == clock)

@@ -10,7 +10,13 @@ from megazpp.topology.layout import AXES, Layout
 
 
 class Costs(Protocol):
-    """How long things take."""
+    """How long things take.
+
+    Attributes:
+        beside: the share of the compute that a collective beside it takes.
+    """
+
+    beside: float
 
     def work(self, work: Work) -> float: ...
 
@@ -21,6 +27,8 @@ class Costs(Protocol):
 
 class NoCosts:
     """Nothing takes any time: for counting."""
+
+    beside = 0.0
 
     def work(self, work: Work) -> float:
         return 0.0
@@ -45,6 +53,7 @@ class ClusterCosts:
         device = layout.cluster.device
         if device is None:
             raise ValueError("--cluster-file: device is not given (name, teraflops, gigabytes, gigabytes_per_second)")
+        self.beside = shares.beside
         self._device = DeviceCost(device=device, shares=shares)
         self._axes = {axis: AxisCost(layout, axis, shares) for axis in AXES if axis not in free}
 

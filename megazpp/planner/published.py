@@ -6,9 +6,10 @@
                1) and 4-bit weight differences with 8/4-bit gradients
 
 What the sources leave open is assumed here. ZeRO++: samples of 1024 tokens, full recomputation, whose operations count,
-76 layers of 12288 for 138B, 4 bits on both hops of a gradient; both hops as this program schedules them. SDP4Bit: eight
-adapters of 400 Gbit/s per node (only the product with the network's share matters), no recomputation, and the scheme as
-our two hops with 4-bit weights, which gather for each layer instead of once.
+76 layers of 12288 for 138B, 4 bits on both hops of a gradient; both hops as this program schedules them; DeepSpeed's
+usual limit on parameters that are kept for their next use. SDP4Bit: eight adapters of 400 Gbit/s per node (only the
+product with the network's share matters), no recomputation, and the scheme as our two hops with 4-bit weights, which
+gather for each layer instead of once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megazpp.planner.speed import measure
 from megazpp.planner.step import PaperStep
 from megazpp.planner.trace import Trace, trace_model
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.cost import DGX2_SHARES, Shares
+from megazpp.topology.cost import ASSUMED_SHARES, DGX2_SHARES, Shares
 from megazpp.topology.device import Device
 from megazpp.topology.layout import Layout, plan_layout
 from megazpp.topology.links import Link, Links
@@ -42,15 +43,17 @@ V100 = Device("V100-SXM3-32GB", 125.0, 34.36, 900.0)
 H800 = Device("H800", 989.0, 85.9, 3350.0)
 SHAPES = {"1.3B": (24, 2048, 16), "6.7B": (32, 4096, 32), "18B": (40, 6144, 48), "138B": (76, 12288, 96)}
 VOCABULARY = 50257
-# As many shares are fitted as a study has figures for it; from two starts where wires inside nodes are among them, near
-# their data sheet and far from it. SDP4Bit's two figures leave the rest as assumed, memory as ZeRO++'s rows have it.
+REUSE_DISTANCE = 10**9  # DeepSpeed's stage3_max_reuse_distance, in parameters
+LINEARS = (3, 1, 4, 4)  # of a layer, in the order of use, in units of the hidden size squared: QKV, projection, MLP
+# No more shares are fitted than a study has figures for it. What a V100 reaches in products is measured elsewhere
+# (topology/cost.py): figures at one number of tokens cannot tell it from what does not depend on tokens.
 FITTED: dict[Study, tuple[str, ...]] = {
-    "ZeRO++": ("matrix", "memory", "domain", "network"),
+    "ZeRO++": ("memory", "network", "uplink"),
     "SDP4Bit": ("matrix", "network"),
 }
-STARTS: dict[Study, tuple[Shares, ...]] = {
-    "ZeRO++": (Shares(0.8, 0.8, 0.8, 1.0, 0.8), Shares(0.8, 0.8, 0.2, 1.0, 0.8)),
-    "SDP4Bit": (Shares(0.8, DGX2_SHARES.memory, 0.8, 1.0, 0.8),),
+STARTS: dict[Study, Shares] = {
+    "ZeRO++": DGX2_SHARES._replace(memory=0.4, network=0.8, uplink=40.0),
+    "SDP4Bit": ASSUMED_SHARES,
 }
 
 
@@ -114,19 +117,15 @@ def median_errors(shares: dict[Study, Shares], rows: Sequence[Row] = ROWS) -> tu
     return statistics.median(abs(e[2]) for e in found), statistics.median(abs(x) for e in found for x in e[:2])
 
 
-def fit(study: Study, say: Callable[[str], None], *, finest: float = 0.02) -> Shares:
+def fit(study: Study, say: Callable[[str], None], *, finest: float = 0.015) -> Shares:
     """The shares with the least squared errors (of logarithms) on the study's calibration rows.
 
-    From each start each share in turn is raised and lowered as long as that helps, in steps that halve; none above 1.
+    Each in turn is raised and lowered as long as that helps, in steps that halve; no share above 1.
     """
     rows = [row for row in ROWS if row.study == study and row.calibrates]
-    best, least = STARTS[study][0], math.inf
-    for start in STARTS[study]:
-        shares, loss = _descend(rows, FITTED[study], start, finest)
-        say(f"{study}: from {start} to {shares}, squared error {loss:.5f}")
-        if loss < least:
-            best, least = shares, loss
-    return Shares(*(round(share, 3) for share in best))
+    shares, loss = _descend(rows, FITTED[study], STARTS[study], finest)
+    say(f"{study}: squared error {loss:.5f}")
+    return Shares(*(round(share, 3) for share in shares))
 
 
 def _descend(rows: Sequence[Row], names: tuple[str, ...], start: Shares, finest: float) -> tuple[Shares, float]:
@@ -135,7 +134,8 @@ def _descend(rows: Sequence[Row], names: tuple[str, ...], start: Shares, finest:
         moved = False
         for name in names:
             for factor in (math.exp(step), math.exp(-step)):
-                candidate = shares._replace(**{name: min(getattr(shares, name) * factor, 1.0)})
+                most = math.inf if name == "uplink" else 1.0
+                candidate = shares._replace(**{name: min(getattr(shares, name) * factor, most)})
                 loss = _loss(rows, candidate)
                 if loss < best:
                     shares, best, moved = candidate, loss, True
@@ -154,25 +154,48 @@ def _loss(rows: Sequence[Row], shares: Shares) -> float:
 
 
 def _seconds(row: Row, shares: Shares, *, quantized: bool) -> float:
-    layout, wire, zero = _layout(row), WirePlan(), ZeroConfig(zero_stage=1)
-    if row.study == "ZeRO++":
-        zero = ZeroConfig(
-            zeropp=quantized, zero_gradient_bits=(4, 4), overlap_param_gather=True, overlap_grad_reduce=True
-        )
-        wire = plan_wire(zero, layout)
-    elif quantized:
-        zero = ZeroConfig(zeropp=True)
+    layout, wire, megatron = _layout(row), WirePlan(), row.study == "SDP4Bit"
+    zero = ZeroConfig(zero_stage=1 if megatron else 3)
+    if megatron and quantized:
         four, eight = BlockFormat(4, 128), BlockFormat(8, 128)
-        wire = WirePlan(GatherPlan(four, keep=True), ReducePlan(eight, four), overlap_gather=True, overlap_reduce=True)
+        wire = WirePlan(GatherPlan(four, keep=False), ReducePlan(eight, four))
+    elif quantized:
+        zero = ZeroConfig(zeropp=True, zero_gradient_bits=(4, 4), overlap_param_gather=True, overlap_grad_reduce=True)
+        wire = plan_wire(zero, layout)
     step = PaperStep(
         _trace(row._replace(gigabits=0, before=0, after=0)),
         layout=layout,
         wire=wire,
         zero=zero,
         precision=_precision(row),
-        costs=ClusterCosts(layout, shares),
+        costs=_Costs(layout, shares, gathers=gathers_to_fsdp2(row)),
+        on_cpu=megatron,  # nothing runs beside the compute
     )
     return measure(step, 1).seconds
+
+
+class _Costs(ClusterCosts):
+    """Costs of a program that gathers weights so many times as often inside a node or over all ranks."""
+
+    def __init__(self, layout: Layout, shares: Shares, *, gathers: float) -> None:
+        super().__init__(layout, shares)
+        self._gathers = gathers
+
+    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
+        times = self._gathers if collective == "all_gather" and axis in ("shard", "local") else 1.0
+        return super().collective(axis, collective, round(times * sent_bytes))
+
+
+def gathers_to_fsdp2(row: Row) -> float:
+    """DeepSpeed's gathers of weights for each of FSDP2's, which are one in forward and one in backward.
+
+    DeepSpeed frees a matrix between its use in recomputation and in backward where the next use is too far away.
+    """
+    if row.study != "ZeRO++":
+        return 1.0
+    _, hidden, _ = SHAPES[row.model]
+    again = sum(n for i, n in enumerate(LINEARS) if 2 * sum(LINEARS[i + 1 :]) * hidden**2 > REUSE_DISTANCE)
+    return 1 + again / sum(LINEARS) / 2
 
 
 def _layout(row: Row) -> Layout:

@@ -205,8 +205,11 @@ class PaperStep:
     # ---- parts ----------------------------------------------------------------------------------------------------
 
     def _sending(self, axis: str) -> Callable[[str, int], None]:
+        wire = self.simulation.new_clock(axis)
+
         def cost(collective: str, sent_bytes: int) -> None:
-            self.simulation.spend(f"{axis} {collective}", self._costs.collective(axis, collective, sent_bytes))
+            seconds = self._costs.collective(axis, collective, sent_bytes)
+            self.simulation.occupy(wire, f"{axis} {collective}", seconds, beside=self._costs.beside)
 
         return cost
 

@@ -5,10 +5,14 @@ sends, at the rate of the slowest wire it rides. Ranks of a node that send over 
 
     ring        all-gather, reduce-scatter    n - 1 messages,        (n - 1)/n of the buffer
                 all-reduce                    2 (n - 1) messages,    twice that
-    tree        all-reduce                    2 log2(n) messages,    twice that     whichever of both is faster
+    tree        all-reduce                    up and down a chain inside each of m islands and a tree of log2(m) levels
+                                              between them, twice that               whichever of both is faster
     pairwise    all-to-all                    n - 1 messages,        (n - 1)/n of the buffer
     two hops    an all-gather inside nodes behind one across them, or an all-to-all across behind one inside: two
                 collectives here, because that is what they are in zero/
+
+Each message of a ring has the latency of its own link (NCCL's tuning.cc counts the same way): of 384 ranks in 24 nodes
+23 links are the network's.
 
 A product [m, k] x [k, n] is computed in tiles of 128 x 128, the last of each row and column not full; it takes as long
 as its full tiles at a share of the peak, or as its bytes from memory, whichever is longer.
@@ -16,7 +20,9 @@ as its full tiles at a share of the peak, or as its bytes from memory, whichever
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,6 +46,9 @@ class Shares(NamedTuple):
         matrix: of the peak, in a product of full tiles.
         memory: of the memory's rate, in a pass over it.
         domain, node, network: of the wires' rates, in a long message.
+        beside: of the device, that a collective takes from what it computes meanwhile: NCCL's kernels occupy
+            multiprocessors for as long as they run.
+        uplink: no share: GB/s that the ranks of a node bring to their adapters, however many those are.
     """
 
     matrix: float = 1.0
@@ -47,18 +56,26 @@ class Shares(NamedTuple):
     domain: float = 1.0
     node: float = 1.0
     network: float = 1.0
+    beside: float = 0.0
+    uplink: float = math.inf
 
     def of(self, kind: LinkKind) -> float:
         return {"domain": self.domain, "node": self.node, "network": self.network}[kind]
 
 
+# 83 TFLOP/s of 125: Markidis et al., NVIDIA Tensor Core Programmability, Performance & Precision (arXiv 1803.04014).
+V100_MATRIX_SHARE = 0.664
+NCCL_BLOCKS = 32  # most that a collective runs on, a multiprocessor each (MAXCHANNELS); V100 has 80, H100 132
+# For everything else nothing has been measured. Products and the network are taken to reach what they do on V100,
+# memory and fast wires four fifths of their data sheets.
+ASSUMED_SHARES = Shares(
+    matrix=V100_MATRIX_SHARE, memory=0.8, domain=0.8, node=0.8, network=0.8, beside=round(NCCL_BLOCKS / 132, 3)
+)
 # Fitted to published rows by `python tools/calibrate.py`, which also prints the errors on all rows. Few figures fix
-# them, so each is what makes those come out, not what a benchmark of that part would show.
-DGX2_SHARES = Shares(matrix=0.45, memory=0.235, domain=0.092, network=0.608)
-H800_SHARES = Shares(matrix=0.146, memory=0.235, domain=0.8, network=0.136)  # of eight adapters of 400 Gbit/s
-# For everything else nothing has been measured: the shares of the peak and of the network are those above, and memory
-# and fast wires are taken to reach four fifths of their data sheets.
-ASSUMED_SHARES = Shares(matrix=0.45, memory=0.8, domain=0.8, node=0.8, network=0.608)
+# them, so each is what makes those come out, not what a benchmark of that part would show: "memory" holds every pass
+# over memory that DeepSpeed makes and FSDP2 does not, H800's "matrix" everything that is no product.
+DGX2_SHARES = ASSUMED_SHARES._replace(memory=0.147, network=0.82, beside=NCCL_BLOCKS / 80, uplink=19.863)
+H800_SHARES = ASSUMED_SHARES._replace(matrix=0.152, network=0.179)  # of eight adapters of 400 Gbit/s
 
 
 def shares_for(device: Device | None) -> Shares:
@@ -97,24 +114,28 @@ class AxisCost:
     def __init__(self, layout: Layout, axis: str, shares: Shares) -> None:
         self._size = layout.axis_size(axis)
         counts = layout.links(axis)
-        self._byte_seconds, self._ring, self._tree = 0.0, 0.0, 0.0
+        self._byte_seconds = 0.0
         for kind in counts:
             link = _known(layout, kind, axis)
-            senders = counts[kind] / layout.cluster.num_nodes if kind == "network" else 1.0
-            rate = 1e9 * link.gigabytes_per_second * shares.of(kind)
-            self._byte_seconds = max(self._byte_seconds, max(senders, 1.0) / rate)
-            self._ring = max(self._ring, _seconds(link, RING_MICROSECONDS[kind]))
-            self._tree = max(self._tree, _seconds(link, TREE_MICROSECONDS[kind]))
+            rate, senders = link.gigabytes_per_second * shares.of(kind), 1.0
+            if kind == "network":
+                rate, senders = min(rate, shares.uplink), max(counts[kind] / layout.cluster.num_nodes, 1.0)
+            self._byte_seconds = max(self._byte_seconds, 1e-9 * senders / rate)
+        ranks = layout.axis_ranks(axis, 0)
+        hops = Counter(layout.cluster.link_between(*pair) for pair in itertools.pairwise(ranks))
+        self._ring = sum(hops[kind] * _latency(layout, kind, axis, RING_MICROSECONDS) for kind in hops)
+        islands = hops["network"] + 1
+        chain = self._size / islands - 1
+        inside = max((_latency(layout, kind, axis, TREE_MICROSECONDS) for kind in hops if kind != "network"), default=0)
+        across = _latency(layout, "network", axis, TREE_MICROSECONDS) if hops["network"] else 0.0
+        self._tree = chain * inside + math.log2(islands) * across
 
     def seconds(self, collective: str, sent_bytes: int) -> float:
         """A collective in which each rank sends `sent_bytes`."""
         if self._size == 1:
             return 0.0
-        steps, wire = self._size - 1, sent_bytes * self._byte_seconds
-        latency = steps * self._ring
-        if collective == "all_reduce":
-            latency = min(2 * steps * self._ring, 2 * math.log2(self._size) * self._tree)
-        return 1e-6 * CALL_MICROSECONDS + latency + wire
+        latency = min(2 * self._ring, 2 * self._tree) if collective == "all_reduce" else self._ring
+        return 1e-6 * CALL_MICROSECONDS + latency + sent_bytes * self._byte_seconds
 
 
 def _known(layout: Layout, kind: LinkKind, axis: str) -> Link:
@@ -125,5 +146,7 @@ def _known(layout: Layout, kind: LinkKind, axis: str) -> Link:
     return link
 
 
-def _seconds(link: Link, default: float) -> float:
-    return 1e-6 * (default if link.microseconds is None else link.microseconds)
+def _latency(layout: Layout, kind: LinkKind, axis: str, default: dict[str, float]) -> float:
+    """Seconds until a message has gone over a link."""
+    link = _known(layout, kind, axis)
+    return 1e-6 * (default[kind] if link.microseconds is None else link.microseconds)

@@ -43,3 +43,24 @@ def test_a_new_step_begins_when_all_is_done_and_tickets_of_the_last_one_hold_nob
     assert simulation.compute.now == 3.0
     assert not simulation.waits
     assert not simulation.spans
+
+
+def test_collectives_of_one_group_run_one_after_the_other_in_the_order_of_their_start():
+    simulation = Simulation()
+    wire, gathers, reductions = (simulation.new_clock(name) for name in ("shard", "gathers", "reductions"))
+    for clock, name in ((reductions, "reduce"), (gathers, "gather")):
+        with simulation.on(clock):
+            simulation.occupy(wire, name, 2.0, beside=0.0)
+    assert [(span.name, span.start, span.end) for span in simulation.spans] == [("reduce", 0, 2), ("gather", 2, 4)]
+
+
+def test_a_collective_beside_the_compute_takes_its_share_of_it_and_one_that_the_compute_waits_for_does_not():
+    simulation = Simulation()
+    wire, gathers = simulation.new_clock("shard"), simulation.new_clock("gathers")
+    with simulation.on(gathers):
+        simulation.occupy(wire, "gather", 2.0, beside=0.25)
+    assert simulation.compute.now == 0.5
+    simulation.wait_until(gathers.now, "weights")  # the share was taken from a compute that had nothing to do
+    assert simulation.compute.now == 2.0
+    simulation.occupy(wire, "norm", 1.0, beside=0.25)
+    assert simulation.compute.now == 3.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megazpp.planner.published import ROWS, errors, median_errors, predict
+from megazpp.planner import published
+from megazpp.planner.published import FITTED, ROWS, errors, gathers_to_fsdp2, median_errors, predict
 from megazpp.topology.cost import DGX2_SHARES, H800_SHARES, Shares
 
 SHARES = {"ZeRO++": DGX2_SHARES, "SDP4Bit": H800_SHARES}
@@ -15,13 +16,13 @@ def test_the_rows_for_calibration_are_met():
     assert len(fitted) == 3
     for row in fitted:
         before, after, ratio = errors(row, predict(row, SHARES[row.study]))
-        assert max(abs(before), abs(after), abs(ratio)) < 0.07
+        assert max(abs(before), abs(after), abs(ratio)) < 0.02
 
 
 def test_the_median_errors_on_the_other_rows_are_the_recorded_ones():
     ratio, figures = median_errors(SHARES)
-    assert ratio == pytest.approx(0.140, abs=0.005)  # the goal is 0.10: missed
-    assert figures == pytest.approx(0.106, abs=0.005)  # the goal is 0.15: met
+    assert ratio == pytest.approx(0.093, abs=0.003)  # the goal is 0.10
+    assert figures == pytest.approx(0.064, abs=0.003)  # the goal is 0.15
 
 
 def test_errors_are_relative_to_what_was_measured():
@@ -30,3 +31,25 @@ def test_errors_are_relative_to_what_was_measured():
     before, after, ratio = errors(row, predicted)
     assert before == pytest.approx(predicted.before / 10 - 1)
     assert ratio == pytest.approx((1 + after) / (1 + before) - 1)
+
+
+def test_no_more_is_fitted_than_there_are_figures_for():
+    for study, names in FITTED.items():
+        assert len(names) <= 2 * sum(row.calibrates for row in ROWS if row.study == study)
+
+
+def test_only_a_layer_beyond_deepspeed_s_reuse_distance_is_gathered_a_third_time():
+    zeropp = {row.model: row for row in ROWS if row.study == "ZeRO++"}
+    assert gathers_to_fsdp2(zeropp["18B"]) == 1.0
+    assert gathers_to_fsdp2(zeropp["138B"]) == pytest.approx((2 + 8 / 12) / 2)  # all but the last matrix of 4/12
+
+
+def test_the_fit_lowers_the_error_of_its_own_rows_and_keeps_shares_below_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(published.STARTS, "SDP4Bit", H800_SHARES._replace(network=0.5))
+    said: list[str] = []
+    shares = published.fit("SDP4Bit", said.append, finest=0.3)
+    row = next(row for row in ROWS if row.study == "SDP4Bit" and row.calibrates)
+    worse, better = (errors(row, predict(row, s))[:2] for s in (H800_SHARES._replace(network=0.5), shares))
+    assert sum(e**2 for e in better) < sum(e**2 for e in worse)
+    assert max(shares.matrix, shares.network) <= 1.0
+    assert said

@@ -39,17 +39,25 @@ def test_all_ranks_of_a_node_share_its_adapters_on_the_cross_axis():
 
 
 def test_of_a_ring_over_all_ranks_one_per_tensor_parallel_index_sends_to_another_node():
-    assert cost("shard").seconds("all_gather", 10**9) == pytest.approx(CALL + 31 * 5e-6 + 0.1)
-    assert cost("shard", tp=2).seconds("all_gather", 10**9) == pytest.approx(CALL + 15 * 5e-6 + 2 * 0.1)
+    assert cost("shard").seconds("all_gather", 10**9) == pytest.approx(CALL + 28 * 2e-6 + 3 * 5e-6 + 0.1)
+    two = cost("shard", tp=2).seconds("all_gather", 10**9)
+    assert two == pytest.approx(CALL + 12 * 2e-6 + 3 * 5e-6 + 2 * 0.1)
 
 
 def test_a_small_all_reduce_goes_along_the_tree():
-    assert cost("shard").seconds("all_reduce", 0) == pytest.approx(CALL + 2 * math.log2(32) * 5e-6)
+    assert cost("shard").seconds("all_reduce", 0) == pytest.approx(CALL + 2 * (7 * 2e-6 + math.log2(4) * 5e-6))
 
 
 def test_a_share_of_the_wire_makes_it_slower_and_an_axis_of_one_rank_costs_nothing():
     assert cost("cross", shares=Shares(network=0.5)).seconds("all_gather", 10**9) == pytest.approx(CALL + 15e-6 + 1.6)
     assert cost("tp").seconds("all_reduce", 10**9) == 0.0
+
+
+def test_a_node_brings_no_more_to_its_adapters_than_its_uplink():
+    for network, rate in ((1.0, 6.0), (0.5, 5.0)):
+        shares = Shares(network=network, uplink=6.0)
+        assert cost("cross", shares=shares).seconds("all_to_all", 10**9) == pytest.approx(CALL + 15e-6 + 8 / rate)
+        assert cost("local", shares=shares).seconds("all_gather", 10**9) == pytest.approx(CALL + 14e-6 + 0.01)
 
 
 def test_a_link_that_is_ridden_and_not_known_is_named():
