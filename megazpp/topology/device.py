@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Device(NamedTuple):
-    """A GPU.
+    """A GPU. Figures are data sheets'; each file of configs/clusters says where they were looked up.
 
     Attributes:
         name: the vendor's.
