@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from helpers.program import ROOT, Program, run_program
+from helpers.wandb_files import offline_runs
 
 from megazpp.training.chrome_trace import read_chrome_trace
 
@@ -211,12 +212,19 @@ def test_a_cached_tokenizer_is_not_trained_again(repeated: tuple[Run, bytes]):
     assert "training a SentencePiece tokenizer" not in repeated[0].output
 
 
-def test_wandb_records_offline_without_a_terminal_or_an_account(repeated: tuple[Run, bytes]):
-    run_files = list(repeated[0].folder.glob("wandb/offline-run-*/*.wandb"))
-    assert len(run_files) == 1
-    content = run_files[0].read_bytes()
-    for part in (b"lm loss", b"2 nodes x 1 ranks", b"traffic", b"table-file"):
-        assert part in content
+def test_wandb_records_offline_without_a_terminal_or_an_account_under_megatron_s_names(repeated: tuple[Run, bytes]):
+    run, _ = repeated
+    (kept,) = offline_runs(run.folder)
+    assert [row["_step"] for row in kept.history] == [1, 2, 3, 4, 5, 6]
+    names = {"lm loss", "grad-norm", "learning-rate", "batch-size", "loss-scale", "samples vs steps"}
+    assert all(names <= set(row) for row in kept.history)
+    assert kept.history[5]["grad-norm"] == pytest.approx(run.losses("grad_norm")[-1])
+    assert [row["_step"] for row in kept.history if "lm loss validation" in row] == [4, 6]
+    assert kept.config == json.loads((run.folder / "args.json").read_text()) | {"_wandb": kept.config["_wandb"]}
+    assert list(kept.run.tags) == ["zero3", "2 nodes x 1 ranks"]
+    assert kept.summary["final_loss"] == run.summary["final_loss"]
+    table = json.loads((kept.folder / "files" / kept.history[5]["traffic.path"]).read_text())
+    assert [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]] == run.summary["traffic"]
 
 
 def test_one_worker_gives_the_losses_of_two(main_job: Run, home: Home):

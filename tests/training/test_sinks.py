@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from helpers.wandb_files import OfflineRun, offline_runs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto import wandb_internal_pb2
 
 from megazpp.training.sinks import Table, TensorBoardSink, is_installed, wandb_mode
 
@@ -75,59 +72,6 @@ def run_python(program: str, folder: Path, *arguments: object, **env: str) -> su
 
 def write_a_run(folder: Path, first: int, **env: str) -> subprocess.CompletedProcess[str]:
     return run_python(WRITE_A_RUN, folder, first, **env)
-
-
-def read_records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
-    """A .wandb file is a LevelDB log: 32 KiB blocks of fragments (crc, length, type), after 7 bytes of identity."""
-    data, at, parts = file.read_bytes(), 7, b""
-    assert data.startswith(b":W&B")
-    while at + 7 <= len(data):
-        left_in_block = 32768 - at % 32768
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        if left_in_block < 7 or kind == 0:
-            at += left_in_block
-            continue
-        parts += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # a whole record, or its last fragment
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(parts)
-            yield record
-            parts = b""
-
-
-class OfflineRun:
-    """What one folder offline-run-... holds.
-
-    Attributes:
-        run: id, name, project, tags.
-        config, summary: names to values; a summary is what stands at the end.
-        history: a row per logged step.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        (file,) = folder.glob("*.wandb")
-        self.folder, self.history = folder, []
-        self.config: dict[str, Any] = {}
-        self.summary: dict[str, Any] = {}
-        for record in read_records(file):
-            kind = record.WhichOneof("record_type")
-            if kind == "run":
-                self.run = record.run
-                self.config |= values(record.run.config.update)
-            elif kind == "history":
-                self.history.append(values(record.history.item))
-            elif kind == "summary":
-                self.summary |= values(record.summary.update)
-
-
-def values(items: Iterable[Any]) -> dict[str, Any]:
-    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
-
-
-def offline_runs(folder: Path) -> list[OfflineRun]:
-    """Oldest first."""
-    return [OfflineRun(run) for run in sorted(folder.glob("wandb/offline-run-*"))]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,64 @@
+"""What wandb wrote offline, read back."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from wandb.proto import wandb_internal_pb2
+
+
+def read_records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
+    """A .wandb file is a LevelDB log: 32 KiB blocks of fragments (crc, length, type), after 7 bytes of identity."""
+    data, at, parts = file.read_bytes(), 7, b""
+    assert data.startswith(b":W&B")
+    while at + 7 <= len(data):
+        left_in_block = 32768 - at % 32768
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        if left_in_block < 7 or kind == 0:
+            at += left_in_block
+            continue
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or its last fragment
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+
+class OfflineRun:
+    """What one folder offline-run-... holds.
+
+    Attributes:
+        run: id, name, project, tags.
+        config, summary: names to values; a summary is what stands at the end.
+        history: a row per logged step.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        (file,) = folder.glob("*.wandb")
+        self.folder, self.history = folder, []
+        self.config: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
+        for record in read_records(file):
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                self.run = record.run
+                self.config |= values(record.run.config.update)
+            elif kind == "history":
+                self.history.append(values(record.history.item))
+            elif kind == "summary":
+                self.summary |= values(record.summary.update)
+
+
+def values(items: Iterable[Any]) -> dict[str, Any]:
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def offline_runs(folder: Path) -> list[OfflineRun]:
+    """Oldest first."""
+    return [OfflineRun(run) for run in sorted(folder.glob("wandb/offline-run-*"))]
