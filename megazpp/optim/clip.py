@@ -109,7 +109,9 @@ def _global_norm(parts: list[_Part], tp: MeshAxis, shard: MeshAxis) -> torch.Ten
     total = _zero(parts)
     if parts:
         norms = torch.stack(torch._foreach_norm([part.local for part in parts], 2, dtype=torch.float32))
-        copies = torch.tensor([part.copies for part in parts], dtype=torch.float64, device=norms.device)
+        copies = torch.tensor([part.copies for part in parts], dtype=torch.float64)
+        if norms.is_cuda:  # out of ordinary memory the host would wait for the whole backward
+            copies = copies.pin_memory().to(norms.device, non_blocking=True)
         total += (norms.double().square() / copies).sum()
     return shard.all_reduce_(tp.all_reduce_(total)).sqrt()
 

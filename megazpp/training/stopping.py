@@ -1,9 +1,10 @@
 """When training stops before its end: an iteration, the clock, or a signal; the same answer on all ranks.
 
 SIGTERM (schedulers, container runtimes, `kill`) and SIGUSR1 (Slurm's --signal) end a run in good order, whichever of
-its processes they reach: the step that is running is finished, a checkpoint is saved where --save asks for one, and
-the program exits with 0. That takes as long as one step (or one evaluation, if that is running) and one save; what
-would follow a finished run, the last evaluation and the sample, is left out. A second signal changes nothing.
+its processes they reach: the step that is running is finished (with several GPUs the next one too), a checkpoint is
+saved where --save asks for one, and the program exits with 0. That takes as long as those steps (or one evaluation, if
+that is running) and one save; what would follow a finished run, the last evaluation and the sample, is left out. A
+second signal changes nothing.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class StopConditions:
     def __init__(self, config: StopConfig) -> None:
         self._config, self._began, self._caught = config, time.monotonic(), 0
         self._before: dict[signal.Signals, Any] = {}
+        self._on_the_way: torch.Tensor | None = None
         self.hurried = False
 
     def __enter__(self) -> StopConditions:
@@ -61,18 +63,29 @@ class StopConditions:
     def reason(self, iteration: int, dims: ParallelDims) -> str | None:
         """Why to stop after `iteration`, or None. One all-reduce of two integers over all ranks.
 
-        Signals may reach one rank only, and clocks differ: what one rank knows holds for all.
+        Signals may reach one rank only, and clocks differ: what one rank knows holds for all. Several ranks on CUDA
+        stop one step later: they look at what they agreed on a step ago, which no host has to wait for.
         """
         config, minutes = self._config, self._config.exit_duration_in_mins
         over = minutes is not None and time.monotonic() - self._began > 60 * minutes
-        mine = torch.tensor([self._caught, int(over)], dtype=torch.int32, device=dims.mesh.device_type)
-        caught, some_over = dims.world.max_(mine).tolist()
+        caught, some_over = self._agree([self._caught, int(over)], dims)
         if caught:
             self.hurried = True
             return signal.Signals(caught).name
         if config.exit_interval is not None and iteration % config.exit_interval == 0:
             return f"--exit-interval {config.exit_interval}"
         return f"--exit-duration-in-mins {minutes}" if some_over else None
+
+    def _agree(self, mine: list[int], dims: ParallelDims) -> list[int]:
+        """The largest of each number over all ranks; on CUDA of those that the last call was given."""
+        if dims.world.size == 1:
+            return mine
+        if dims.mesh.device_type != "cuda":
+            return dims.world.max_(torch.tensor(mine, dtype=torch.int32)).tolist()
+        largest = dims.world.max_(torch.tensor(mine, dtype=torch.int32).pin_memory().to("cuda", non_blocking=True))
+        before, self._on_the_way = self._on_the_way, torch.empty(len(mine), dtype=torch.int32, pin_memory=True)
+        self._on_the_way.copy_(largest, non_blocking=True)  # here before the next step has read its loss
+        return before.tolist() if before is not None else [0] * len(mine)
 
     def _catch(self, signum: int, frame: FrameType | None) -> None:
         self._caught = signum

@@ -60,9 +60,9 @@ class CountedGather(FreshBuffers, AllGather):
     ) -> Pending | None:
         assert group is self.axis.group, f"FSDP2 gathers over another group than {self.axis.name}"
         done = self._lane.submit(lambda: self._gather(input_tensor, output_tensor))
-        if self._overlap:
+        if self._overlap and output_tensor.device.type == "cpu":
             return Pending(done)
-        done.wait()
+        done.wait()  # on CUDA the gather stream waits, on which FSDP2 goes on; for a Work the compute would
         return None
 
     def _gather(self, shard: torch.Tensor, out: torch.Tensor) -> None:

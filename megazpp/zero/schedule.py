@@ -10,6 +10,20 @@ The hops run in lanes (parallel/lane.py), one per axis, so the order of collecti
 program on every rank. In flight at most: the gradients of `UNITS_IN_FLIGHT` units before their local hop, one sum per
 element of a unit's [N, S] middle before its cross hop (what accumulating over micro-batches would keep anyway), one
 unit's received weights. Results are the same bits without overlap: only the time at which a hop runs differs.
+
+On CUDA, memory that one stream allocates and another one uses must not be handed out again too early:
+
+| buffer                     | of stream | also used on   | safe because                                            |
+|----------------------------|-----------|----------------|---------------------------------------------------------|
+| shard, gathered parameters | FSDP2's   | cross, local   | the gather stream waits for both hops, FSDP2 for it     |
+| weights' middle            | gather    | cross, local   | the comm keeps it; if not kept: as above                |
+| shard that is read early   | cross     |                | one stream                                              |
+| messages, sent or received | the lane  |                | one stream: they are unpacked in the lane that received |
+| gradients of a unit        | compute   | local          | the reduce stream waits for that hop, FSDP2 for it      |
+| gradients' middle          | local     | cross          | recorded in `TwoHopReduce._hop_across`                  |
+| a unit's late sum          | reduce    | cross, compute | recorded in `SummingReduce._add`, after its ticket      |
+| `.grad`, which it joins    | reduce    | compute        | FSDP2's own callback, queued before ours, has waited    |
+| error feedback             | any       | cross          | kept for ever                                           |
 """
 
 from __future__ import annotations
