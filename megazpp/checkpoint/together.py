@@ -48,4 +48,5 @@ def together(axis: MeshAxis, work: Callable[[], T]) -> T:
 
 
 def _describe(error: CheckpointException) -> str:
-    return "\n".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
+    failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
+    return "\n".join(f"rank {rank}: {str(failure) or type(failure).__name__}" for rank, failure in failures.items())

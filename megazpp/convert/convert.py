@@ -104,10 +104,13 @@ def export(
     architecture = choose_architecture(model.config)
     saved = {f.name: record.flags.get(f.name) for f in dataclasses.fields(TokenizerConfig)}
     tokenizer = given if given != TokenizerConfig() else TokenizerConfig(**saved)
+    loaded = load_tokenizer(tokenizer)
+    if loaded is not None and loaded.vocab_size != record.vocab_size:
+        raise ValueError(f"the tokenizer has {loaded.vocab_size} tokens, that of {source} had {record.vocab_size}")
     if not has_files(tokenizer):
         say("note: the checkpoint names no tokenizer files; --tokenizer-model adds them to the output")
     with whole_folder(target) as folder:
-        write_model(folder, model, token_ids=carry_out(tokenizer, folder))
+        write_model(folder, model, token_ids=carry_out(tokenizer, folder, loaded.eod if loaded else None))
     return f"{target} holds iteration {record.progress.iteration} as {architecture.class_name}{_described(model)}"
 
 

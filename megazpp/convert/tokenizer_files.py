@@ -11,7 +11,7 @@ from typing import Any
 import sentencepiece
 
 from megazpp.convert.huggingface import CONFIG, TOKEN_IDS, read_json
-from megazpp.data.tokenizer import TokenizerConfig, load_tokenizer
+from megazpp.data.tokenizer import TokenizerConfig
 
 FOLDER = "tokenizer"
 SENTENCEPIECE, DESCRIPTION = "tokenizer.model", "tokenizer_config.json"
@@ -74,14 +74,14 @@ def has_files(config: TokenizerConfig) -> bool:
     return config.tokenizer_model is not None or config.vocab_file is not None
 
 
-def carry_out(config: TokenizerConfig, folder: Path) -> dict[str, Any]:
+def carry_out(config: TokenizerConfig, folder: Path, eod: int | None) -> dict[str, Any]:
     """Copy the tokenizer's files into a Hugging Face folder, and describe those that are not described.
 
+    Args:
+        eod: the tokenizer's.
     Returns:
         What config.json says about the tokenizer.
     """
-    tokenizer = load_tokenizer(config)
-    eod = None if tokenizer is None else tokenizer.eod
     ids = dict.fromkeys(("bos_token_id", "eos_token_id"), eod)
     if not has_files(config):
         return ids

@@ -1,0 +1,221 @@
+"""The tool as a user runs it: a model from outside is generated from, trained on, and goes out again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import weakref
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import convert_checkpoint
+import pytest
+import tokenizers
+import torch
+import transformers
+from helpers.hf_models import edit_config, file_tensors, make_llama, save
+from helpers.megatron_files import make_weights, write_megatron
+from helpers.program import run_program
+
+from megazpp.convert import native, safetensors_file
+from megazpp.model.config import GPTConfig
+
+TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
+GPT = GPTConfig(num_layers=2, hidden_size=24, num_attention_heads=4, max_position_embeddings=16, openai_gelu=True)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """theirs/: a Llama with its tokenizer; ours/: what the tool makes of it; text.txt."""
+    home = tmp_path_factory.mktemp("convert")
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([TEXT], vocab_size=300, special_tokens=["<|endoftext|>"])
+    save(make_llama(vocab_size=300, bos_token_id=0, eos_token_id=0, max_position_embeddings=64), home / "theirs")
+    tokenizer.save(str(home / "theirs/tokenizer.json"))
+    (home / "text.txt").write_text(TEXT)
+    assert convert_checkpoint.main(["--input", str(home / "theirs"), "--output", str(home / "ours")]) == 0
+    return home
+
+
+def generate_there(folder: Path, prompt: str, count: int) -> str:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt")
+    return tokenizer.decode(model.generate(**ids, do_sample=False, max_new_tokens=count)[0], skip_special_tokens=True)
+
+
+def test_generate_continues_as_transformers_does(home: Path):
+    flags = ("--prompt", "Call me", "--temperature", "0", "--sample-tokens", "12", "--tensor-model-parallel-size", "2")
+    code, output = run_program("tools/generate.py", "--load", str(home / "ours"), *flags, folder=home)
+    assert code == 0, output
+    assert generate_there(home / "theirs", "Call me", 12) in output
+
+
+def test_training_goes_on_from_it_and_the_result_goes_out_with_its_tokenizer(home: Path):
+    # fmt: off
+    flags = [
+        "--load", home / "ours", "--finetune", "--use-checkpoint-args", "--tokenizer-model", home / "ours/tokenizer",
+        "--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "16", "--micro-batch-size", "2",
+        "--train-iters", "2", "--lr", "1e-3", "--text-path", home / "text.txt", "--split", "1,0,0",
+        "--data-cache-path", home / "cache", "--run-dir", home / "run", "--save", home / "save",
+        "--tensor-model-parallel-size", "2", "--nproc", "2", "--sample-tokens", "0",
+    ]
+    # fmt: on
+    code, output = run_program("pretrain_gpt.py", *map(str, flags), folder=home)
+    assert code == 0, output
+    out = home / "out"
+    assert convert_checkpoint.main(["--input", str(home / "save"), "--output", str(out), "--to", "huggingface"]) == 0
+    before, after = file_tensors(home / "theirs"), file_tensors(out)
+    assert {name: x.shape for name, x in before.items()} == {name: x.shape for name, x in after.items()}
+    change = max(float((before[name] - after[name]).abs().max()) for name in before)
+    assert 1e-4 < change < 1e-2  # two steps of Adam
+    assert generate_there(out, "Call me", 3).startswith("Call me")
+
+
+def test_the_format_is_found_or_said_and_the_iteration_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    weights, source = make_weights(GPT), tmp_path / "megatron"
+    write_megatron(source, weights, GPT, tp=2)
+    flags = ["--input", str(source), "--from", "megatron", "--tokenizer-type", "NullTokenizer", "--vocab-size", "299"]
+    assert convert_checkpoint.main([*flags, "--output", str(tmp_path / "ours")]) == 0
+    assert "ours holds the model as iteration 100: " in capsys.readouterr().out
+    out = ["--input", str(tmp_path / "ours"), "--output", str(tmp_path / "out")]
+    assert convert_checkpoint.main([*out, "--ckpt-step", "99"]) == 2
+    assert "--ckpt-step 99: " in capsys.readouterr().err
+    assert convert_checkpoint.main([*out, "--ckpt-step", "100", "--from", "megazpp"]) == 0
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["vocab_size"], config["eos_token_id"], config["activation_function"]) == (300, 299, "gelu_new")
+    assert torch.equal(file_tensors(tmp_path / "out")["transformer.wte.weight"], weights["embedding.word.weight"][:300])
+
+
+def test_rows_that_were_there_stay_and_the_tokenizer_s_number_of_tokens_is_recorded(tmp_path: Path, home: Path):
+    """A vocabulary that its makers have padded, 320 rows for 300 tokens, keeps its rows on the way back."""
+    source = save(make_llama(vocab_size=320), tmp_path / "theirs")
+    shutil.copy(home / "theirs/tokenizer.json", source)
+    for name, place in (("theirs", "ours"), ("ours", "back")):
+        assert convert_checkpoint.main(["--input", str(tmp_path / name), "--output", str(tmp_path / place)]) == 0
+    assert json.loads((tmp_path / "ours/iter_0000000/run.json").read_text())["vocab_size"] == 300
+    assert len(file_tensors(tmp_path / "back")["model.embed_tokens.weight"]) == 320
+
+
+# What is done to a copy of theirs/ or ours/, the flags, and what is said.
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+# fmt: off
+BAD: dict[str, tuple[str, Any, list[str], str]] = {
+    "no flags": ("theirs", None, ["--output", "none"], r"--input\b.*"),
+    "missing folder": ("theirs", shutil.rmtree, [], "--input .* does not exist"),
+    "empty folder": ("theirs", lambda f: (shutil.rmtree(f), f.mkdir()), [], "is neither a Hugging Face model"),
+    "no config": ("theirs", lambda f: (f / "config.json").unlink(), ["--from", "huggingface"], "config.json is miss"),
+    "empty config": ("theirs", lambda f: (f / "config.json").write_text(""), [], "config.json is no JSON"),
+    "binary config": ("theirs", lambda f: (f / "config.json").write_bytes(bytes(range(256))), [], "is no JSON"),
+    "a list as config": ("theirs", lambda f: (f / "config.json").write_text("[1]"), [], "holds no settings"),
+    "no weights": ("theirs", lambda f: (f / "model.safetensors").unlink(), [], "model.safetensors is missing"),
+    "pickled weights": (
+        "theirs", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), [], "only safetensors are read"
+    ),
+    "cut weights": ("theirs", lambda f: truncate(f / "model.safetensors"), [], "is damaged or no safetensors file"),
+    "empty weights": ("theirs", lambda f: (f / "model.safetensors").write_text(""), [], "is damaged or no safetensors"),
+    "no index": (
+        "theirs", lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": 3}'), [], "no weight_map"
+    ),
+    "index outside": (
+        "theirs", lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'), [],
+        "has no weight_map",
+    ),
+    "index to nothing": (
+        "theirs", lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}'), [],
+        "b is missing",
+    ),
+    "another model": ("theirs", lambda f: edit_config(f, model_type="bert"), [], "model_type 'bert'"),
+    "another shape": ("theirs", lambda f: edit_config(f, intermediate_size=45), [], r"has shape \[44, 32\]"),
+    "damaged tokenizer": ("theirs", lambda f: truncate(f / "tokenizer.json"), [], "is not a usable tokenizer.json"),
+    "out to out": ("theirs", None, ["--to", "huggingface"], "--from huggingface --to huggingface: one of the two"),
+    "an iteration": ("theirs", None, ["--ckpt-step", "3"], "is one model, without iterations"),
+    "wrong format": ("theirs", None, ["--from", "megatron"], "has neither mp_rank_00 nor latest_checkpointed"),
+    "cut checkpoint": ("ours", lambda f: truncate(f / "iter_0000000/__0_3.distcp"), [], "__0_3.distcp is damaged"),
+    "no record": ("ours", lambda f: (f / "iter_0000000/run.json").unlink(), ["--from", "megazpp"], "run.json cannot"),
+    "tokenizer": ("ours", None, ["--tokenizer-type", "NullTokenizer"], "the tokenizer has 257 tokens, that of .* 300"),
+    "flags": ("ours", lambda f: None, ["--to", "megazpp"], "--from megazpp --to megazpp: one of the two"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gives_one_line_and_writes_nothing(
+    case: str, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    kind, spoil, flags, message = BAD[case]
+    source, output = tmp_path / "source", tmp_path / "output"
+    shutil.copytree(home / kind, source)
+    if spoil is not None:
+        spoil(source)
+    given = ["--output", str(output), *flags] + (["--input", str(source)] if case != "no flags" else [])
+    assert convert_checkpoint.main(given) == 2
+    *notes, error = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(f"convert_checkpoint.py: error: .*{message}.*", error)
+    assert len(notes) <= 1, notes
+    assert not output.exists()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == (["source"] if source.exists() else [])
+
+
+def test_what_is_there_is_never_written_over(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine").write_text("mine")
+    for output, message in (
+        (tmp_path / "full", "is not empty"),
+        (tmp_path / "full/mine", "exists and is no folder"),
+        (tmp_path / "full/mine/deeper", "cannot be written to: Not a directory"),
+        (home / "theirs", "is not empty"),
+    ):
+        assert convert_checkpoint.main(["--input", str(home / "theirs"), "--output", str(output)]) == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
+    assert (tmp_path / "full/mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("source", ["theirs", "ours"])
+def test_what_ends_half_way_leaves_nothing(
+    failure: BaseException,
+    source: str,
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    read = torch.Tensor.contiguous
+    left = [5]
+
+    def fail(*args: Any, **kwargs: Any) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise failure
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "contiguous", fail)
+    assert convert_checkpoint.main(["--input", str(home / source), "--output", str(tmp_path / "output")]) != 0
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "No space left" in error or "KeyboardInterrupt" in error or "interrupted" in error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("source", "module", "limit"), [("theirs", safetensors_file, 4), ("ours", native, 2)])
+def test_few_tensors_are_in_memory_at_a_time(
+    source: str, module: ModuleType, limit: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """At most what makes one of ours (queries, keys and values), and the one before that a variable still names."""
+    alive, counts, read = weakref.WeakSet[torch.Tensor](), [], module._Reading.__call__
+
+    def counted(self: Any) -> torch.Tensor:
+        tensor = read(self)
+        alive.add(tensor)
+        counts.append(len(alive))
+        return tensor
+
+    monkeypatch.setattr(module._Reading, "__call__", counted)
+    assert convert_checkpoint.main(["--input", str(home / source), "--output", str(tmp_path / "output")]) == 0
+    assert len(counts) >= 21
+    assert max(counts) <= limit
