@@ -27,6 +27,7 @@ from kernels.block_quant import (
 )
 from kernels.formats import BlockFormat
 
+BUSY_CYCLES = 1_000_000  # half a millisecond: more than the host takes to launch a piece
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -52,7 +53,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     print(f"torch {torch.__version__}, {args.device}, {args.threads} thread(s): {backend(args.device).implementation}")
     pieces = build_pieces(args.elements, args.block_size, args.peers, args.device)
-    report(pieces, time_pieces(pieces, args.rounds, clock(args.device, args.threads)))
+    report(pieces, time_on(args.device, pieces, args.rounds, args.threads))
 
 
 def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece]:
@@ -116,20 +117,31 @@ def dequantize(x: torch.Tensor, fmt: BlockFormat, payload: torch.Tensor, scales:
     return lambda: dequantize_blockwise(payload, scales, fmt, out=x)
 
 
-def clock(device: str, threads: int) -> Callable[[], float]:
-    """A function that returns seconds once everything before it is done."""
-    if device != "cpu":
+def time_on(device: str, pieces: list[Piece], rounds: int, threads: int = 1) -> list[float]:
+    """Median seconds of every piece; the first round (page faults, compilation) does not count."""
+    if device == "cuda":
+        return time_on_gpu(pieces, rounds)
+    return time_pieces(pieces, rounds, time.thread_time if threads == 1 else time.perf_counter)
 
-        def synchronized() -> float:
-            torch.cuda.synchronize()
-            return time.perf_counter()
 
-        return synchronized
-    return time.thread_time if threads == 1 else time.perf_counter
+def time_on_gpu(pieces: list[Piece], rounds: int) -> list[float]:
+    """Between two events on the GPU, which is kept busy until the host has launched the piece and both of them."""
+    seconds: list[list[float]] = [[] for _ in pieces]
+    for index in range(rounds + 1):
+        for piece, times in zip(pieces, seconds, strict=True):
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(BUSY_CYCLES)
+            before.record()
+            piece.run()
+            after.record()
+            after.synchronize()
+            if index > 0:
+                times.append(before.elapsed_time(after) * 1e-3)
+    return [statistics.median(times) for times in seconds]
 
 
 def time_pieces(pieces: list[Piece], rounds: int, now: Callable[[], float]) -> list[float]:
-    """Median seconds of every piece; the first round (page faults, compilation) does not count."""
+    """The same by a clock."""
     seconds: list[list[float]] = [[] for _ in pieces]
     for index in range(rounds + 1):
         for piece, times in zip(pieces, seconds, strict=True):

@@ -80,6 +80,9 @@ class GPTModel(nn.Module):
         )
         if self.output is not None:
             self.output.specs["weight"] = ParameterSpec(split=0, std=config.init_method_std, rows=vocab_size)
+        # one kernel each way, and no logits in fp32; over a split vocabulary it is written so by hand
+        fuse = config.compile and tp.size == 1
+        self.cross_entropy = torch.compile(vocab_parallel_cross_entropy) if fuse else vocab_parallel_cross_entropy
 
     def forward(
         self,
@@ -123,7 +126,7 @@ class GPTModel(nn.Module):
         # clones, not views: FSDP2 hooks the tensor that its root module returns
         if labels is None:
             return logits.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-        losses = vocab_parallel_cross_entropy(
+        losses = self.cross_entropy(
             logits,
             labels.t(),
             tp=self.tp,

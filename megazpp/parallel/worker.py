@@ -96,7 +96,7 @@ class Worker:
 def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None]) -> NoReturn:
     """Set up the device and the process group, run `main`, and leave the process with its exit code."""
     if LAUNCHER_PID in os.environ:
-        _end_with(int(os.environ[LAUNCHER_PID]))
+        end_with(int(os.environ[LAUNCHER_PID]))
     if place.world_size > 1:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C must not wait for a blocked collective
     _set_missing_rendezvous(place)
@@ -190,7 +190,7 @@ def _broke_in_a_collective(error: BaseException) -> bool:
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(dist.__file__).parent)
 
 
-def _end_with(launcher: int) -> None:
+def end_with(launcher: int) -> None:
     """Have the kernel kill this process when its launcher dies, however that happens."""
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
     with contextlib.suppress(OSError, AttributeError):  # other systems have no prctl
