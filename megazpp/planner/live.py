@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,7 +61,8 @@ class PeakBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
             tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+            # the device of a fake tensor is a slow question
+            if isinstance(tensor, FakeTensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type != "meta"):
                 storage = tensor.untyped_storage()
                 grown = storage.nbytes() - self._sizes.get(storage, 0)
                 if grown > 0:

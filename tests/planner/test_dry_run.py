@@ -1,0 +1,87 @@
+"""The program on a cluster that is not there sends what its plan says, and holds as much memory as a real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import megazpp.planner.dry_run as module
+from megazpp.arguments import RunConfig, parse_run_config
+from megazpp.parallel.axis import Traffic
+from megazpp.planner.dry_run import dry_run
+from megazpp.planner.speed import Measured, measure
+from megazpp.planner.step import PaperStep
+from megazpp.topology.cluster import Cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["@configs/gpt_tiny.args", "--num-layers", "2", "--seq-length", "32", "--micro-batch-size", "1"]
+GPT = [*SMALL, "--hidden-size", "72", "--num-attention-heads", "12", "--vocab-size", "301"]
+LLAMA = ["@configs/llama_1b.args", *SMALL[1:], "--hidden-size", "72", "--num-attention-heads", "12"]
+LLAMA += ["--num-query-groups", "6", "--ffn-hidden-size", "100", "--vocab-size", "301"]
+
+
+def config(*flags: str, samples: int) -> RunConfig:
+    return parse_run_config([*flags, "--global-batch-size", str(samples)], ROOT).config
+
+
+NODES, SQUARE = Cluster(num_nodes=3, ranks_per_node=4), Cluster(num_nodes=2, ranks_per_node=2)
+CYCLIC = Cluster(num_nodes=2, ranks_per_node=2, order=(0, 2, 1, 3))
+TP = ["--tensor-model-parallel-size", "2"]
+LAYOUTS = {
+    "ZeRO-3, uneven shards": (config(*GPT, samples=12), NODES, (0, 11)),
+    "HSDP, tp": (config(*GPT, "--hsdp", *TP, "--bf16", samples=12), NODES, (0,)),
+    "zeropp, k = 2": (config(*GPT, "--zeropp", "--bf16", samples=24), NODES, (6,)),
+    "llama, zeropp, tp": (config(*LLAMA, "--zeropp", *TP, "--sequence-parallel", samples=12), NODES, (11,)),
+    "zeropp, cyclic, recomputed": (
+        config(*GPT, "--zeropp", "--recompute-granularity", "full", "--fp16", samples=4),
+        CYCLIC,
+        (1,),
+    ),
+    "384 ranks": (config(*GPT, "--zeropp", samples=384), Cluster(num_nodes=24, ranks_per_node=16), (383,)),
+}
+
+
+@pytest.mark.parametrize(("run", "cluster", "ranks"), LAYOUTS.values(), ids=LAYOUTS)
+def test_first_middle_and_last_ranks_send_what_is_planned(run: RunConfig, cluster: Cluster, ranks: tuple[int, ...]):
+    for rank in ranks:
+        dry = dry_run(run, cluster, rank=rank)
+        assert dry.counted == dry.planned
+        assert dry.counted
+        assert "as planned" in dry.describe()
+    assert not dist.is_initialized()
+
+
+def test_no_memory_is_taken():
+    """A model of 0.5 TB in fp32: 12 x 2 x 73728^2 parameters."""
+    shape = ["--hidden-size", "73728", "--num-attention-heads", "192", "--ffn-hidden-size", "294912"]
+    dry = dry_run(config(*SMALL, *shape, samples=16), Cluster(num_nodes=2, ranks_per_node=8), rank=9)
+    assert dry.agrees
+    assert dry.live_bytes > 12 * 2 * 73728**2 * 4 // 16
+
+
+def test_a_plan_that_is_a_byte_off_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    key = ("local", "shard", "all_gather")
+
+    def wrong(step: PaperStep, micro_batches: int) -> Measured:
+        right = measure(step, micro_batches)
+        calls, sent = right.traffic[key]
+        return right._replace(traffic=right.traffic | {key: Traffic(calls, sent + 1)})
+
+    monkeypatch.setattr(module, "measure", wrong)
+    dry = dry_run(config(*GPT, samples=4), SQUARE, rank=0)
+    assert not dry.agrees
+    assert "NOT AS PLANNED" in dry.describe()
+    assert [line.split()[:3] for line in dry.describe().splitlines() if "DIFFERS" in line] == [list(key)]
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_that_the_cluster_does_not_have_is_refused(rank: int):
+    with pytest.raises(ValueError, match=f"--dry-run-rank {rank} is not a rank of the cluster: it has 0 to 3"):
+        dry_run(config(*GPT, samples=4), SQUARE, rank=rank)
+
+
+def test_the_tokenizer_is_not_opened_so_its_size_must_be_given():
+    with pytest.raises(ValueError, match="--dry-run needs --vocab-size"):
+        dry_run(config(*GPT, "--vocab-size", "none", samples=4), SQUARE, rank=0)
