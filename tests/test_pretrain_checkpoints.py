@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from helpers.program import ROOT, run_program
+from helpers.wandb_files import offline_runs
 
 # fmt: off
 TOY = [
@@ -19,6 +20,7 @@ TOY = [
 ]
 # fmt: on
 SAVE = ["--save", "saved"]
+WANDB = ["--wandb-project", "p"]
 
 
 class Run(NamedTuple):
@@ -54,14 +56,15 @@ def straight(home: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def interrupted(home: Path) -> Run:
-    run = pretrain(home, *SAVE, "--exit-interval", "3")
+    run = pretrain(home, *SAVE, *WANDB, "--exit-interval", "3")
     assert run.code == 0, run.output
     return run
 
 
 @pytest.fixture(scope="module")
 def continued(home: Path, interrupted: Run) -> Run:
-    run = pretrain(home, *SAVE, "--load", "saved", "--async-save", "--save-interval", "2", "--keep-last", "2")
+    flags = ["--load", "saved", "--async-save", "--save-interval", "2", "--keep-last", "2"]
+    run = pretrain(home, *SAVE, *WANDB, *flags)
     assert run.code == 0, run.output
     return run
 
@@ -99,11 +102,21 @@ def test_the_log_has_megatrons_lines(home: Path, interrupted: Run, continued: Ru
 
 def test_a_run_that_is_complete_says_so_and_takes_its_shape_from_the_checkpoint(home: Path, continued: Run):
     flags = ["--load", "saved", "--use-checkpoint-args", "--hidden-size", "24", "--run-dir", "again", "--no-fp16"]
-    run = pretrain(home, *flags)
+    run = pretrain(home, *flags, *WANDB)
     assert run.code == 0, run.output
     assert "note: --hidden-size 24 gives way to the checkpoint's 16\n" in run.output
     assert "training is complete: iteration 6 of 6\n" in run.output
     assert " validation loss at iteration 6 " in run.output
+    assert {kept.run.run_id for kept in offline_runs(home / "again")} == {
+        kept.run.run_id for kept in offline_runs(home / continued.folder)
+    }
+
+
+def test_a_continued_run_goes_on_as_the_same_wandb_run(home: Path, continued: Run):
+    before, after = offline_runs(home / continued.folder)
+    assert before.run.run_id == after.run.run_id
+    assert [[row["_step"] for row in kept.history] for kept in (before, after)] == [[1, 2, 3], [4, 5, 6]]
+    assert [kept.summary["iteration"] for kept in (before, after)] == [3, 6]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +144,8 @@ def test_what_does_not_fit_the_checkpoints_is_refused_before_workers_start(
     def start_nothing(*_: object, **__: object) -> int:
         raise AssertionError("started workers")
 
-    monkeypatch.setattr(pretrain_gpt, "launch_workers", start_nothing)
-    monkeypatch.setattr(pretrain_gpt, "run_worker", start_nothing)
+    monkeypatch.setattr("megazpp.run.launch_workers", start_nothing)
+    monkeypatch.setattr("megazpp.run.run_worker", start_nothing)
     monkeypatch.chdir(home)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *TOY, *flags])
     assert pretrain_gpt.main() == 2
