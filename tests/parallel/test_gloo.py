@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -16,7 +17,17 @@ TIMEOUT = timedelta(seconds=77)
 
 
 def device_threads() -> int:
-    return sum(task.read_text().strip() == "gloo_tcp_loop" for task in Path("/proc/self/task").glob("*/comm"))
+    return len(device_thread_ids())
+
+
+def device_thread_ids() -> list[int]:
+    names = Path("/proc/self/task").glob("*/comm")
+    return [int(file.parent.name) for file in names if file.read_text().strip() == "gloo_tcp_loop"]
+
+
+def scheduling_policies() -> tuple[set[int], int]:
+    """Of the threads that move messages, and of the one that computes."""
+    return {os.sched_getscheduler(thread) for thread in device_thread_ids()}, os.sched_getscheduler(0)
 
 
 def sums_on_new_groups(count: int) -> tuple[list[float], int, timedelta]:
@@ -34,6 +45,10 @@ def sums_on_new_groups(count: int) -> tuple[list[float], int, timedelta]:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 def test_new_groups_add_no_device_threads_and_keep_their_timeout() -> None:
     assert ranks(2).run(sums_on_new_groups, 3) == [([1.0, 3.0, 5.0], 0, TIMEOUT)] * 2
+
+
+def test_threads_that_move_messages_wait_their_turn_and_those_that_compute_do_not() -> None:
+    assert ranks(2).run(scheduling_policies) == [({os.SCHED_BATCH}, os.SCHED_OTHER)] * 2
 
 
 def test_the_interface_that_the_environment_names_is_used() -> None:
