@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
 import signal
 import socket
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,8 @@ import pytest
 from helpers.program import ROOT, Program, run_program
 from helpers.wandb_files import offline_runs
 
+from megazpp.report.page import report_html
+from megazpp.report.runs import read_runs, state
 from megazpp.training.chrome_trace import read_chrome_trace
 
 # fmt: off
@@ -167,6 +171,20 @@ def test_args_json_holds_every_flag_s_value(main_job: Run):
     assert values["nproc"] == 2
     assert values["micro_batch_size"] * 2 <= values["global_batch_size"] == 32
     assert len(values) > 100
+
+
+def test_what_the_run_has_recorded_makes_a_report(main_job: Run):
+    (run,) = read_runs([main_job.folder])
+    assert state(run) == "finished"
+    assert [row["iteration"] for row in run.validations] == [4, 6]
+    assert run.validations[1]["lm_loss"] == main_job.summary["validation_loss"]
+    assert run.layout is not None
+    assert run.layout.describe() in main_job.output
+    assert run.notes == []
+    page = report_html([run], datetime.datetime(2026, 1, 2))
+    for chart in ("lm_loss", "validation", "tokens_per_second", "grad_norm", "cross_bytes", "peak_memory_bytes"):
+        assert f'"{chart}":[[[' in page
+    assert escape(run.layout.describe()) in page
 
 
 def test_the_timeline_is_a_trace_of_both_ranks_and_lasts_as_long_as_the_step(main_job: Run):

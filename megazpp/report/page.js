@@ -96,7 +96,7 @@
       high = Math.max(high, value);
     }
     if (low < high * 0.3) low = 0;
-    return low < high ? [low, high] : [high - 1, high + 1];
+    return low < high ? [low, high] : [Math.max(0, high - 1), high + 1];
   }
 
   function rangeOf(values, scale) {
