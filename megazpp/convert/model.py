@@ -60,13 +60,13 @@ def model_shapes(config: GPTConfig, rows: int, where: str) -> dict[str, tuple[in
     Raises:
         ValueError: the settings, which are those of `where`, describe no model.
     """
-    try:
-        check_gpt_config(config, tp_size=1, seq_length=1)
-    except ValueError as error:
-        raise ValueError(f"{where} describes no model: {error}") from error
     unpadded = dataclasses.replace(config, make_vocab_size_divisible_by=1)
-    with torch.device("meta"):
-        model = GPTModel(unpadded, vocab_size=rows, tp=MeshAxis("tp"))
+    try:
+        check_gpt_config(unpadded, tp_size=1, seq_length=1)
+        with torch.device("meta"):
+            model = GPTModel(unpadded, vocab_size=rows, tp=MeshAxis("tp"))
+    except (ValueError, RuntimeError, TypeError) as error:  # torch's, of sizes beyond any machine
+        raise ValueError(f"{where} describes no model: {str(error).splitlines()[0]}") from error
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

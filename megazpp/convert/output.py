@@ -21,6 +21,8 @@ def check_output(path: Path) -> None:
     if path.is_dir():
         if any(path.iterdir()):
             raise ValueError(f"--output {path} is not empty")
+        if path.is_mount():  # nothing can be renamed onto it
+            raise ValueError(f"--output {path} is where a file system is mounted; give a folder inside it")
     elif path.exists() or path.is_symlink():
         raise ValueError(f"--output {path} exists and is no folder")
 

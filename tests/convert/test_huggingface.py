@@ -128,6 +128,7 @@ UNKNOWN = {
     "activation": ("gpt2", {"activation_function": "relu"}, "activation_function 'relu' is not supported"),
     "scale": ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights False is not supported"),
     "inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+    "too large": ("gpt2", {"n_embd": 4 * 10**18}, "config.json describes no model: "),
     "no layers": ("gpt2", {"n_layer": 0}, "n_layer 0 is not a positive integer"),
     "heads": ("gpt2", {"n_head": 5}, "--hidden-size 32 is not divisible by --num-attention-heads 5"),
     "rope_scaling": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type 'linear'"),

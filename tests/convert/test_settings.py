@@ -1,0 +1,45 @@
+"""Settings are read with a check, and an error names the file and the key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megazpp.convert.settings import Settings
+
+SETTINGS = Settings(
+    {"n": 3, "x": 0.5, "b": False, "nothing": None, "words": "abc", "inner": {"n": 4}, "minus": -1, "list": [1]}, "file"
+)
+
+
+def test_values_and_defaults():
+    assert (SETTINGS.count("n"), SETTINGS.count("nothing", 7), SETTINGS.count("absent", 8)) == (3, 7, 8)
+    assert (SETTINGS.number("x", 1.0), SETTINGS.number("n", 1.0), SETTINGS.number("absent", 1.5)) == (0.5, 3.0, 1.5)
+    assert (SETTINGS.truth("b", True), SETTINGS.truth("nothing", True)) == (False, True)
+    assert (SETTINGS.only("words", "x", "abc"), SETTINGS.only("absent", "x", "abc")) == ("abc", "x")
+    assert SETTINGS.part("inner").count("inner.n") == 4
+    assert "inner.n" not in SETTINGS.part("absent")
+    assert ("n" in SETTINGS, "nothing" in SETTINGS) == (True, False)
+    SETTINGS.absent("b", "nothing", "absent")
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda s: s.count("absent"), "file: absent is missing"),
+        (lambda s: s.count("minus"), "file: minus -1 is not a positive integer"),
+        (lambda s: s.count("b"), "file: b False is not a positive integer"),
+        (lambda s: s.count("x"), "file: x 0.5 is not a positive integer"),
+        (lambda s: s.number("words", 1.0), "file: words 'abc' is not a number"),
+        (lambda s: s.truth("n", True), "file: n 3 is not true or false"),
+        (lambda s: s.only("list", "x", "y"), r"file: list \[1\] is not supported here \(only x, y\)"),
+        (lambda s: s.absent("b", "n"), "file: n 3 is not supported here"),
+        (lambda s: s.part("words"), "file: words 'abc' holds no settings"),
+        (lambda s: s.part("inner").only("inner.n", 5), "file: inner.n 4 is not supported here"),
+    ],
+)
+def test_what_is_wrong_is_named(read: Callable[[Settings], Any], message: str):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        read(SETTINGS)
