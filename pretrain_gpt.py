@@ -15,7 +15,6 @@ import datetime
 import functools
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -41,14 +40,13 @@ from megazpp.optim.backends import backend_table, optimizer_backends
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import EXIT_ERROR, EXIT_USER_ERROR, RESTART_COUNT, find_place, launched_rank
+from megazpp.parallel.launch import EXIT_ERROR, RESTART_COUNT, find_place
 from megazpp.parallel.links import measure_links
-from megazpp.parallel.supervisor import launch_workers
-from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.watchdog import Watchdog
-from megazpp.parallel.worker import ECHO_SECONDS, UserError, Worker, leave, run_worker, seed_everything, user_errors
+from megazpp.parallel.worker import Worker, leave, seed_everything, user_errors
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.report import plan_report
+from megazpp.run import Job, build_run_model, plan_as_announced, plan_as_found, run_on_ranks
 from megazpp.topology.cluster import Cluster, detect_cluster, read_cluster
 from megazpp.training.anomalies import Guard
 from megazpp.training.console import Console
@@ -59,7 +57,7 @@ from megazpp.training.metrics import Meter, RunShape
 from megazpp.training.not_finite import NotFinite
 from megazpp.training.profiler import Profiler
 from megazpp.training.run_folder import RunFolder, default_run_dir
-from megazpp.training.setup import Built, build_model, open_checkpoints, open_datasets, open_loader
+from megazpp.training.setup import Built, open_checkpoints, open_datasets, open_loader
 from megazpp.training.step import TrainStep
 from megazpp.training.step_timeline import StepTimeline
 from megazpp.training.stopping import StopConditions
@@ -75,41 +73,37 @@ HERE = Path(__file__).resolve().parent
 
 def main() -> int:
     """Parse, check, and become a worker or start the workers."""
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        with user_errors():
-            parsed = parse_run_config(sys.argv[1:], HERE)
-            if parsed.print_config:
-                print(parsed.report())
-                return 0
-            if parsed.plan:
-                print(plan_report(parsed.config, planned_cluster(parsed.config), device_type=device_type))
-                return 0
-            if parsed.dry_run is not None:
-                dry = dry_run(parsed.config, planned_cluster(parsed.config), rank=parsed.dry_run)
-                print(dry.describe())
-                return 0 if dry.agrees else EXIT_ERROR
-            source = find_source(parsed.config)
-            earlier = peek(source)
-            parsed = with_checkpoint_args(parsed, earlier)
-            if source is not None and earlier is not None:
-                check_same_model(earlier.flags, parsed.config.model, source.folder.path)
-            place = find_place(parsed.config.launch)
-            launcher_env = os.environ if place.started and place.world_size > 1 else {}  # a batch script's is not ours
-            tp = parsed.config.parallel.tensor_model_parallel_size
-            cluster = detect_cluster(place.world_size, parsed.config.cluster, launcher_env, tp=tp)
-            plan = check_run_config(parsed.config, cluster, device_type=device_type)
-            check_inputs(parsed.config.data, parsed.config.tokenizer)
-    except UserError as error:
-        if launched_rank() == 0:
-            error.show()
-        else:
-            time.sleep(3 * ECHO_SECONDS)  # the launcher ends rank 0 as soon as another rank has left
-        return EXIT_USER_ERROR
-    if place.started:
-        run_worker(place, parsed.config.launch, functools.partial(pretrain, parsed, plan, source, earlier))
-    command = [sys.executable, *sys.argv]
-    return launch_workers(command, place.world_size, max_restarts=parsed.config.launch.max_restarts)
+    return run_on_ranks(prepare)
+
+
+def prepare() -> Job | int:
+    """Everything that can be known before workers start.
+
+    Raises:
+        ValueError: what cannot be, by flag and value.
+    """
+    parsed = parse_run_config(sys.argv[1:], HERE)
+    if parsed.print_config:
+        print(parsed.report())
+        return 0
+    if parsed.plan:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        print(plan_report(parsed.config, planned_cluster(parsed.config), device_type=device_type))
+        return 0
+    if parsed.dry_run is not None:
+        dry = dry_run(parsed.config, planned_cluster(parsed.config), rank=parsed.dry_run)
+        print(dry.describe())
+        return 0 if dry.agrees else EXIT_ERROR
+    source = find_source(parsed.config)
+    earlier = peek(source)
+    parsed = with_checkpoint_args(parsed, earlier)
+    config = parsed.config
+    if source is not None and earlier is not None:
+        check_same_model(earlier.flags, config.model, source.folder.path)
+    place = find_place(config.launch)
+    plan = plan_as_announced(config, place, check_run_config)
+    check_inputs(config.data, config.tokenizer)
+    return Job(place, config.launch, functools.partial(pretrain, parsed, plan, source, earlier))
 
 
 def find_source(config: RunConfig) -> Source | None:
@@ -130,18 +124,11 @@ def pretrain(
 ) -> None:
     """One worker's whole run; rank 0 records it, where the run that it continues was recorded."""
     with user_errors():
-        plan = plan_again(parsed.config, plan, worker)
+        plan = plan_as_found(parsed.config, plan, worker, check_run_config)
         continued = earlier if source is not None and source.continues else None
         tracker = open_tracker(parsed, plan, worker, continued) if worker.rank == 0 else None
     with tracker or contextlib.nullcontext(), StopConditions(parsed.config.stop) as stops:
         build_and_train(parsed, plan, source, worker, tracker, stops)
-
-
-def plan_again(config: RunConfig, plan: RunPlan, worker: Worker) -> RunPlan:
-    """The plan for the cluster as its ranks find it, which may be another than the launcher's environment promised."""
-    tp = config.parallel.tensor_model_parallel_size
-    cluster = settle_cluster(worker, config.cluster, plan.layout.cluster, tp=tp)
-    return check_run_config(config, cluster, device_type=worker.device.type)
 
 
 def build_and_train(
@@ -168,16 +155,7 @@ def build_and_train(
             config.data, tokenizer, plan.batches, config.evaluation, seed=seed, announce=console.say
         )
 
-    built = build_model(
-        config.model,
-        vocab_size=tokenizer.vocab_size,
-        dims=dims,
-        sequence_parallel=config.parallel.sequence_parallel,
-        zero=config.zero,
-        precision=config.precision,
-        seed=seed,
-        device=device,
-    )
+    built = build_run_model(config, dims, vocab_size=tokenizer.vocab_size, device=device)
     guard = Guard(
         config.anomalies,
         NotFinite(built.sharding, dims, plan.batches, folder),

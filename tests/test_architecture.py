@@ -31,6 +31,7 @@ FLOORS = {
     "megazpp.arguments": 6,
     "megazpp.checkpoint_flags": 7,
     "megazpp.env": 7,
+    "megazpp.run": 7,
     "megazpp.planner": 7,
 }
 # parallel/ builds groups from topology/'s integers: the one step inside a floor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,13 +19,11 @@ from megazpp.checkpoint_flags import with_checkpoint_flags
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import EXIT_USER_ERROR, Place, find_place, launched_rank
-from megazpp.parallel.supervisor import launch_workers
-from megazpp.parallel.survey import settle_cluster
-from megazpp.parallel.worker import UserError, Worker, run_worker, seed_everything, user_errors
-from megazpp.topology.cluster import detect_cluster
+from megazpp.parallel.launch import Place, find_place
+from megazpp.parallel.worker import Worker, seed_everything, user_errors
+from megazpp.run import Job, build_run_model, plan_as_announced, plan_as_found, run_on_ranks
 from megazpp.training.console import Console
-from megazpp.training.setup import Built, build_model
+from megazpp.training.setup import Built
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -67,36 +64,23 @@ def run_on_checkpoint(
         check: raises ValueError where the flags ask for what cannot be.
         spread: whether more ranks than tensor parallelism needs are of use, where --nproc does not say.
     """
-    try:
-        with user_errors():
-            parsed = parse_run_config(
-                argv,
-                ROOT,
-                program=program,
-                description=description.partition("\n")[0],
-                extra=[extra],
-                default_file=None,
-            )
-            source, record = find_weights(parsed.config.checkpoint)
-            parsed = with_checkpoint_flags(parsed, record)
-            if parsed.print_config:
-                print(parsed.report())
-                return 0
-            config = parsed.config
-            check(config, parsed.extra[0])
-            place = _find_place(config, spread=spread)
-            launcher_env = os.environ if place.started and place.world_size > 1 else {}
-            tp = config.parallel.tensor_model_parallel_size
-            cluster = detect_cluster(place.world_size, config.cluster, launcher_env, tp=tp)
-            device_type = "cuda" if torch.cuda.is_available() else "cpu"
-            plan = check_model_config(config, cluster, device_type=device_type)
-    except UserError as error:
-        if launched_rank() == 0:
-            error.show()
-        return EXIT_USER_ERROR
-    if place.started:
-        run_worker(place, config.launch, functools.partial(_load_and_work, parsed, plan, source, record, work))
-    return launch_workers([sys.executable, *sys.argv], place.world_size)
+
+    def prepare() -> Job | int:
+        parsed = parse_run_config(
+            argv, ROOT, program=program, description=description.partition("\n")[0], extra=[extra], default_file=None
+        )
+        source, record = find_weights(parsed.config.checkpoint)
+        parsed = with_checkpoint_flags(parsed, record)
+        if parsed.print_config:
+            print(parsed.report())
+            return 0
+        config = parsed.config
+        check(config, parsed.extra[0])
+        place = _find_place(config, spread=spread)
+        plan = plan_as_announced(config, place, check_model_config)
+        return Job(place, config.launch, functools.partial(_load_and_work, parsed, plan, source, record, work))
+
+    return run_on_ranks(prepare)
 
 
 def _find_place(config: RunConfig, *, spread: bool) -> Place:
@@ -118,23 +102,12 @@ def _load_and_work(
     config, device, seed = parsed.config, worker.device, parsed.config.launch.seed
     say = Console(enabled=worker.rank == 0, out=sys.stderr).say
     with user_errors():
-        tp = config.parallel.tensor_model_parallel_size
-        cluster = settle_cluster(worker, config.cluster, plan.layout.cluster, tp=tp)
-        plan = check_model_config(config, cluster, device_type=device.type)
+        plan = plan_as_found(config, plan, worker, check_model_config)
         dims = ParallelDims(plan.layout, device_type=device.type, nccl=config.nccl, timeout=worker.timeout)
         seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
         tokenizer = build_tokenizer(config.tokenizer, config.data, announce=say)
         for notice in (*parsed.notices, *plan.notices):
             say(f"note: {notice}")
-        built = build_model(
-            config.model,
-            vocab_size=tokenizer.vocab_size,
-            dims=dims,
-            sequence_parallel=config.parallel.sequence_parallel,
-            zero=config.zero,
-            precision=config.precision,
-            seed=seed,
-            device=device,
-        )
+        built = build_run_model(config, dims, vocab_size=tokenizer.vocab_size, device=device)
         iteration = load_weights(*built, dims, source, record, vocab_size=tokenizer.vocab_size, say=say)
         work(Loaded(config, parsed.extra[0], built, dims, tokenizer, iteration, device, say))

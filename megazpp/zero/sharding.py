@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.comms import SummingReduce, count_all_reduce
-from megazpp.zero.config import ZeroConfig, plan_wire
+from megazpp.zero.config import WirePlan, ZeroConfig, plan_wire
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.plugs import Plugs
 from megazpp.zero.precision import PrecisionConfig
@@ -156,14 +156,14 @@ def shard_model(
     """
     zero, precision = zero or ZeroConfig(), precision or PrecisionConfig()
     assert zero.stage > 0 or dims.shard.size == 1, "stage 0 replicates: dims must have shards of one rank"
-    plan_wire(zero, dims.layout)  # refuses before anything is changed
+    plan = plan_wire(zero, dims.layout)  # refuses before anything is changed
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )
     for unit in [*units, [model]]:
         target = unit[0] if len(unit) == 1 else list(unit)
         fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=zero.stage == 3, mp_policy=policy)
-    return attach_zeropp(model, dims, zero=zero, precision=precision)
+    return _plug_in(model, dims, plan, zero, precision)
 
 
 def attach_zeropp(
@@ -181,7 +181,12 @@ def attach_zeropp(
         TypeError: `model` was not wrapped.
     """
     zero, precision = zero or ZeroConfig(zeropp=True), precision or PrecisionConfig()
-    plan = plan_wire(zero, dims.layout)
+    return _plug_in(model, dims, plan_wire(zero, dims.layout), zero, precision)
+
+
+def _plug_in(
+    model: nn.Module, dims: ParallelDims, plan: WirePlan, zero: ZeroConfig, precision: PrecisionConfig
+) -> Sharding:
     units = find_units(model, dims)
     plugs = Plugs(dims, plan, zero, precision)
     for unit in units:
