@@ -55,7 +55,7 @@ class Recorder:
         self._sent_before = SentBytes()
         self.last_interval: IntervalRecord | None = None
         self.last_validation: tuple[int, float] | None = None
-        self.cpu_seconds = 0.0
+        self.cpu_seconds, self.micro_batches = 0.0, 0  # of this process's steps, as its traffic is
 
     def step(self, record: StepRecord, step: TrainStep, *, last: bool) -> None:
         """Record a step; at a log interval and at the `last` one also print and write a line."""
@@ -117,7 +117,7 @@ class Recorder:
             "data_wait_share": wait_share,
             "stop_reason": progress.stop_reason,
         }
-        rows, compared = collect_traffic(self._dims, self._device), zero3(progress.micro_batches)
+        rows, compared = collect_traffic(self._dims, self._device), zero3(self.micro_batches)
         if rows:
             self.console.say(traffic_table(rows, compared))
         summary |= traffic_summary(rows, compared)
@@ -206,6 +206,7 @@ def train(
             )
             seconds = time.perf_counter() - started
             recorder.cpu_seconds += cpu_seconds() - cpu_before
+        recorder.micro_batches += plan.num_micro_batches_at(progress.consumed_samples)
         progress = _advance(progress, batch_size, plan, skipped=result.skipped)
         reason = stops.reason(progress.iteration, step.dims)
         progress = progress._replace(stop_reason=reason)

@@ -58,7 +58,15 @@ class FakeLoader:
 
 
 class Run:
-    def __init__(self, losses: list[float], *, log_interval: int = 2, eval_interval: int = 3, **loop: Any) -> None:
+    def __init__(
+        self,
+        losses: list[float],
+        *,
+        log_interval: int = 2,
+        eval_interval: int = 3,
+        start: Progress = Progress(),  # noqa: B008, immutable
+        **loop: Any,
+    ) -> None:
         self.dims = FakeDims()
         self.fake = FakeStep(self.dims, losses)
         self.observed: list[tuple[int, int]] = []
@@ -99,7 +107,7 @@ class Run:
             [self],  # observes
             eval_interval=eval_interval,
             evaluate=self.evaluate,
-            start=Progress(),
+            start=start,
         )
 
     @contextlib.contextmanager
@@ -171,3 +179,11 @@ def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
 
 def test_observers_stand_around_every_step():
     assert Run([1.0, 2.0, 3.0]).observed == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_a_continued_run_is_compared_with_what_zero_3_would_have_sent_for_the_same_steps():
+    run = Run([3.0, 2.0, 1.0], start=Progress(iteration=1, consumed_samples=2, micro_batches=50))
+    run.tracker.summary = lambda values, rows: None
+    asked: list[int] = []
+    run.recorder.finish(run.progress, None, None, unigram_entropy=6.0, wait_share=0.0, zero3=asked.append)
+    assert asked == [2]  # steps 2 and 3, of one micro-batch each
