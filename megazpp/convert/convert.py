@@ -17,15 +17,13 @@ from megazpp.checkpoint.folder import TRACKER
 from megazpp.checkpoint.progress import Progress
 from megazpp.checkpoint.record import SHAPE, RunRecord
 from megazpp.convert.huggingface import CONFIG, choose_architecture, open_model, write_model
-from megazpp.convert.megatron import find_checkpoint, open_megatron
+from megazpp.convert.megatron import open_megatron
 from megazpp.convert.model import Imported, Model, first_rows
 from megazpp.convert.native import empty_schedule, open_checkpoint, write_checkpoint
 from megazpp.convert.output import check_output, whole_folder
 from megazpp.convert.tokenizer_files import FOLDER, carry, carry_out, find_tokenizer, has_files
 from megazpp.data.tokenizer import TokenizerConfig, load_tokenizer
 from megazpp.flags import flag
-
-Format = Literal["huggingface", "megatron", "megazpp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,7 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[st
     if not source.is_dir():
         raise ValueError(f"--input {source} {'is no folder' if source.exists() else 'does not exist'}")
     check_output(target)
-    kind = config.source or guess_format(source, config.ckpt_step)
+    kind = config.source or guess_format(source)
     wanted = config.target or ("huggingface" if kind == "megazpp" else "megazpp")
     if (kind == "megazpp") == (wanted == "megazpp"):
         raise ValueError(f"--from {kind} --to {wanted}: one of the two has to be megazpp, and one another format")
@@ -68,17 +66,17 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[st
     if kind == "megazpp":
         return export(source, target, config.ckpt_step, tokenizer, say)
     imported = _import_huggingface(source) if kind == "huggingface" else open_megatron(source, config.ckpt_step)
-    return keep(imported, target, tokenizer, say)
+    return bring_in(imported, target, tokenizer, say)
 
 
-_NAMES: dict[Format, str] = {
+_NAMES = {
     "huggingface": "a Hugging Face model",
     "megatron": "a checkpoint of Megatron-LM's",
     "megazpp": "a checkpoint of MegaZ++",
 }
 
 
-def guess_format(folder: Path, iteration: int | None) -> Format:
+def guess_format(folder: Path) -> str:
     """What a folder looks like.
 
     Raises:
@@ -89,7 +87,6 @@ def guess_format(folder: Path, iteration: int | None) -> Format:
     if any(folder.glob("iter_*/run.json")):
         return "megazpp"
     if any(folder.glob("mp_rank_*")) or (folder / TRACKER).is_file():
-        find_checkpoint(folder, iteration)
         return "megatron"
     raise ValueError(
         f"--input {folder} is neither a Hugging Face model ({CONFIG}) nor a folder of checkpoints ({TRACKER})"
@@ -114,7 +111,7 @@ def export(
     return f"{target} holds iteration {record.progress.iteration} as {architecture.class_name}{_described(model)}"
 
 
-def keep(imported: Imported, target: Path, given: TokenizerConfig, say: Callable[[str], None]) -> str:
+def bring_in(imported: Imported, target: Path, given: TokenizerConfig, say: Callable[[str], None]) -> str:
     """A model as a checkpoint of ours, without an optimizer."""
     found = given if given != TokenizerConfig() else imported.tokenizer
     tokenizer = load_tokenizer(found)

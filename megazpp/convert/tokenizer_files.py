@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,9 @@ from megazpp.data.tokenizer import TokenizerConfig
 
 FOLDER = "tokenizer"
 SENTENCEPIECE, DESCRIPTION = "tokenizer.model", "tokenizer_config.json"
-# What a Hugging Face folder says about text; of its config.json only the ids of tokens are used
+_VOCABULARIES = ("tokenizer.json", SENTENCEPIECE, "vocab.json", "merges.txt")
+# What else a Hugging Face folder says about text; of its config.json only the ids of tokens are used
 _COMPANIONS = (
-    "tokenizer.json",
-    SENTENCEPIECE,
-    "vocab.json",
-    "merges.txt",
     DESCRIPTION,
     "special_tokens_map.json",
     "added_tokens.json",
@@ -55,15 +53,16 @@ def carry(config: TokenizerConfig, folder: Path, final: Path) -> TokenizerConfig
     """
     folder.mkdir(exist_ok=True)
     if config.vocab_file is not None and config.merge_file is not None:
-        _copy(_beside(Path(config.vocab_file)), folder)
+        _copy(_found(_COMPANIONS, Path(config.vocab_file).parent), folder)
         _copy({"vocab.json": Path(config.vocab_file), "merges.txt": Path(config.merge_file)}, folder)
         return dataclasses.replace(config, vocab_file=str(final / "vocab.json"), merge_file=str(final / "merges.txt"))
     if config.tokenizer_model is None:
         return config
     model = Path(config.tokenizer_model).expanduser()
-    _copy(_beside(model), folder)
     if model.is_dir():
+        _copy(_found((*_VOCABULARIES, *_COMPANIONS), model), folder)
         return dataclasses.replace(config, tokenizer_model=str(final))
+    _copy(_found(_COMPANIONS, model.parent), folder)
     name = "tokenizer.json" if model.suffix == ".json" else SENTENCEPIECE
     _copy({name: model}, folder)
     return dataclasses.replace(config, tokenizer_model=str(final / name))
@@ -114,10 +113,8 @@ def _describe(folder: Path, eod: int | None) -> dict[str, Any]:
     return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": piece}
 
 
-def _beside(path: Path) -> dict[str, Path]:
-    """The files that go with a tokenizer: those in its folder."""
-    folder = path if path.is_dir() else path.parent
-    return {name: folder / name for name in _COMPANIONS if (folder / name).is_file()}
+def _found(names: Iterable[str], folder: Path) -> dict[str, Path]:
+    return {name: folder / name for name in names if (folder / name).is_file()}
 
 
 def _copy(files: dict[str, Path], folder: Path) -> None:
