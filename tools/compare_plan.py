@@ -3,8 +3,9 @@
     python tools/compare_plan.py runs/cluster/samples.json
 
 Two figures are fitted, to ZeRO-3 at the slowest and at the fastest rate of k = 1: what a rank's share of the processor
-and of its memory reaches, and which part of its rate an uplink carries. FSDP2 on gloo's own collectives is left out:
-the planner knows only rings. So are rates above 1 Gbit/s, which processors that also compute do not reach.
+and of its memory reaches, and which part of its rate an uplink carries. What TCP and Python cost was measured without
+links. FSDP2 on gloo's own collectives is left out: the planner knows only rings. So are rates above 1 Gbit/s, which
+processors that also compute do not reach.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 from benchmark_cluster_report import BASELINE, PLAIN, UNITS, Sample
 from benchmark_cluster_variants import VARIANTS, Settings
+from entry import leave_with
 
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelConfig, plan_dims
@@ -38,9 +40,14 @@ from megazpp.topology.links import Link, Links
 from megazpp.zero.config import plan_wire
 from megazpp.zero.precision import PrecisionConfig
 
-# Round figures for a rank on a shared processor, scaled by one fitted share; gloo inside a node is a copy or two.
+# Round figures for a rank on a shared processor, scaled by one fitted share.
 DEVICE = Device("a share of a processor", teraflops=0.1, gigabytes=1.0, gigabytes_per_second=10.0)
-INSIDE = Link(5.0, microseconds=50.0)
+# What is not the model's arithmetic costs the processor too; a wire inside a node costs nothing else. CPU seconds:
+BYTE_SECONDS = 0.6e-9  # of a byte over TCP: gloo's all-gather of 4 ranks, 4 MiB per message
+MESSAGE_SECONDS = 75e-6  # of a message: ZeRO-3 less HSDP in a benchmark of tiny layers (--local --hidden-size 64)
+HOST_SECONDS = {1: 0.073, 2: 0.121}  # of a micro-batch's Python, by TP: HSDP there less its messages
+PROCESSORS = 2  # of the machine that was measured
+INSIDE = Link(1e6, microseconds=1e-3)
 UPLINK_MICROSECONDS = 200.0
 REACHED_BITS = 1e9
 PRECISION = PrecisionConfig(bf16=True, grad_reduce_in_bf16=True)
@@ -131,10 +138,30 @@ def seconds(cell: Cell, compute: float, network: float, *, shape: dict[str, int]
         wire=plan_wire(variant.zero, layout),
         zero=variant.zero,
         precision=PRECISION,
-        costs=ClusterCosts(layout, shares),
+        costs=SharedProcessors(layout, shares),
         on_cpu=True,
     )
-    return measure(step, cell.micro_batches).seconds
+    return measure(step, cell.micro_batches).seconds + cell.micro_batches * HOST_SECONDS[cell.tp] * ranks_each(layout)
+
+
+def ranks_each(layout: Layout) -> float:
+    """Ranks that share a processor."""
+    return max(layout.cluster.world_size / PROCESSORS, 1.0)
+
+
+class SharedProcessors(ClusterCosts):
+    """All ranks send with the processors that they compute with: a collective beside the compute hides only waiting."""
+
+    def __init__(self, layout: Layout, shares: Shares) -> None:
+        super().__init__(layout, shares)
+        self._layout = layout
+
+    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
+        return max(super().collective(axis, collective, sent_bytes), self.taken(axis, collective, sent_bytes))
+
+    def taken(self, axis: str, collective: str, sent_bytes: int) -> float:
+        messages = (2 if collective == "all_reduce" else 1) * (self._layout.axis_size(axis) - 1)
+        return ranks_each(self._layout) * (messages * MESSAGE_SECONDS + sent_bytes * BYTE_SECONDS)
 
 
 @functools.cache
@@ -153,4 +180,4 @@ def trace(layout: Layout, shape: tuple[tuple[str, int], ...]) -> Trace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_with(main)

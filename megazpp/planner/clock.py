@@ -76,11 +76,14 @@ class Simulation:
         finally:
             self.running = before
 
-    def spend(self, name: str, seconds: float) -> None:
-        """The running clock is busy."""
+    def spend(self, name: str, seconds: float, *, taken: float = 0.0) -> None:
+        """The running clock is busy; `taken` seconds go off the compute where that is another clock."""
         start = self.running.now
         self.running.now += seconds
         self.spans.append(Span(self.running.name, name, start, self.running.now))
+        if self.running is not self.compute and taken:
+            with self.on(self.compute):
+                self.spend("taken", taken)
 
     def wait_until(self, moment: float, reason: str) -> None:
         """The running clock does not go on before `moment`."""
@@ -89,19 +92,15 @@ class Simulation:
                 self.waits[reason] += moment - self.running.now
             self.running.now = moment
 
-    def occupy(self, wire: Clock, name: str, seconds: float, *, beside: float) -> None:
+    def occupy(self, wire: Clock, name: str, seconds: float, *, taken: float) -> None:
         """A collective on the running clock, behind the one before it on `wire`.
 
         Args:
             wire: of one process group, whose collectives run one at a time in the order in which they were started.
-            beside: the share of the compute that it takes where it does not run on the compute's own clock.
         """
         self.wait_until(wire.now, wire.name)
-        self.spend(name, seconds)
+        self.spend(name, seconds, taken=taken)
         wire.now = self.running.now
-        if self.running is not self.compute and beside:
-            with self.on(self.compute):
-                self.spend("beside", beside * seconds)
 
     def busy(self, clock: str) -> float:
         """Seconds that a clock was busy."""

@@ -10,13 +10,7 @@ from megazpp.topology.layout import AXES, Layout
 
 
 class Costs(Protocol):
-    """How long things take.
-
-    Attributes:
-        beside: the share of the compute that a collective beside it takes.
-    """
-
-    beside: float
+    """How long things take; `taken` is what a collective beside the compute takes from it, in seconds."""
 
     def work(self, work: Work) -> float: ...
 
@@ -24,11 +18,11 @@ class Costs(Protocol):
 
     def collective(self, axis: str, collective: str, sent_bytes: int) -> float: ...
 
+    def taken(self, axis: str, collective: str, sent_bytes: int) -> float: ...
+
 
 class NoCosts:
     """Nothing takes any time: for counting."""
-
-    beside = 0.0
 
     def work(self, work: Work) -> float:
         return 0.0
@@ -37,6 +31,9 @@ class NoCosts:
         return 0.0
 
     def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
+        return 0.0
+
+    def taken(self, axis: str, collective: str, sent_bytes: int) -> float:
         return 0.0
 
 
@@ -53,7 +50,7 @@ class ClusterCosts:
         device = layout.cluster.device
         if device is None:
             raise ValueError("--cluster-file: device is not given (name, teraflops, gigabytes, gigabytes_per_second)")
-        self.beside = shares.beside
+        self._beside = shares.beside
         self._device = DeviceCost(device=device, shares=shares)
         self._axes = {axis: AxisCost(layout, axis, shares) for axis in AXES if axis not in free}
 
@@ -67,3 +64,6 @@ class ClusterCosts:
 
     def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
         return self._axes[axis].seconds(collective, sent_bytes) if axis in self._axes else 0.0
+
+    def taken(self, axis: str, collective: str, sent_bytes: int) -> float:
+        return self._beside * self.collective(axis, collective, sent_bytes)

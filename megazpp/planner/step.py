@@ -71,6 +71,7 @@ class PaperStep:
         moments: int = 2,
     ) -> None:
         self.trace, self._stage, self._moments, self._costs = trace, zero.stage, moments, costs or NoCosts()
+        self._on_cpu = on_cpu
         self.counter, self.simulation, self.ledger = TrafficCounter(), Simulation(), Ledger()
         self._axes = {
             name: PaperAxis(layout, name, rank=rank, counter=self.counter, cost=self._sending(name)) for name in AXES
@@ -209,13 +210,15 @@ class PaperStep:
 
         def cost(collective: str, sent_bytes: int) -> None:
             seconds = self._costs.collective(axis, collective, sent_bytes)
-            self.simulation.occupy(wire, f"{axis} {collective}", seconds, beside=self._costs.beside)
+            taken = self._costs.taken(axis, collective, sent_bytes)
+            self.simulation.occupy(wire, f"{axis} {collective}", seconds, taken=taken)
 
         return cost
 
     def _touch(self, what: str, touched_bytes: int) -> None:
-        """A pass over memory on the running clock."""
-        self.simulation.spend(what, self._costs.memory(touched_bytes))
+        """A pass over memory on the running clock; on a CPU the process that computes does it, in any lane."""
+        seconds = self._costs.memory(touched_bytes)
+        self.simulation.spend(what, seconds, taken=seconds if self._on_cpu else 0.0)
 
     def _lanes(self, *, overlap: bool) -> Lanes:
         if not overlap:

@@ -50,17 +50,17 @@ def test_collectives_of_one_group_run_one_after_the_other_in_the_order_of_their_
     wire, gathers, reductions = (simulation.new_clock(name) for name in ("shard", "gathers", "reductions"))
     for clock, name in ((reductions, "reduce"), (gathers, "gather")):
         with simulation.on(clock):
-            simulation.occupy(wire, name, 2.0, beside=0.0)
+            simulation.occupy(wire, name, 2.0, taken=0.0)
     assert [(span.name, span.start, span.end) for span in simulation.spans] == [("reduce", 0, 2), ("gather", 2, 4)]
 
 
-def test_a_collective_beside_the_compute_takes_its_share_of_it_and_one_that_the_compute_waits_for_does_not():
+def test_a_collective_beside_the_compute_takes_from_it_and_one_that_the_compute_waits_for_does_not():
     simulation = Simulation()
     wire, gathers = simulation.new_clock("shard"), simulation.new_clock("gathers")
     with simulation.on(gathers):
-        simulation.occupy(wire, "gather", 2.0, beside=0.25)
+        simulation.occupy(wire, "gather", 2.0, taken=0.5)
     assert simulation.compute.now == 0.5
-    simulation.wait_until(gathers.now, "weights")  # the share was taken from a compute that had nothing to do
+    simulation.wait_until(gathers.now, "weights")  # it was taken from a compute that had nothing to do
     assert simulation.compute.now == 2.0
-    simulation.occupy(wire, "norm", 1.0, beside=0.25)
+    simulation.occupy(wire, "norm", 1.0, taken=0.5)
     assert simulation.compute.now == 3.0

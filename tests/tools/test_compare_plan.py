@@ -6,7 +6,23 @@ import functools
 
 import pytest
 from benchmark_cluster_report import Sample
-from compare_plan import Cell, fit, medians, seconds
+from compare_plan import (
+    BYTE_SECONDS,
+    DEVICE,
+    INSIDE,
+    MESSAGE_SECONDS,
+    PROCESSORS,
+    Cell,
+    SharedProcessors,
+    fit,
+    medians,
+    seconds,
+)
+
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cost import Shares
+from megazpp.topology.layout import plan_layout
+from megazpp.topology.links import Link, Links
 
 SHAPE = {
     "nodes": 2,
@@ -39,3 +55,16 @@ def test_the_fit_reproduces_the_cells_it_is_given_and_overlap_is_never_slower():
     for rate in ("1mbit", "100mbit", "1gbit"):
         plain, overlapped = (predict(Cell(1, 2, rate, v), 0.2, 0.6) for v in ("zeropp", "zeropp-overlap"))
         assert overlapped <= plain
+
+
+def test_ranks_that_share_a_processor_send_in_turn_and_hide_only_waiting():
+    layout = plan_layout(
+        Cluster(num_nodes=2, ranks_per_node=4, device=DEVICE, links=Links(domain=INSIDE, network=Link(1.0, 1.0))),
+        tp=1,
+        replicas=1,
+    )
+    costs = SharedProcessors(layout, Shares())
+    one = MESSAGE_SECONDS + 10**6 * BYTE_SECONDS
+    assert costs.taken("cross", "all_gather", 10**6) == pytest.approx(8 / PROCESSORS * one)
+    assert costs.collective("cross", "all_gather", 10**6) == pytest.approx(0.004, rel=0.01)  # four share 1 GB/s
+    assert costs.collective("local", "all_gather", 10**6) == costs.taken("local", "all_gather", 10**6)
