@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from entry import leave_with
 
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
@@ -215,4 +216,4 @@ def seconds(call: Callable[[], None], before: Callable[[], None] = lambda: None)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_with(main)

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from benchmark_cluster_report import LOCAL, Sample, plot, tables
 from benchmark_cluster_variants import VARIANTS, Order, Settings
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate
+from entry import leave_with
 from rank_processes import RankProcesses, exit_on_signals, start_on_this_machine
 
 from megazpp.parallel.worker import UserError
@@ -243,4 +244,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_with(main)

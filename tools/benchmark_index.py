@@ -9,6 +9,7 @@ import argparse
 import time
 
 import numpy as np
+from entry import leave_with
 
 from megazpp.data.gpt_dataset import build_indices
 
@@ -34,4 +35,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    leave_with(main)

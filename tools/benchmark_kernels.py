@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from entry import leave_with
 
 from kernels.block_quant import (
     Feedback,
@@ -164,4 +165,4 @@ def report(pieces: list[Piece], seconds: list[float]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    leave_with(main)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import sentencepiece
+from entry import leave_with
 
 from megazpp.data.preprocess import PreprocessConfig, preprocess
 from megazpp.data.text import read_documents, resolve_text_paths
@@ -104,4 +105,4 @@ def count_tokens(model: Path, texts: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    leave_with(main)

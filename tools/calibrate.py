@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 
+from entry import leave_with
+
 from megazpp.planner.published import ROWS, Study, errors, fit, median_errors, predict
 from megazpp.topology.cost import DGX2_SHARES, H800_SHARES, Shares
 
@@ -36,4 +38,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    leave_with(main)

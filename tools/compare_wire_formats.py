@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from entry import leave_with
+
 PROGRAM = Path(__file__).resolve().parent.parent / "pretrain_gpt.py"
 LAST_STEPS = 50
 
@@ -92,4 +94,4 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    leave_with(main)

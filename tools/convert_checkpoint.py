@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 
 from data_tool import run_tool, say
+from entry import leave_with
 
 from megazpp.convert.convert import ConvertConfig, convert
 from megazpp.data.tokenizer import TokenizerConfig
@@ -30,4 +31,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave_with(lambda: main(sys.argv[1:]))

@@ -38,6 +38,8 @@ def run_tool(
         for notice in sifted.notices:
             say(notice)
         work(*parser.build(values))
+    except BrokenPipeError:
+        raise  # entry.py's
     except (OSError, ValueError) as error:
         say(f"{program}: error: {error}")
         return EXIT_USER_ERROR

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from entry import leave_with
 from rank_processes import RankProcesses, RankSite, exit_on_signals, undisturbed
 
 from megazpp.parallel.worker import UserError
@@ -256,4 +257,4 @@ def _run_job(cluster: EmulatedCluster, command: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_with(main)

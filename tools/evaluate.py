@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 
 from checkpoint_tool import Loaded, run_on_checkpoint
+from entry import leave_with
 
 from megazpp.arguments import RunConfig
 from megazpp.data.dataset import Splits, build_datasets, check_data, check_inputs
@@ -88,4 +89,4 @@ def score_held_out(loaded: Loaded) -> dict[str, Score]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave_with(lambda: main(sys.argv[1:]))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint_tool import Loaded, run_on_checkpoint
+from entry import leave_with
 
 from megazpp.arguments import RunConfig
 from megazpp.flags import flag
@@ -98,4 +99,4 @@ def _batches(lines: Iterator[str], size: int, name: str) -> Iterator[list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave_with(lambda: main(sys.argv[1:]))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from data_tool import run_tool
+from entry import leave_with
 
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
@@ -127,4 +128,4 @@ def draw_histogram(lengths: np.ndarray, title: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave_with(lambda: main(sys.argv[1:]))

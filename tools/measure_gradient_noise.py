@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from entry import leave_with
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -273,4 +274,4 @@ def _say_nothing(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_with(main)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 from data_tool import run_tool, say
+from entry import leave_with
 
 from megazpp.data.merge import MergeConfig, merge_datasets
 
@@ -21,4 +22,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave_with(lambda: main(sys.argv[1:]))

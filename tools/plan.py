@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
+from entry import leave_with
 
 from megazpp.arguments import parse_run_config
 from megazpp.parallel.launch import EXIT_USER_ERROR
@@ -53,4 +54,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave_with(lambda: main(sys.argv[1:]))

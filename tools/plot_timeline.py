@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from entry import leave_with
+
 from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span, hidden_shares, stalls
 from megazpp.training.chrome_trace import read_chrome_trace, rows_without_crossings, sorted_lanes
 
@@ -145,4 +147,4 @@ def legend(by_rank: Mapping[str, list[Span]]) -> list[Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_with(main)

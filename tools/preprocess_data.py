@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 
 from data_tool import run_tool, say
+from entry import leave_with
 
 from megazpp.data.preprocess import PreprocessConfig, preprocess
 from megazpp.data.tokenizer import TokenizerConfig
@@ -49,4 +50,4 @@ def run(config: PreprocessConfig, tokenizer: TokenizerConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave_with(lambda: main(sys.argv[1:]))

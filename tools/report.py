@@ -14,6 +14,8 @@ import datetime
 import sys
 from pathlib import Path
 
+from entry import leave_with
+
 from megazpp.parallel.launch import EXIT_USER_ERROR
 from megazpp.report.page import write_report
 from megazpp.report.runs import read_runs
@@ -39,4 +41,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave_with(lambda: main(sys.argv[1:]))

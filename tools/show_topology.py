@@ -14,6 +14,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from entry import leave_with
+
 from megazpp.arguments import parse_run_config
 from megazpp.parallel.dims import plan_dims
 from megazpp.parallel.launch import EXIT_USER_ERROR
@@ -77,4 +79,4 @@ def choose_cluster(args: argparse.Namespace, cluster_file: str | None) -> Cluste
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave_with(lambda: main(sys.argv[1:]))

@@ -11,6 +11,7 @@ import signal
 import sys
 
 from data_tool import run_tool, say
+from entry import leave_with
 
 from megazpp.data.tokenizer_training import TrainTokenizerConfig, train_tokenizer
 
@@ -25,4 +26,4 @@ def run(config: TrainTokenizerConfig) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # SentencePiece's training would not hear Ctrl-C
-    sys.exit(main(sys.argv[1:]))
+    leave_with(lambda: main(sys.argv[1:]))

@@ -23,6 +23,7 @@ from megazpp.parallel.launch import (
     EXIT_ECHO,
     EXIT_ERROR,
     EXIT_HANG,
+    EXIT_READER_GONE,
     EXIT_USER_ERROR,
     LAUNCHER_PID,
     RESTART_COUNT,
@@ -41,7 +42,7 @@ def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0)
     them, nothing is started any more.
 
     Returns:
-        The exit code for this process: 0, 2 for a user error, 128 + n after signal n, else 1.
+        The exit code for this process: 0, 2 for a user error, 128 + n after signal n or a closed pipe, else 1.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     workers: list[subprocess.Popen[bytes]] = []
@@ -55,8 +56,9 @@ def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0)
                     return 0
                 if passed:
                     return _ended_by(passed[0])
-                if EXIT_USER_ERROR in failures.values():
-                    return EXIT_USER_ERROR
+                for final in (EXIT_USER_ERROR, EXIT_READER_GONE):  # not tried again, and nothing to add
+                    if final in failures.values():
+                        return final
                 what_next = f"restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else "the job is over"
                 print(f"{_reason(failures)}; {what_next}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from megazpp.parallel.gloo import share_gloo_device
 from megazpp.parallel.launch import (
     EXIT_ECHO,
     EXIT_ERROR,
+    EXIT_READER_GONE,
     EXIT_USER_ERROR,
     LAUNCHER_PID,
     RESTART_COUNT,
@@ -172,12 +174,21 @@ def _report_once(error: BaseException, store: dist.Store, rank: int) -> int:
     if isinstance(error, JobError):
         error.show()
         return error.exit_code
+    if isinstance(error, BrokenPipeError) and _reader_is_gone():
+        return EXIT_READER_GONE  # `| head` has seen enough
     if isinstance(error, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     text = "".join(traceback.format_exception(error))
     print(f"\nrank {rank} failed:\n{text}", file=sys.stderr, end="")  # below a progress bar
     return EXIT_ERROR
+
+
+def _reader_is_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _restarts() -> int:

@@ -1,0 +1,53 @@
+"""How tools end, above all where nobody reads on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from entry import leave_with
+from helpers.program import ROOT
+from helpers.trained import Trained
+
+
+@pytest.mark.parametrize(("returned", "status"), [(0, 0), (None, None), (2, 2)])
+def test_a_tool_ends_with_the_status_of_its_main(returned: int | None, status: int | None):
+    with pytest.raises(SystemExit) as left:
+        leave_with(lambda: returned)
+    assert left.value.code == status
+
+
+def unread(*command: str, folder: Path) -> tuple[int, str]:
+    """(exit code, stderr) of a program whose stdout is a pipe that nobody reads."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+        command = (sys.executable, *command)
+        done = subprocess.run(command, cwd=ROOT, env=env, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=120)
+        return done.returncode, done.stderr
+    finally:
+        os.close(writes)
+
+
+def test_a_tool_whose_reader_has_gone_ends_without_a_word(tmp_path: Path):
+    flags = ["--nodes", "2", "--ranks-per-node", "4"]
+    assert unread("tools/show_topology.py", *flags, folder=tmp_path) == (141, "")
+
+
+def test_workers_whose_reader_has_gone_end_without_a_word(trained: Trained):
+    flags = ["--load", str(trained.load), "--prompt", "The cat", "--sample-tokens", "30", "--nproc", "2"]
+    code, error = unread("tools/generate.py", *flags, folder=trained.home)
+    assert code == 141
+    assert "Traceback" not in error
+    assert "BrokenPipe" not in error
+
+
+def test_every_tool_ends_that_way():
+    tools = [path for path in (ROOT / "tools").glob("*.py") if 'if __name__ == "__main__":' in path.read_text()]
+    assert len(tools) > 15
+    ranks = [path.name for path in tools if "leave_with(" not in path.read_text()]
+    assert all(name.endswith(("_rank.py", "_ranks.py")) or name.startswith("gpu_check") for name in ranks), ranks
