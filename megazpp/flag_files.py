@@ -59,18 +59,28 @@ def _find(word: Word, folders: Sequence[Path]) -> Path:
 
 def _read_words(path: Path) -> Iterator[Word]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8", newline="") as file:  # line breaks inside quotes as they are
+            lines = file.read().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{shown(path)}: cannot be read: {error}") from None
-    for number, line in enumerate(lines, start=1):
-        origin = f"{shown(path)}:{number}"
-        try:
-            # words of neighbouring lines follow each other anyway, so a continuation needs no joining
-            words = shlex.split(line.rstrip().removesuffix("\\"), comments=True)
-        except ValueError as error:
-            raise ValueError(f"{origin}: {error}") from None
+    first = 0
+    while first < len(lines):
+        origin = f"{shown(path)}:{first + 1}"
+        words, first = _words_from(lines, first, origin)
         for text in words:
             yield Word(text, origin)
+
+
+def _words_from(lines: Sequence[str], first: int, origin: str) -> tuple[list[str], int]:
+    """The words of line `first`, and of those behind it that its quotes reach over; and the next line's number."""
+    for last in range(first, len(lines)):
+        text = "\n".join(lines[first : last + 1])
+        try:
+            # words of neighbouring lines follow each other anyway, so a continuation needs no joining
+            return shlex.split(text.rstrip().removesuffix("\\"), comments=True), last + 1
+        except ValueError as error:
+            problem = error
+    raise ValueError(f"{origin}: {problem}")
 
 
 def shown(path: Path) -> str:

@@ -97,3 +97,15 @@ def test_an_error_in_a_file_names_the_file_and_the_line(folder: Path, content: b
     with pytest.raises(ValueError, match=":") as caught:
         expand_flag_files(["@bad.args"], folder)
     assert str(caught.value).startswith(message)
+
+
+def test_a_quoted_value_may_reach_over_lines_and_keeps_them_as_they_are(folder: Path) -> None:
+    (folder / "a.args").write_bytes(b"--stop 'one  \n\r\n  # two\\\n' --lr 1\r\n# don't\n--seed 3\n")
+    assert expand_flag_files(["@a.args"], folder) == [
+        Word("--stop", "a.args:1"),
+        Word("one  \n\r\n  # two\\\n", "a.args:1"),
+        Word("--lr", "a.args:1"),
+        Word("1", "a.args:1"),
+        Word("--seed", "a.args:6"),
+        Word("3", "a.args:6"),
+    ]
