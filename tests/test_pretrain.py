@@ -372,6 +372,8 @@ def test_wrong_flags_are_refused_in_one_line_each_before_anything_is_written(tmp
         ("--log-interval 0", "--log-interval 0"),
         ("--timeline-step 9 --train-iters 8", "--timeline-step 9"),
         ("@missing.args", "missing.args"),
+        ("--record-memory-history", "--record-memory-history records CUDA's allocator"),
+        ("--profile --profile-ranks 2 --train-iters 20", "--profile-ranks 2"),
     ],
 )
 def test_what_cannot_be_is_refused_before_workers_start(
@@ -411,7 +413,7 @@ def test_under_torchrun_wrong_flags_are_reported_by_one_rank(tmp_path: Path):
 
 
 @pytest.mark.parametrize("case", ["not text", "folder in the way"])
-def test_data_that_only_the_workers_can_refuse_is_reported_once(tmp_path: Path, case: str):
+def test_data_that_cannot_be_used_is_reported_once_before_there_is_a_run(tmp_path: Path, case: str):
     home, flags = Home(tmp_path), []
     if case == "not text":
         file = tmp_path / "bad.txt"
@@ -420,8 +422,9 @@ def test_data_that_only_the_workers_can_refuse_is_reported_once(tmp_path: Path, 
     else:
         (tmp_path / "cache").write_text("a file")
         named = "--data-cache-path: cannot write "
-    code, output, _ = home.pretrain(*flags, run="run")
+    code, output, folder = home.pretrain(*flags, run="run")
     assert code == 2
+    assert not folder.exists()
     assert output.count("error: ") == 1
     assert f"pretrain_gpt.py: error: {named}" in output
     assert "Traceback" not in output

@@ -26,6 +26,19 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazpp"
 
 
+def check_cache_dir(path: Path) -> None:
+    """Refuse a directory that cannot be made, and make nothing. One that is there may be read-only: all may be in it.
+
+    Raises:
+        ValueError: something else stands in its way, or its parent cannot be written to.
+    """
+    existing = next(place for place in (path, *path.parents) if place.exists())
+    if not existing.is_dir():
+        raise ValueError(f"--data-cache-path: cannot write {path}: {existing} is no directory")
+    if existing != path and not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"--data-cache-path: cannot write {path}: {existing} cannot be written to")
+
+
 def cache_key(**parts: Any) -> str:
     """A file name for what `parts` (anything JSON can write) determine: 32 hexadecimal digits."""
     description = json.dumps(parts, sort_keys=True, default=str)

@@ -19,9 +19,9 @@ import numpy as np
 
 from megazpp.data.batch import check_eod
 from megazpp.data.blend import parse_blend
-from megazpp.data.cache import default_cache_dir
+from megazpp.data.cache import check_cache_dir, default_cache_dir
 from megazpp.data.sources import Sampling, SourceBlend, build_split, indexed_source, mock_source, open_sources
-from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, resolve_text_paths
+from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.flags import flag
 
@@ -128,7 +128,9 @@ def check_inputs(config: DataConfig, tokenizer: TokenizerConfig) -> None:
     """
     if load_tokenizer(tokenizer) is None and not (config.text_path or config.mock_data):
         raise ValueError(_NO_TOKENIZER)
-    resolve_text_paths(config.text_path)
+    check_cache_dir(cache_dir(config))
+    if config.text_path:
+        check_texts(resolve_text_paths(config.text_path))
     for flag_name, values in {
         "--data-path": config.data_path,
         **{f"--{use}-data-path": values for use, values in _paths_per_split(config)._asdict().items()},

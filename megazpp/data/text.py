@@ -21,6 +21,7 @@ from megazpp.data.tokenizer_training import MAX_CHARACTERS, first_characters, tr
 _CORPUS = Path(__file__).parent / "corpus"
 _BUILTIN = "builtin:"
 _KEY = "text"
+_FLAG = "--text-path"
 
 
 def resolve_text_paths(values: Sequence[str]) -> list[Path]:
@@ -32,18 +33,29 @@ def resolve_text_paths(values: Sequence[str]) -> list[Path]:
     return [_resolve(value) for value in values]
 
 
-def read_documents(path: Path) -> Iterator[str]:
-    """The documents of one file that are not empty.
+def read_documents(path: Path, *, flag_name: str = _FLAG) -> Iterator[str]:
+    """The documents of one file that are not empty; errors begin with the flag that named it.
 
     Raises:
         ValueError: the file cannot be read, is not UTF-8, or a line is no object with a string "text"; it is named.
     """
+
+    def refuse(bad: BadLine) -> None:
+        raise ValueError(f"{flag_name} {bad}")
+
     check_readable(path, (_KEY,))
-    yield from filter(None, read_texts(path, _KEY, _refuse))
+    yield from filter(None, read_texts(path, _KEY, refuse))
 
 
-def _refuse(bad: BadLine) -> None:
-    raise ValueError(f"--text-path {bad}")
+def check_texts(paths: Sequence[Path], *, flag_name: str = _FLAG) -> None:
+    """Look at the first document of each file, so that what is no text is known at once.
+
+    Raises:
+        ValueError: as `read_documents` does, or there is no text at all.
+    """
+    first = [next(read_documents(path, flag_name=flag_name), None) for path in paths]
+    if not any(first):
+        raise ValueError(f"{flag_name} {_names(paths)} holds no text")
 
 
 def cached_sentencepiece(
@@ -67,7 +79,12 @@ def cached_sentencepiece(
 
 
 def cached_indexed_dataset(
-    paths: Sequence[Path], tokenizer: Tokenizer, *, cache_dir: Path, announce: Callable[[str], None]
+    paths: Sequence[Path],
+    tokenizer: Tokenizer,
+    *,
+    cache_dir: Path,
+    announce: Callable[[str], None],
+    flag_name: str = _FLAG,
 ) -> Path:
     """The prefix of the .bin/.idx pair of these files' documents, each ended by eod if the tokenizer has one.
 
@@ -80,7 +97,7 @@ def cached_indexed_dataset(
 
     def build(directory: Path) -> None:
         directory.mkdir()
-        write_indexed_dataset(_all_documents(paths), tokenizer, directory / "text")
+        write_indexed_dataset(_all_documents(paths, flag_name), tokenizer, directory / "text")
 
     if not path.exists():
         announce(f"tokenizing {_names(paths)}")
@@ -96,14 +113,14 @@ def write_indexed_dataset(documents: Iterator[str], tokenizer: Tokenizer, prefix
         builder.finalize()
 
 
-def _all_documents(paths: Sequence[Path]) -> Iterator[str]:
+def _all_documents(paths: Sequence[Path], flag_name: str = _FLAG) -> Iterator[str]:
     empty = True
     for path in paths:
-        for text in read_documents(path):
+        for text in read_documents(path, flag_name=flag_name):
             empty = False
             yield text
     if empty:
-        raise ValueError(f"--text-path {_names(paths)} holds no text")
+        raise ValueError(f"{flag_name} {_names(paths)} holds no text")
 
 
 def _resolve(value: str) -> Path:

@@ -18,7 +18,7 @@ import torch
 from megazpp.data.dataset import DataConfig, Dataset, cache_dir
 from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
 from megazpp.data.loader import BatchLoader
-from megazpp.data.text import cached_indexed_dataset, read_documents, resolve_text_paths
+from megazpp.data.text import cached_indexed_dataset, check_texts, read_documents, resolve_text_paths
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.data.whole import WholeText, make_padded_batch
 from megazpp.parallel.dims import ParallelDims
@@ -65,14 +65,15 @@ def count_samples(dataset: Dataset, num_samples: int, tokenizer: Tokenizer, dims
 
 
 def check_input(path: str) -> None:
-    """Raises ValueError if `path` is neither a .bin/.idx pair nor a text."""
+    """Raises ValueError if `path` is neither a .bin/.idx pair nor a text, or holds no text."""
     if _is_pair(path):
         IndexedDataset(Path(path).expanduser())
-    else:
-        try:
-            resolve_text_paths([path])
-        except ValueError as error:
-            raise ValueError(f"--input {path} is neither a text nor the prefix of a .bin/.idx pair") from error
+        return
+    try:
+        files = resolve_text_paths([path])
+    except ValueError as error:
+        raise ValueError(f"--input {path} is neither a text nor the prefix of a .bin/.idx pair") from error
+    check_texts(files, flag_name="--input")
 
 
 def score_whole(
@@ -97,7 +98,7 @@ def score_whole(
         files, prefix = None, Path(path).expanduser()
     else:
         files = resolve_text_paths([path])
-        prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(data), announce=say)
+        prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(data), announce=say, flag_name="--input")
     sequences = IndexedDataset(prefix)
     text = WholeText(
         sequences, seq_length=data.seq_length, eod=tokenizer.eod, vocab_size=tokenizer.vocab_size, name=path
@@ -119,7 +120,7 @@ def score_whole(
             tokenizer.decode(sequences.get(index).tolist()) for index in _share(len(sequences), dims)
         )
     else:  # the text itself: a tokenizer may lose some of it
-        documents = (document for file in files for document in read_documents(file))
+        documents = (document for file in files for document in read_documents(file, flag_name="--input"))
         texts = itertools.islice(documents, dims.world.rank, None, dims.world.size)
     amount = _sum_over_ranks(((0, len(document.encode())) for document in texts), dims)
     return Score(loss, amount._replace(tokens=text.num_tokens))

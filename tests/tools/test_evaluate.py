@@ -30,7 +30,11 @@ def refused(capfd: pytest.CaptureFixture[str], *argv: object) -> str:
 def test_what_cannot_be_is_refused_in_one_line(trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     junk = tmp_path / "junk.idx"
     junk.write_bytes(bytes(range(256)))
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     for flags, message in (
+        (("--load", trained.load, "--input", tmp_path / "empty.txt"), "--input empty.txt holds no text"),
+        (("--load", trained.load, "--input", tmp_path / "binary.jsonl"), "binary.jsonl, line 1: not UTF-8"),
         ((), "--load is missing: the folder of checkpoints"),
         (("--load", tmp_path), f"--load {tmp_path} has no checkpoint"),
         (("--load", trained.load, "--ckpt-step", 5), "--ckpt-step 5: "),
@@ -42,3 +46,4 @@ def test_what_cannot_be_is_refused_in_one_line(trained: Trained, tmp_path: Path,
         error = refused(capfd, *flags)
         assert message in error
         assert error.count("\n") == 1, error
+        assert "--text-path" not in error
