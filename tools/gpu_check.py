@@ -1,0 +1,190 @@
+"""Everything that wants a GPU, in one command: is the CUDA path correct, and how fast is it?
+
+    python tools/gpu_check.py --out runs/gpu --budget-minutes 8
+    python tools/gpu_check.py --out runs/gpu --parts loss --corpus text.txt --budget-minutes 20
+    python tools/gpu_check.py --out runs/rehearsal                            without a GPU: everything at toy size
+
+Runs from a checkout, installed or with PYTHONPATH at its root. Each part is a process of its own with a time limit;
+what one of them breaks does not concern the others. They run in the order of the table below while there is time.
+After each, results.json and table.md are written; the parts' logs are in folders beside them. Ends with exit code 1 if
+a part that ran has failed, or has not ended in its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from gpu_check_part import Task, read_report, start, tail
+from gpu_check_report import describe
+from rank_processes import exit_on_signals
+
+from megazpp.data.files import write_whole
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+POLL_SECONDS = 0.1
+USUAL_BUDGET_SECONDS = 480.0  # what the limits below are for
+SPARE_SECONDS = 5.0  # of a limit, for what a part does after its time
+PATIENCE = 2.0  # a rehearsal may share its cores with others
+
+
+class Part(NamedTuple):
+    """One program tools/gpu_check_<name>.py.
+
+    Attributes:
+        title: of its table.
+        seconds: its limit in a usual budget; in another one, the same share of it, but not less than `least`.
+        least: seconds without which it is not begun.
+        needs: modules.
+    """
+
+    name: str
+    title: str
+    seconds: float
+    least: float
+    needs: tuple[str, ...] = ()
+
+
+PARTS = (
+    Part("correct", "Kernels and the rest on the GPU against their references", 100, 30, ("pytest",)),
+    Part("streams", "Overlap on side streams: the same bits", 140, 60),
+    Part("kernels", "Kernels beside a copy of the same bytes", 35, 15),
+    Part("training", "Training on one GPU beside plain PyTorch", 120, 45, ("sentencepiece", "tqdm")),
+    Part("overhead", "What quantization costs a step", 35, 20, ("sentencepiece", "tqdm")),
+    Part("loss", "Loss, ZeRO-3 and --zeropp on emulated nodes", 50, 40, ("sentencepiece", "tqdm")),
+    Part("sanitizer", "compute-sanitizer", 20, 15),
+)
+REHEARSAL = "REHEARSAL: no GPU, toy sizes, figures mean nothing"
+REHEARSAL_ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the parts, then print the table; returns the exit code."""
+    exit_on_signals()
+    args = parse_flags(argv)
+    rehearse = not torch.cuda.is_available()
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = introduce(rehearse, args)
+    began = time.monotonic()
+    try:
+        for part in PARTS:
+            if part.name not in args.parts:
+                continue
+            left = 60 * args.budget_minutes - (time.monotonic() - began)
+            print(f"{part.name}: {left:.0f} s are left", flush=True)
+            results["parts"].append(run(part, args, left, rehearse=rehearse))
+            save(results, args.out)
+    finally:
+        save(results, args.out)
+        print((args.out / "table.md").read_text())
+    return 1 if any(part["status"] == "failed" for part in results["parts"]) else 0
+
+
+def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [part.name for part in PARTS]
+    parser.add_argument("--out", type=Path, required=True, help="folder for results.json, table.md and the logs")
+    parser.add_argument("--budget-minutes", type=float, default=8, help="for all parts together")
+    parser.add_argument("--parts", nargs="+", default=names, choices=names, help="which ones")
+    parser.add_argument("--corpus", help="text to train on in the part loss (default: the text that is shipped)")
+    args = parser.parse_args(argv)
+    if not args.budget_minutes > 0:
+        parser.error(f"--budget-minutes {args.budget_minutes} is not positive")
+    if args.corpus is not None and not Path(args.corpus).is_file():
+        parser.error(f"--corpus {args.corpus} is no file")
+    if (args.out / "results.json").exists():
+        parser.error(f"--out {args.out} holds the results of another run")
+    return args
+
+
+def introduce(rehearse: bool, args: argparse.Namespace) -> dict[str, Any]:
+    """What the figures are of."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    known = shutil.which("git") is not None
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() if known else ""
+    triton = importlib.util.find_spec("triton")
+    return {
+        "heading": REHEARSAL if rehearse else f"{torch.cuda.get_device_name()}, {args.budget_minutes:g} minutes",
+        "rehearsal": rehearse,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": importlib.import_module("triton").__version__ if triton else None,
+        "commit": commit or "unknown",
+        "parts": [],
+    }
+
+
+def run(part: Part, args: argparse.Namespace, left: float, *, rehearse: bool) -> dict[str, Any]:
+    """Run one part for as long as it may; returns what is to be said of it."""
+    share = max(part.least, part.seconds * 60 * args.budget_minutes / USUAL_BUDGET_SECONDS)
+    alone = len(args.parts) == 1
+    limit = left if alone else min(left, PATIENCE * share if rehearse else share)
+    missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
+    outcome = {"name": part.name, "title": part.title, "status": "skipped", "seconds": 0.0}
+    empty: dict[str, Any] = {"rows": [], "notes": [], "failures": []}
+    if missing:
+        return {**outcome, **empty, "notes": [f"not run: it needs {', '.join(missing)}, which is not installed"]}
+    if left < part.least and not alone:
+        return {**outcome, **empty, "notes": [f"not run: {left:.0f} s are left, it needs {part.least:g} s"]}
+    folder = args.out / part.name
+    folder.mkdir(exist_ok=True)
+    task = Task(
+        folder.resolve(),
+        rehearse,
+        limit - min(SPARE_SECONDS, limit / 10),
+        str(Path(args.corpus).resolve()) if args.corpus else None,
+    )
+    command = [sys.executable, "-u", str(HERE / f"gpu_check_{part.name}.py"), task.words()]
+    began = time.monotonic()
+    code = watch(command, folder / "log.txt", environment(rehearse), limit)
+    found = read_report(folder)
+    if code is None:
+        found["failures"].append(f"was not done in {limit:.0f} s; what it had found is above")
+    elif code and not found["failures"]:
+        found["failures"].append(f"ended with exit code {code}: {tail(folder / 'log.txt', 1)}")
+    status = "failed" if found["failures"] else "passed"
+    return {**outcome, **found, "status": status, "seconds": round(time.monotonic() - began, 1)}
+
+
+def environment(rehearse: bool) -> Mapping[str, str]:
+    """Modules are found in the checkout, whether or not it is installed."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, **(REHEARSAL_ENV if rehearse else {})}
+
+
+def watch(command: list[str], log: Path, env: Mapping[str, str], limit: float) -> int | None:
+    """The exit code of a program; None if it was ended because its time was over."""
+    process = start(command, log, env)
+    deadline = time.monotonic() + limit
+    try:
+        while (code := process.poll()) is None and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return code
+    finally:
+        with suppress(ProcessLookupError):  # what it has started ends with it
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def save(results: dict[str, Any], out: Path) -> None:
+    write_whole(out / "results.json", json.dumps(results, indent=1).encode())
+    write_whole(out / "table.md", describe(results).encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Several ranks on one GPU: each its own node to NCCL, which refuses two ranks of a node on one device.
+
+They talk through sockets on the loopback. Without NVIDIA's multi-process service (MPS) the GPU gives each process its
+turn, and a collective takes as many turns as it has hops; with it they run side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rank_processes import RankProcesses, RankSite
+
+ON_ONE_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_DEBUG": "WARN",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+ON_THE_CPU = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+PROBE_SECONDS = 60
+
+
+def start_ranks(command: Sequence[str], world_size: int, env: Mapping[str, str]) -> RankProcesses:
+    """Start `command` once per rank, all on this machine; to NCCL each rank is on a host of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sites = [
+        RankSite(
+            env={
+                **env,
+                "NCCL_HOSTID": f"rank{rank}",
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "GROUP_RANK": "0",
+            }
+        )
+        for rank in range(world_size)
+    ]
+    return RankProcesses(command, sites=sites, ranks_per_node=1, master=("127.0.0.1", port))
+
+
+def run_ranks(command: Sequence[str], world_size: int, env: Mapping[str, str], seconds: float) -> int | None:
+    """The exit code of the job; None if it was not over in time, and has been ended."""
+    ranks = start_ranks(command, world_size, env)
+    deadline = time.monotonic() + seconds
+    try:
+        while (code := ranks.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return code
+    finally:
+        ranks.stop()
+
+
+@contextlib.contextmanager
+def side_by_side(folder: Path) -> Iterator[Mapping[str, str]]:
+    """The variables with which processes share the GPU through MPS; none where it is not there or does not work."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    env = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps")}
+    if control is None:
+        yield {}
+        return
+    (folder / "mps").mkdir(exist_ok=True)
+    everything = os.environ | env
+    subprocess.run([control, "-d"], env=everything, capture_output=True, timeout=PROBE_SECONDS)
+    try:
+        yield env if _works(everything) else {}
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run([control], input=b"quit\n", env=everything, capture_output=True, timeout=PROBE_SECONDS)
+
+
+def _works(env: Mapping[str, str]) -> bool:
+    try:
+        probe = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda').item()"]
+        return subprocess.run(probe, env=env, capture_output=True, timeout=PROBE_SECONDS).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False

@@ -1,0 +1,69 @@
+"""Part "sanitizer" of tools/gpu_check.py: the kernels under NVIDIA's compute-sanitizer, where it is there and works."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import torch
+from gpu_check_part import Report, Task, run_part, start, tail
+
+from kernels.block_quant import Feedback, dequantize_sum, dequantize_sum_quantize, quantize_blockwise
+from kernels.formats import BlockFormat
+
+TOOLS = ("memcheck", "racecheck", "initcheck")
+CLEAN = "ERROR SUMMARY: 0 errors"
+RACES_CLEAN = "RACECHECK SUMMARY: 0 hazards"
+ONLY_KERNELS = "only the kernels"  # on the command line
+
+
+def measure(task: Task, report: Report) -> None:
+    """One row per tool."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None or task.rehearse:
+        report.note("compute-sanitizer is not here; the calls are rehearsed without it" if task.rehearse else "no tool")
+        run_kernels(task.device)
+        report.row(tool="none", errors="")
+        return
+    for index, tool in enumerate(TOOLS):
+        log = task.folder / f"{tool}.log"
+        process = start([sanitizer, "--tool", tool, sys.executable, __file__, ONLY_KERNELS], log)
+        limit = (task.seconds - report.elapsed()) / (len(TOOLS) - index)
+        try:
+            process.wait(timeout=limit)
+        except Exception:
+            process.kill()
+            report.row(tool=tool, errors=f"not done in {limit:.0f} s")
+            continue
+        text = log.read_text(errors="replace")
+        clean = CLEAN in text or RACES_CLEAN in text
+        report.row(tool=tool, errors="none" if clean else tail(log, 1))
+        if not clean and "SUMMARY" in text:
+            report.fail(f"{tool}: {tail(log, 1)}")
+
+
+def run_kernels(device: str) -> None:
+    """Each kernel on whole and partial tiles, sums of several, with feedback."""
+    for bits in (8, 4):
+        fmt, out_fmt = BlockFormat(8 if bits == 8 else 4, 128), BlockFormat(4, 128)
+        for n in (257, 4096, 10_000):
+            x = torch.randn(2, 3, n, device=device)
+            payload = torch.zeros(2, 3, fmt.payload_bytes(n), dtype=torch.uint8, device=device)
+            scales = torch.zeros(2, 3, fmt.num_blocks(n), dtype=torch.bfloat16, device=device)
+            quantize_blockwise(x, fmt, payload=payload, scales=scales, feedback=Feedback.zeros((2, 3), n, fmt, device))
+            out = torch.zeros(3, n, device=device)
+            dequantize_sum(payload, scales, fmt, out=out)
+            if n % fmt.block_size == 0:
+                again = torch.zeros(3, out_fmt.payload_bytes(n), dtype=torch.uint8, device=device)
+                again_scales = torch.zeros(3, out_fmt.num_blocks(n), dtype=torch.bfloat16, device=device)
+                dequantize_sum_quantize(
+                    payload, scales, fmt, out_payload=again, out_scales=again_scales, out_fmt=out_fmt
+                )
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == ONLY_KERNELS:
+        run_kernels("cuda")
+        torch.cuda.synchronize()
+        sys.exit(0)
+    sys.exit(run_part(measure))
