@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gzip
 import json
 import os
 import re
@@ -89,7 +90,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 @pytest.fixture(scope="module")
 def main_job(home: Home) -> Run:
-    run = home.pretrain(*MAIN_JOB, "--timeline-step", "3", run="main")
+    looks = ["--timeline-step", "3", "--profile", "--profile-step-start", "4", "--profile-step-end", "5"]
+    run = home.pretrain(*MAIN_JOB, *looks, "--timing-log-level", "1", run="main")
     assert run.code == 0, run.output
     return run
 
@@ -198,6 +200,14 @@ def test_the_timeline_is_a_trace_of_both_ranks_and_lasts_as_long_as_the_step(mai
         assert 0.5 < sum(span.seconds for span in inside) / whole.seconds <= 1
         hops = {span.name.split()[0] for span in spans if span.lane == "shard"}
         assert hops == {"all_gather", "reduce_scatter", "all_reduce"}
+
+
+def test_the_profile_has_operators_and_the_hops_and_the_timers_follow_each_log_line(main_job: Run):
+    with gzip.open(main_job.folder / "profile-rank0-iterations5-5.json.gz", "rt") as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert names >= {"compute forward", "shard all_gather layers.0", "shard reduce_scatter the rest", "aten::mm"}
+    timers = r"^ iteration .*\n\(min, max\) time across ranks \(ms\):\n    forward-backward \.+: \([\d.]+, [\d.]+\)$"
+    assert len(re.findall(timers, main_job.output, re.MULTILINE)) == 3
 
 
 @pytest.fixture(scope="module")
