@@ -23,7 +23,7 @@ from megazpp.data.tokenizer import TokenizerConfig
 def main(argv: list[str]) -> int:
     return run_tool(
         "convert_checkpoint.py",
-        __doc__ or "",
+        (__doc__ or "").partition("\n")[0],
         [ConvertConfig, TokenizerConfig],
         lambda config, tokenizer: print(convert(config, tokenizer, say)),
         argv,

@@ -1,1 +1,1 @@
-"""Floor 5: checkpoints from and to Hugging Face, from Megatron-LM; the engine is `tools/convert_checkpoint.py`'s."""
+"""Floor 5: models from Hugging Face and Megatron-LM, and back out to Hugging Face."""
