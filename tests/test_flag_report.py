@@ -41,7 +41,10 @@ def test_the_report_shows_names_values_and_origins_aligned() -> None:
 
 
 def test_the_report_reads_back_as_a_flag_file(tmp_path: Path) -> None:
-    configs = (PumpConfig(learning_rate=1e-05, bf16=True, name="--it's # @x"), PipeConfig(data_path=("0.3", "x y#z", "a\n\nb\r\t'")))
+    configs = (
+        PumpConfig(learning_rate=1e-05, bf16=True, name="--it's # @x"),
+        PipeConfig(data_path=("0.3", "x y#z", "a\n\nb\r\t'")),
+    )
     nothing = (PumpConfig(), PipeConfig())
     for wanted in (configs, nothing):
         (tmp_path / "flags.args").write_text(render_flags(wanted, {}))
