@@ -148,6 +148,8 @@ def build_and_train(
         plan = plan.with_links(measure_links(dims, device, announce=console.say))
     introduce(console, parsed, plan, worker)
     folder = tracker.folder if tracker else None
+    if folder and config.cluster.measure_links:
+        folder.write_cluster(plan.layout.cluster)
     profiler = Profiler(config.profiler, dims, folder=folder.path if folder else None, say=console.say)
     with user_errors():
         tokenizer = build_tokenizer(config.tokenizer, config.data, announce=console.say)

@@ -19,6 +19,7 @@ from helpers.wandb_files import offline_runs
 
 from megazpp.report.page import report_html
 from megazpp.report.runs import read_runs, state
+from megazpp.topology.cluster import read_cluster
 from megazpp.training.chrome_trace import read_chrome_trace
 
 # fmt: off
@@ -333,6 +334,9 @@ def test_the_log_shows_the_cluster_as_the_ranks_found_and_measured_it(torchrun_j
     assert output.count("measured local (2 ranks, slowest link: domain): ") == 1
     found = r"domain .* GB/s, .* us \(measured over local\)|none known"  # none: where other work drowns the times
     assert re.search(rf"^links: ({found})$", output, re.MULTILINE)
+    kept = read_cluster(torchrun_job.folder / "cluster.yaml")
+    assert (kept.world_size, kept.num_nodes) == (2, 1)
+    assert (kept.links is None) == ("links: none known\n" in output)
 
 
 def test_skip_train_only_evaluates(home: Home):

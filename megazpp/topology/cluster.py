@@ -42,7 +42,9 @@ class ClusterConfig:
         "the ranks of one machine divide into two nodes of whole tensor-parallel groups",
     )
     measure_links: bool = flag(
-        False, "time all-gathers over each axis at start-up and show what its wire does: a few seconds on slow wires"
+        False,
+        "time all-gathers over each axis at start-up and show what its wire does: a few seconds on slow wires; the run "
+        "folder's cluster.yaml keeps it for --cluster-file",
     )
 
 

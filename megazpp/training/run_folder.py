@@ -4,6 +4,7 @@
     args.txt         the same as a flag file                   metrics.jsonl  one object per log line
     topology.json    the cluster and the axes on it            validation.jsonl  one object per validation
     timeline.json    what every rank did in one step (--timeline-step)
+    cluster.yaml     the cluster with its measured links (--measure-links)
     hang-<time>.txt, not-finite-<iteration>.json: what ended a run
     wandb_run_id     names the wandb run that a restart continues
 
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from megazpp.data.files import write_whole
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_text import cluster_text
 from megazpp.topology.layout import Layout
 from megazpp.topology.record import layout_record
 
@@ -89,6 +92,10 @@ class RunFolder:
     def write_topology(self, layout: Layout) -> None:
         """Write topology.json: who is where, in integers (topology/layout.py)."""
         self._write("topology.json", _json(layout_record(layout)) + "\n")
+
+    def write_cluster(self, cluster: Cluster) -> None:
+        """Write cluster.yaml, for `--cluster-file` of later runs and plans."""
+        self._write("cluster.yaml", cluster_text(cluster))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
