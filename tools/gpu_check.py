@@ -61,12 +61,12 @@ class Part(NamedTuple):
 
 PARTS = (
     Part("correct", "Kernels and the rest on the GPU against their references", 100, 30, ("pytest",)),
-    Part("streams", "Overlap on side streams: the same bits", 140, 60),
-    Part("kernels", "Kernels beside a copy of the same bytes", 35, 15),
-    Part("training", "Training on one GPU beside plain PyTorch", 120, 45, ("sentencepiece", "tqdm")),
+    Part("streams", "Overlap on side streams: the same bits", 125, 60),
+    Part("kernels", "Kernels beside a copy of the same bytes", 60, 25),
+    Part("training", "Training on one GPU beside plain PyTorch", 110, 45, ("sentencepiece", "tqdm")),
     Part("overhead", "What quantization costs a step", 35, 20, ("sentencepiece", "tqdm")),
     Part("loss", "Loss, ZeRO-3 and --zeropp on emulated nodes", 50, 40, ("sentencepiece", "tqdm")),
-    Part("sanitizer", "compute-sanitizer", 20, 15),
+    Part("sanitizer", "compute-sanitizer", 60, 40),
 )
 REHEARSAL = "REHEARSAL: no GPU, toy sizes, figures mean nothing"
 REHEARSAL_ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -45,7 +45,11 @@ def measure(task: Task, report: Report) -> None:
             skipped=int(count["skipped"]),
             seconds=round(count["seconds"], 1),
         )
-    if not task.rehearse and not any(count["passed"] for count in counts.values()):
+    if task.rehearse:
+        report.note(
+            "without a GPU these tests are skipped; what is rehearsed is finding, sharing out and counting them"
+        )
+    elif not any(count["passed"] for count in counts.values()):
         report.fail("no test has passed on the GPU")
 
 

@@ -44,7 +44,7 @@ BATCH, WARM_UP_STEPS = 16, 20
 def measure(task: Task, report: Report) -> None:
     """One row per run, and whether they agree."""
     logged: dict[str, list[dict[str, Any]]] = {}
-    with side_by_side(task.folder) as mps:
+    with side_by_side() as mps:
         env = ON_THE_CPU if task.rehearse else {**ON_ONE_GPU, **mps}
         for index, (name, flags) in enumerate(RUNS.items()):
             limit = (task.seconds - report.elapsed()) / (len(RUNS) - index)

@@ -12,9 +12,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from rank_processes import RankProcesses, RankSite
 
@@ -65,21 +65,21 @@ def run_ranks(command: Sequence[str], world_size: int, env: Mapping[str, str], s
 
 
 @contextlib.contextmanager
-def side_by_side(folder: Path) -> Iterator[Mapping[str, str]]:
+def side_by_side() -> Iterator[Mapping[str, str]]:
     """The variables with which processes share the GPU through MPS; none where it is not there or does not work."""
     control = shutil.which("nvidia-cuda-mps-control")
-    env = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps")}
     if control is None:
         yield {}
         return
-    (folder / "mps").mkdir(exist_ok=True)
-    everything = os.environ | env
-    subprocess.run([control, "-d"], env=everything, capture_output=True, timeout=PROBE_SECONDS)
-    try:
-        yield env if _works(everything) else {}
-    finally:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run([control], input=b"quit\n", env=everything, capture_output=True, timeout=PROBE_SECONDS)
+    with tempfile.TemporaryDirectory() as folder:  # sockets want a short path
+        env = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        everything = os.environ | env
+        subprocess.run([control, "-d"], env=everything, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            yield env if _works(everything) else {}
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run([control], input=b"quit\n", env=everything, capture_output=True, timeout=PROBE_SECONDS)
 
 
 def _works(env: Mapping[str, str]) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
 import sys
 
 import torch
@@ -31,8 +34,8 @@ def measure(task: Task, report: Report) -> None:
         limit = (task.seconds - report.elapsed()) / (len(TOOLS) - index)
         try:
             process.wait(timeout=limit)
-        except Exception:
-            process.kill()
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its child too
             report.row(tool=tool, errors=f"not done in {limit:.0f} s")
             continue
         text = log.read_text(errors="replace")

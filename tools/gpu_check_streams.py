@@ -58,7 +58,7 @@ DEGREES = (1, 2)
 
 def measure(task: Task, report: Report) -> None:
     """One row per tensor-parallel degree."""
-    with side_by_side(task.folder) as mps:
+    with side_by_side() as mps:
         if not task.rehearse:
             report.note(f"ranks share the GPU {'through MPS' if mps else 'by turns (no MPS)'}")
         for index, tp in enumerate(DEGREES):

@@ -1,0 +1,164 @@
+"""tools/gpu_check.py: what it does with its time and with parts that fail; and its parts at their smallest.
+
+The parts are rehearsed here where that takes seconds; all of them by `python tools/gpu_check.py --out DIR`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gpu_check
+import gpu_check_kernels
+import gpu_check_overhead
+import pytest
+import torch
+from gpu_check import Part
+from gpu_check_part import Report, Task
+from gpu_check_report import table
+
+TOOLS = Path(gpu_check.__file__).parent
+HEAD = """
+import sys, time
+sys.path[:0] = [{tools!r}, {root!r}]
+from gpu_check_part import run_part
+def body(task, report):
+"""
+BODIES = {
+    "good": "report.row(figure=1)",
+    "failing": "report.row(figure=2)\n    report.fail('the bits differ')",
+    "raising": "report.row(figure=3)\n    raise RuntimeError('no memory')",
+    "dying": "report.row(figure=4)\n    import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "hanging": "report.row(figure=5)\n    time.sleep(600)",
+}
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Programs that do what BODIES says stand in for the parts."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    head = HEAD.format(tools=str(TOOLS), root=str(TOOLS.parent))
+    for name, body in BODIES.items():
+        (tools / f"gpu_check_{name}.py").write_text(f"{head}    {body}\nsys.exit(run_part(body))\n")
+    monkeypatch.setattr(gpu_check, "HERE", tools)
+    monkeypatch.setattr(gpu_check, "exit_on_signals", lambda: None)
+    return tmp_path
+
+
+def check(parts: tuple[Part, ...], out: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> tuple[int, list[Any]]:
+    monkeypatch.setattr(gpu_check, "PARTS", parts)
+    code = gpu_check.main(["--out", str(out), *flags])
+    return code, json.loads((out / "results.json").read_text())["parts"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the heading is a rehearsal's")
+def test_parts_that_fail_raise_or_die_leave_their_rows_and_the_others_run(
+    parts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    names = ("failing", "raising", "dying", "good")
+    needs = Part("good", "", 60, 1, ("a_module_that_is_not_there",))
+    code, found = check(
+        (*(Part(name, "", 60, 1) for name in names), needs._replace(name="lacking")), parts / "out", monkeypatch
+    )
+    assert code == 1
+    assert [part["status"] for part in found] == ["failed", "failed", "failed", "passed", "skipped"]
+    assert [row["figure"] for part in found for row in part["rows"]] == [2, 3, 4, 1]
+    assert found[0]["failures"] == ["the bits differ"]
+    assert found[1]["failures"] == ["RuntimeError: no memory"]
+    assert "exit code -9" in found[2]["failures"][0]
+    assert "a_module_that_is_not_there" in found[4]["notes"][0]
+    shown = capsys.readouterr().out
+    assert shown.rstrip().endswith(gpu_check.REHEARSAL)
+    assert "| 4 |" in shown
+    assert "FAILED: the bits differ" in shown
+
+
+def test_a_part_that_hangs_is_ended_and_what_no_time_is_left_for_is_not_begun(
+    parts: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gpu_check, "PATIENCE", 1.0)
+    hanging, late = Part("hanging", "", 8 * 480 / 12, 1), Part("good", "", 60, 20)  # 8 of 12 s
+    began = time.monotonic()
+    code, found = check((hanging, late), parts / "out", monkeypatch, "--budget-minutes", "0.2")
+    assert time.monotonic() - began < 30
+    assert code == 1
+    assert found[0]["rows"] == [{"figure": 5}]
+    assert "was not done in 8 s" in found[0]["failures"][0]
+    assert found[1]["status"] == "skipped"
+    assert "it needs 20 s" in found[1]["notes"][0]
+
+
+def test_only_what_ran_and_failed_counts_in_the_exit_code(parts: Path, monkeypatch: pytest.MonkeyPatch):
+    chosen = (Part("good", "", 60, 1), Part("failing", "", 60, 1))
+    code, found = check(chosen, parts / "out", monkeypatch, "--parts", "good")
+    assert (code, [part["name"] for part in found]) == (0, ["good"])
+
+
+def test_results_are_whole_after_a_kill_and_its_part_ends_with_it(parts: Path):
+    out = parts / "out"
+    program = (
+        f"import sys; sys.path[:0] = [{str(TOOLS)!r}, {str(TOOLS.parent)!r}]\n"
+        "import gpu_check; from pathlib import Path\n"
+        f"gpu_check.HERE = Path({str(parts / 'tools')!r})\n"
+        "gpu_check.PARTS = (gpu_check.Part('good', '', 60, 1), gpu_check.Part('hanging', '', 400, 1))\n"
+        f"gpu_check.main(['--out', {str(out)!r}])\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, stdout=subprocess.DEVNULL)
+    hung = out / "hanging" / "report.json"
+    deadline = time.monotonic() + 120
+    while not (hung.exists() and json.loads(hung.read_text())["rows"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    [good] = json.loads((out / "results.json").read_text())["parts"]
+    assert (good["name"], good["rows"]) == ("good", [{"figure": 1}])
+    assert "| 1 |" in (out / "table.md").read_text()
+    time.sleep(0.5)
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(parts / "tools").encode() in _read(path)]
+    assert not left
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended meanwhile
+        return b""
+
+
+def test_results_of_another_run_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--out", str(tmp_path)])
+    assert f"--out {tmp_path} holds the results of another run" in capsys.readouterr().err
+
+
+def test_rows_with_other_headings_begin_another_table():
+    rows = [{"a": 1}, {"a": 2}, {"b": 3}]
+    assert table(rows) == ["| a |", "|---|", "| 1 |", "| 2 |", "", "| b |", "|---|", "| 3 |", ""]
+
+
+def rehearsed(tmp_path: Path) -> tuple[Task, Report]:
+    return Task(tmp_path, True, 600.0, None), Report(tmp_path / "report.json")
+
+
+def test_a_pass_over_the_gradients_is_timed_with_its_parts(tmp_path: Path):
+    task, report = rehearsed(tmp_path)
+    gpu_check_kernels.whole_pass(task.device, gpu_check_kernels.SIZES["rehearsal"], report)
+    *pieces, whole = report.rows
+    assert whole["elements"] == gpu_check_kernels.SIZES["rehearsal"].of_pass
+    assert whole["us"] == pytest.approx(sum(float(row["us"]) for row in pieces[1:]), rel=1e-2, abs=0.5)
+
+
+def test_one_rank_pretends_to_be_sixteen(tmp_path: Path):
+    task, report = rehearsed(tmp_path)
+    gpu_check_overhead.measure(task, report)
+    [row] = report.rows
+    assert float(row["ms of a step"]) > 0
+    assert json.loads(report.file.read_text())["rows"] == [row]

@@ -1,0 +1,56 @@
+"""The part "streams" of tools/gpu_check.py on the CPU's lanes: what is right passes, what does not wait is found."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_check_streams import Settings
+from gpu_check_streams_rank import serve
+from helpers.ranks import ranks
+
+from megazpp.parallel import lane
+from megazpp.parallel.worker import Worker
+from megazpp.zero import schedule
+
+
+def train(settings: Settings, impatient: bool) -> None:
+    """One rank; `impatient`: at the end of a backward nothing waits for the hops that are on their way."""
+    worker = Worker(
+        device=torch.device("cpu"),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=dist.get_rank(),
+        store=dist.HashStore(),
+        timeout=timedelta(minutes=3),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if impatient:
+
+            def finish(self: Any) -> None:
+                self._backward = -1
+                finishing, self._finishing = self._finishing, []
+                for ticket, add in finishing:
+                    if isinstance(ticket, lane._ThreadTicket):
+                        add()
+
+            patch.setattr(schedule.ReduceSchedule, "_finish", finish)
+        try:
+            serve(settings, worker)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("tp", "impatient"), [(1, False), (2, False), (1, True)])
+def test_disturbances_change_no_bit_unless_something_does_not_wait(tmp_path: Path, tp: int, impatient: bool):
+    result = tmp_path / "result.json"
+    ranks(4).run(train, Settings("gloo", tp, 2, 120.0, True, 32, 2, 8, str(result)), impatient)
+    found = json.loads(result.read_text())
+    assert len(found["losses"]) == 2
+    assert found["delays"][0] > 10
+    assert bool(found["unequal"]) == impatient
