@@ -90,8 +90,10 @@ def test_thirty_kills_at_random_moments_of_load_and_save_lose_nothing_that_was_c
     assert complete >= KILLS // 3
     assert killed_in.count(1) > 3  # while loading
     assert sum(count > 1 for count in killed_in) > 10  # while saving
-    left = [path.name for path in tmp_path.iterdir() if path.is_dir()]
+    left = [path.name for path in tmp_path.iterdir() if path.is_dir() and ".replaced-" not in path.name]
     assert len(left) <= 4  # two that are kept, one that was about to be deleted, one that was being written
+    # one is replaced when its job was killed after it had its name and before the tracker had it: seldom
+    assert len(list(tmp_path.glob("*.replaced-*"))) <= KILLS // 3
 
 
 @pytest.fixture
