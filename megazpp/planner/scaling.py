@@ -1,4 +1,4 @@
-"""The same run on more and more nodes, at fixed tokens per GPU: where each scheme stops scaling."""
+"""The same run on more and more nodes, at fixed tokens per GPU: where each scheme stops scaling, and what does not."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megazpp.arguments import RunConfig
-from megazpp.parallel.dims import plan_dims
-from megazpp.planner.estimate import Estimator, schemes
+from megazpp.planner.estimate import Estimate, Estimator, schemes
 from megazpp.planner.search import usable_gigabytes
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cost import shares_for
+
+MAX_TP = 8
+COPIES_STEP = 4  # numbers of copies that are tried: 1, 4, 16, ...
 
 
 class Scaled(NamedTuple):
@@ -33,45 +35,69 @@ class Scaled(NamedTuple):
 
 
 def scale(
-    config: RunConfig, cluster: Cluster, nodes: Sequence[int], *, micro_batches: int, vocab_size: int, device_type: str
+    config: RunConfig,
+    cluster: Cluster,
+    nodes: Sequence[int],
+    *,
+    micro_batches: int,
+    vocab_size: int,
+    device_type: str,
+    names: Sequence[str] | None = None,
 ) -> Iterator[Scaled]:
     """Every scheme on every number of nodes.
 
     Args:
         cluster: its nodes are multiplied; an order of ranks is left out.
         micro_batches: of an optimizer step, the same everywhere.
+        names: of the schemes; None for all.
     Raises:
         ValueError: the flags do not fit a size.
     """
     for count in nodes:
-        larger = dataclasses.replace(cluster, num_nodes=count, order=None)
-        layout = plan_dims(config.parallel, larger, zero_stage=3)
-        assert config.batches.micro_batch_size is not None
-        samples = config.batches.micro_batch_size * layout.data * micro_batches
-        batches = dataclasses.replace(config.batches, global_batch_size=samples, rampup_batch_size=None)
-        estimator = Estimator(larger, vocab_size=vocab_size, device_type=device_type, shares=shares_for(cluster.device))
-        limit = usable_gigabytes(estimator)
-        for name, other in schemes(dataclasses.replace(config, batches=batches)).items():
+        estimator = _estimator(cluster, count, vocab_size=vocab_size, device_type=device_type)
+        sized = _sized(config, estimator.cluster, micro_batches=micro_batches)
+        for name, other in schemes(sized).items():
+            if names is not None and name not in names:
+                continue
             try:
-                estimate = estimator.estimate(other)
+                yield _scaled(estimator, name, estimator.estimate(other))
             except ValueError:  # HSDP on one node
                 continue
-            needed = estimate.memory.total / 1e9
-            yield Scaled(
-                larger.world_size,
-                name,
-                estimate.teraflops,
-                needed,
-                limit is None or needed <= limit,
-                estimate.node_cross_bytes / 1e9,
-            )
 
 
-def scaling_table(found: Sequence[Scaled]) -> str:
-    """Markdown: TFLOP/s per GPU by scheme, in brackets where memory is too small; the fastest that fits in bold."""
+def choose(
+    config: RunConfig, cluster: Cluster, nodes: int, *, micro_batches: int, vocab_size: int, device_type: str
+) -> Scaled | None:
+    """The fastest that fits of ZeRO-3, HSDP and ZeRO++, with tensor parallelism or not, in copies of the model or not.
+
+    Tokens per GPU stay: with tensor parallelism a rank's micro-batch is as many times larger.
+    """
+    estimator = _estimator(cluster, nodes, vocab_size=vocab_size, device_type=device_type)
+    best: Scaled | None = None
+    for tp in sorted({1, min(MAX_TP, cluster.ranks_per_domain)}):
+        sized = _sized(_with_tp(config, tp), estimator.cluster, micro_batches=micro_batches)
+        for name, other in _in_copies(sized, nodes):
+            try:
+                found = _scaled(estimator, f"TP {tp}, {name}" if tp > 1 else name, estimator.estimate(other))
+            except ValueError:
+                continue
+            if found.fits and (best is None or found.teraflops > best.teraflops):
+                best = found
+    return best
+
+
+def scaling_table(found: Sequence[Scaled], choices: Sequence[Scaled | None] = ()) -> str:
+    """Markdown: TFLOP/s per GPU by scheme, in brackets where memory is too small; the fastest that fits in bold.
+
+    Args:
+        choices: for each size what `choose` says; empty for no such column.
+    """
     names = list(dict.fromkeys(point.scheme for point in found))
-    lines = ["| GPUs | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
-    for gpus in dict.fromkeys(point.gpus for point in found):
+    sizes = list(dict.fromkeys(point.gpus for point in found))
+    chosen = [f"{choice.teraflops:.1f}: {choice.scheme}" if choice else "nothing fits" for choice in choices]
+    extra = ["chosen"] if choices else []
+    lines = ["| GPUs | " + " | ".join([*names, *extra]) + " |", "|---|" + "---|" * (len(names) + len(extra))]
+    for index, gpus in enumerate(sizes):
         row = {point.scheme: point for point in found if point.gpus == gpus}
         fastest = max((p for p in row.values() if p.fits), key=lambda p: p.teraflops, default=None)
         cells = []
@@ -79,5 +105,51 @@ def scaling_table(found: Sequence[Scaled]) -> str:
             point = row.get(name)
             text = "-" if point is None else f"{point.teraflops:.1f}" if point.fits else f"({point.teraflops:.1f})"
             cells.append(f"**{text}**" if point is not None and point is fastest else text)
-        lines.append(f"| {gpus} | " + " | ".join(cells) + " |")
+        lines.append(f"| {gpus} | " + " | ".join([*cells, *chosen[index : index + 1]]) + " |")
     return "\n".join(lines)
+
+
+def _estimator(cluster: Cluster, nodes: int, *, vocab_size: int, device_type: str) -> Estimator:
+    larger = dataclasses.replace(cluster, num_nodes=nodes, order=None)
+    return Estimator(larger, vocab_size=vocab_size, device_type=device_type, shares=shares_for(cluster.device))
+
+
+def _sized(config: RunConfig, cluster: Cluster, *, micro_batches: int) -> RunConfig:
+    """The run with a global batch of so many micro-batches on every rank."""
+    assert config.batches.micro_batch_size is not None
+    ranks = cluster.world_size // config.parallel.tensor_model_parallel_size
+    samples = config.batches.micro_batch_size * ranks * micro_batches
+    batches = dataclasses.replace(config.batches, global_batch_size=samples, rampup_batch_size=None)
+    return dataclasses.replace(config, batches=batches)
+
+
+def _with_tp(config: RunConfig, tp: int) -> RunConfig:
+    before, size = config.parallel.tensor_model_parallel_size, config.batches.micro_batch_size
+    assert size is not None
+    parallel = dataclasses.replace(config.parallel, tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
+    batches = dataclasses.replace(config.batches, micro_batch_size=max(size * tp // before, 1))
+    return dataclasses.replace(config, parallel=parallel, batches=batches)
+
+
+def _in_copies(config: RunConfig, nodes: int) -> Iterator[tuple[str, RunConfig]]:
+    named = schemes(config)
+    yield "HSDP", named["HSDP"]
+    for name in ("ZeRO-3", "--zeropp"):
+        copies = 1
+        while copies < nodes and nodes % copies == 0:
+            parallel = dataclasses.replace(named[name].parallel, num_distributed_optimizer_instances=copies)
+            text = name if copies == 1 else f"{name}, {copies} copies"
+            yield text, dataclasses.replace(named[name], parallel=parallel)
+            copies *= COPIES_STEP
+
+
+def _scaled(estimator: Estimator, name: str, estimate: Estimate) -> Scaled:
+    limit, needed = usable_gigabytes(estimator), estimate.memory.total / 1e9
+    return Scaled(
+        estimator.cluster.world_size,
+        name,
+        estimate.teraflops,
+        needed,
+        limit is None or needed <= limit,
+        estimate.node_cross_bytes / 1e9,
+    )
