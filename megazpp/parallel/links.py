@@ -21,7 +21,7 @@ import torch
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.topology.layout import Layout
-from megazpp.topology.links import LINK_KINDS, Link, LinkKind, Links
+from megazpp.topology.links import LINK_KINDS, MEASURED, Link, LinkKind, Links
 
 REPEATS = 5
 SMALL_BYTES = 256  # so few that a limited uplink lets them pass at once: what they take is latency
@@ -60,7 +60,7 @@ def measure_links(dims: ParallelDims, device: torch.device, *, announce: Callabl
                 continue
             # a rank's part of the network, times the ranks of the node that sent into it
             senders = _senders_into_network(dims.layout, axis) if kind == "network" else 1
-            measured = Link(link.gigabytes_per_second * senders, link.microseconds, f"measured over {axis.name}")
+            measured = Link(link.gigabytes_per_second * senders, link.microseconds, f"{MEASURED} over {axis.name}")
             found[kind] = min(measured, found.get(kind, measured))
     return (cluster.links or Links())._replace(**found)
 

@@ -16,6 +16,7 @@ links:                    # optional, each of them; figures hold for one directi
   network:                # between nodes, what one node can send with all its adapters
     gigabits_per_second: 100
     microseconds: 5       # optional: until a small message has arrived
+                          # a source that begins with "measured" makes the rate what programs reach, for --plan
 device:                   # optional, all of it: what one rank computes with; --plan needs it
   name: H100
   teraflops: 989          # dense 16-bit peak

@@ -117,9 +117,10 @@ class AxisCost:
         self._byte_seconds = 0.0
         for kind in counts:
             link = _known(layout, kind, axis)
-            rate, senders = link.gigabytes_per_second * shares.of(kind), 1.0
-            if kind == "network":
-                rate, senders = min(rate, shares.uplink), max(counts[kind] / layout.cluster.num_nodes, 1.0)
+            rate = link.gigabytes_per_second
+            if not link.is_measured:
+                rate = min(rate * shares.of(kind), shares.uplink if kind == "network" else math.inf)
+            senders = max(counts[kind] / layout.cluster.num_nodes, 1.0) if kind == "network" else 1.0
             self._byte_seconds = max(self._byte_seconds, 1e-9 * senders / rate)
         ranks = layout.axis_ranks(axis, 0)
         hops = Counter(layout.cluster.link_between(*pair) for pair in itertools.pairwise(ranks))

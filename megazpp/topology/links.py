@@ -8,6 +8,9 @@ LinkKind = Literal["domain", "node", "network"]
 LINK_KINDS: tuple[LinkKind, ...] = ("domain", "node", "network")  # fastest first
 
 
+MEASURED = "measured"  # how the source of a measured figure begins
+
+
 class Link(NamedTuple):
     """One kind of wire.
 
@@ -21,6 +24,11 @@ class Link(NamedTuple):
     gigabytes_per_second: float
     microseconds: float | None = None
     source: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the rate is what programs reach, and not what a data sheet promises."""
+        return self.source.startswith(MEASURED)
 
     def __str__(self) -> str:
         text = f"{self.gigabytes_per_second:.4g} GB/s"

@@ -60,6 +60,13 @@ def test_a_node_brings_no_more_to_its_adapters_than_its_uplink():
         assert cost("local", shares=shares).seconds("all_gather", 10**9) == pytest.approx(CALL + 14e-6 + 0.01)
 
 
+def test_a_measured_rate_is_what_programs_reach():
+    links = Links(network=Link(10.0, 5.0, "measured over cross"))
+    layout = plan_layout(Cluster(num_nodes=4, ranks_per_node=1, links=links), tp=1, replicas=1)
+    found = AxisCost(layout, "cross", Shares(network=0.5, uplink=1.0)).seconds("all_gather", 10**9)
+    assert found == pytest.approx(CALL + 15e-6 + 0.1)
+
+
 def test_a_link_that_is_ridden_and_not_known_is_named():
     layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=2, links=Links(domain=Link(1.0))), tp=1, replicas=1)
     with pytest.raises(ValueError, match=r"links\.network is not given, and axis cross"):
