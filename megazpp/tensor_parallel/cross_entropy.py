@@ -56,7 +56,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         real = min(max(vocab_size - first, 0), columns)  # the last ranks may hold padding
         scores = _masked(logits, real, in_fp32)
         top = tp.max_(scores.amax(dim=-1).float())
-        exp_sum = (scores - top.unsqueeze(-1)).exp().sum(dim=-1, dtype=torch.float32)
+        exp_sum = (scores - top.unsqueeze(-1)).exp_().sum(dim=-1, dtype=torch.float32)
         column = labels - first
         mine = (column >= 0) & (column < columns)
         column = column.clamp(0, columns - 1)
