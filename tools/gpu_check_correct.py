@@ -24,7 +24,7 @@ def measure(task: Task, report: Report) -> None:
         raise ModuleNotFoundError("pytest is not installed, which the tests need")
     files = [path for path in sorted(ROOT.glob("tests/**/test_*.py")) if MARK.search(path.read_text())]
     at_once = min(MOST_AT_ONCE[task.sizes], max(1, (os.cpu_count() or 2) // 2))
-    shards = split(collect(files, task), at_once)
+    shards = split(collect(files, task, report), at_once)
     running = []
     for index, tests in enumerate(shards):
         result, log = task.folder / f"shard{index}.xml", task.folder / f"shard{index}.log"
@@ -60,11 +60,13 @@ def pytest(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *arguments]
 
 
-def collect(files: list[Path], task: Task) -> list[str]:
+def collect(files: list[Path], task: Task, report: Report) -> list[str]:
     """The tests, in pytest's spelling."""
     log = task.folder / "collect.log"
     start(pytest("--collect-only", *map(str, files)), log, SETTINGS).wait()
     found = re.findall(r"^(tests/\S+?\.py::.+)$", log.read_text(), re.MULTILINE)
+    for file in re.findall(r"^ERROR (\S+)", log.read_text(), re.MULTILINE):
+        report.note(f"{file} was left out, it cannot be imported here (a module is missing?): see {log.name}")
     if not found:
         raise RuntimeError(f"pytest has collected nothing: {tail(log, 1)}")
     return [str(ROOT / test) for test in found]
