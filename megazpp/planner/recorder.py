@@ -150,7 +150,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recorder: Recorder, share: float
     ) -> torch.Tensor:
         batch, heads, seq, channels = q.shape
-        out = q.new_empty(batch, seq, heads, channels).transpose(1, 2)
+        out = torch.empty_like(q)  # as q lies in memory, so the output layer needs no copy of it
         normalizer = q.new_empty(batch, heads, seq, dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, normalizer)
         ctx.recorder, ctx.share = recorder, share

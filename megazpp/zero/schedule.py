@@ -133,6 +133,7 @@ class ReduceSchedule:
         for ticket, finish in finishing:
             ticket.wait()
             finish()
+        self._sending.clear()  # all sent, and a ticket holds its result: a unit's middle
 
 
 def in_backward() -> bool:

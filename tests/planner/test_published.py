@@ -21,8 +21,8 @@ def test_the_rows_for_calibration_are_met():
 
 def test_the_median_errors_on_the_other_rows_are_the_recorded_ones():
     ratio, figures = median_errors(SHARES)
-    assert ratio == pytest.approx(0.093, abs=0.003)  # the goal is 0.10
-    assert figures == pytest.approx(0.064, abs=0.003)  # the goal is 0.15
+    assert ratio == pytest.approx(0.088, abs=0.003)  # the goal is 0.10
+    assert figures == pytest.approx(0.061, abs=0.003)  # the goal is 0.15
 
 
 def test_errors_are_relative_to_what_was_measured():
