@@ -63,6 +63,7 @@ PARTS = (
     Part("correct", "Kernels and the rest on the GPU against their references", 100, 30, ("pytest",)),
     Part("streams", "Overlap on side streams: the same bits", 125, 60),
     Part("kernels", "Kernels beside a copy of the same bytes", 60, 25),
+    Part("attention", "Attention kernels that torch can choose from", 20, 15),
     Part("training", "Training on one GPU beside plain PyTorch", 110, 45, ("sentencepiece", "tqdm")),
     Part("overhead", "What quantization costs a step", 35, 20, ("sentencepiece", "tqdm")),
     Part("loss", "Loss, ZeRO-3 and --zeropp on emulated nodes", 50, 40, ("sentencepiece", "tqdm")),

@@ -7,6 +7,7 @@ shipped configs; the peer is gpu_check_peer.py. MFU is of the model's FLOPs: rec
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from gpu_check_part import Report, Task, run_part
 from gpu_check_peer import PeerStep
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.data.batch import MicroBatch, make_micro_batch
@@ -39,15 +41,22 @@ ROOT = Path(__file__).resolve().parent.parent
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.1
 GIGA = 1e9
 PROFILED_ROWS = 25
+CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 class Case(NamedTuple):
-    """One line of the table."""
+    """One line of the table; `cudnn`: both sides try cuDNN's attention first."""
 
     config: str
     compiled: bool
     recompute: str = "none"
     zero_stage: int = 3
+    cudnn: bool = False
 
 
 class Sizes(NamedTuple):
@@ -79,6 +88,7 @@ SIZES = {
             Case("gpt_1b3", False),
             Case("gpt_125m", True, zero_stage=1),
             Case("gpt_1b3", True, zero_stage=1),
+            Case("gpt_1b3", True, cudnn=True),
             Case("gpt_350m", True),
             Case("gpt_1b3", True, "selective"),
             Case("gpt_350m", False),
@@ -93,7 +103,7 @@ SIZES = {
         steps=2,
     ),
     "rehearsal": Sizes(
-        cases=(Case("gpt_125m", True), Case("gpt_125m", False, "selective", zero_stage=1)),
+        cases=(Case("gpt_125m", True), Case("gpt_125m", False, "selective", zero_stage=1, cudnn=True)),
         shrink=(*TOY, "--micro-batch-size", "1", "--global-batch-size", "2"),
         vocab_size=300,
         micro_batches=2,
@@ -126,7 +136,8 @@ def measure_cases(task: Task, report: Report, device: torch.device) -> None:
             continue
         began = report.elapsed()
         try:
-            measure_case(case, sizes, task, report, device)
+            with sdpa_kernel(CUDNN_FIRST, set_priority=True) if case.cudnn else contextlib.nullcontext():
+                measure_case(case, sizes, task, report, device)
         except Exception as error:  # out of memory, say: the next case may fit
             traceback.print_exc()
             report.fail(f"{case}: {type(error).__name__}: {str(error)[:200]}")
@@ -164,6 +175,7 @@ def measure_case(case: Case, sizes: Sizes, task: Task, report: Report, device: t
         compile="on" if case.compiled else "off",
         recompute=case.recompute,
         ZeRO_stage=case.zero_stage,
+        attention="cuDNN first" if case.cudnn else "torch's choice",
         tokens_per_s=round(tokens / seconds[0]),
         TFLOP_per_s=round(flops / seconds[0] / TERA, 1),
         MFU=f"{flops / seconds[0] / peak:.1%}" if peak else "",
@@ -174,7 +186,12 @@ def measure_case(case: Case, sizes: Sizes, task: Task, report: Report, device: t
         of_peer=f"{statistics.median(turn[1] / turn[0] for turn in turns):.3f} x",
         host_waits=count_waits(ours, device),
     )
-    profile(f"{case.config}-compile-{case.compiled}-{case.recompute}-{case.zero_stage}", (ours, peers), task, device)
+    profile(
+        f"{case.config}-compile-{case.compiled}-{case.recompute}-{case.zero_stage}-{case.cudnn}",
+        (ours, peers),
+        task,
+        device,
+    )
 
 
 def read_config(case: Case, sizes: Sizes) -> RunConfig:
