@@ -1,6 +1,8 @@
 """What NCCL is asked for, axis by axis: who may interrupt, and how many SMs communication may take from the matmuls.
 
-Each process group has a CUDA stream of its own, so the cross hops run beside everything else; beside, not before:
+The cross hops run beside everything else; beside, not before. A blocking collective runs on the caller's stream (torch
+2.8 and newer): the tensor-parallel ones between the matmuls, the hops on their lanes (parallel/lane.py), which have the
+priorities of this table. A group's own stream, to which the flag refers, is that of collectives nobody waits for yet.
 
 | axis  | stream        | channels | because                                                                        |
 |-------|---------------|----------|--------------------------------------------------------------------------------|
