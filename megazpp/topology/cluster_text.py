@@ -13,7 +13,7 @@ NO_DEVICE = "# --plan needs a device too: copy one from configs/clusters\n"
 
 
 def cluster_text(cluster: Cluster) -> str:
-    """What megazpp/topology/cluster_file.py reads back as the same cluster; its notices are left out."""
+    """What megazpp/topology/cluster_file.py reads back as the same cluster, to six digits; notices are left out."""
     content: dict[str, Any] = {"nodes": cluster.num_nodes, "ranks_per_node": cluster.ranks_per_node}
     if cluster.domain_size is not None:
         content["fast_domain"] = cluster.domain_size
@@ -31,7 +31,7 @@ def cluster_text(cluster: Cluster) -> str:
 
 
 def _link(link: Link) -> dict[str, Any]:
-    figures: dict[str, Any] = {"gigabytes_per_second": link.gigabytes_per_second}
+    figures: dict[str, Any] = {"gigabytes_per_second": float(f"{link.gigabytes_per_second:.6g}")}
     if link.microseconds:  # none measured, or too short to tell
-        figures["microseconds"] = link.microseconds
+        figures["microseconds"] = float(f"{link.microseconds:.6g}")
     return figures | {"source": link.source}
