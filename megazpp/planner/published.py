@@ -11,9 +11,9 @@ usual limit on parameters that are kept for their next use. SDP4Bit: eight adapt
 product with the network's share matters), no recomputation, nothing beside the compute (Megatron-LM's default), and the
 scheme as our two hops with 4-bit weights, once per step.
 
-Still far off: 138B at 100 Gbit/s and 1024 tokens, where ZeRO++ was measured at 22 TFLOP/s beside 31 for 18B. Nothing here
-tells the two apart, for work and bytes grow alike; V100's memory is nearly full at 138B. Passes over memory beside the
-compute are taken to cost it nothing; if they held it up, the median error of the ratio would be 13.5 %.
+Still far off: 138B at 100 Gbit/s and 1024 tokens, where ZeRO++ was measured at 22 TFLOP/s beside 31 for 18B. Nothing
+here tells the two apart, for work and bytes grow alike; V100's memory is nearly full at 138B. Passes over memory beside
+the compute are taken to cost it nothing; were they to hold it up, the ratio's median error would be 13.5 % (refitted).
 """
 
 from __future__ import annotations
