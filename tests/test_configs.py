@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import Mock
@@ -12,7 +13,10 @@ import torch
 from megazpp.arguments import ParsedRun, check_run_config, parse_run_config
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
-from megazpp.topology.cluster import Cluster
+from megazpp.planner.estimate import Estimator
+from megazpp.planner.report import needed_vocab_size, with_data
+from megazpp.topology.cluster import Cluster, read_cluster
+from megazpp.topology.cost import shares_for
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.args"))
@@ -90,3 +94,25 @@ def test_a_tensor_parallel_rank_holds_its_share_of_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_begins_by_saying_where_its_shape_comes_from(name: str) -> None:
     assert (ROOT / "configs" / f"{name}.args").read_text(encoding="utf-8").startswith("# ")
+
+
+MEMORY = re.compile(r"^# Memory: ([\d.]+) GB per GPU .*\n# python pretrain_gpt.py (.*)$", re.MULTILINE)
+
+
+def planned_gigabytes(flags: str) -> str:
+    """What --plan says of rank 0."""
+    config = with_data(parse_run_config(flags.split(), ROOT).config)
+    assert config.cluster.cluster_file is not None
+    cluster = read_cluster(ROOT / config.cluster.cluster_file)
+    vocab_size = needed_vocab_size(config, "--plan")
+    estimator = Estimator(cluster, vocab_size=vocab_size, device_type="cpu", shares=shares_for(cluster.device))
+    return f"{estimator.estimate(config).memory.total / 1e9:.1f}"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_memory_that_a_config_names_is_what_its_command_plans(name: str) -> None:
+    found = MEMORY.findall((ROOT / "configs" / f"{name}.args").read_text(encoding="utf-8"))
+    assert len(found) == 1
+    gigabytes, flags = found[0]
+    assert flags.startswith(f"@configs/{name}.args --plan --cluster-file configs/clusters/")
+    assert planned_gigabytes(flags) == gigabytes
