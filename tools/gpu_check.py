@@ -37,9 +37,7 @@ from megazpp.data.files import write_whole
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 POLL_SECONDS = 0.1
-USUAL_BUDGET_SECONDS = 480.0  # what the limits below are for
 SPARE_SECONDS = 5.0  # of a limit, for what a part does after its time
-PATIENCE = 2.0  # a rehearsal may share its cores with others
 
 
 class Part(NamedTuple):
@@ -47,27 +45,27 @@ class Part(NamedTuple):
 
     Attributes:
         title: of its table.
-        seconds: its limit in a usual budget; in another one, the same share of it, but not less than `least`.
-        least: seconds without which it is not begun.
+        weight: its limit is its share of the time that is left, by the weights of those that are still to run.
+        least: seconds without which it is not begun, and which it gets in any case.
         needs: modules.
     """
 
     name: str
     title: str
-    seconds: float
+    weight: float
     least: float
     needs: tuple[str, ...] = ()
 
 
 PARTS = (
-    Part("correct", "Kernels and the rest on the GPU against their references", 100, 30, ("pytest",)),
-    Part("streams", "Overlap on side streams: the same bits", 125, 60),
+    Part("correct", "Kernels and the rest on the GPU against their references", 130, 30, ("pytest",)),
+    Part("streams", "Overlap on side streams: the same bits", 160, 60),
     Part("kernels", "Kernels beside a copy of the same bytes", 60, 25),
     Part("attention", "Attention kernels that torch can choose from", 20, 15),
-    Part("training", "Training on one GPU beside plain PyTorch", 110, 45, ("sentencepiece", "tqdm")),
-    Part("overhead", "What quantization costs a step", 35, 20, ("sentencepiece", "tqdm")),
-    Part("loss", "Loss, ZeRO-3 and --zeropp on emulated nodes", 50, 40, ("sentencepiece", "tqdm")),
-    Part("sanitizer", "compute-sanitizer", 60, 40),
+    Part("training", "Training on one GPU beside plain PyTorch", 120, 45, ("sentencepiece", "tqdm")),
+    Part("overhead", "What quantization costs a step", 40, 20, ("sentencepiece", "tqdm")),
+    Part("loss", "Loss, ZeRO-3 and --zeropp on emulated nodes", 60, 40, ("sentencepiece", "tqdm")),
+    Part("sanitizer", "compute-sanitizer", 40, 40),
 )
 REHEARSAL = "REHEARSAL: no GPU, toy sizes, figures mean nothing"
 REHEARSAL_ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -82,12 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = introduce(rehearse, args)
     began = time.monotonic()
     try:
-        for part in PARTS:
-            if part.name not in args.parts:
-                continue
+        chosen = [part for part in PARTS if part.name in args.parts]
+        for index, part in enumerate(chosen):
             left = 60 * args.budget_minutes - (time.monotonic() - began)
-            print(f"{part.name}: {left:.0f} s are left", flush=True)
-            results["parts"].append(run(part, args, left, rehearse=rehearse))
+            limit = max(part.least, left * part.weight / sum(other.weight for other in chosen[index:]))
+            print(f"{part.name}: at most {limit:.0f} of {left:.0f} s", flush=True)
+            results["parts"].append(run(part, args, limit, rehearse=rehearse, enough=left >= part.least))
             save(results, args.out)
     finally:
         save(results, args.out)
@@ -130,18 +128,15 @@ def introduce(rehearse: bool, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run(part: Part, args: argparse.Namespace, left: float, *, rehearse: bool) -> dict[str, Any]:
-    """Run one part for as long as it may; returns what is to be said of it."""
-    share = max(part.least, part.seconds * 60 * args.budget_minutes / USUAL_BUDGET_SECONDS)
-    alone = len(args.parts) == 1
-    limit = left if alone else min(left, PATIENCE * share if rehearse else share)
+def run(part: Part, args: argparse.Namespace, limit: float, *, rehearse: bool, enough: bool) -> dict[str, Any]:
+    """Run one part if there is `enough` time; returns what is to be said of it."""
     missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
     outcome = {"name": part.name, "title": part.title, "status": "skipped", "seconds": 0.0}
     empty: dict[str, Any] = {"rows": [], "notes": [], "failures": []}
     if missing:
         return {**outcome, **empty, "notes": [f"not run: it needs {', '.join(missing)}, which is not installed"]}
-    if left < part.least and not alone:
-        return {**outcome, **empty, "notes": [f"not run: {left:.0f} s are left, it needs {part.least:g} s"]}
+    if not enough:
+        return {**outcome, **empty, "notes": [f"not run: less than the {part.least:g} s that it needs are left"]}
     folder = args.out / part.name
     folder.mkdir(exist_ok=True)
     task = Task(

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from gpu_check_measure import time_turn, wait
 from gpu_check_part import Report, Task, run_part
-from gpu_check_training import make_batches, time_turn, wait
+from gpu_check_training import make_batches
 
 from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.optim.loss_scale import build_loss_scaler

@@ -13,14 +13,12 @@ import functools
 import gc
 import statistics
 import sys
-import time
 import traceback
-import warnings
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from gpu_check_measure import allocated, count_waits, peak_of, profile, time_turn
 from gpu_check_part import Report, Task, run_part
 from gpu_check_peer import PeerStep
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -40,7 +38,6 @@ from megazpp.training.step import TrainStep
 ROOT = Path(__file__).resolve().parent.parent
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.1
 GIGA = 1e9
-PROFILED_ROWS = 25
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -186,12 +183,8 @@ def measure_case(case: Case, sizes: Sizes, task: Task, report: Report, device: t
         of_peer=f"{statistics.median(turn[1] / turn[0] for turn in turns):.3f} x",
         host_waits=count_waits(ours, device),
     )
-    profile(
-        f"{case.config}-compile-{case.compiled}-{case.recompute}-{case.zero_stage}-{case.cudnn}",
-        (ours, peers),
-        task,
-        device,
-    )
+    name = f"{case.config}-compile-{case.compiled}-{case.recompute}-{case.zero_stage}-{case.cudnn}"
+    profile(name, {"ours": ours, "peer": peers}, task.folder, device)
 
 
 def read_config(case: Case, sizes: Sizes) -> RunConfig:
@@ -231,67 +224,6 @@ def make_batches(config: RunConfig, vocab_size: int, micro_batches: int, device:
     generator = torch.Generator().manual_seed(config.launch.seed)
     drawn = torch.randint(vocab_size, (micro_batches, samples, length + 1), generator=generator)
     return [make_micro_batch(each, eod=None).to(device) for each in drawn]
-
-
-def allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def peak_of(run: Callable[[], None], times: int, device: torch.device) -> int:
-    """Warm up; the most bytes that the last run allocated on top of what was there before the first (moments too)."""
-    before, peak = allocated(device), 0
-    for _ in range(times):
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        run()
-        wait(device)
-        peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
-    return peak
-
-
-def time_turn(run: Callable[[], object], steps: int, device: torch.device) -> float:
-    """Seconds of one step."""
-    wait(device)
-    started = time.perf_counter()
-    for _ in range(steps):
-        run()
-    wait(device)
-    return (time.perf_counter() - started) / steps
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def count_waits(run: Callable[[], None], device: torch.device) -> int | str:
-    """How often the host waits for the GPU in a step, as torch sees it; where is in the log."""
-    if device.type != "cuda":
-        return ""
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    found = [warning for warning in caught if "synchroniz" in str(warning.message)]
-    for warning in found:
-        print(f"the host waits: {warning.filename}:{warning.lineno}")
-    return len(found)
-
-
-def profile(name: str, sides: Sequence[Callable[[], None]], task: Task, device: torch.device) -> None:
-    """What one step of each side spends its time on, into files."""
-    if device.type != "cuda":
-        return
-    for side, run in zip(("ours", "peer"), sides, strict=True):
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profiled:
-            run()
-            wait(device)
-        table: Any = profiled.key_averages().table(sort_by="self_device_time_total", row_limit=PROFILED_ROWS)
-        (task.folder / f"{name}-{side}.txt").write_text(table)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 The cross hops run beside everything else; beside, not before. A blocking collective runs on the caller's stream (torch
 2.8 and newer): the tensor-parallel ones between the matmuls, the hops on their lanes (parallel/lane.py), which have the
-priorities of this table. A group's own stream, to which the flag refers, is that of collectives nobody waits for yet.
+priorities of this table. A group's own stream, to which the flag refers, is that of asynchronous collectives; a step
+has none.
 
 | axis  | stream        | channels | because                                                                        |
 |-------|---------------|----------|--------------------------------------------------------------------------------|
