@@ -1,4 +1,9 @@
-"""The best (tensor parallelism, micro-batch, recomputation, bits) that fits, and why the others were not taken."""
+"""The best (tensor parallelism, local domain, micro-batch, recomputation, bits) that fits, and why not the others.
+
+The local domain is not a choice of its own: a layout (topology/layout.py) gives tensor parallelism the innermost ranks
+of a node or NVLink domain and the local axis all that are left, and the flags have no other. So it varies with tensor
+parallelism, and each candidate says which it has.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +88,8 @@ def _recomputations(estimator: Estimator, config: RunConfig, tp: int, size: int)
             parallel=dataclasses.replace(config.parallel, tensor_model_parallel_size=tp, sequence_parallel=tp > 1),
             batches=dataclasses.replace(config.batches, micro_batch_size=size),
         )
-        name = f"tp {tp}, micro-batch {size}, recompute {recompute or 'none'}"
+        local = max(estimator.cluster.island_size // tp, 1)
+        name = f"tp {tp}, local domain {local}, micro-batch {size}, recompute {recompute or 'none'}"
         choices.append(_try(estimator, candidate, name))
         if choices[-1].estimate is None or not choices[-1].verdict:
             break

@@ -1,0 +1,87 @@
+"""What the traced model does is what the whole model would do, and as much as its formula says."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from helpers.training import GPT2_STYLE, LLAMA_STYLE
+
+from megazpp.model.config import GPTConfig
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis, TrafficCounter
+from megazpp.planner.paper import PaperAxis
+from megazpp.planner.recorder import BACKWARD, FORWARD
+from megazpp.planner.trace import Trace, trace_model
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import plan_layout
+from megazpp.training.flops import model_flops_per_token
+
+VOCAB, SEQ, SAMPLES = 64, 16, 3
+
+
+def trace(config: GPTConfig, *, tp: int = 1) -> Trace:
+    layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp), tp=tp, replicas=1)
+    return trace_model(
+        config,
+        vocab_size=VOCAB,
+        seq_length=SEQ,
+        micro_batch_size=SAMPLES,
+        tp=PaperAxis(layout, "tp", rank=0, counter=TrafficCounter()),
+        sequence_parallel=False,
+        dtype=torch.bfloat16,
+    )
+
+
+def flops(found: Trace) -> float:
+    return sum(work.flops for segment in found.segments.values() for work in segment.work)
+
+
+def like(config: GPTConfig, **changes: Any) -> GPTConfig:
+    return dataclasses.replace(config, num_layers=5, **changes)
+
+
+@pytest.mark.parametrize("config", [GPT2_STYLE, LLAMA_STYLE], ids=["gpt", "llama"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_products_come_to_the_model_s_flops(config: GPTConfig, tp: int):
+    padded = config.padded_vocab_size(VOCAB, tp)
+    per_token = model_flops_per_token(like(config), padded_vocab_size=padded, seq_length=SEQ)
+    assert tp * flops(trace(like(config), tp=tp)) == pytest.approx(SAMPLES * SEQ * per_token, rel=0.08)
+
+
+def test_recomputation_adds_the_layers_forward_and_keeps_less():
+    plain, full = trace(like(GPT2_STYLE)), trace(like(GPT2_STYLE, recompute_granularity="full"))
+    again = sum(work.flops for layer in range(1, 6) for work in plain.segments[FORWARD, layer].work)
+    last = 2 * SAMPLES * SEQ * 20 * 44  # the layer's last product, whose result nothing else needs, is not run again
+    assert flops(full) == flops(plain) + again - 5 * last
+    assert full.segments[FORWARD, 3].kept < plain.segments[FORWARD, 3].kept / 4
+
+
+def test_of_a_block_only_the_first_layers_are_run_again():
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+    found = trace(like(GPT2_STYLE, **block))
+    kept = [found.segments[FORWARD, layer].kept for layer in range(1, 6)]
+    assert kept[0] == kept[1] < kept[2] == kept[3] == kept[4]
+
+
+@pytest.mark.parametrize("config", [GPT2_STYLE, LLAMA_STYLE], ids=["tied", "untied"])
+def test_units_hold_every_parameter_once_under_its_name(config: GPTConfig):
+    found = trace(like(config))
+    with torch.device("meta"):
+        model = GPTModel(like(config), vocab_size=VOCAB, tp=MeshAxis("tp"))
+    named = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    units = [entry for unit in found.units for entry in unit]
+    assert len(units) == len(named)
+    assert dict(units) == named
+    assert found.tied == config.tied
+
+
+def test_what_a_forward_keeps_its_backward_frees():
+    found = trace(like(GPT2_STYLE))
+    kept = sum(segment.kept for segment in found.segments.values())
+    gradients = sum(segment.gradients for segment in found.segments.values())
+    assert found.num_segments == 7
+    assert {phase for phase, _ in found.segments} == {FORWARD, BACKWARD}
+    assert 0 <= kept - gradients < 4096  # the loss, positions
