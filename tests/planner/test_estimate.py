@@ -1,0 +1,82 @@
+"""One run, estimated: bytes of a node from those of one rank, times where they are known, and the schemes beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import megazpp.planner.estimate as module
+from megazpp.arguments import RunConfig, check_run_config, parse_run_config
+from megazpp.planner.costs import NoCosts
+from megazpp.planner.estimate import Estimator, schemes
+from megazpp.planner.speed import measure
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cost import shares_for
+from megazpp.topology.device import Device
+from megazpp.topology.links import Link, Links
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICE = Device("a GPU", teraflops=10.0, gigabytes=1.0, gigabytes_per_second=100.0)
+LINKS = Links(domain=Link(100.0), network=Link(0.1))
+
+
+def config(*flags: str) -> RunConfig:
+    return parse_run_config(["@configs/gpt_tiny.args", "--bf16", "--num-layers", "2", *flags], ROOT).config
+
+
+def estimator(cluster: Cluster) -> Estimator:
+    return Estimator(cluster, vocab_size=2048, device_type="cpu", shares=shares_for(cluster.device))
+
+
+@pytest.mark.parametrize("flags", [[], ["--zeropp"], ["--tensor-model-parallel-size", "2"], ["--hsdp"]], ids=str)
+def test_a_node_sends_to_others_what_its_ranks_send_together(flags: list[str]):
+    run, cluster = config("--micro-batch-size", "4", *flags), Cluster(num_nodes=2, ranks_per_node=4)
+    made = estimator(cluster)
+    plan, own = check_run_config(run, cluster, device_type="cpu"), made.estimate(run)
+    crossing = 0
+    for rank in range(cluster.world_size):
+        traffic = measure(made.paper_step(run, plan, NoCosts(), rank=rank), own.micro_batches).traffic
+        crossing += sum(counted.sent_bytes for (wire, _, _), counted in traffic.items() if wire == "cross")
+    assert own.node_cross_bytes == round(crossing / cluster.num_nodes)
+
+
+def test_without_links_or_device_bytes_and_memory_are_there_and_times_are_not():
+    for cluster in (
+        Cluster(num_nodes=2, ranks_per_node=2, device=DEVICE),
+        Cluster(num_nodes=2, ranks_per_node=2, links=LINKS),
+    ):
+        own = estimator(cluster).estimate(config("--zeropp"), exposed=True)
+        assert (own.seconds, own.busy, own.exposed, own.tokens_per_second) == (None, {}, {}, 0.0)
+        assert own.wires["cross"] > 0
+        assert own.memory.total > 0
+
+
+def test_speeds_are_those_of_the_step():
+    own = estimator(Cluster(num_nodes=2, ranks_per_node=2, links=LINKS, device=DEVICE)).estimate(config(), exposed=True)
+    assert own.seconds is not None
+    assert own.tokens == 32 * 128
+    assert own.tokens_per_second == pytest.approx(own.tokens / own.seconds)
+    assert own.teraflops == pytest.approx(own.flops_per_token * own.tokens_per_second / 4 * 1e-12)
+    assert 0 < own.exposed["shard"] <= own.seconds
+
+
+def test_the_model_is_traced_once_for_all_schemes(monkeypatch: pytest.MonkeyPatch):
+    traced = []
+    trace = module.trace_model
+    monkeypatch.setattr(module, "trace_model", lambda *args, **kwargs: traced.append(args) or trace(*args, **kwargs))
+    made = estimator(Cluster(num_nodes=2, ranks_per_node=2))
+    for run in schemes(config("--zeropp")).values():
+        made.estimate(run)
+    assert len(traced) == 1
+
+
+def test_schemes_differ_from_the_run_in_nothing_but_how_it_shards_and_sends():
+    run = config("--zeropp", "--zero-gradient-bits", "8", "8")
+    found = schemes(run)
+    assert list(found) == ["ZeRO-3", "HSDP", "qwZ", "hpZ", "qgZ", "--zeropp"]
+    assert found["--zeropp"] == run
+    assert len({(other.zero, other.parallel) for other in found.values()}) == 6
+    for other in found.values():
+        assert (other.model, other.batches, other.precision) == (run.model, run.batches, run.precision)
+        assert other.zero.zero_gradient_bits == (8, 8)
