@@ -1,0 +1,139 @@
+"""A `python` for PATH that starts in milliseconds: forks of one process that has imported torch already.
+
+`forked_python(folder)` puts the command into `folder` and serves it. What it runs is a fork with the caller's words,
+folder, environment and files, so a program cannot tell the difference; what it starts itself is the real Python.
+
+    command: python tools/x.py --flag     (a small client, below)
+        connects, hands over its files --> server: forks; the child becomes the program
+        waits for the exit code        <-- server: waits for the child in a thread
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+CLIENT = """#!{python} -IS
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({address!r})
+    request = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+    socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
+    server.sendall(request)
+    sys.exit(int(server.recv(8) or b"1"))
+"""
+IMPORTED = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.optim",
+    "transformers",
+    "sentencepiece",
+    "pretrain_gpt",
+)
+SECONDS_TO_START = 120
+
+
+@contextmanager
+def forked_python(folder: Path, root: Path) -> Iterator[Path]:
+    """The folder for PATH, while the server runs.
+
+    Args:
+        folder: is made.
+        root: where the packages to import are.
+    """
+    folder.mkdir()
+    address = folder / "socket"
+    client = folder / "python"
+    client.write_text(CLIENT.format(python=sys.executable, address=str(address)))
+    client.chmod(0o755)
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen([sys.executable, __file__, str(address)], env=env, start_new_session=True)
+    try:
+        deadline = time.monotonic() + SECONDS_TO_START
+        while not address.exists():
+            assert server.poll() is None, "the server has ended"
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield folder
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def serve(address: str) -> None:
+    """Import, then fork for every connection."""
+    sys.path.remove(str(Path(__file__).parent))
+    for name in IMPORTED:
+        __import__(name)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address + ".new")
+        listener.listen()
+        os.rename(address + ".new", address)
+        while True:
+            connection, _ = listener.accept()
+            size, files, _, _ = socket.recv_fds(connection, 8, 3)
+            request = b""
+            while len(request) < int.from_bytes(size, "big"):
+                request += connection.recv(1 << 16)
+            words, cwd, env = json.loads(request)
+            child = os.fork()
+            if child == 0:
+                listener.close()
+                connection.close()
+                become(words, cwd, env, files)
+            for file in files:
+                os.close(file)
+            threading.Thread(target=answer, args=(child, connection)).start()
+
+
+def answer(child: int, connection: socket.socket) -> None:
+    """The exit code, as a shell has it."""
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    with connection:
+        connection.sendall(str(code if code >= 0 else 128 - code).encode())
+
+
+def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) -> None:
+    """Be the program that `python words...` is; does not return."""
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    code = 1
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
