@@ -25,6 +25,8 @@ ON_ONE_GPU = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
     "NCCL_DEBUG": "WARN",
     "GLOO_SOCKET_IFNAME": "lo",
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.lane import Lane, ThreadLane, Ticket
+from megazpp.parallel.lane import Lane, StreamLane, ThreadLane, Ticket
 from megazpp.parallel.timeline import Timeline
 
 
@@ -88,3 +88,21 @@ def test_waiting_is_recorded_where_there_was_something_to_wait_for():
 def test_an_axis_has_one_lane():
     axis = MeshAxis("cross")
     assert axis.lane is axis.lane
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_task_waits_for_its_caller_and_for_other_lanes_and_a_ticket_for_its_task():
+    late = 20_000_000  # cycles: some ten milliseconds
+    cross, local = StreamLane(), StreamLane(priority=-1)
+    x = torch.zeros(1 << 20, device="cuda")
+    torch.cuda._sleep(late)
+    x.fill_(1.0)
+
+    def slowly(y: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(late)
+        return y * 2.0
+
+    doubled = cross.submit(lambda: slowly(x))
+    again = local.submit(lambda: slowly(doubled.join()), after=(doubled,))
+    assert not torch.cuda.current_stream().query()  # the host has not waited
+    assert bool((again.wait() == 4.0).all())

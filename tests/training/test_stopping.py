@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers.ranks import ranks
 
 from megazpp.parallel.axis import MeshAxis
@@ -65,3 +66,21 @@ def test_exit_duration_stops_when_the_minutes_are_over(monkeypatch: pytest.Monke
 def test_limits_that_are_not_positive_name_the_flag(name: str):
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} 0 is not positive"):
         StopConfig(**{name: 0})
+
+
+@pytest.mark.gpu
+def test_several_ranks_on_cuda_stop_a_step_later_and_never_wait_for_the_device():
+    world = SimpleNamespace(size=2, max_=lambda numbers: numbers)
+    dims: Any = SimpleNamespace(world=world, mesh=SimpleNamespace(device_type="cuda"))
+    found = []
+    with StopConditions(StopConfig()) as stops:
+        for iteration in (1, 2, 3):
+            if iteration == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                found.append(stops.reason(iteration, dims))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()  # a step reads its loss
+    assert found == [None, None, "SIGUSR1"]
