@@ -11,6 +11,7 @@ sent does not depend on that. Not run: data loading, checkpoints, and attention 
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -157,6 +158,7 @@ def _run_step(
         batch = make_micro_batch(samples, eod=None)
         step([batch], learning_rate=1.0, weight_decay=0.0)
         before = dims.counter.table()
+        gc.collect()  # building a model leaves cycles
         live.mark()
         step([batch] * micro_batches, learning_rate=1.0, weight_decay=0.0)
     return traffic_between(before, dims.counter.table()), live.peak

@@ -1,23 +1,128 @@
-"""Planned memory against the bytes of the tensors that live in real steps, and the pure integers behind it."""
+"""Planned memory against the bytes of the tensors that live in steps, and the pure integers behind it."""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.live import CountLive
+import torch
 from helpers.ranks import ranks
-from helpers.training import LLAMA_STYLE, Case, build_step
+from helpers.training import Case, build_step
 from planner.test_step import plan
 
+import megazpp.planner.dry_run as dry_run_module
+from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.model.config import GPTConfig
-from megazpp.planner.memory import Ledger, own_elements
+from megazpp.planner.dry_run import dry_run
+from megazpp.planner.live import PeakBytes
+from megazpp.planner.memory import FEEDBACK, MOMENTS, PARAMETERS, SECONDARY, Ledger, own_elements
+from megazpp.topology.cluster import Cluster
+from megazpp.training.step import TrainStep
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
 
-# CountLive does not see what lanes allocate in their threads, so nothing overlaps here
+ROOT = Path(__file__).resolve().parents[2]
+
+# ---- tensors without memory: many combinations, by kind -------------------------------------------------------------
+
+SIZES = [
+    *("--num-layers", "3", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"),
+    *("--max-position-embeddings", "64", "--vocab-size", "512", "--make-vocab-size-divisible-by", "64"),
+    *("--micro-batch-size", "2", "--lr", "1e-3", "--train-iters", "2", "--mock-data"),
+    *("--hidden-dropout", "0", "--attention-dropout", "0"),
+]
+LLAMA = [
+    *("--normalization", "RMSNorm", "--swiglu", "--position-embedding-type", "rope", "--disable-bias-linear"),
+    *("--untie-embeddings-and-output-weights", "--group-query-attention", "--num-query-groups", "2"),
+    *("--ffn-hidden-size", "128"),
+]
+WORDS = {"LLAMA": LLAMA, "TP": ["--tensor-model-parallel-size", "2"], "K4": []}
+NODES = Cluster(num_nodes=2, ranks_per_node=4)
+# flags (K4: four micro-batches), and by how many percent the plan is off
+COMBINATIONS = {
+    "--bf16 --zero-stage 0": -0.02,
+    "--zero-stage 0 K4": -0.05,
+    "--bf16 --zero-stage 1 K4": 0.01,
+    "--fp16 --zero-stage 1 TP": -0.05,
+    "--bf16 --zero-stage 2": -0.03,
+    "--bf16 --zero-stage 2 LLAMA K4": 1.07,
+    "--bf16": -0.03,
+    "": -0.14,
+    "--fp16 K4": 0.01,
+    "--bf16 --recompute-granularity full": -0.28,
+    "--bf16 --recompute-granularity selective LLAMA": 1.32,
+    "--bf16 TP --sequence-parallel --optimizer sgd": -0.19,
+    "--bf16 --hsdp --grad-reduce-in-bf16": -0.03,
+    "--bf16 --hsdp TP LLAMA --recompute-granularity full K4": -1.6,
+    "--bf16 --zero-hpz-partition-size auto": -0.03,
+    "--bf16 --zeropp": -0.03,
+    "--zeropp": -0.14,
+    "--bf16 --zeropp K4": 0.01,
+    "--fp16 --zeropp LLAMA --recompute-granularity full --no-overlap-grad-reduce": -0.23,
+    "--bf16 --zeropp TP --sequence-parallel --recompute-granularity selective K4": 1.4,
+    "--bf16 --zeropp --zero-accumulate-in-bf16 --optimizer sgd K4": 0.02,
+    "--bf16 --zeropp --no-zero-error-feedback --zero-cross-every-microbatch K4": 0.01,
+}
+
+
+def combination(text: str) -> RunConfig:
+    words = text.split()
+    samples = 2 * NODES.world_size // (2 if "TP" in words else 1) * (4 if "K4" in words else 1)
+    flags = [flag for word in words for flag in WORDS.get(word, [word])]
+    return parse_run_config([*SIZES, *flags, "--global-batch-size", str(samples)], ROOT, default_file=None).config
+
+
+class Seen:
+    """The step and the count of a dry run, which it keeps to itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dry_run_module, "TrainStep", self._step)
+        monkeypatch.setattr(dry_run_module, "PeakBytes", self._live)
+
+    def _step(self, *args: Any, **kwargs: Any) -> TrainStep:
+        self.step = TrainStep(*args, **kwargs)
+        return self.step
+
+    def _live(self) -> PeakBytes:
+        self.live = PeakBytes()
+        return self.live
+
+    def kinds(self) -> dict[str, int]:
+        """Bytes at the fullest moment of what outlives a step."""
+        step, sharding = self.step, self.step.sharding
+        moments = [value for state in step.optimizer.state.values() for value in state.values()]
+        owned = {
+            PARAMETERS: list(step.model.parameters()),
+            MOMENTS: [m for m in moments if isinstance(m, torch.Tensor) and m.dim()],
+            SECONDARY: [g._middle for g in sharding._gathers if g._keep and g._middle is not None],
+            FEEDBACK: list(sharding.error_feedback().values()),
+        }
+        return {kind: self._bytes(tensors) for kind, tensors in owned.items()}
+
+    def _bytes(self, tensors: list[Any]) -> int:
+        storages = {getattr(t, "_local_tensor", t).untyped_storage()._cdata for t in tensors}
+        return sum(self.live.fullest[storage] for storage in storages)
+
+
+@pytest.mark.parametrize(("flags", "recorded"), COMBINATIONS.items(), ids=COMBINATIONS)
+def test_planned_memory_is_within_5_percent_of_the_live_tensors(
+    flags: str, recorded: float, monkeypatch: pytest.MonkeyPatch
+):
+    seen = Seen(monkeypatch)
+    dry = dry_run(combination(flags), NODES, rank=0)
+    for kind, counted in seen.kinds().items():
+        assert dry.memory.kinds.get(kind, 0) == counted, kind
+    error = 100 * (dry.memory.total / dry.live_bytes - 1)
+    # recomputation leaves cycles, which live until the garbage collector comes
+    assert error == pytest.approx(recorded, abs=3.5 if "recompute" in flags else 0.5)
+    assert abs(error) < 5
+
+
+# ---- real tensors ---------------------------------------------------------------------------------------------------
+
+# PeakBytes does not see what lanes allocate in their threads, so nothing overlaps here
 ALL = ZeroConfig(zeropp=True, overlap_param_gather=False, overlap_grad_reduce=False)
 GPT = GPTConfig(
     num_layers=4,
@@ -28,37 +133,19 @@ GPT = GPTConfig(
     attention_dropout=0.0,
     make_vocab_size_divisible_by=64,
 )
-FULL = dataclasses.replace(GPT, recompute_granularity="full")
-LLAMA = dataclasses.replace(
-    LLAMA_STYLE,
-    num_layers=4,
-    hidden_size=64,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=16,
-    ffn_hidden_size=128,
-    max_position_embeddings=64,
-)
 SHAPE: dict[str, Any] = {"nodes": 2, "vocab_size": 512, "seq_length": 64, "global_batch": 8}
 BF16: dict[str, Any] = {"precision": PrecisionConfig(bf16=True), **SHAPE}
 CASES = {
-    "ZeRO-3": Case(model=GPT, **BF16),
     "ZeRO-3, fp32": Case(model=GPT, **SHAPE),
-    "ZeRO-3, recompute, k = 2": Case(model=FULL, micro_batches=2, **BF16),
-    "zeropp": Case(model=GPT, zero=ALL, **BF16),
     "zeropp, k = 2": Case(model=GPT, zero=ALL, micro_batches=2, **BF16),
-    "zeropp, llama": Case(model=LLAMA, zero=ALL, **BF16),
     "tp": Case(model=GPT, tp=2, **BF16),
-    "HSDP": Case(model=GPT, replicas=2, **BF16),
-    "stage 1, k = 2": Case(model=GPT, stage=1, micro_batches=2, **BF16),
-    "stage 0": Case(model=GPT, stage=0, **BF16),
 }
 
 
-def live_bytes(case: Case) -> tuple[int, int]:
-    """After the third step, and the most within it."""
+def live_bytes(case: Case) -> int:
+    """The most within the third step."""
     gc.collect()
-    with CountLive() as live:
+    with PeakBytes() as live:
         step, dims = build_step(case)
         size = case.global_batch // dims.data_size // case.micro_batches
         for index in range(3):
@@ -67,12 +154,12 @@ def live_bytes(case: Case) -> tuple[int, int]:
             ]
             live.mark()
             step(batches, learning_rate=1e-3, weight_decay=0.0)
-    return live.now, live.peak
+    return live.peak
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_planned_memory_is_within_5_percent_of_the_tensors_that_live(case: Case):
-    _, peak = ranks(4).run(live_bytes, case)[0]
+def test_real_tensors_take_what_is_planned_too(case: Case):
+    peak = ranks(4).run(live_bytes, case)[0]
     step = plan(case, 4)
     step.run(case.micro_batches)
     assert step.ledger.fullest.total == pytest.approx(peak, rel=0.05)
