@@ -82,6 +82,8 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
         ValueError: it does not exist, is damaged at its start, has no such columns or not several texts to a document,
             or a package is missing.
     """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give its files, {path}/*")
     try:
         kind = kind_of(path)
         with open(path, "rb") as file:

@@ -191,7 +191,7 @@ def test_the_name_and_else_the_beginning_say_what_a_file_holds(
     ("name", "keys", "reason"),
     [
         ("none.jsonl", ["text"], "No such file"),
-        ("folder", ["text"], "directory"),
+        ("folder", ["text"], "is a folder: give its files"),
         ("junk.jsonl.gz", ["text"], "gzip"),
         ("junk.jsonl.zst", ["text"], "cannot be read"),
         ("junk.parquet", ["text"], "Parquet"),
