@@ -7,6 +7,7 @@ or starts on machines that are not here, is made smaller by the table `INSTEAD`;
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import gzip
 import os
@@ -37,6 +38,7 @@ from megazpp.planner.report import with_data
 from megazpp.planner.search import with_recompute
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cost import shares_for
+from megazpp.zero.config import ZeroConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 TUTORIAL = "tools/README.md"
@@ -95,7 +97,7 @@ class Scratch:
         self.path = path
         env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         env |= {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(path), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        self.env = env | {"XDG_CACHE_HOME": str(path / "cache"), "HF_HUB_OFFLINE": "1"}
+        self.env = env | {"XDG_CACHE_HOME": str(path / "cache"), "TMPDIR": str(path), "HF_HUB_OFFLINE": "1"}
 
     def run(self, script: str) -> str:
         """What a script prints; it must end well."""
@@ -344,7 +346,7 @@ def test_the_zeropp_page_s_example_is_the_planner_s_and_its_formulas_agree():
 
 @functools.cache
 def source_strings() -> str:
-    """Every string of the product, values in f-strings left out."""
+    """Every string of the product, a zero byte for each value in an f-string."""
     found = []
     for folder in ("megazpp", "kernels", "tools"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -352,7 +354,7 @@ def source_strings() -> str:
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.append(node.value)
                 elif isinstance(node, ast.JoinedStr):
-                    found.append("\0".join(v.value for v in node.values if isinstance(v, ast.Constant)))
+                    found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values))
     return "\n".join(found)
 
 
@@ -373,6 +375,13 @@ def test_the_fields_of_the_log_line_stand_in_the_source():
         for field in re.findall(r"`([^`]+)`", row):
             name = field.removeprefix("tp ").removeprefix("local ").removeprefix("cross ")
             assert f" {name}" in source_strings(), field
+
+
+def test_the_zeropp_page_s_table_has_a_row_for_every_flag_of_it():
+    table = "".join(re.findall(r"^\| (`--.*?) \| ", (ROOT / "megazpp/zero/README.md").read_text(), re.M))
+    fields = {field.name.replace("_", "-") for field in dataclasses.fields(ZeroConfig)}
+    for name in fields - {"zero-stage", "use-distributed-optimizer"}:  # ZeRO's, on the top page
+        assert re.search(rf"`--(no-)?{name}`", table), name
 
 
 OTHERS_FLAGS = {"--master-port", "--nnodes", "--nproc-per-node", "--num_gpus", "--ntasks-per-node", "--gpus-per-task"}
