@@ -32,7 +32,7 @@ class RunRecord:
         groups: the optimizer's values per parameter group.
         guard: the state of what looks for loss spikes.
         schedule: `Schedule.state_dict()`.
-        flags: every flag's value by field name.
+        flags: every flag's value by field name; see `found_from_anywhere`.
         vocab_size: of the tokenizer.
         layout: sizes of the axes, and the cluster.
         has_optimizer, has_rng: what was saved.
@@ -134,6 +134,23 @@ def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], whe
     names = [name for name in OPTIMIZER if saved.get(name) != flags[name]]
     if names:
         raise ValueError(f"{_differences(names, flags, saved, where)}; --no-load-optim begins with new moments")
+
+
+def found_from_anywhere(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """`flags` with absolute paths of data and tokenizer, so that programs in other folders find them."""
+    paths = {name: value for name, value in flags.items() if name.endswith(("_path", "_file", "tokenizer_model"))}
+    return {**flags, **{name: _absolute(value) for name, value in paths.items()}}
+
+
+def _absolute(value: Any) -> Any:
+    """A path, or the .bin and .idx that it is the prefix of; weights and names of what is no file stay."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_absolute(each) for each in value)
+    if not isinstance(value, str):
+        return value
+    path = Path(value).expanduser()
+    there = value != "" and (path.exists() or path.with_name(path.name + ".idx").exists())
+    return str(path.resolve()) if there else value
 
 
 def data_notes(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) -> list[str]:

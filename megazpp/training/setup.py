@@ -11,7 +11,7 @@ import torch
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.record import RunRecord, found_from_anywhere
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import open_axis
 from megazpp.data.batch import make_micro_batch
@@ -162,7 +162,7 @@ def open_checkpoints(
         scaler={},
         groups=[],
         schedule=schedule.state_dict(),
-        flags=dict(flags),
+        flags=found_from_anywhere(flags),
         vocab_size=vocab_size,
         layout={name: layout.axis_size(name) for name in ("replicate", "cross", "local", "tp")},
         run_dir=None if folder is None else str(folder.path.resolve()),

@@ -12,7 +12,7 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
 
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.record import NAME, check_same_model, data_notes, read_record, shape_of
+from megazpp.checkpoint.record import NAME, check_same_model, data_notes, found_from_anywhere, read_record, shape_of
 from megazpp.model.config import GPTConfig
 
 WHERE = Path("iter_0000007")
@@ -65,3 +65,26 @@ def test_other_data_gives_a_note_and_the_same_data_none():
     assert data_notes(saved, now, WHERE) == []
     (note,) = data_notes(saved, now | {"seed": 2, "train_iters": 20}, WHERE)
     assert note.startswith("--seed is 2, was 1, --train-iters is 20, was 10 in iter_0000007: ")
+
+
+def test_paths_of_data_and_tokenizer_are_kept_so_that_another_folder_finds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("my.model", "my_text_document.idx"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    flags = {
+        "tokenizer_model": "my.model",
+        "vocab_file": None,
+        "merge_file": "gone.txt",
+        "data_path": ("0.3", "my_text_document", "0.7", "sub/other"),
+        "text_path": ("builtin:moby_dick",),
+        "data_cache_path": "",
+        "seed": 3,
+        "load": "my.model",
+    }
+    kept = found_from_anywhere(flags)
+    assert kept == flags | {
+        "tokenizer_model": str(tmp_path / "my.model"),
+        "data_path": ("0.3", str(tmp_path / "my_text_document"), "0.7", "sub/other"),
+    }
