@@ -7,6 +7,7 @@ appears when it is complete (indexed_dataset_builder.py): a run that was killed 
 
 from __future__ import annotations
 
+import array
 import contextlib
 import functools
 import itertools
@@ -126,7 +127,7 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, announce: C
 def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], append_eod: bool) -> Encoded:
     """Tokenize the documents of a block; an empty text has no ids, not even an eod."""
     end = [tokenizer.eod] if append_eod and tokenizer.eod is not None else []
-    ids: list[list[int]] = [[] for _ in keys]
+    ids = [array.array("i") for _ in keys]  # a list would keep an object for every token of the block: 5 % slower
     lengths: list[list[int]] = [[] for _ in keys]
     bad_lines, text_bytes = [], 0
     for document in parse_block(block, keys):
@@ -137,12 +138,12 @@ def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], app
             tokens = tokenizer.encode(text)
             if tokens:
                 tokens += end
-            ids[i] += tokens
+            ids[i].fromlist(tokens)
             lengths[i].append(len(tokens))
             text_bytes += len(text) if text.isascii() else len(text.encode())
     dtype = optimal_dtype(tokenizer.vocab_size)
     return Encoded(
-        [np.array(each, dtype=dtype) for each in ids],
+        [np.frombuffer(each, dtype=np.intc).astype(dtype) for each in ids],
         [np.array(each, dtype=np.int32) for each in lengths],
         bad_lines,
         text_bytes,
