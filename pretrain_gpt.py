@@ -33,6 +33,7 @@ from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.checkpoint.source import Source, choose_source, peek
 from megazpp.data.dataset import build_tokenizer, cache_dir, check_inputs, unigram_entropy
 from megazpp.data.tokenizer import Tokenizer
+from megazpp.exit_codes import EXIT_ERROR
 from megazpp.flag_report import render_arguments_block
 from megazpp.inference.text import continue_texts
 from megazpp.model.gpt import model_backends
@@ -40,7 +41,7 @@ from megazpp.optim.backends import backend_table, optimizer_backends
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import EXIT_ERROR, RESTART_COUNT, find_place
+from megazpp.parallel.launch import RESTART_COUNT, find_place
 from megazpp.parallel.links import measure_links
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker, leave, seed_everything, user_errors

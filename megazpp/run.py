@@ -15,8 +15,9 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from megazpp.arguments import ModelPlan, RunConfig, RunPlan
+from megazpp.exit_codes import EXIT_USER_ERROR
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import EXIT_USER_ERROR, LaunchConfig, Place, launched_rank
+from megazpp.parallel.launch import LaunchConfig, Place, launched_rank
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import ECHO_SECONDS, UserError, Worker, run_worker, user_errors

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "kernels": 0,
     "megazpp.flags": 0,
+    "megazpp.exit_codes": 0,
     "megazpp.flag_files": 0,
     "megazpp.flag_report": 0,
     "megazpp.megatron_flags": 0,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from megazpp.parallel.launch import EXIT_READER_GONE
+from megazpp.exit_codes import EXIT_READER_GONE
 
 
 def leave_with(main: Callable[[], int | None]) -> NoReturn:

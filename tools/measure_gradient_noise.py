@@ -27,11 +27,12 @@ from torch.distributed.tensor import DTensor
 from megazpp.arguments import ParsedRun, RunPlan, check_run_config, parse_run_config
 from megazpp.data.batch import MicroBatch
 from megazpp.data.dataset import build_tokenizer
+from megazpp.exit_codes import EXIT_USER_ERROR
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.optimizer import build_optimizer, set_rates_
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
-from megazpp.parallel.launch import EXIT_USER_ERROR, LaunchConfig, find_place
+from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.worker import UserError, Worker, run_worker, user_errors
 from megazpp.tensor_parallel.parameters import initialize_parameters_

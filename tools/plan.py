@@ -16,7 +16,7 @@ import torch
 from entry import leave_with
 
 from megazpp.arguments import parse_run_config
-from megazpp.parallel.launch import EXIT_USER_ERROR
+from megazpp.exit_codes import EXIT_USER_ERROR
 from megazpp.planner.report import with_data
 from megazpp.planner.scaling import scale, scaling_table
 from megazpp.topology.cluster import read_cluster

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, NoReturn
 
-from megazpp.parallel.launch import EXIT_ECHO, EXIT_USER_ERROR, LAUNCHER_PID
+from megazpp.exit_codes import EXIT_ECHO, EXIT_USER_ERROR
+from megazpp.parallel.launch import LAUNCHER_PID
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0  # a rank that failed first may still be writing its traceback when another one's collective breaks

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from entry import leave_with
 
-from megazpp.parallel.launch import EXIT_USER_ERROR
+from megazpp.exit_codes import EXIT_USER_ERROR
 from megazpp.report.page import write_report
 from megazpp.report.runs import read_runs
 

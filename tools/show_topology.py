@@ -17,8 +17,8 @@ from pathlib import Path
 from entry import leave_with
 
 from megazpp.arguments import parse_run_config
+from megazpp.exit_codes import EXIT_USER_ERROR
 from megazpp.parallel.dims import plan_dims
-from megazpp.parallel.launch import EXIT_USER_ERROR
 from megazpp.topology.cluster import Cluster, read_cluster
 from megazpp.topology.cluster_file import cyclic_order
 from megazpp.topology.picture import topology_svg

@@ -1,4 +1,4 @@
-"""Who starts the workers: torchrun, srun, or this program (supervisor.py); and what they tell each other by exit codes.
+"""Who starts the workers: torchrun, srun, or this program (supervisor.py).
 
 A worker's own side of it is worker.py.
 """
@@ -16,8 +16,6 @@ import torch
 from megazpp.flags import flag
 
 DEFAULT_CPU_WORKERS = 4
-EXIT_ERROR, EXIT_USER_ERROR, EXIT_ECHO, EXIT_HANG = 1, 2, 3, 4  # an echo: some other rank failed first
-EXIT_READER_GONE = 128 + signal.SIGPIPE  # as a shell has it
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # finish the step, save, exit with 0
 LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # set for the workers that we start
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun and by us

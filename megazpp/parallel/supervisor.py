@@ -19,16 +19,8 @@ from types import FrameType
 
 from torch.distributed import TCPStore
 
-from megazpp.parallel.launch import (
-    EXIT_ECHO,
-    EXIT_ERROR,
-    EXIT_HANG,
-    EXIT_READER_GONE,
-    EXIT_USER_ERROR,
-    LAUNCHER_PID,
-    RESTART_COUNT,
-    STOP_SIGNALS,
-)
+from megazpp.exit_codes import EXIT_ECHO, EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_USER_ERROR
+from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, STOP_SIGNALS
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0  # for the rank that failed first, when all that is seen is that another rank's collective broke

@@ -32,17 +32,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megazpp.exit_codes import EXIT_ECHO, EXIT_ERROR, EXIT_READER_GONE, EXIT_USER_ERROR
 from megazpp.parallel.gloo import share_gloo_device
-from megazpp.parallel.launch import (
-    EXIT_ECHO,
-    EXIT_ERROR,
-    EXIT_READER_GONE,
-    EXIT_USER_ERROR,
-    LAUNCHER_PID,
-    RESTART_COUNT,
-    LaunchConfig,
-    Place,
-)
+from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, LaunchConfig, Place
 from megazpp.parallel.malloc import keep_freed_memory
 
 ECHO_SECONDS = 1.0

@@ -51,3 +51,11 @@ def test_every_tool_ends_that_way():
     assert len(tools) > 15
     ranks = [path.name for path in tools if "leave_with(" not in path.read_text()]
     assert all(name.endswith(("_rank.py", "_ranks.py")) or name.startswith("gpu_check") for name in ranks), ranks
+
+
+def test_tools_for_data_start_without_torch():
+    """Every worker process of theirs begins with the same imports, which torch would make ten times as long."""
+    tools = "preprocess_data, train_tokenizer, merge_datasets, inspect_dataset, report"
+    program = f"import sys; import {tools}; sys.exit('torch' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT / "tools", env=env).returncode == 0
