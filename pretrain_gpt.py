@@ -47,7 +47,7 @@ from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker, leave, seed_everything, user_errors
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.report import plan_report
-from megazpp.run import Job, build_run_model, plan_as_announced, plan_as_found, run_on_ranks
+from megazpp.run import Job, plan_as_announced, plan_as_found, run_on_ranks
 from megazpp.topology.cluster import Cluster, detect_cluster, read_cluster
 from megazpp.training.anomalies import Guard
 from megazpp.training.console import Console
@@ -58,7 +58,7 @@ from megazpp.training.metrics import Meter, RunShape
 from megazpp.training.not_finite import NotFinite
 from megazpp.training.profiler import Profiler
 from megazpp.training.run_folder import RunFolder, default_run_dir
-from megazpp.training.setup import Built, open_checkpoints, open_datasets, open_loader
+from megazpp.training.setup import Built, build_model, open_checkpoints, open_datasets, open_loader
 from megazpp.training.step import TrainStep
 from megazpp.training.step_timeline import StepTimeline
 from megazpp.training.stopping import StopConditions
@@ -158,7 +158,7 @@ def build_and_train(
             config.data, tokenizer, plan.batches, config.evaluation, seed=seed, announce=console.say
         )
 
-    built = build_run_model(config, dims, vocab_size=tokenizer.vocab_size, device=device)
+    built = build_model(config.model_spec(tokenizer.vocab_size), dims, device)
     guard = Guard(
         config.anomalies,
         NotFinite(built.sharding, dims, plan.batches, folder),

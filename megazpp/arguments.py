@@ -37,6 +37,7 @@ from megazpp.training.anomalies import AnomalyConfig, check_anomalies
 from megazpp.training.batches import BatchConfig, BatchPlan, plan_batches
 from megazpp.training.evaluate import EvalConfig
 from megazpp.training.profiler import ProfilerConfig, check_profiler
+from megazpp.training.setup import ModelSpec
 from megazpp.training.step_timeline import TimelineConfig, check_timeline
 from megazpp.training.stopping import StopConfig
 from megazpp.training.straggler import StragglerConfig
@@ -82,6 +83,17 @@ class RunConfig:
     def parts(self) -> tuple[Any, ...]:
         """The configs in order."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def model_spec(self, vocab_size: int) -> ModelSpec:
+        """What the run's model is built from, given the number of the tokenizer's tokens."""
+        return ModelSpec(
+            config=self.model,
+            vocab_size=vocab_size,
+            sequence_parallel=self.parallel.sequence_parallel,
+            zero=self.zero,
+            precision=self.precision,
+            seed=self.launch.seed,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

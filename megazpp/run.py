@@ -1,4 +1,4 @@
-"""What every program on ranks does with its RunConfig: check it, become a worker or start the workers, build the model.
+"""What every program on ranks does with its RunConfig: check it, become a worker or start the workers.
 
 pretrain_gpt.py trains, the tools that use a checkpoint do something else; until there, and in how they end, they are
 alike.
@@ -16,13 +16,11 @@ import torch
 
 from megazpp.arguments import ModelPlan, RunConfig, RunPlan
 from megazpp.exit_codes import EXIT_USER_ERROR
-from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import LaunchConfig, Place, launched_rank
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import ECHO_SECONDS, UserError, Worker, run_worker, user_errors
 from megazpp.topology.cluster import Cluster, detect_cluster
-from megazpp.training.setup import Built, build_model
 
 P = TypeVar("P", RunPlan, ModelPlan)
 P_co = TypeVar("P_co", RunPlan, ModelPlan, covariant=True)
@@ -82,17 +80,3 @@ def plan_as_found(config: RunConfig, plan: P, worker: Worker, check: Check[P]) -
     tp = config.parallel.tensor_model_parallel_size
     cluster = settle_cluster(worker, config.cluster, plan.layout.cluster, tp=tp)
     return check(config, cluster, device_type=worker.device.type)
-
-
-def build_run_model(config: RunConfig, dims: ParallelDims, *, vocab_size: int, device: torch.device) -> Built:
-    """The run's model in shards on this rank."""
-    return build_model(
-        config.model,
-        vocab_size=vocab_size,
-        dims=dims,
-        sequence_parallel=config.parallel.sequence_parallel,
-        zero=config.zero,
-        precision=config.precision,
-        seed=config.launch.seed,
-        device=device,
-    )

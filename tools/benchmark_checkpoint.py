@@ -44,9 +44,7 @@ from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.worker import Worker, run_worker
 from megazpp.topology.cluster import Cluster
-from megazpp.training.setup import build_model
-from megazpp.zero.config import ZeroConfig
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.training.setup import ModelSpec, build_model
 
 VOCAB = 8192
 GIGA = 1e9
@@ -101,16 +99,7 @@ def build_state(args: argparse.Namespace, dims: ParallelDims, device: torch.devi
         num_attention_heads=8,
         max_position_embeddings=1024,
     )
-    built = build_model(
-        shape,
-        vocab_size=VOCAB,
-        dims=dims,
-        sequence_parallel=False,
-        zero=ZeroConfig(),
-        precision=PrecisionConfig(),
-        seed=1,
-        device=device,
-    )
+    built = build_model(ModelSpec(config=shape, vocab_size=VOCAB, seed=1), dims, device)
     optimizer = build_optimizer(list(built.model.named_parameters()), OptimizerConfig(), device)
     for parameter in built.model.parameters():
         parameter.grad = torch.ones_like(parameter)

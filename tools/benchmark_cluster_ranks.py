@@ -34,7 +34,7 @@ from megazpp.parallel.worker import Worker, run_worker, seed_everything
 from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_
 from megazpp.topology.cluster import Cluster
 from megazpp.training.resources import cpu_seconds
-from megazpp.training.setup import Built, build_model
+from megazpp.training.setup import Built, ModelSpec, build_model
 from megazpp.training.step import TrainStep
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import Sharding, materialize
@@ -143,16 +143,14 @@ class Bench:
         if variant.zero is None:
             built = build_plain(settings, dims)
         else:
-            built = build_model(
-                settings.model,
+            spec = ModelSpec(
+                config=settings.model,
                 vocab_size=settings.vocab_size,
-                dims=dims,
-                sequence_parallel=False,
                 zero=variant.zero,
                 precision=PRECISION,
                 seed=SEED,
-                device=torch.device("cpu"),
             )
+            built = build_model(spec, dims, torch.device("cpu"))
         optimizer = build_optimizer(list(built.model.named_parameters()), OptimizerConfig(), torch.device("cpu"))
         return TrainStep(*built, optimizer, build_loss_scaler(LossScaleConfig(), fp16=False), dims, clip_grad=1.0)
 

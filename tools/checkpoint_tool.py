@@ -21,9 +21,9 @@ from megazpp.data.tokenizer import Tokenizer
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import Place, find_place
 from megazpp.parallel.worker import Worker, seed_everything, user_errors
-from megazpp.run import Job, build_run_model, plan_as_announced, plan_as_found, run_on_ranks
+from megazpp.run import Job, plan_as_announced, plan_as_found, run_on_ranks
 from megazpp.training.console import Console
-from megazpp.training.setup import Built
+from megazpp.training.setup import Built, build_model
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -108,6 +108,6 @@ def _load_and_work(
         tokenizer = build_tokenizer(config.tokenizer, config.data, announce=say)
         for notice in (*parsed.notices, *plan.notices):
             say(f"note: {notice}")
-        built = build_run_model(config, dims, vocab_size=tokenizer.vocab_size, device=device)
+        built = build_model(config.model_spec(tokenizer.vocab_size), dims, device)
         iteration = load_weights(*built, dims, source, record, vocab_size=tokenizer.vocab_size, say=say)
         work(Loaded(config, parsed.extra[0], built, dims, tokenizer, iteration, device, say))

@@ -121,16 +121,7 @@ def build(config: RunConfig, zero: ZeroConfig, device: torch.device) -> TrainSte
     layout = plan_dims(ParallelConfig(), CLUSTER, zero_stage=3)
     dims = ParallelDims(layout, device_type=device.type)
     dims.cross, dims.local = copying(dims.cross), copying(dims.local)
-    built = build_model(
-        config.model,
-        vocab_size=VOCAB,
-        dims=dims,
-        sequence_parallel=False,
-        zero=zero,
-        precision=config.precision,
-        seed=config.launch.seed,
-        device=device,
-    )
+    built = build_model(dataclasses.replace(config, zero=zero).model_spec(VOCAB), dims, device)
     optimizer = build_optimizer(list(built.model.named_parameters()), config.optimizer, device)
     scaler = build_loss_scaler(config.loss_scale, fp16=False)
     return TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)

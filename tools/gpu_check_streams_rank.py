@@ -31,7 +31,7 @@ from megazpp.parallel.lane import Lane, Ticket
 from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.worker import Worker, run_worker, seed_everything
 from megazpp.topology.cluster import Cluster
-from megazpp.training.setup import build_model
+from megazpp.training.setup import ModelSpec, build_model
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
@@ -101,16 +101,15 @@ def build(settings: Settings, dims: ParallelDims, device: torch.device, *, overl
         attention_dropout=0.0,
         use_cpu_initialization=True,
     )
-    built = build_model(
-        model,
+    spec = ModelSpec(
+        config=model,
         vocab_size=VOCAB,
-        dims=dims,
         sequence_parallel=settings.tp > 1,
         zero=ZeroConfig(zeropp=True, overlap_param_gather=overlap, overlap_grad_reduce=overlap),
         precision=PrecisionConfig(bf16=True),
         seed=SEED,
-        device=device,
     )
+    built = build_model(spec, dims, device)
     optimizer = build_optimizer(list(built.model.named_parameters()), OptimizerConfig(), device)
     return TrainStep(*built, optimizer, build_loss_scaler(LossScaleConfig(), fp16=False), dims, clip_grad=1.0)
 

@@ -201,16 +201,7 @@ def build_ours(config: RunConfig, sizes: Sizes, device: torch.device) -> TrainSt
         plan_dims(config.parallel, Cluster(num_nodes=1, ranks_per_node=1), zero_stage=config.zero.stage),
         device_type=device.type,
     )
-    built = build_model(
-        config.model,
-        vocab_size=sizes.vocab_size,
-        dims=dims,
-        sequence_parallel=False,
-        zero=config.zero,
-        precision=config.precision,
-        seed=config.launch.seed,
-        device=device,
-    )
+    built = build_model(config.model_spec(sizes.vocab_size), dims, device)
     optimizer = build_optimizer(list(built.model.named_parameters()), config.optimizer, device)
     scaler = build_loss_scaler(config.loss_scale, fp16=False)
     return TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)

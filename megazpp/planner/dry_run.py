@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazpp.arguments import RunConfig, RunPlan, check_run_config
 from megazpp.data.batch import make_micro_batch
-from megazpp.model.dropout import SharedGenerator
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.axis import Traffic
@@ -134,15 +133,8 @@ def _run_step(
 
     After a short one, which makes what later steps find: moments, error feedback, the order of use.
     """
-    built = shard_on_meta(
-        dataclasses.replace(config.model, compile=False),
-        vocab_size=vocab_size,
-        dims=dims,
-        sequence_parallel=config.parallel.sequence_parallel,
-        zero=config.zero,
-        precision=config.precision,
-        shared_generator=SharedGenerator(CPU, seed=config.launch.seed, data_rank=dims.data_rank),
-    )
+    eager = dataclasses.replace(config, model=dataclasses.replace(config.model, compile=False))
+    built = shard_on_meta(eager.model_spec(vocab_size), dims, CPU)
     seq_length = config.data.seq_length
     assert seq_length is not None
     with FakeTensorMode(allow_non_fake_inputs=True), _Answers(), PeakBytes() as live:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,26 @@ from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import Sharding, materialize, shard_model
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """What a model is built from, whatever ranks it is built on.
+
+    Attributes:
+        config: its shape.
+        vocab_size: of the tokenizer; the model may pad it.
+        sequence_parallel: whether tensor-parallel ranks split activations along the sequence.
+        zero, precision: how it is sharded, and in which dtypes.
+        seed: of the initial weights and of dropout.
+    """
+
+    config: GPTConfig
+    vocab_size: int
+    sequence_parallel: bool = False
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    seed: int
+
+
 class Built(NamedTuple):
     """A model in shards and the handle on them."""
 
@@ -40,55 +61,28 @@ class Built(NamedTuple):
     sharding: Sharding
 
 
-def build_model(
-    config: GPTConfig,
-    *,
-    vocab_size: int,
-    dims: ParallelDims,
-    sequence_parallel: bool,
-    zero: ZeroConfig,
-    precision: PrecisionConfig,
-    seed: int,
-    device: torch.device,
-) -> Built:
+def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:
     """Build on the meta device, shard, then allocate and initialise this rank's shards only."""
-    built = shard_on_meta(
-        config,
-        vocab_size=vocab_size,
-        dims=dims,
-        sequence_parallel=sequence_parallel,
-        zero=zero,
-        precision=precision,
-        shared_generator=SharedGenerator(device, seed=seed, data_rank=dims.data_rank),
-    )
+    built = shard_on_meta(spec, dims, device)
     materialize(built.model, device)
-    draw_device = torch.device("cpu") if config.use_cpu_initialization else device
-    initialize_parameters_(built.model, seed=seed, draw_device=draw_device)
+    draw_device = torch.device("cpu") if spec.config.use_cpu_initialization else device
+    initialize_parameters_(built.model, seed=spec.seed, draw_device=draw_device)
     return built
 
 
-def shard_on_meta(
-    config: GPTConfig,
-    *,
-    vocab_size: int,
-    dims: ParallelDims,
-    sequence_parallel: bool,
-    zero: ZeroConfig,
-    precision: PrecisionConfig,
-    shared_generator: SharedGenerator,
-) -> Built:
-    """The model in shards that have no memory yet."""
+def shard_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:
+    """The model in shards that have no memory yet; `device` is where it will run."""
     with torch.device("meta"):
         model = GPTModel(
-            config,
-            vocab_size=vocab_size,
+            spec.config,
+            vocab_size=spec.vocab_size,
             tp=dims.tp,
-            sequence_parallel=sequence_parallel,
-            shared_generator=shared_generator,
+            sequence_parallel=spec.sequence_parallel,
+            shared_generator=SharedGenerator(device, seed=spec.seed, data_rank=dims.data_rank),
         )
     if dims.tp.size > 1:
         distribute_parameters(model, dims.mesh["tp"])
-    return Built(model, shard_model(model, model.sharding_units(), dims, zero=zero, precision=precision))
+    return Built(model, shard_model(model, model.sharding_units(), dims, zero=spec.zero, precision=spec.precision))
 
 
 def open_datasets(

@@ -18,7 +18,7 @@ from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.worker import seed_everything
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.topology.cluster import Cluster
-from megazpp.training.setup import build_model
+from megazpp.training.setup import ModelSpec, build_model
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
@@ -125,16 +125,15 @@ def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
     config = ParallelConfig(tensor_model_parallel_size=case.tp, num_distributed_optimizer_instances=case.replicas)
     dims = ParallelDims(plan_dims(config, cluster, zero_stage=case.stage), device_type="cpu")
     seed_everything(case.seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
-    built = build_model(
-        case.model,
+    spec = ModelSpec(
+        config=case.model,
         vocab_size=case.vocab_size,
-        dims=dims,
         sequence_parallel=case.sequence_parallel,
         zero=case.zero or ZeroConfig(zero_stage=case.stage),
         precision=case.precision,
         seed=case.seed,
-        device=CPU,
     )
+    built = build_model(spec, dims, CPU)
     return *built, dims
 
 
