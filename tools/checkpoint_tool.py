@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megazpp.arguments import ModelPlan, ParsedRun, RunConfig, check_model_config, parse_run_config
+from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.source import Source
 from megazpp.checkpoint.weights import find_weights, load_weights
@@ -69,7 +70,11 @@ def run_on_checkpoint(
         parsed = parse_run_config(
             argv, ROOT, program=program, description=description.partition("\n")[0], extra=[extra], default_file=None
         )
-        source, record = find_weights(parsed.config.checkpoint)
+        given = parsed.config.checkpoint
+        if given.load is None:
+            raise ValueError("--load is missing: the folder of checkpoints")
+        folder = CheckpointFolder(given.load, "--load")
+        source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback)
         parsed = with_checkpoint_flags(parsed, record)
         if parsed.print_config:
             print(parsed.report())

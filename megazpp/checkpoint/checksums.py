@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from megazpp.data.files import sync
 NAME = "checksums.txt"
 _CHUNK_BYTES = 1 << 22
 _LINE = re.compile(r"([0-9a-f]{8}) +(\d+)  (.+)\n")
+_WRITER = re.compile(r"__(\d+)_")  # the rank, in the library's names
 
 
 class DamagedError(ValueError):
@@ -56,21 +57,35 @@ def read_checksums(folder: Path) -> dict[str, FileSum]:
     return {m[3]: FileSum(int(m[2]), int(m[1], 16)) for m in matches if m}
 
 
-def find_damage(folder: Path, sums: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
-    """One line for each of the files `names` that is not as it was written."""
-    problems = []
-    for name in names:
-        path, expected = folder / name, sums[name]
-        try:
-            found = sum_file(path)
-        except OSError as error:
-            problems.append(f"{path} cannot be read: {error.strerror}")
-            continue
-        if found.size != expected.size:
-            problems.append(f"{path} is damaged: it has {found.size} bytes, {expected.size} were written")
-        elif found.crc != expected.crc:
-            problems.append(f"{path} is damaged: its checksum is {found.crc:08x}, not {expected.crc:08x}")
-    return problems
+def verify_files(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1) -> int:
+    """Read this rank's share of a checkpoint's files; the shares of all ranks are all files.
+
+    At the same number of ranks these are the files that the rank has written, and will read.
+
+    Returns:
+        Bytes of all files.
+    Raises:
+        DamagedError: a line for each file of the share that is not as it was written, or the list itself is damaged.
+    """
+    sums = read_checksums(checkpoint)
+    writers = {name: int(match[1]) if (match := _WRITER.match(name)) else 0 for name in sums}
+    mine = [name for name in sums if writers[name] % num_ranks == rank]
+    problems = [problem for name in mine if (problem := _find_damage(checkpoint / name, sums[name]))]
+    if problems:
+        raise DamagedError("\n".join(problems))
+    return sum(part.size for part in sums.values())
+
+
+def _find_damage(path: Path, expected: FileSum) -> str | None:
+    try:
+        found = sum_file(path)
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    if found.size != expected.size:
+        return f"{path} is damaged: it has {found.size} bytes, {expected.size} were written"
+    if found.crc != expected.crc:
+        return f"{path} is damaged: its checksum is {found.crc:08x}, not {expected.crc:08x}"
+    return None
 
 
 def sum_file(path: Path) -> FileSum:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 import torch.distributed.checkpoint as dcp
 
-from megazpp.checkpoint.checksums import DamagedError, find_damage, read_checksums
+from megazpp.checkpoint.checksums import DamagedError, verify_files
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import TRACKER
 from megazpp.checkpoint.progress import Progress
@@ -93,22 +92,14 @@ class Reader:
         problem = DamagedError("no checkpoint")
         for iteration in candidates:
             try:
-                return iteration, together(self._axis, functools.partial(self._verify, source.folder.of(iteration)))
+                share = {"rank": self._axis.rank, "num_ranks": self._axis.size}
+                verify = functools.partial(verify_files, source.folder.of(iteration), **share)
+                return iteration, together(self._axis, verify)
             except DamagedError as error:
                 if source.fallback:
                     self._say(f"WARNING: {error}")
                 problem = error
         raise problem
-
-    def _verify(self, checkpoint: Path) -> int:
-        """Sum this rank's share of the files: at the same number of ranks those that it has written, and will read."""
-        axis, sums = self._axis, read_checksums(checkpoint)
-        writers = {name: re.match(r"__(\d+)_", name) for name in sums}
-        mine = [name for name, writer in writers.items() if (int(writer[1]) if writer else 0) % axis.size == axis.rank]
-        problems = find_damage(checkpoint, sums, mine)
-        if problems:
-            raise DamagedError("\n".join(problems))
-        return sum(part.size for part in sums.values())
 
     def _check(self, source: Source, record: RunRecord, schedule: Schedule, checkpoint: Path) -> Schedule:
         own = self._own

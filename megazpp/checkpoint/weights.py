@@ -8,9 +8,10 @@ from collections.abc import Callable
 import torch
 
 from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import Reader
 from megazpp.checkpoint.record import RunRecord
-from megazpp.checkpoint.source import Source, choose_source, peek
+from megazpp.checkpoint.source import Source, peek
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import open_axis
 from megazpp.model.gpt import GPTModel
@@ -20,19 +21,21 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.sharding import Sharding
 
 
-def find_weights(config: CheckpointConfig) -> tuple[Source, RunRecord]:
-    """The checkpoint that --load, --ckpt-step and --load-fallback name, without its optimizer, and what it says.
+def find_weights(
+    folder: CheckpointFolder, iteration: int | None, *, fallback: bool = False
+) -> tuple[Source, RunRecord]:
+    """A checkpoint without its optimizer, and what it says; its files are not verified yet.
 
+    Args:
+        iteration: None for what the tracker names.
+        fallback: see `Source`.
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or it cannot be read.
     """
-    if config.load is None:
-        raise ValueError("--load is missing: the folder of checkpoints")
-    weights_alone = dataclasses.replace(config, finetune=True, save=None)
-    source = choose_source(weights_alone, restarted=False)
+    source = Source(folder, iteration, continues=False, optimizer=False, rng=False, fallback=fallback)
     record = peek(source)
-    if source is None or record is None:
-        raise ValueError(f"--load {config.load} has no checkpoint")
+    if record is None:
+        raise ValueError(f"{folder.name} has no checkpoint")
     return source, record
 
 

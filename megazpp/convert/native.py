@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megazpp.checkpoint.checksums import DamagedError, find_damage, read_checksums
+from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.record import RunRecord, read_record, shape_of
-from megazpp.checkpoint.source import Source
+from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.storage import SafeReader
+from megazpp.checkpoint.weights import find_weights
 from megazpp.checkpoint.write import Writer
 from megazpp.convert.model import WORDS, Model, first_rows, model_shapes
 from megazpp.convert.tensors import Deferred, check_tensors
@@ -34,18 +34,9 @@ def open_checkpoint(folder: Path, iteration: int | None) -> tuple[Model, RunReco
     Raises:
         ValueError: there is none, or it is damaged.
     """
-    source = Source(
-        CheckpointFolder(folder, "--input"), iteration, continues=False, optimizer=False, rng=False, fallback=False
-    )
-    candidates = source.candidates()
-    if not candidates:
-        raise ValueError(f"--input {folder} has no checkpoint")
-    checkpoint = source.folder.of(candidates[0])
-    sums = read_checksums(checkpoint)
-    problems = find_damage(checkpoint, sums, sums)
-    if problems:
-        raise DamagedError("; ".join(problems))
-    record = read_record(checkpoint)
+    source, record = find_weights(CheckpointFolder(folder, "--input"), iteration)
+    checkpoint = source.folder.of(source.candidates()[0])
+    verify_files(checkpoint)
     config = _read_config(record)
     reader = SafeReader(checkpoint)
     tensors = {

@@ -11,7 +11,7 @@ from helpers.checkpoints import Job, run
 from helpers.ranks import ranks
 from helpers.training import Case, build_on_ranks
 
-from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.weights import find_weights, load_weights
 
 CASE = Case(tp=2, sequence_parallel=True)
@@ -21,7 +21,7 @@ SUMS = 1e-4  # absolute, on logits of about 1: fp32 sums in another order
 
 def logits_on_ranks(case: Case, load: str, step: int | None = None, vocab_size: int = 101) -> tuple[int, torch.Tensor]:
     model, sharding, dims = build_on_ranks(case)
-    source, record = find_weights(CheckpointConfig(load=load, ckpt_step=step))
+    source, record = find_weights(CheckpointFolder(load, "--load"), step)
     iteration = load_weights(model, sharding, dims, source, record, vocab_size=vocab_size, say=lambda line: None)
     with torch.no_grad():
         part = model.eval()(torch.arange(16).unsqueeze(0))[0]
@@ -55,7 +55,5 @@ def test_another_tokenizer_or_model_is_refused(load: str):
 
 
 def test_without_a_checkpoint_there_are_no_weights(tmp_path: Path):
-    with pytest.raises(ValueError, match="--load is missing"):
-        find_weights(CheckpointConfig())
     with pytest.raises(ValueError, match=f"--load {tmp_path} has no checkpoint"):
-        find_weights(CheckpointConfig(load=str(tmp_path)))
+        find_weights(CheckpointFolder(tmp_path, "--load"), None)

@@ -21,7 +21,7 @@ from helpers.disks import small_disk
 from helpers.ranks import ranks
 from helpers.training import Case
 
-from megazpp.checkpoint.checksums import find_damage, read_checksums
+from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.progress import Progress
 from megazpp.checkpoint.storage import SafeReader
@@ -43,8 +43,7 @@ def save_forever(path: Path, pipe: Any) -> None:
     iteration = folder.latest() or 0
     tensors = {key: torch.zeros(shape) for key, shape in TENSORS.items()}
     if iteration:
-        sums = read_checksums(folder.of(iteration))
-        assert find_damage(folder.of(iteration), sums, sums) == []
+        verify_files(folder.of(iteration))
         dcp.load(tensors, storage_reader=SafeReader(folder.of(iteration)))
         assert all((tensor == iteration).all() for tensor in tensors.values())
     pipe.send(iteration)

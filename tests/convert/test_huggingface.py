@@ -26,7 +26,7 @@ from helpers.ranks import ranks
 from helpers.training import Case, build_on_ranks
 from safetensors.torch import save_file
 
-from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.record import shape_of
 from megazpp.checkpoint.weights import find_weights, load_weights
 from megazpp.convert import huggingface
@@ -57,7 +57,7 @@ def turn(source: Path, output: Path) -> Path:
 
 def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
     """What our model makes of a checkpoint: [B, S, V], with a vocabulary padded for `tp`."""
-    source, record = find_weights(CheckpointConfig(load=load))
+    source, record = find_weights(CheckpointFolder(load, "--load"), None)
     config = dataclasses.replace(GPTConfig(**shape_of(record.flags)), hidden_dropout=0.0, attention_dropout=0.0)
     model, sharding, dims = build_on_ranks(Case(model=config, tp=tp, vocab_size=record.vocab_size, seq_length=SEQ))
     load_weights(model, sharding, dims, source, record, vocab_size=record.vocab_size, say=lambda line: None)
