@@ -218,8 +218,8 @@ def build_and_train(
         observers = (
             profiler,
             timers,
-            StepTimeline(config.timeline, dims, folder=folder, say=console.say),
             Straggler(config.straggler, dims, interval=config.tracking.log_interval, say=console.say),
+            StepTimeline(config.timeline, dims, folder=folder, say=console.say),
         )
         with load(datasets.train, ramp_up=True) as batches, watchdog, profiler:
             progress = train(

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from entry import leave_with
+from pictures import check_matplotlib
 
-from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span, hidden_shares, stalls
+from megazpp.parallel.spans import COMPUTE, STEP, WAIT, Span, hidden_shares, stalls
 from megazpp.training.chrome_trace import read_chrome_trace, rows_without_crossings, sorted_lanes
 
 PHASES = {"forward": "#9ecae1", "backward": "#4292c6", "norm": "#c6dbef", "optimizer": "#08519c"}
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", help="which ranks (default: all)")
     args = parser.parse_args()
     try:
+        check_matplotlib("a picture")
         plot(pick(read_chrome_trace(args.trace), args.ranks), args.out)
     except (OSError, ValueError) as error:
         print(f"plot_timeline.py: error: {error}", file=sys.stderr)
@@ -59,12 +61,9 @@ def plot(by_rank: Mapping[str, list[Span]], out: Path) -> None:
     """Draw the ranks below each other on one time axis.
 
     Raises:
-        ValueError: matplotlib is not installed, or cannot write files of that name.
+        ValueError: matplotlib cannot write files of that name.
     """
-    try:
-        from matplotlib.figure import Figure  # optional
-    except ImportError as error:
-        raise ValueError("drawing needs matplotlib, which is not installed (pip install matplotlib)") from error
+    from matplotlib.figure import Figure  # optional
 
     zero = min(span.start_seconds for spans in by_rank.values() for span in spans)
     end = max(span.end_seconds for spans in by_rank.values() for span in spans) - zero

@@ -30,7 +30,7 @@ from megazpp.exit_codes import EXIT_ECHO, EXIT_HANG
 from megazpp.parallel.activity import Activity, Doing
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import LaunchConfig
-from megazpp.parallel.timeline import COMPUTE, STEP, WAIT
+from megazpp.parallel.spans import COMPUTE, STEP, WAIT
 from megazpp.parallel.worker import FAILURES, Worker, leave
 from megazpp.topology.layout import Layout
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span
+from megazpp.parallel.spans import COMPUTE, STEP, WAIT, Span
 
 MICRO = 1e6
 LANES = (STEP, COMPUTE, WAIT, "tp", "local", "cross")  # from the top; others follow by name

@@ -16,7 +16,7 @@ from megazpp.data.loader import BatchLoader
 from megazpp.optim.clip import global_parameter_norm
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.timeline import WAIT
+from megazpp.parallel.spans import WAIT
 from megazpp.training.batches import BatchPlan
 from megazpp.training.console import Console
 from megazpp.training.evaluate import Evaluator

@@ -16,7 +16,8 @@ import torch
 
 from megazpp.flags import flag
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span, align, clip, hidden_shares, lane_seconds
+from megazpp.parallel.spans import COMPUTE, STEP, WAIT, Span, align, clip, hidden_shares, lane_seconds
+from megazpp.parallel.timeline import Recording
 from megazpp.training.chrome_trace import chrome_trace, sorted_lanes
 from megazpp.training.run_folder import RunFolder
 
@@ -66,6 +67,7 @@ class StepTimeline:
     ) -> None:
         self._step, self._dims, self._folder, self._say = config.timeline_step, dims, folder, say
         self._barrier_end = 0.0
+        self._recording: Recording | None = None
 
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
@@ -75,15 +77,15 @@ class StepTimeline:
             with timeline.span(STEP, f"step {iteration}"):  # for the watchdog
                 yield
             return
-        if not timeline.recording:
+        if self._recording is None:
             self._barrier()
-            timeline.start()
+            self._recording = timeline.start()
         if iteration < self._step:
             yield
             return
         with timeline.span(STEP, f"step {iteration}"):
             yield
-        self._finish(timeline.stop())
+        self._finish(timeline.stop(self._recording))
 
     def _barrier(self) -> None:
         float(self._dims.world.all_reduce_(torch.zeros((), device=self._dims.mesh.device_type)))

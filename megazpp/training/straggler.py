@@ -16,7 +16,7 @@ import torch
 
 from megazpp.flags import flag
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.timeline import COMPUTE, lane_seconds
+from megazpp.parallel.spans import COMPUTE, lane_seconds
 
 SLOW = 1.2  # times the median
 SHOWN = 8  # ranks
@@ -51,14 +51,14 @@ class Straggler:
     def step(self, iteration: int) -> Iterator[None]:
         """Around iteration `iteration`."""
         timeline = self._dims.timeline
-        if self._interval is None or iteration % self._interval or timeline.recording:
+        if self._interval is None or iteration % self._interval:
             yield
             return
-        timeline.start()
+        recording = timeline.start()
         try:
             yield
         finally:
-            spans = timeline.stop()
+            spans = timeline.stop(recording)
         seconds = torch.tensor([lane_seconds(spans)[COMPUTE]], dtype=torch.float64, device=self._dims.mesh.device_type)
         self._say(describe(iteration, self._dims.world.all_gather(seconds).tolist()))
 

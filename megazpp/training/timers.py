@@ -21,7 +21,7 @@ import torch
 
 from megazpp.flags import flag
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.timeline import COMPUTE, WAIT, Span, total, union
+from megazpp.parallel.spans import COMPUTE, WAIT, Span, total, union
 
 GATHERS, REDUCTIONS = ("all_gather",), ("reduce_scatter", "all_to_all")
 AXES = ("shard", "local", "cross")
@@ -68,11 +68,11 @@ class Timers:
         if not self._names:
             yield
             return
-        recording = self._dims.timeline.open_recording()
+        recording = self._dims.timeline.start()
         try:
             yield
         finally:
-            spans = self._dims.timeline.close_recording(recording)
+            spans = self._dims.timeline.stop(recording)
         for name, seconds in seconds_by_timer(spans).items():
             self._seconds[name] += seconds
         self._steps += 1

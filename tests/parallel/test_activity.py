@@ -52,8 +52,8 @@ def test_a_thread_that_opens_or_closes_a_span_has_moved():
 def test_an_error_closes_the_span_and_spans_are_recorded_as_without():
     timeline = Timeline()
     timeline.activity = activity = Activity()
-    timeline.start()
+    recording = timeline.start()
     with pytest.raises(RuntimeError), timeline.span("tp", "all_reduce"):
         raise RuntimeError
-    assert [s.name for s in timeline.stop()] == ["all_reduce"]
+    assert [s.name for s in timeline.stop(recording)] == ["all_reduce"]
     assert activity.now() == []

@@ -73,14 +73,14 @@ def test_a_lane_without_overlap_has_run_when_submit_returns():
 def test_waiting_is_recorded_where_there_was_something_to_wait_for():
     timeline = Timeline()
     lane, gate = ThreadLane("cross", timeline), threading.Event()
-    timeline.start()
+    recording = timeline.start()
     ready = lane.submit(lambda: 1)
     ready.join()
     ready.wait()  # done: nothing to wait for
     slow = lane.submit(lambda: gate.wait(10))
     threading.Timer(0.05, gate.set).start()
     slow.wait()
-    waits = [span for span in timeline.stop() if span.lane == "wait"]
+    waits = [span for span in timeline.stop(recording) if span.lane == "wait"]
     assert [span.name for span in waits] == ["cross"]
     assert waits[0].seconds > 0.02
 

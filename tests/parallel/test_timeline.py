@@ -1,9 +1,8 @@
-"""The timeline: what is recorded, from which thread, and the arithmetic of what hides behind what."""
+"""The timeline: what is recorded, from which thread."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
 import timeit
@@ -11,21 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.timeline import (
-    Span,
-    Timeline,
-    align,
-    clip,
-    hidden_shares,
-    intersection,
-    lane_seconds,
-    total,
-    union,
-)
+from megazpp.parallel.timeline import Timeline
 
 OFF_SECONDS = 2e-6  # 0.39 microseconds measured; the rest is for a loaded machine
 
@@ -34,16 +21,15 @@ def test_nothing_is_recorded_before_start_or_after_stop():
     timeline = Timeline()
     with timeline.span("compute", "before"):
         pass
-    timeline.start()
+    recording = timeline.start()
     with timeline.span("compute", "during"):
         pass
     with timeline.span("compute", "open at the end"):
-        spans = timeline.stop()
+        spans = timeline.stop(recording)
     with timeline.span("compute", "after"):
         pass
     assert [s.name for s in spans] == ["during"]
-    timeline.start()
-    assert timeline.stop() == []
+    assert timeline.stop(timeline.start()) == []
 
 
 def test_a_span_that_is_not_recorded_costs_next_to_nothing():
@@ -59,7 +45,7 @@ def test_a_span_that_is_not_recorded_costs_next_to_nothing():
 
 def test_a_span_lasts_as_long_as_what_is_inside_and_its_time_is_the_monotonic_clock_s():
     timeline = Timeline()
-    timeline.start()
+    recording = timeline.start()
     before = time.clock_gettime(time.CLOCK_MONOTONIC)
     with timeline.span("compute", "outer"):
         with timeline.span("wait", "inner"):
@@ -67,7 +53,7 @@ def test_a_span_lasts_as_long_as_what_is_inside_and_its_time_is_the_monotonic_cl
         with pytest.raises(RuntimeError), timeline.span("compute", "failed"):
             raise RuntimeError
     after = time.clock_gettime(time.CLOCK_MONOTONIC)
-    outer, inner, failed = timeline.stop()
+    outer, inner, failed = timeline.stop(recording)
     assert [s.name for s in (outer, inner, failed)] == ["outer", "inner", "failed"]  # by their beginning
     assert inner.seconds >= 0.02
     assert before <= outer.start_seconds <= inner.start_seconds
@@ -76,7 +62,7 @@ def test_a_span_lasts_as_long_as_what_is_inside_and_its_time_is_the_monotonic_cl
 
 def test_spans_of_all_threads_arrive_and_only_the_starting_thread_s_are_blocking():
     timeline, threads, each = Timeline(), 8, 200
-    timeline.start()
+    recording = timeline.start()
 
     def work(index: int) -> None:
         for _ in range(each):
@@ -89,7 +75,7 @@ def test_spans_of_all_threads_arrive_and_only_the_starting_thread_s_are_blocking
     work(threads)
     for worker in workers:
         worker.join()
-    spans = timeline.stop()
+    spans = timeline.stop(recording)
     assert len(spans) == each * (threads + 1)
     assert {s.lane for s in spans if s.blocking} == {f"lane {threads}"}
     assert [s.start_seconds for s in spans] == sorted(s.start_seconds for s in spans)
@@ -101,14 +87,14 @@ def test_on_cuda_a_span_lasts_as_long_as_the_work_on_its_stream():
     cycles = 100_000_000  # tens of milliseconds, far more than it takes to launch
     torch.cuda.synchronize()
     before = time.clock_gettime(time.CLOCK_MONOTONIC)
-    timeline.start()
+    recording = timeline.start()
     with torch.cuda.stream(side), timeline.span("cross", "on the side"):
         torch.cuda._sleep(cycles)
     with timeline.span("compute", "forward"):
         torch.cuda._sleep(cycles)
     with timeline.span("wait", "for the side"):
         torch.cuda.current_stream().wait_stream(side)
-    spans = {s.lane: s for s in timeline.stop()}
+    spans = {s.lane: s for s in timeline.stop(recording)}
     after = time.clock_gettime(time.CLOCK_MONOTONIC)
     assert [spans[lane].blocking for lane in ("cross", "compute", "wait")] == [False, True, True]
     for span in spans.values():
@@ -143,7 +129,7 @@ def test_times_of_the_device_are_tied_to_the_clock_by_one_event_and_a_stream_of_
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[-1])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronized.append(FakeEvent.now))
     FakeEvent.now, timeline = 5000.0, Timeline("cuda")
-    timeline.start()
+    recording = timeline.start()
     started = time.perf_counter()
     FakeEvent.now = 5100.0
     with timeline.span("compute", "forward"):
@@ -152,7 +138,7 @@ def test_times_of_the_device_are_tied_to_the_clock_by_one_event_and_a_stream_of_
             FakeEvent.now = 5130.0
         stream.pop()
         FakeEvent.now = 5150.0
-    forward, gather = timeline.stop()
+    forward, gather = timeline.stop(recording)
     assert synchronized == [5000.0, 5150.0]  # before and after, never between
     assert (forward.name, forward.blocking, gather.name, gather.blocking) == ("forward", True, "all_gather", False)
     assert (forward.seconds, gather.seconds) == pytest.approx((0.05, 0.03))
@@ -161,97 +147,9 @@ def test_times_of_the_device_are_tied_to_the_clock_by_one_event_and_a_stream_of_
 
 def test_an_axis_of_one_rank_records_nothing():
     timeline = Timeline()
-    timeline.start()
+    recording = timeline.start()
     MeshAxis("tp", timeline=timeline).all_reduce_(torch.ones(2))
-    assert timeline.stop() == []
-
-
-def span(lane: str, start: float, end: float, *, blocking: bool = False) -> Span:
-    return Span(lane, "x", start, end - start, blocking)
-
-
-def behind_compute(spans: list[Span], lane: str) -> float:
-    hidden = hidden_shares(spans, lane)
-    assert hidden is not None
-    return hidden.behind_compute
-
-
-STEP = [
-    span("step", 0, 10, blocking=True),
-    span("compute", 0, 10, blocking=True),  # forward and backward, with everything below inside
-    span("cross", 1, 5),  # 4 s, of which 4 to 5 are waited for
-    span("wait", 4, 6, blocking=True),
-    span("cross", 7, 9),  # 2 s, of which 8 to 8.5 lie under a blocking local hop
-    span("local", 8, 8.5, blocking=True),
-    span("local", 9, 9.5),  # on another thread: keeps nobody
-]
-
-
-def test_hidden_behind_compute_is_what_ran_while_the_rank_neither_waited_nor_was_inside_a_blocking_collective():
-    assert behind_compute(STEP, "cross") == pytest.approx(1 - 1.5 / 6)
-    assert behind_compute(STEP, "local") == pytest.approx(0.5)
-    assert hidden_shares(STEP, "tp") is None
-
-
-def test_a_wait_during_which_another_hop_runs_is_hidden_behind_work():
-    spans = [span("cross", 0, 10), span("wait", 2, 8), span("local", 3, 5), span("local", 4, 6)]
-    assert hidden_shares(spans, "cross") == pytest.approx((0.4, 0.7))
-    assert hidden_shares(spans, "local") == pytest.approx((0.0, 1.0))
-    assert hidden_shares([*spans, span("step", 0, 10), span("compute", 0, 10)], "cross") == pytest.approx((0.4, 0.7))
-
-
-def test_a_collective_on_the_computing_thread_is_not_hidden_at_all():
-    spans = [span("compute", 0, 4, blocking=True), span("cross", 1, 3, blocking=True)]
-    assert hidden_shares(spans, "cross") == (0.0, 0.0)
-    assert hidden_shares([s._replace(blocking=False) for s in spans], "cross") == (1.0, 1.0)
-
-
-def test_time_that_two_spans_share_counts_once():
-    overlapping = [
-        span("cross", 0, 4),
-        span("cross", 1, 3),
-        span("cross", 3, 6),
-        span("wait", 3, 4),
-        span("wait", 3, 4),
-    ]
-    assert lane_seconds(overlapping) == {"cross": pytest.approx(6), "wait": pytest.approx(1)}
-    assert behind_compute(overlapping, "cross") == pytest.approx(5 / 6)
-
-
-def test_computing_is_counted_without_waits_and_blocking_collectives():
-    assert lane_seconds(STEP) == pytest.approx({"step": 10, "compute": 7.5, "cross": 6, "wait": 2, "local": 1})
-
-
-def test_clipping_keeps_the_part_inside():
-    spans = [span("cross", 0, 2), span("cross", 1, 9), span("cross", 5, 6), span("cross", 8, 9)]
-    assert clip(spans, 1.5, 6) == [span("cross", 1.5, 2), span("cross", 1.5, 6), span("cross", 5, 6)]
-    assert clip(spans, 2, 2) == []
-
-
-def test_hosts_are_aligned_at_the_barrier_and_ranks_of_a_host_keep_their_distances():
-    spans = [[span("cross", 11, 12)], [span("cross", 13, 14)], [span("cross", 107, 108)]]
-    # ranks 0 and 1 share a clock and left the barrier at 10 and 10.5; rank 2's host reads 106 at that moment
-    aligned = align(spans, ["a", "a", "b"], [10, 10.5, 106])
-    assert [[s.start_seconds for s in of_rank] for of_rank in aligned] == [[1], [3], [1]]
-
-
-INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))))
-
-
-def moments(intervals: list[tuple[float, float]]) -> set[int]:
-    """The unit slots that integer intervals cover: the reference."""
-    return {slot for start, end in intervals for slot in range(int(start), int(end))}
-
-
-@settings(max_examples=200, deadline=None)
-@given(INTERVALS, INTERVALS)
-def test_unions_and_intersections_cover_what_sets_of_moments_do(a: list, b: list):
-    merged, other = union(a), union(b)
-    shared = intersection(merged, other)
-    for result, expected in ((merged, moments(a)), (shared, moments(a) & moments(b))):
-        assert moments(result) == expected
-        assert total(result) == len(expected)
-    assert all(end < start for (_, end), (start, _) in itertools.pairwise(merged))
+    assert timeline.stop(recording) == []
 
 
 def test_recordings_and_listeners_beside_each_other_hear_of_the_same_spans():
@@ -265,14 +163,14 @@ def test_recordings_and_listeners_beside_each_other_hear_of_the_same_spans():
 
     listener = Listener()
     timeline.attach(listener)
-    timeline.start()
+    recording = timeline.start()
     with timeline.span("cross", "all_gather layers.3"):
         pass
-    second = timeline.open_recording()
+    second = timeline.start()
     with timeline.span("compute", "forward"):
         pass
-    assert [span.name for span in timeline.close_recording(second)] == ["forward"]
-    assert [span.name for span in timeline.stop()] == ["all_gather layers.3", "forward"]
+    assert [span.name for span in timeline.stop(second)] == ["forward"]
+    assert [span.name for span in timeline.stop(recording)] == ["all_gather layers.3", "forward"]
     timeline.detach(listener)
     with timeline.span("compute", "backward"):
         pass

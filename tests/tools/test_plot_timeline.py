@@ -10,7 +10,7 @@ from typing import Any
 import plot_timeline
 import pytest
 
-from megazpp.parallel.timeline import Span
+from megazpp.parallel.spans import Span
 from megazpp.training.chrome_trace import chrome_trace
 
 STEP = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.parallel.timeline import Span
+from megazpp.parallel.spans import Span
 from megazpp.training.chrome_trace import chrome_trace, read_chrome_trace, rows_without_crossings, sorted_lanes
 
 SPANS = [

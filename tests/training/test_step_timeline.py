@@ -14,7 +14,8 @@ from helpers.ranks import ranks
 from helpers.training import Case, build_step
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.timeline import Span, Timeline
+from megazpp.parallel.spans import Span
+from megazpp.parallel.timeline import Recording, Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.training.chrome_trace import read_chrome_trace
 from megazpp.training.run_folder import RunFolder
@@ -22,11 +23,25 @@ from megazpp.training.step_timeline import StepTimeline, TimelineConfig, check_t
 from megazpp.zero.config import ZeroConfig
 
 
+class CountingTimeline(Timeline):
+    """Knows how many recordings are open."""
+
+    open = 0
+
+    def start(self) -> Recording:
+        self.open += 1
+        return super().start()
+
+    def stop(self, recording: Recording) -> list[Span]:
+        self.open -= 1
+        return super().stop(recording)
+
+
 class OneRank:
     """What a StepTimeline needs of the dims."""
 
     def __init__(self) -> None:
-        self.timeline, self.world = Timeline(), MeshAxis("world")
+        self.timeline, self.world = CountingTimeline(), MeshAxis("world")
         self.layout = SimpleNamespace(cluster=Cluster(num_nodes=1, ranks_per_node=1))
         self.mesh = SimpleNamespace(device_type="cpu")
 
@@ -45,7 +60,7 @@ def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_l
     recording = []
     for iteration in range(1, 6):
         with steps.step(iteration):
-            recording.append(dims.timeline.recording)
+            recording.append(dims.timeline.open)
             with dims.timeline.span("compute", f"forward {iteration}"):
                 if iteration == 2:
                     thread = threading.Thread(target=gather_that_lasts_into_the_next_step)
@@ -55,7 +70,7 @@ def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_l
                     time.sleep(0.01)
                     go_on.set()
                     thread.join()
-    assert recording == [False, True, True, False, False]
+    assert recording == [0, 1, 1, 0, 0]
     (spans,) = read_chrome_trace(tmp_path / "timeline.json").values()
     by_name = {span.name: span for span in spans}
     assert set(by_name) == {"step 3", "forward 3", "gather"}
@@ -69,10 +84,10 @@ def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_l
 def test_without_the_flag_nothing_is_recorded_and_the_first_step_can_be():
     dims = OneRank()
     with StepTimeline(TimelineConfig(), dims, folder=None, say=print).step(1):
-        assert not dims.timeline.recording
+        assert dims.timeline.open == 0
     with StepTimeline(TimelineConfig(timeline_step=1), dims, folder=None, say=print).step(1):
-        assert dims.timeline.recording
-    assert not dims.timeline.recording
+        assert dims.timeline.open == 1
+    assert dims.timeline.open == 0
 
 
 def train_with_a_timeline(folder: str) -> tuple[list[str], list[float]]:

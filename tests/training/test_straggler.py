@@ -8,7 +8,7 @@ import torch
 from helpers.ranks import ranks
 
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
-from megazpp.parallel.timeline import COMPUTE
+from megazpp.parallel.spans import COMPUTE
 from megazpp.topology.cluster import Cluster
 from megazpp.training.straggler import Straggler, StragglerConfig, describe
 
