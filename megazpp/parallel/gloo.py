@@ -56,7 +56,8 @@ def _threads_that_wait_their_turn() -> Iterator[None]:
     """Threads made inside do not preempt others when they wake up: a new thread has its maker's policy."""
     policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
     if policy == os.SCHED_OTHER:  # anything else was somebody's choice
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with contextlib.suppress(OSError):  # gVisor's kernel has no other policy
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         yield
     finally:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from helpers.ranks import ranks
 
+from megazpp.parallel import gloo
+
 TIMEOUT = timedelta(seconds=77)
 
 
@@ -49,6 +51,16 @@ def test_new_groups_add_no_device_threads_and_keep_their_timeout() -> None:
 
 def test_threads_that_move_messages_wait_their_turn_and_those_that_compute_do_not() -> None:
     assert ranks(2).run(scheduling_policies) == [({os.SCHED_BATCH}, os.SCHED_OTHER)] * 2
+
+
+def test_a_kernel_without_that_policy_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, policy: int, param: os.sched_param) -> None:
+        if policy != os.SCHED_OTHER:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    with gloo._threads_that_wait_their_turn():
+        pass
 
 
 def test_the_interface_that_the_environment_names_is_used() -> None:
