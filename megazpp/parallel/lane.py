@@ -46,7 +46,13 @@ class Ticket(Generic[T]):
 
 
 class Lane:
-    """Runs tasks at once, in the caller: the base class and the lane without overlap."""
+    """Runs tasks at once, in the caller: the base class and the lane without overlap.
+
+    Attributes:
+        blocks_host: who waits for a ticket keeps the host, not only its stream.
+    """
+
+    blocks_host = True
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Ticket[Any]] = ()) -> Ticket[T]:
         """Run `task` when the tasks given before, and those of `after`, are done; without gradients.
@@ -86,13 +92,15 @@ class ThreadLane(Lane):
 class StreamLane(Lane):
     """Launches tasks on a CUDA stream of its own.
 
-    A task starts after what the caller's current stream holds. Memory that it allocates belongs to the lane's stream:
-    who uses its result elsewhere waits for the ticket first and keeps it, or records the stream, until that use is
-    done; memory of the caller must live until something has waited for the ticket.
+    A task starts after what the caller's current stream holds. Memory that it allocates belongs to the lane's stream.
+    Whoever waits for a ticket may use the tensor it returns until the last reference is gone: the waiting stream is
+    recorded. Other memory of a task, the caller's included, must live until something has waited for the ticket.
 
     Args:
         priority: of the stream; lower numbers first.
     """
+
+    blocks_host = False
 
     def __init__(self, *, priority: int = 0) -> None:
         self._stream = torch.cuda.Stream(priority=priority)
@@ -126,5 +134,8 @@ class _StreamTicket(Ticket[T]):
         self._event = event
 
     def join(self) -> T:
-        torch.cuda.current_stream().wait_event(self._event)
+        waiting = torch.cuda.current_stream()
+        waiting.wait_event(self._event)
+        if isinstance(self._result, torch.Tensor):
+            self._result.record_stream(waiting)  # freed, it must not go back to its own stream before this one is done
         return self._result

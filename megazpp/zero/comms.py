@@ -60,7 +60,7 @@ class CountedGather(FreshBuffers, AllGather):
     ) -> Pending | None:
         assert group is self.axis.group, f"FSDP2 gathers over another group than {self.axis.name}"
         done = self._lane.submit(lambda: self._gather(input_tensor, output_tensor))
-        if self._overlap and output_tensor.device.type == "cpu":
+        if self._overlap and self._lane.blocks_host:
             return Pending(done)
         done.wait()  # on CUDA the gather stream waits, on which FSDP2 goes on; for a Work the compute would
         return None
@@ -90,8 +90,8 @@ class SummingReduce(FreshBuffers, ReduceScatter):
         finite = self.total is None or bool(self.total.isfinite())
         return () if finite else tuple(p.name for p in self._unit.parameters)
 
-    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Ticket[Any] | None:
-        """Start to reduce `gradients` [W n]; the ticket is for `result` [n] being complete.
+    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Ticket[torch.Tensor] | None:
+        """Start to reduce `gradients` [W n]; the ticket is for `result` [n], which it returns, being complete.
 
         None if nothing is due yet: a later call's result will contain these gradients.
         """
@@ -120,12 +120,7 @@ class SummingReduce(FreshBuffers, ReduceScatter):
             return
         output_tensor.zero_()  # FSDP2 adds it to the gradient; what is missing waits in a middle or comes at the end
         if ticket is not None:
-            self._schedule.finish_later(ticket, functools.partial(self._add, result))
-
-    def _add(self, result: torch.Tensor) -> None:
-        self._unit.add_to_gradients(result)
-        if result.is_cuda:  # it was written on a lane's stream and is read on this one
-            result.record_stream(torch.cuda.current_stream())
+            self._schedule.finish_later(ticket, functools.partial(self._unit.add_to_gradients, result))
 
 
 class CountedReduce(SummingReduce):
@@ -135,7 +130,7 @@ class CountedReduce(SummingReduce):
         super().__init__(unit, schedule)
         self.axis, self._lane = axis, lane
 
-    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Ticket[Any]:
+    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Ticket[torch.Tensor]:
         ticket = self._lane.submit(lambda: self.axis.reduce_scatter(gradients, out=result, of=self._unit.name))
         self._schedule.sent(ticket)
         return ticket

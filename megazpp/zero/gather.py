@@ -79,7 +79,7 @@ class TwoHopGather(FreshBuffers, AllGather):
             self._schedule.prefetch_after(self)
         else:
             self._middle = self._made_from = None
-        if self._schedule.overlap and output_tensor.device.type == "cpu":
+        if self._schedule.overlap and self._lanes.local.blocks_host:
             return Pending(done)
         done.wait()  # on CUDA the gather stream waits, on which FSDP2 goes on
         return None

@@ -34,12 +34,12 @@ class Plugs:
 
     def __init__(self, dims: ParallelDims, plan: WirePlan, zero: ZeroConfig, precision: PrecisionConfig) -> None:
         self._dims, self._plan, self._zero, self._precision = dims, plan, zero, precision
-        two_hops, on_cpu = bool(plan.gather or plan.reduce), dims.mesh.device_type == "cpu"
-        overlaps = two_hops or on_cpu  # FSDP2's own collectives run beside the compute on CUDA as they are
+        two_hops, blocks_host = bool(plan.gather or plan.reduce), dims.shard.lane.blocks_host
+        overlaps = two_hops or blocks_host  # FSDP2's own collectives run beside the compute on CUDA as they are
         self._overlap_gather, self._overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps
         self._lanes = open_lanes(dims, overlap=self._overlap_gather or self._overlap_reduce)
-        self._gather_schedule = GatherSchedule(overlap=self._overlap_gather, prefetch=on_cpu)
-        self._reduce_schedule = ReduceSchedule(overlap=self._overlap_reduce, blocks_host=on_cpu)
+        self._gather_schedule = GatherSchedule(overlap=self._overlap_gather, prefetch=blocks_host)
+        self._reduce_schedule = ReduceSchedule(overlap=self._overlap_reduce, blocks_host=blocks_host)
         self.gathers: list[TwoHopGather] = []
         self.reduces: list[TwoHopReduce] = []
         self.all_reduces: list[SummingReduce] = []

@@ -11,7 +11,6 @@ Source: ZeRO++ (arXiv 2306.10209) section 3.3, with the cross hop moved out of t
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
@@ -60,7 +59,7 @@ class TwoHopReduce(SummingReduce):
         self._errors: Errors | None = None  # touched by the cross lane only
         self.last_micro_batch = True
 
-    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Ticket[Any] | None:
+    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Ticket[torch.Tensor] | None:
         size, planned = result.numel(), self._local_codec.layout.size
         if size != planned:
             raise RuntimeError(
@@ -99,12 +98,11 @@ class TwoHopReduce(SummingReduce):
         self._middle = middle if keep else None
         return middle
 
-    def _hop_across(self, inside: Ticket[torch.Tensor], result: torch.Tensor) -> None:
-        """[N, S] -> this rank's [S], summed over the nodes."""
+    def _hop_across(self, inside: Ticket[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
+        """[N, S] -> `result`, this rank's [S] summed over the nodes."""
         codec, middle = self._cross_codec, inside.join()
-        if middle.is_cuda:  # it is the local lane's memory, and this is the cross lane's stream
-            middle.record_stream(torch.cuda.current_stream())
         sent = codec.empty(self._cross.size, device=middle.device)
         codec.pack(middle, sent, errors=self.errors(middle.device) or None)
         received = self._cross.all_to_all(sent, of=self._unit.name)  # [N, M]
         codec.unpack_sum(received.unsqueeze(1), result.unsqueeze(0), accumulate=False)
+        return result

@@ -20,8 +20,8 @@ On CUDA, memory that one stream allocates and another one uses must not be hande
 | shard that is read early   | cross     |                | one stream                                              |
 | messages, sent or received | the lane  |                | one stream: they are unpacked in the lane that received |
 | gradients of a unit        | compute   | local          | the reduce stream waits for that hop, FSDP2 for it      |
-| gradients' middle          | local     | cross          | recorded in `TwoHopReduce._hop_across`                  |
-| a unit's late sum          | reduce    | cross, compute | recorded in `SummingReduce._add`, after its ticket      |
+| gradients' middle          | local     | cross, reduce  | recorded where their tickets are joined                 |
+| a unit's late sum          | reduce    | cross, compute | the same                                                |
 | `.grad`, which it joins    | reduce    | compute        | FSDP2's own callback, queued before ours, has waited    |
 | error feedback             | any       | cross          | kept for ever                                           |
 """

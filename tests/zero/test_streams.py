@@ -1,0 +1,112 @@
+"""On CUDA streams nothing races and no memory is used again too early; found without a GPU (see stream_races.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.stream_races import Stream, simulated_streams
+from helpers.training import LLAMA_STYLE, Case, train_on_ranks
+from zero.test_schedule import ON, make
+
+from megazpp.parallel import lane
+from megazpp.zero import schedule
+from megazpp.zero.config import ZeroConfig
+from megazpp.zero.precision import PrecisionConfig
+
+ALL = ZeroConfig(zeropp=True)
+BF16 = PrecisionConfig(bf16=True)
+
+
+def train(case: Case, breakage: str = "") -> tuple[list[str], dict[str, Any]]:
+    with simulated_streams() as streams, pytest.MonkeyPatch.context() as patch:
+        if breakage:
+            break_something(breakage, patch)
+        result = train_on_ranks(case)
+    return streams.found, result
+
+
+def break_something(what: str, patch: pytest.MonkeyPatch) -> None:
+    if what == "a ticket does not wait":
+        patch.setattr(lane._StreamTicket, "join", lambda ticket: ticket._result)
+    if what == "a lane does not wait for its caller":
+        patch.setattr(Stream, "wait_stream", lambda stream, other: None)
+    if what == "nothing is recorded":
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    if what == "gradients are freed before they are sent":
+        patch.setattr(schedule.ReduceSchedule, "sent", lambda self, ticket: None)
+
+
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        (4, {"zero": ALL, "model": LLAMA_STYLE}),
+        (4, {"zero": ALL, "precision": BF16, "micro_batches": 1}),
+        (4, {"zero": ZeroConfig()}),
+        (4, {"zero": ZeroConfig(zero_quantized_weights=True)}),
+        (4, {"zero": ZeroConfig(zero_hpz_partition_size="auto")}),
+        (4, {"zero": ZeroConfig(zero_quantized_gradients=True), "precision": BF16}),
+        (4, {"zero": ZeroConfig(zeropp=True, zero_cross_every_microbatch=True)}),
+        (4, {"zero": ZeroConfig(zeropp=True, zero_check_secondary=True)}),
+        (4, {"zero": ZeroConfig(zeropp=True, zero_error_feedback=False, zero_accumulate_in_bf16=True)}),
+        (4, {"zero": ALL, "nodes": 1}),
+        (4, {"zero": ALL, "tp": 2, "sequence_parallel": True}),
+        (8, {"zero": ALL, "tp": 2, "model": LLAMA_STYLE, "precision": BF16}),
+        (8, {"zero": ALL, "replicas": 2}),
+    ],
+    ids=(
+        ["llama", "bf16", "ZeRO-3", "qwZ", "hpZ", "qgZ", "classic", "check", "bf16-middle"]
+        + ["one-node", "tp", "tp-llama", "copies"]
+    ),
+)
+def test_nothing_races_and_no_memory_is_reused_early(world: int, case: dict[str, Any]):
+    case = {"nodes": 2, "micro_batches": 2, "steps": 3, **case}
+    for found, _ in ranks(world).run(train, Case(**case)):
+        assert found == []
+
+
+@pytest.mark.parametrize(
+    "breakage",
+    [
+        "a ticket does not wait",
+        "a lane does not wait for its caller",
+        "nothing is recorded",
+        "gradients are freed before they are sent",
+    ],
+)
+def test_what_is_broken_is_found(breakage: str):
+    case = Case(nodes=2, micro_batches=2, steps=2, zero=ALL)
+    found, _ = ranks(4).run(train, case, breakage)[0]
+    assert found
+
+
+def test_with_streams_the_results_are_those_without():
+    case = Case(nodes=2, micro_batches=2, steps=3, zero=ALL)
+    assert ranks(4).run(train, case)[0][1] == ranks(4).run(train_on_ranks, case)[0]
+
+
+def train_and_evaluate() -> list[str]:
+    """A model that skips a layer now and then, is evaluated in inference mode, and is written to by hand."""
+    with simulated_streams() as streams:
+        model, sharding, dims = make(2, ON)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(6):
+            model.skip = step in (1, 2, 4)
+            for last in (False, True):
+                sharding.begin_micro_batch(last=last)
+                model(torch.ones(3, 64) * dims.data_rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3:
+                with torch.inference_mode():
+                    model(torch.ones(2, 64))
+            if step == 4:
+                with torch.no_grad():
+                    model.layers[0].weight.mul_(0.5)
+    return streams.found
+
+
+def test_nothing_races_when_layers_are_skipped_and_weights_are_written_between_steps():
+    assert ranks(4).run(train_and_evaluate) == [[]] * 4
