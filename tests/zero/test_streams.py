@@ -56,10 +56,10 @@ def break_something(what: str, patch: pytest.MonkeyPatch) -> None:
         (8, {"zero": ALL, "tp": 2, "model": LLAMA_STYLE, "precision": BF16}),
         (8, {"zero": ALL, "replicas": 2}),
     ],
-    ids=(
-        ["llama", "bf16", "ZeRO-3", "qwZ", "hpZ", "qgZ", "classic", "check", "bf16-middle"]
-        + ["one-node", "tp", "tp-llama", "copies"]
-    ),
+    ids=[
+        *("llama", "bf16", "ZeRO-3", "qwZ", "hpZ", "qgZ", "classic", "check", "bf16-middle"),
+        *("one-node", "tp", "tp-llama", "copies"),
+    ],
 )
 def test_nothing_races_and_no_memory_is_reused_early(world: int, case: dict[str, Any]):
     case = {"nodes": 2, "micro_batches": 2, "steps": 3, **case}
