@@ -53,10 +53,11 @@ from megazpp.training.anomalies import Guard
 from megazpp.training.console import Console
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.flops import mfu_convention, model_flops_per_token, peak_flops
-from megazpp.training.loop import Recorder, train
+from megazpp.training.loop import train
 from megazpp.training.metrics import Meter, RunShape
 from megazpp.training.not_finite import NotFinite
 from megazpp.training.profiler import Profiler
+from megazpp.training.recorder import Recorder
 from megazpp.training.run_folder import RunFolder, default_run_dir
 from megazpp.training.setup import Built, build_model, open_checkpoints, open_datasets, open_loader
 from megazpp.training.step import TrainStep

@@ -1,20 +1,12 @@
-"""What a step reports, what a log interval makes of it, and how that is printed and written.
-
-The log line is Megatron's, byte for byte, with our fields after its last one, so that existing parsers keep
-working. One departure: the loss is always printed. Megatron leaves it out when every step of the interval was
-skipped; here it is then the mean over the skipped steps, NaN too.
-"""
+"""What a step reports, what a log interval and a run make of it, and the fields that are written."""
 
 from __future__ import annotations
 
-import datetime
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 TERA = 1e12
-MEGA = 1e6
-GIGA = 1e9
 
 
 class SentBytes(NamedTuple):
@@ -109,38 +101,6 @@ class IntervalRecord:
     skipped: int
     nan: int
     peak_memory_bytes: int | None
-
-    def log_line(self) -> str:
-        """Megatron's line, then tokens/s and TFLOP/s per rank, MFU, memory, MB per step and wire, ETA."""
-        last = self.last
-        line = f" iteration {last.iteration:8d}/{self.total_iterations:8d} |"
-        line += f" consumed samples: {last.consumed_samples:12d} |"
-        line += f" elapsed time per iteration (ms): {self.step_seconds * 1000.0:.1f} |"
-        line += f" learning rate: {last.learning_rate:.3E} |"
-        line += f" global batch size: {last.global_batch_size:5d} |"
-        line += f" lm loss: {self.lm_loss:.6E} |"
-        line += f" loss scale: {last.loss_scale:.1f} |"
-        if last.grad_norm is not None:
-            line += f" grad norm: {last.grad_norm:.3f} |"
-        if last.num_zeros is not None:
-            line += f" num zeros: {last.num_zeros:.1f} |"
-        if last.params_norm is not None:
-            line += f" params norm: {last.params_norm:.3f} |"
-        line += f" number of skipped iterations: {self.skipped:3d} |"
-        line += f" number of nan iterations: {self.nan:3d} |"
-        return line + self._own_fields()
-
-    def _own_fields(self) -> str:
-        line = f" tokens/s per rank: {self.tokens_per_second_per_rank:.1f} |"
-        line += f" model TFLOP/s per rank: {self.tflops_per_rank:#.4g} |"
-        if self.mfu is not None:
-            line += f" MFU: {self.mfu:.1%} |"
-        if self.peak_memory_bytes is not None:
-            line += f" max memory (GB): {self.peak_memory_bytes / GIGA:.2f} |"
-        for wire, sent in self.sent_bytes._asdict().items():
-            if sent:
-                line += f" {wire} MB per step: {sent / MEGA:.3f} |"
-        return line + f" eta: {datetime.timedelta(seconds=round(self.eta_seconds))} |"
 
     def as_json(self) -> dict[str, Any]:
         """The object of this interval in metrics.jsonl; a loss or norm may be NaN or Infinity."""
@@ -256,18 +216,6 @@ class Meter:
             "peak_memory_bytes": peak_memory_bytes,
             **{f"{wire}_bytes_per_step": sent // steps for wire, sent in totals.sent_bytes._asdict().items()},
         }
-
-
-def validation_lines(where: str, loss: float) -> list[str]:
-    """Megatron's three lines: dashes, the loss and its perplexity, dashes. `where` is e.g. "iteration 100"."""
-    line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
-    rule = "-" * (len(line) + 1)
-    return [rule, line, rule]
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), with the loss capped at 20 as Megatron does; NaN stays NaN."""
-    return math.exp(loss if math.isnan(loss) else min(20.0, loss))
 
 
 def _mean_loss(steps: list[StepRecord]) -> float:

@@ -23,7 +23,7 @@ from megazpp.data.tokenizer import Tokenizer
 from megazpp.data.whole import WholeText, make_padded_batch
 from megazpp.parallel.dims import ParallelDims
 from megazpp.training.evaluate import Evaluator
-from megazpp.training.metrics import validation_lines
+from megazpp.training.log_lines import validation_lines
 from megazpp.training.setup import Built, batch_options
 
 

@@ -16,7 +16,8 @@ import torch
 
 from megazpp.flags import flag
 from megazpp.topology.layout import Layout
-from megazpp.training.metrics import IntervalRecord, StepRecord, perplexity
+from megazpp.training.log_lines import perplexity
+from megazpp.training.metrics import IntervalRecord, StepRecord
 from megazpp.training.run_folder import RunFolder, make_writable
 from megazpp.training.sinks import Sink, Table, TensorBoardSink, WandbSink, is_installed
 from megazpp.training.traffic import TrafficRow

@@ -1,75 +1,13 @@
-"""The log line byte for byte, the means of an interval, and what is written to metrics.jsonl and summary.json."""
+"""The means of an interval, and what is written to metrics.jsonl and summary.json."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any
 
 import pytest
+from helpers.metrics import meter, step
 
-from megazpp.training.metrics import Meter, RunShape, SentBytes, StepRecord, perplexity, validation_lines
-
-SHAPE = RunShape(
-    total_iterations=500, total_samples=4000, seq_length=100, world_size=4, flops_per_token=2 * 10**9, peak_flops=None
-)
-
-
-def step(iteration: int = 1, **values: Any) -> StepRecord:
-    """A step of 8 samples and half a second."""
-    defaults: dict[str, Any] = {
-        "consumed_samples": 8 * iteration,
-        "global_batch_size": 8,
-        "lm_loss": 10.0,
-        "grad_norm": 1.0,
-        "learning_rate": 1.5e-4,
-        "seconds": 0.5,
-    }
-    return StepRecord(iteration=iteration, **{**defaults, **values})
-
-
-def meter(*steps: StepRecord, **shape: Any) -> Meter:
-    filled = Meter(dataclasses.replace(SHAPE, **shape))
-    for one in steps:
-        filled.add(one)
-    return filled
-
-
-MEGATRON_PART = (
-    " iteration       10/     500 | consumed samples:           80 | elapsed time per iteration (ms): 500.0 |"
-    " learning rate: 1.500E-04 | global batch size:     8 | lm loss: 1.043287E+01 | loss scale: 1.0 |"
-    " grad norm: 2.718 | number of skipped iterations:   0 | number of nan iterations:   0 |"
-)
-
-
-def test_the_line_begins_with_megatrons_line_byte_for_byte():
-    line = meter(step(10, lm_loss=10.43287, grad_norm=2.71828)).interval().log_line()
-    assert line == (MEGATRON_PART + " tokens/s per rank: 400.0 | model TFLOP/s per rank: 0.8000 | eta: 0:04:05 |")
-
-
-def test_optional_fields_stand_where_megatron_puts_them():
-    line = meter(step(1, num_zeros=12.0, params_norm=345.6789, loss_scale=65536.0)).interval().log_line()
-    assert (
-        " loss scale: 65536.0 | grad norm: 1.000 | num zeros: 12.0 | params norm: 345.679 |"
-        " number of skipped iterations:   0 |"
-    ) in line
-    assert " grad norm" not in meter(step(1, grad_norm=None)).interval().log_line()
-
-
-def test_our_fields_follow_and_silent_wires_are_left_out():
-    sent = SentBytes(tp=2_500_000, cross=0, local=1_250_000)
-    interval = meter(step(1, sent_bytes=sent), peak_flops=1.6e12).interval(peak_memory_bytes=3_210_000_000)
-    assert interval.log_line().endswith(
-        "| tokens/s per rank: 400.0 | model TFLOP/s per rank: 0.8000 | MFU: 50.0% | max memory (GB): 3.21 |"
-        " tp MB per step: 2.500 | local MB per step: 1.250 | eta: 0:04:10 |"
-    )
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_printed(loss: float):
-    line = meter(step(1, lm_loss=loss, grad_norm=math.nan, skipped=True)).interval().log_line()
-    assert f" lm loss: {str(loss).upper()} |" in line
-    assert " grad norm: nan | number of skipped iterations:   1 | number of nan iterations:   1 |" in line
+from megazpp.training.metrics import SentBytes
 
 
 def test_skipped_steps_do_not_count_in_the_loss_but_in_the_time():
@@ -149,14 +87,3 @@ def test_a_run_without_a_step_has_a_summary_too():
         final_loss=math.nan, validation_loss=None, unigram_entropy=None, cpu_seconds=1.0, peak_memory_bytes=None
     )
     assert (summary["tokens_per_second"], summary["cpu_seconds_per_token"]) == (0.0, 0.0)
-
-
-def test_validation_is_printed_as_megatron_prints_it():
-    rule, line, again = validation_lines("iteration 100", 2.5)
-    assert line == " validation loss at iteration 100 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 | "
-    assert rule == again == "-" * (len(line) + 1)
-
-
-def test_perplexity_is_capped_and_keeps_nan():
-    assert perplexity(100.0) == math.exp(20)
-    assert math.isnan(perplexity(math.nan))

@@ -1,0 +1,32 @@
+"""Steps to be summed up."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megazpp.training.metrics import Meter, RunShape, StepRecord
+
+SHAPE = RunShape(
+    total_iterations=500, total_samples=4000, seq_length=100, world_size=4, flops_per_token=2 * 10**9, peak_flops=None
+)
+
+
+def step(iteration: int = 1, **values: Any) -> StepRecord:
+    """A step of 8 samples and half a second."""
+    defaults: dict[str, Any] = {
+        "consumed_samples": 8 * iteration,
+        "global_batch_size": 8,
+        "lm_loss": 10.0,
+        "grad_norm": 1.0,
+        "learning_rate": 1.5e-4,
+        "seconds": 0.5,
+    }
+    return StepRecord(iteration=iteration, **{**defaults, **values})
+
+
+def meter(*steps: StepRecord, **shape: Any) -> Meter:
+    filled = Meter(dataclasses.replace(SHAPE, **shape))
+    for one in steps:
+        filled.add(one)
+    return filled

@@ -1,0 +1,124 @@
+"""A run through the training loop whose steps only pretend."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megazpp.checkpoint.progress import Progress
+from megazpp.optim.schedule import ScheduleConfig, build_schedule
+from megazpp.parallel.axis import MeshAxis, TrafficCounter
+from megazpp.parallel.timeline import Timeline
+from megazpp.topology.cluster import Cluster
+from megazpp.training.batches import BatchConfig, plan_batches
+from megazpp.training.console import Console
+from megazpp.training.loop import train
+from megazpp.training.metrics import Meter, RunShape
+from megazpp.training.recorder import Recorder
+from megazpp.training.step import StepResult
+from megazpp.training.stopping import StopConditions, StopConfig
+from megazpp.training.tracking import TrackingConfig
+
+CPU = torch.device("cpu")
+
+
+class FakeDims:
+    """One rank of one of two nodes, with a counter that the pretended step adds to."""
+
+    def __init__(self) -> None:
+        self.counter, self.timeline = TrafficCounter(), Timeline()
+        self.world = self.tp = self.shard = MeshAxis("world")
+        self.layout = SimpleNamespace(cluster=Cluster(num_nodes=2, ranks_per_node=1))
+        self.mesh = SimpleNamespace(device_type="cpu")
+
+
+@dataclass
+class FakeStep:
+    """Sends 100 bytes a step and reports the losses it was given; a NaN is a skipped step."""
+
+    dims: Any
+    losses: list[float]
+    calls: list[dict[str, float]] = field(default_factory=list)
+    scaler: Any = field(default_factory=lambda: SimpleNamespace(scale=1.0))
+
+    def __call__(self, micro_batches: Any, *, learning_rate: float, weight_decay: float, iteration: int) -> StepResult:
+        loss = self.losses[len(self.calls)]
+        self.calls.append({"learning_rate": learning_rate, "batch": micro_batches})
+        self.dims.counter.add("cross", "shard", "all_gather", 100)
+        return StepResult(loss, 1.0, 8, skipped=loss != loss)
+
+
+class FakeLoader:
+    def step(self, consumed_samples: int, global_batch_size: int) -> Any:
+        return (consumed_samples, global_batch_size)
+
+
+class Run:
+    def __init__(
+        self,
+        losses: list[float],
+        *,
+        log_interval: int = 2,
+        eval_interval: int = 3,
+        start: Progress = Progress(),  # noqa: B008, immutable
+        **loop: Any,
+    ) -> None:
+        self.dims = FakeDims()
+        self.fake = FakeStep(self.dims, losses)
+        self.observed: list[tuple[int, int]] = []
+        batches = BatchConfig(micro_batch_size=2, global_batch_size=2, train_iters=len(losses))
+        self.plan = plan_batches(batches, data_parallel_size=1)
+        schedule = build_schedule(
+            ScheduleConfig(lr=1.0, lr_decay_style="constant", lr_warmup_iters=4, lr_decay_iters=100),
+            weight_decay=0.0,
+            train_iters=len(losses),
+            train_samples=None,
+            global_batch_size=2,
+        )
+        self.out = io.StringIO()
+        shape = RunShape(
+            total_iterations=len(losses), total_samples=2 * len(losses), seq_length=4, world_size=1, flops_per_token=1
+        )
+        tracker = SimpleNamespace(records=[], validations=[])
+        tracker.step = lambda record: None
+        tracker.interval = lambda record: tracker.records.append(record.as_json())
+        tracker.validation = lambda loss, **where: tracker.validations.append((where["iteration"], loss))
+        self.tracker = tracker
+        recorder = Recorder(
+            Meter(shape),
+            Console(enabled=True, out=self.out),
+            tracker,
+            self.dims,
+            TrackingConfig(log_interval=log_interval),
+            CPU,
+        )
+        self.recorder = recorder
+        self.progress = train(
+            self.fake,
+            FakeLoader(),
+            self.plan,
+            schedule,
+            recorder,
+            StopConditions(StopConfig(**loop)),
+            [self],  # observes
+            eval_interval=eval_interval,
+            evaluate=self.evaluate,
+            start=start,
+        )
+
+    @contextlib.contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        before = len(self.fake.calls)
+        yield
+        self.observed.append((iteration, len(self.fake.calls) - before))
+
+    def evaluate(self) -> float:
+        with self.dims.counter.paused():  # as Evaluator does
+            self.dims.counter.add("cross", "shard", "all_gather", 10_000)
+        return 7.0
