@@ -30,6 +30,7 @@ from benchmark_cluster_report import LOCAL, Sample, plot, tables
 from benchmark_cluster_variants import VARIANTS, Order, Settings
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate
 from entry import leave_with
+from pictures import check_matplotlib
 from rank_processes import RankProcesses, exit_on_signals, start_on_this_machine
 
 from megazpp.parallel.worker import UserError
@@ -219,6 +220,8 @@ def parse_flags() -> argparse.Namespace:
             raise ValueError(f"--tp {tp} does not divide --ranks-per-node {args.ranks_per_node}")
     if min(args.micro_batches) < 1:
         raise ValueError(f"--micro-batches {min(args.micro_batches)} is not positive")
+    if not args.local:
+        check_matplotlib(str(args.out / "plot.png"))
     return args
 
 
@@ -239,7 +242,8 @@ def main() -> int:
     text = tables(results.samples, results.shape, results.parameters, labels)
     (args.out / "table.md").write_text(text)
     print(text)
-    say(plot(results.samples, labels, args.out / "plot.png"))
+    if not args.local:
+        say(plot(results.samples, labels, args.out / "plot.png"))
     return 0
 
 

@@ -16,14 +16,13 @@ import itertools
 import json
 import math
 import statistics
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmark_cluster_report import BASELINE, PLAIN, UNITS, Sample
 from benchmark_cluster_variants import VARIANTS, Settings
-from entry import leave_with
+from entry import leave_with, one_line_errors
 
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelConfig, plan_dims
@@ -62,14 +61,14 @@ class Cell(NamedTuple):
     variant: str
 
 
-def main() -> int:
+@one_line_errors
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("samples", type=Path, help="samples.json of tools/benchmark_cluster.py")
     content = json.loads(parser.parse_args().samples.read_text())
     measured = medians([Sample(**s) if isinstance(s, dict) else Sample(*s) for s in content["samples"]])
     if not measured:
-        print("no samples at emulated rates", file=sys.stderr)
-        return 2
+        raise ValueError("no samples at emulated rates")
     predict = functools.partial(seconds, shape=content["shape"])
     first = [cell for cell in measured if cell.variant == BASELINE and cell.micro_batches == 1]
     slow, fast = min(first, key=lambda c: bits(c.rate)), max(first, key=lambda c: bits(c.rate))
@@ -88,7 +87,6 @@ def main() -> int:
             f"{ours / value - 1:+6.1%}{'  calibration' if fitted else ''}"
         )
     print(f"median error of {len(sizes)} cells that were not fitted: {statistics.median(sizes):.1%}")
-    return 0
 
 
 def bits(rate: str) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from data_tool import run_tool
 from entry import leave_with
+from pictures import check_matplotlib
 
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
@@ -39,6 +40,8 @@ def main(argv: list[str]) -> int:
 def run(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
     if config.input is None:
         raise ValueError("--input is missing: the prefix of a .bin/.idx pair")
+    if config.histogram is not None:
+        check_matplotlib(f"--histogram {config.histogram}")
     dataset = IndexedDataset(Path(config.input).expanduser())
     lengths = dataset.document_lengths
     if not 0 <= config.document < len(lengths):
@@ -103,12 +106,9 @@ def draw_histogram(lengths: np.ndarray, title: str, out: Path) -> None:
     """Draw how many documents have how many tokens; bars of equal width on a logarithmic axis.
 
     Raises:
-        ValueError: matplotlib is not installed, or cannot write files of that name.
+        ValueError: matplotlib cannot write files of that name.
     """
-    try:
-        from matplotlib.figure import Figure  # optional
-    except ImportError as error:
-        raise ValueError("drawing needs matplotlib, which is not installed (pip install matplotlib)") from error
+    from matplotlib.figure import Figure  # optional
 
     full = lengths[lengths > 0]
     edges = np.unique(np.rint(np.geomspace(full.min(), full.max() + 1, BARS + 1))).tolist()

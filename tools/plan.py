@@ -13,10 +13,9 @@ import sys
 from pathlib import Path
 
 import torch
-from entry import leave_with
+from entry import leave_with, one_line_errors
 
 from megazpp.arguments import parse_run_config
-from megazpp.exit_codes import EXIT_USER_ERROR
 from megazpp.planner.report import with_data
 from megazpp.planner.scaling import scale, scaling_table
 from megazpp.topology.cluster import read_cluster
@@ -24,33 +23,26 @@ from megazpp.topology.cluster import read_cluster
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def main(argv: list[str]) -> int:
+@one_line_errors
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--nodes", type=int, nargs="+", required=True, help="numbers of nodes of the cluster file")
     parser.add_argument("--micro-batches", type=int, default=1, help="of an optimizer step (default 1)")
     args, run_flags = parser.parse_known_args(argv)
-    try:
-        config = with_data(parse_run_config(run_flags, ROOT, program="plan.py").config)
-        if config.cluster.cluster_file is None or config.tokenizer.vocab_size is None:
-            raise ValueError("--cluster-file and --vocab-size are needed")
-        cluster = read_cluster(config.cluster.cluster_file)
-        found = list(
-            scale(
-                config,
-                cluster,
-                args.nodes,
-                micro_batches=args.micro_batches,
-                vocab_size=config.tokenizer.vocab_size,
-                device_type="cuda" if torch.cuda.is_available() else "cpu",
-            )
-        )
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return EXIT_USER_ERROR
-    print(scaling_table(found))
-    return 0
+    config = with_data(parse_run_config(run_flags, ROOT, program="plan.py").config)
+    if config.cluster.cluster_file is None or config.tokenizer.vocab_size is None:
+        raise ValueError("--cluster-file and --vocab-size are needed")
+    found = scale(
+        config,
+        read_cluster(config.cluster.cluster_file),
+        args.nodes,
+        micro_batches=args.micro_batches,
+        vocab_size=config.tokenizer.vocab_size,
+        device_type="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    print(scaling_table(list(found)))
 
 
 if __name__ == "__main__":

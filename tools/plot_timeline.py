@@ -9,12 +9,11 @@ Whatever has no hatching above it is hidden behind compute.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from entry import leave_with
+from entry import leave_with, one_line_errors
 from pictures import check_matplotlib
 
 from megazpp.parallel.spans import COMPUTE, STEP, WAIT, Span, hidden_shares, stalls
@@ -27,7 +26,8 @@ STANDS_STILL: dict[str, Any] = {"facecolor": "white", "hatch": "//////", "edgeco
 ROW_INCHES, HEAD_INCHES, WIDTH_INCHES = 0.24, 0.32, 13.0
 
 
-def main() -> int:
+@one_line_errors
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, help="the timeline.json of a run folder")
     parser.add_argument(
@@ -35,13 +35,8 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, nargs="+", help="which ranks (default: all)")
     args = parser.parse_args()
-    try:
-        check_matplotlib("a picture")
-        plot(pick(read_chrome_trace(args.trace), args.ranks), args.out)
-    except (OSError, ValueError) as error:
-        print(f"plot_timeline.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    check_matplotlib(f"--out {args.out}")
+    plot(pick(read_chrome_trace(args.trace), args.ranks), args.out)
 
 
 def pick(by_rank: Mapping[str, list[Span]], ranks: Sequence[int] | None) -> dict[str, list[Span]]:

@@ -14,14 +14,14 @@ import datetime
 import sys
 from pathlib import Path
 
-from entry import leave_with
+from entry import leave_with, one_line_errors
 
-from megazpp.exit_codes import EXIT_USER_ERROR
 from megazpp.report.page import write_report
 from megazpp.report.runs import read_runs
 
 
-def main(argv: list[str]) -> int:
+@one_line_errors
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -30,14 +30,9 @@ def main(argv: list[str]) -> int:
         "--output", metavar="FILE", type=Path, help="the page (default: report.html in the first folder)"
     )
     args = parser.parse_args(argv)
-    try:
-        output = args.output.expanduser() if args.output is not None else args.runs[0].expanduser() / "report.html"
-        write_report(read_runs(args.runs), output, datetime.datetime.now())
-    except (OSError, ValueError) as error:
-        print(f"report.py: error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    output = args.output.expanduser() if args.output is not None else args.runs[0].expanduser() / "report.html"
+    write_report(read_runs(args.runs), output, datetime.datetime.now())
     print(f"report: {output}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from entry import leave_with
+from entry import leave_with, one_line_errors
+from pictures import check_matplotlib
 
 from megazpp.arguments import parse_run_config
 from megazpp.planner.report import with_data
@@ -69,10 +70,12 @@ class Found(NamedTuple):
     choices: list[Scaled | None]
 
 
+@one_line_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for scaling.md and scaling.svg")
     out = parser.parse_args().out
+    check_matplotlib(str(out / "scaling.svg"))
     out.mkdir(parents=True, exist_ok=True)
     results = [run(study, SIZES) for study in STUDIES]
     text = "\n\n".join(f"{found.study.title}\n\n{scaling_table(found.points, found.choices)}" for found in results)
@@ -97,14 +100,10 @@ def run(study: Study, sizes: Sequence[int]) -> Found:
 
 def draw(results: Sequence[Found], path: Path) -> None:
     """A panel for each study: TFLOP/s per GPU over GPUs; hollow where memory is too small."""
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise SystemExit("no plot: it needs matplotlib (pip install -e '.[plot]')") from None
+    import matplotlib  # optional
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4.4 * len(results), 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, found in zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True):
         chosen = [choice for choice in found.choices if choice is not None]
         axes.plot([c.gpus for c in chosen], [c.teraflops for c in chosen], "k:", linewidth=5, alpha=0.3, label="chosen")

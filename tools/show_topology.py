@@ -14,10 +14,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from entry import leave_with
+from entry import leave_with, one_line_errors
 
 from megazpp.arguments import parse_run_config
-from megazpp.exit_codes import EXIT_USER_ERROR
 from megazpp.parallel.dims import plan_dims
 from megazpp.topology.cluster import Cluster, read_cluster
 from megazpp.topology.cluster_file import cyclic_order
@@ -27,7 +26,8 @@ from megazpp.topology.table import topology_text
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def main(argv: list[str]) -> int:
+@one_line_errors
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -38,19 +38,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write a picture")
     parser.add_argument("--rank", type=int, default=0, help="whose groups the picture shows in colour (default 0)")
     args, run_flags = parser.parse_known_args(argv)
-    try:
-        config = parse_run_config(run_flags, ROOT, program="show_topology.py").config
-        cluster = choose_cluster(args, config.cluster.cluster_file)
-        layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage)
-        picture = topology_svg(layout, rank=args.rank)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return EXIT_USER_ERROR
+    config = parse_run_config(run_flags, ROOT, program="show_topology.py").config
+    cluster = choose_cluster(args, config.cluster.cluster_file)
+    layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage)
+    picture = topology_svg(layout, rank=args.rank)
     print(topology_text(layout))
     if args.svg is not None:
         args.svg.write_text(picture, encoding="utf-8")
         print(f"\npicture: {args.svg}")
-    return 0
 
 
 def choose_cluster(args: argparse.Namespace, cluster_file: str | None) -> Cluster:

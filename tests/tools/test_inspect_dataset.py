@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import inspect_dataset
@@ -103,13 +102,3 @@ def test_a_mistake_is_one_line(
     assert err.startswith("inspect_dataset.py: error: ")
     assert reason in err
     assert err.count("\n") == 1
-
-
-def test_without_matplotlib_the_error_says_what_to_install(
-    prefix: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    for module in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, module, None)
-    code, _, err = run(capsys, "--input", prefix, "--histogram", prefix.with_name("x.png"))
-    assert code == 2
-    assert "pip install matplotlib" in err
