@@ -15,7 +15,7 @@ That the host waits for a stream (`.item()`) orders nothing here: nobody should 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +67,7 @@ class Streams(TorchDispatchMode):
         self.current = Stream(self, 0)
         self.found: list[str] = []
         self._memory: dict[int, Memory] = {}
+        self._shared: set[int] = set()  # the keys of what more than one stream has used
         self._freed: dict[int, list[tuple[str, Access]]] = {}  # stream -> who may still use what it gets next
 
     def new(self, *args: object, **kwargs: object) -> Stream:
@@ -77,16 +78,14 @@ class Streams(TorchDispatchMode):
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
         """As `torch.cuda.stream()`."""
-        self.free_what_is_gone()
+        self.free_what_is_gone(self._memory)
         before, self.current = self.current, stream
         try:
             yield
         finally:
-            self.free_what_is_gone()
             self.current = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.free_what_is_gone()
         result = func(*args, **(kwargs or {}))
         reads, writes = find_uses(func, args, kwargs or {}, result)
         self.use(str(func), reads, writes, result)
@@ -103,7 +102,10 @@ class Streams(TorchDispatchMode):
         for used, is_write in ((reads, False), (writes, True)):
             for tensor in tensors_in(used):
                 if tensor.numel():
-                    self._touch(self._memory_of(tensor), Access(stream, time, *extent(tensor), is_write, what))
+                    memory = self._memory_of(tensor)
+                    if memory.stream != stream:
+                        self._shared.add(tensor.untyped_storage()._cdata)
+                    self._touch(memory, Access(stream, time, *extent(tensor), is_write, what))
 
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
         """As `Tensor.record_stream`."""
@@ -113,13 +115,14 @@ class Streams(TorchDispatchMode):
         """FSDP2 frees and allocates parameters' memory by resizing their storage."""
         key = storage._cdata
         if key in self._memory:
-            self._free(self._memory.pop(key))
+            self._free(key)
         if num_bytes:
             self._allocate(storage)
 
-    def free_what_is_gone(self) -> None:
-        for key in [key for key, memory in self._memory.items() if memory.alive.expired()]:
-            self._free(self._memory.pop(key))
+    def free_what_is_gone(self, keys: Iterable[int] | None = None) -> None:
+        """Before anything that may order streams, or hand out memory again: what only one stream used can wait."""
+        for key in [key for key in (self._shared if keys is None else keys) if self._memory[key].alive.expired()]:
+            self._free(key)
 
     def _memory_of(self, tensor: torch.Tensor) -> Memory:
         storage = tensor.untyped_storage()
@@ -128,13 +131,16 @@ class Streams(TorchDispatchMode):
         return self._memory[storage._cdata]
 
     def _allocate(self, storage: torch.UntypedStorage) -> None:
+        self.free_what_is_gone()
         stream = self.current.index
         for freed, use in self._freed.pop(stream, ()):
             if not self._done_before(use, stream):
                 self._report(f"early reuse on {stream} at {caller()}: {freed}, {use.what} on {use.stream}")
         self._memory[storage._cdata] = Memory(StorageWeakRef(storage), stream)
 
-    def _free(self, memory: Memory) -> None:
+    def _free(self, key: int) -> None:
+        memory = self._memory.pop(key)
+        self._shared.discard(key)
         for use in memory.accesses:
             if not any(self._done_before(use, stream) for stream in (memory.stream, *memory.recorded)):
                 self._freed.setdefault(memory.stream, []).append((f"freed at {caller()}", use))
@@ -215,7 +221,6 @@ def simulated_streams() -> Iterator[Streams]:
             patch.setattr(wire, name, note_kernel(streams, name, getattr(wire, name)))
         with streams:
             yield streams
-        streams.free_what_is_gone()
 
 
 def note_kernel(streams: Streams, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:

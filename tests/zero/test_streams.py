@@ -62,7 +62,7 @@ def break_something(what: str, patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_nothing_races_and_no_memory_is_reused_early(world: int, case: dict[str, Any]):
-    case = {"nodes": 2, "micro_batches": 2, "steps": 3, **case}
+    case = {"nodes": 2, "micro_batches": 2, "steps": 2, **case}
     for found, _ in ranks(world).run(train, Case(**case)):
         assert found == []
 
@@ -83,7 +83,7 @@ def test_what_is_broken_is_found(breakage: str):
 
 
 def test_with_streams_the_results_are_those_without():
-    case = Case(nodes=2, micro_batches=2, steps=3, zero=ALL)
+    case = Case(nodes=2, micro_batches=2, steps=2, zero=ALL)
     assert ranks(4).run(train, case)[0][1] == ranks(4).run(train_on_ranks, case)[0]
 
 
