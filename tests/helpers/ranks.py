@@ -11,6 +11,7 @@ import atexit
 import functools
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -19,12 +20,13 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 SECONDS_PER_CALL = 300  # of wall time, on cores that other jobs may fill
+IMPORTED = ("pretrain_gpt", "torch._dynamo", "pytest", "hypothesis")  # once, before the workers are forked
 
 
 class Ranks:
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["helpers.preload"])
+        context.set_forkserver_preload([*IMPORTED])
         self.directory = tempfile.TemporaryDirectory()
         self.pipes: list[Connection] = []
         self.processes = []
@@ -80,6 +82,7 @@ def ranks(world_size: int) -> Ranks:
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    assert "torch" in sys.modules, "the fork server skips, silently, what it cannot import"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
