@@ -59,7 +59,7 @@ def main() -> None:
 
 def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece]:
     """The copy first, then every function on every format and dtype."""
-    source, target = (torch.ones(n, device=device) for _ in range(2))
+    source, target = (torch.randn(n, device=device) for _ in range(2))
     pieces = [Piece("memcpy fp32", n, 8 * n, lambda: target.copy_(source))]
     for bits in (8, 4):
         fmt = BlockFormat(8 if bits == 8 else 4, block_size)

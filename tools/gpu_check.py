@@ -4,10 +4,10 @@
     python tools/gpu_check.py --out runs/gpu --parts loss --corpus text.txt --budget-minutes 20
     python tools/gpu_check.py --out runs/rehearsal                            without a GPU: everything at toy size
 
-Runs from a checkout, installed or with PYTHONPATH at its root. Each part is a process of its own with a time limit;
-what one of them breaks does not concern the others. They run in the order of the table below while there is time.
-After each, results.json and table.md are written; the parts' logs are in folders beside them. Ends with exit code 1 if
-a part that ran has failed, or has not ended in its time.
+Runs from a checkout, installed or not. Each part (gpu_parts/) is a process of its own with a time limit; what one of
+them breaks does not concern the others. They run in the order of the table below while there is time. After each,
+results.json and table.md are written; the parts' logs are in folders beside them. Ends with exit code 1 if a part that
+ran has failed, or has not ended in its time.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpu_check_part import Task, read_report, start, tail
-from gpu_check_report import describe
+from gpu_parts.clocks import describe_clocks, record_clocks
+from gpu_parts.part import Task, describe, read_report, start, tail
 from rank_processes import exit_on_signals
 
 from megazpp.data.files import write_whole
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+TOOLS = Path(__file__).resolve().parent
+ROOT = TOOLS.parent
+PROGRAM = "gpu_parts.{}"  # a part, as python -m takes it
 POLL_SECONDS = 0.1
 SPARE_SECONDS = 5.0  # of a limit, for what a part does after its time
 
 
 class Part(NamedTuple):
-    """One program tools/gpu_check_<name>.py.
+    """One program tools/gpu_parts/<name>.py.
 
     Attributes:
         title: of its table.
-        weight: its limit is its share of the time that is left, by the weights of those that are still to run.
+        weight: its limit is its share of the time that is left, by the weights of those that are still to run; they are
+            seconds out of 510.
         least: seconds without which it is not begun, and which it gets in any case.
         needs: modules.
     """
@@ -57,15 +59,16 @@ class Part(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
+PROGRAMS = ("yaml", "sentencepiece", "tqdm")  # what the flags and configs of a run need
 PARTS = (
-    Part("correct", "Kernels and the rest on the GPU against their references", 130, 30, ("pytest",)),
-    Part("streams", "Overlap on side streams: the same bits", 160, 60),
-    Part("kernels", "Kernels beside a copy of the same bytes", 60, 25),
-    Part("attention", "Attention kernels that torch can choose from", 20, 15),
-    Part("training", "Training on one GPU beside plain PyTorch", 120, 45, ("sentencepiece", "tqdm")),
-    Part("overhead", "What quantization costs a step", 40, 20, ("sentencepiece", "tqdm")),
-    Part("loss", "Loss, ZeRO-3 and --zeropp on emulated nodes", 60, 40, ("sentencepiece", "tqdm")),
-    Part("sanitizer", "compute-sanitizer", 40, 40),
+    Part("correct", "Kernels and the rest on the GPU against their references", 85, 30, ("pytest", "yaml")),
+    Part("streams", "Overlap on side streams: the same bits", 110, 60, PROGRAMS),
+    Part("kernels", "Kernels beside a copy of the same bytes", 40, 25),
+    Part("training", "Training on one GPU beside plain PyTorch", 170, 45, PROGRAMS),
+    Part("overhead", "What quantization costs a step", 45, 20, PROGRAMS),
+    Part("sanitizer", "compute-sanitizer", 20, 20),
+    Part("attention", "Attention kernels that torch can choose from", 10, 15),
+    Part("loss", "Loss, ZeRO-3 and --zeropp on emulated nodes", 30, 30, PROGRAMS),
 )
 REHEARSAL = "REHEARSAL: no GPU, toy sizes, figures mean nothing"
 REHEARSAL_ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -145,10 +148,12 @@ def run(part: Part, args: argparse.Namespace, limit: float, *, rehearse: bool, e
         limit - min(SPARE_SECONDS, limit / 10),
         str(Path(args.corpus).resolve()) if args.corpus else None,
     )
-    command = [sys.executable, "-u", str(HERE / f"gpu_check_{part.name}.py"), task.words()]
+    command = [sys.executable, "-u", "-m", PROGRAM.format(part.name), task.words()]
     began = time.monotonic()
-    code = watch(command, folder / "log.txt", environment(rehearse), limit)
+    with record_clocks(folder / "clocks.csv", rehearse=rehearse):
+        code = watch(command, folder / "log.txt", environment(rehearse), limit)
     found = read_report(folder)
+    found["notes"] += describe_clocks(folder / "clocks.csv")
     if code is None:
         found["failures"].append(f"was not done in {limit:.0f} s; what it had found is above")
     elif code and not found["failures"]:
@@ -159,7 +164,7 @@ def run(part: Part, args: argparse.Namespace, limit: float, *, rehearse: bool, e
 
 def environment(rehearse: bool) -> Mapping[str, str]:
     """Modules are found in the checkout, whether or not it is installed."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), str(TOOLS), os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, **(REHEARSAL_ENV if rehearse else {})}
 
 

@@ -15,19 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import gpu_check
-import gpu_check_kernels
-import gpu_check_overhead
 import pytest
 import torch
 from gpu_check import Part
-from gpu_check_part import Report, Task
-from gpu_check_report import table
 
 TOOLS = Path(gpu_check.__file__).parent
 HEAD = """
 import sys, time
-sys.path[:0] = [{tools!r}, {root!r}]
-from gpu_check_part import run_part
+from gpu_parts.part import run_part
 def body(task, report):
 """
 BODIES = {
@@ -42,12 +37,10 @@ BODIES = {
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Programs that do what BODIES says stand in for the parts."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    head = HEAD.format(tools=str(TOOLS), root=str(TOOLS.parent))
     for name, body in BODIES.items():
-        (tools / f"gpu_check_{name}.py").write_text(f"{head}    {body}\nsys.exit(run_part(body))\n")
-    monkeypatch.setattr(gpu_check, "HERE", tools)
+        (tmp_path / f"{tmp_path.name}_{name}.py").write_text(f"{HEAD}    {body}\nsys.exit(run_part(body))\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gpu_check, "PROGRAM", tmp_path.name + "_{}")
     monkeypatch.setattr(gpu_check, "exit_on_signals", lambda: None)
     return tmp_path
 
@@ -104,8 +97,8 @@ def test_results_are_whole_after_a_kill_and_its_part_ends_with_it(parts: Path):
     out = parts / "out"
     program = (
         f"import sys; sys.path[:0] = [{str(TOOLS)!r}, {str(TOOLS.parent)!r}]\n"
-        "import gpu_check; from pathlib import Path\n"
-        f"gpu_check.HERE = Path({str(parts / 'tools')!r})\n"
+        "import gpu_check\n"
+        f"gpu_check.PROGRAM = {gpu_check.PROGRAM!r}\n"
         "gpu_check.PARTS = (gpu_check.Part('good', '', 60, 1), gpu_check.Part('hanging', '', 60, 1))\n"
         f"gpu_check.main(['--out', {str(out)!r}])\n"
     )
@@ -120,7 +113,7 @@ def test_results_are_whole_after_a_kill_and_its_part_ends_with_it(parts: Path):
     assert (good["name"], good["rows"]) == ("good", [{"figure": 1}])
     assert "| 1 |" in (out / "table.md").read_text()
     time.sleep(0.5)
-    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(parts / "tools").encode() in _read(path)]
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if parts.name.encode() + b"_" in _read(path)]
     assert not left
 
 
@@ -136,28 +129,3 @@ def test_results_of_another_run_are_not_replaced(tmp_path: Path, capsys: pytest.
     with pytest.raises(SystemExit):
         gpu_check.main(["--out", str(tmp_path)])
     assert f"--out {tmp_path} holds the results of another run" in capsys.readouterr().err
-
-
-def test_rows_with_other_headings_begin_another_table():
-    rows = [{"a": 1}, {"a": 2}, {"b": 3}]
-    assert table(rows) == ["| a |", "|---|", "| 1 |", "| 2 |", "", "| b |", "|---|", "| 3 |", ""]
-
-
-def rehearsed(tmp_path: Path) -> tuple[Task, Report]:
-    return Task(tmp_path, True, 600.0, None), Report(tmp_path / "report.json")
-
-
-def test_a_pass_over_the_gradients_is_timed_with_its_parts(tmp_path: Path):
-    task, report = rehearsed(tmp_path)
-    gpu_check_kernels.whole_pass(task.device, gpu_check_kernels.SIZES["rehearsal"], report)
-    *pieces, whole = report.rows
-    assert whole["elements"] == gpu_check_kernels.SIZES["rehearsal"].of_pass
-    assert whole["us"] == pytest.approx(sum(float(row["us"]) for row in pieces[1:]), rel=1e-2, abs=0.5)
-
-
-def test_one_rank_pretends_to_be_sixteen(tmp_path: Path):
-    task, report = rehearsed(tmp_path)
-    gpu_check_overhead.measure(task, report)
-    [row] = report.rows
-    assert float(row["ms of a step"]) > 0
-    assert json.loads(report.file.read_text())["rows"] == [row]

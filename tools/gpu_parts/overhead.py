@@ -2,66 +2,73 @@
 
 The process is rank 0 of 2 nodes x 8 ranks that do not exist (torch's back end "fake"). Its collectives are copies of
 the bytes that would arrive, on the streams on which they would arrive, so everything but the wire is real: shards of a
-sixteenth, FSDP2, hops, lanes, kernels. The same hops without quantization are the comparison; what the quantization
-kernels take by the profiler is the most that they could cost if nothing hid them.
+sixteenth, FSDP2, hops, lanes, kernels. The same hops without quantization, and plain ZeRO-3, are the comparison; what
+the quantization kernels take by the profiler is the most that they could cost if nothing hid them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from gpu_check_measure import time_turn, wait
-from gpu_check_part import Report, Task, run_part
-from gpu_check_training import make_batches
 
-from megazpp.arguments import RunConfig, parse_run_config
-from megazpp.optim.loss_scale import build_loss_scaler
-from megazpp.optim.optimizer import build_optimizer
+from gpu_parts.measure import time_turn, wait
+from gpu_parts.part import Report, Task, run_part
+from gpu_parts.steps import build_step, make_batches, read_config
+from megazpp.arguments import RunConfig
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.planner.dry_run import fake_ranks
 from megazpp.topology.cluster import Cluster
-from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import ZeroConfig
 
-ROOT = Path(__file__).resolve().parent.parent
 CLUSTER = Cluster(num_nodes=2, ranks_per_node=8)
+QUANTIZED, UNQUANTIZED, ZERO_3 = "quantized", "16 bit", "ZeRO-3"
 VARIANTS = {
-    "quantized": ZeroConfig(zeropp=True),
-    "16 bit": ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16)),
+    QUANTIZED: ZeroConfig(zeropp=True),
+    UNQUANTIZED: ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16)),
+    ZERO_3: ZeroConfig(),
 }
 KERNELS = ("_quantize_kernel", "_dequantize_sum_kernel", "_dequantize_sum_quantize_kernel")
 GOAL = "3 %"
 LEARNING_RATE = 1e-4
+VOCAB = 512  # so that the layers are nearly everything
+
+
+class Case(NamedTuple):
+    """Some layers of a config, split over `tp` ranks."""
+
+    config: str
+    layers: int
+    tp: int
 
 
 class Sizes(NamedTuple):
     """
     Attributes:
-        layers: config -> how many of its layers.
         shrink: flags that make toys of the configs.
+        warm_up, turns: untimed steps, then turns of one step.
     """
 
-    layers: dict[str, int]
+    cases: tuple[Case, ...]
     shrink: tuple[str, ...]
     warm_up: int
     turns: int
 
 
-TOY = ("--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32", "--max-position-embeddings", "32")
+TOY = (
+    *("--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32", "--max-position-embeddings", "32"),
+    *("--micro-batch-size", "1", "--global-batch-size", "16"),
+)
 SIZES = {
-    "gpu": Sizes({"gpt_1b3": 6, "gpt_6b7": 3}, (), 3, 9),
-    "rehearsal": Sizes({"gpt_1b3": 2}, (*TOY, "--micro-batch-size", "1", "--global-batch-size", "16"), 1, 1),
+    "gpu": Sizes((Case("gpt_1b3", 6, 1), Case("gpt_6b7", 3, 1), Case("gpt_6b7", 8, 8)), ("--compile",), 3, 15),
+    "rehearsal": Sizes((Case("gpt_1b3", 2, 1), Case("gpt_6b7", 1, 2)), TOY, 1, 1),
 }
-VOCAB = 512  # so that the layers are nearly everything
 
 
 class CopyingAxis(MeshAxis):
@@ -82,18 +89,24 @@ class CopyingAxis(MeshAxis):
 
 
 def measure(task: Task, report: Report) -> None:
-    """One row per config."""
-    sizes = SIZES[task.sizes]
-    device = torch.device(task.device)
+    """One row per case."""
+    sizes, device = SIZES[task.sizes], torch.device(task.device)
+    longest = 0.0
     with fake_ranks(0, CLUSTER.world_size):
-        for name, layers in sizes.layers.items():
-            config = parse_run_config([f"@configs/{name}.args", *sizes.shrink], ROOT).config
-            config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=layers))
-            measure_layers(f"{layers} of {name}", config, sizes, report, device)
+        for case in sizes.cases:
+            began = report.elapsed()
+            if began + longest > task.seconds:
+                report.note(f"no time for {case}")
+                continue
+            parallel = ["--tensor-model-parallel-size", str(case.tp), *(["--sequence-parallel"] if case.tp > 1 else [])]
+            config = read_config(f"@configs/{case.config}.args", *sizes.shrink, *parallel, num_layers=case.layers)
+            measure_layers(case, config, sizes, report, device)
+            torch._dynamo.reset()
+            longest = max(longest, report.elapsed() - began)
 
 
-def measure_layers(what: str, config: RunConfig, sizes: Sizes, report: Report, device: torch.device) -> None:
-    """Both variants in turn, then the kernels alone."""
+def measure_layers(case: Case, config: RunConfig, sizes: Sizes, report: Report, device: torch.device) -> None:
+    """All variants in turn, then the kernels alone."""
     data = make_batches(config, VOCAB, 1, device)
     steps = {
         variant: functools.partial(build(config, zero, device), data, learning_rate=LEARNING_RATE, weight_decay=0.0)
@@ -103,28 +116,30 @@ def measure_layers(what: str, config: RunConfig, sizes: Sizes, report: Report, d
         time_turn(step, sizes.warm_up, device)
     turns = [{variant: time_turn(step, 1, device) for variant, step in steps.items()} for _ in range(sizes.turns)]
     seconds = {variant: statistics.median(turn[variant] for turn in turns) for variant in steps}
-    kernels = kernel_seconds(steps["quantized"], device)
+    kernels = kernel_seconds(steps[QUANTIZED], device)
+
+    def slower_than(other: str) -> str:
+        return f"{statistics.median(turn[QUANTIZED] / turn[other] for turn in turns) - 1:.1%}"
+
     report.row(
-        layers=what,
+        layers=f"{case.layers} of {case.config}, TP {case.tp}",
         tokens=data[0].tokens.numel(),
-        ms_of_a_step=round(seconds["quantized"] * 1e3, 2),
-        ms_at_16_bit=round(seconds["16 bit"] * 1e3, 2),
-        slower_by=f"{1 - statistics.median(turn['16 bit'] / turn['quantized'] for turn in turns):.1%}",
+        ms_of_a_step=round(seconds[QUANTIZED] * 1e3, 2),
+        ms_at_16_bit=round(seconds[UNQUANTIZED] * 1e3, 2),
+        slower_by=slower_than(UNQUANTIZED),
+        ms_of_ZeRO_3=round(seconds[ZERO_3] * 1e3, 2),
+        slower_than_ZeRO_3_by=slower_than(ZERO_3),
         ms_of_quantization_kernels=round(kernels * 1e3, 2),
-        of_a_step=f"{kernels / seconds['quantized']:.1%}",
+        of_a_step=f"{kernels / seconds[QUANTIZED]:.1%}",
         goal=GOAL,
     )
 
 
 def build(config: RunConfig, zero: ZeroConfig, device: torch.device) -> TrainStep:
     """The rank's shards and its step."""
-    layout = plan_dims(ParallelConfig(), CLUSTER, zero_stage=3)
-    dims = ParallelDims(layout, device_type=device.type)
-    dims.cross, dims.local = copying(dims.cross), copying(dims.local)
-    built = build_model(dataclasses.replace(config, zero=zero).model_spec(VOCAB), dims, device)
-    optimizer = build_optimizer(list(built.model.named_parameters()), config.optimizer, device)
-    scaler = build_loss_scaler(config.loss_scale, fp16=False)
-    return TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
+    dims = ParallelDims(plan_dims(config.parallel, CLUSTER, zero_stage=3), device_type=device.type)
+    dims.tp, dims.cross, dims.local, dims.shard = map(copying, (dims.tp, dims.cross, dims.local, dims.shard))
+    return build_step(config, dims, vocab_size=VOCAB, device=device, zero=zero)
 
 
 def copying(axis: MeshAxis) -> CopyingAxis:

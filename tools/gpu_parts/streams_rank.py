@@ -10,6 +10,7 @@ What is done to the overlapped training, on every lane (parallel/lane.py) and on
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import random
@@ -20,27 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_check_streams import NODES, RANKS_PER_NODE, Settings
 
-from megazpp.data.batch import MicroBatch, make_micro_batch
-from megazpp.model.config import GPTConfig
-from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
-from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
-from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from gpu_parts.steps import build_step, make_batches, read_config
+from gpu_parts.streams import NODES, RANKS_PER_NODE, Settings
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.parallel.lane import Lane, Ticket
 from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.worker import Worker, run_worker, seed_everything
 from megazpp.topology.cluster import Cluster
-from megazpp.training.setup import ModelSpec, build_model
 from megazpp.training.step import TrainStep
-from megazpp.zero.config import ZeroConfig
-from megazpp.zero.precision import PrecisionConfig
 
 SEED, VOCAB, MICRO_BATCHES, LEARNING_RATE = 1234, 512, 2, 1e-3
+DIFFERENT_STEPS = 8  # the same words again and again, so that there is something to learn
 TIMEOUT_MINUTES = 3
 MOST_SECONDS = 1e-3  # of a delay
 CYCLES_PER_SECOND = 1.5e9
-POISON_ELEMENTS = (1 << 8, 1 << 12, 1 << 16, 1 << 18)
+POISON_ELEMENTS = (1 << 8, 1 << 12, 1 << 18, 3 << 18, 1 << 20, 3 << 20)  # torch keeps blocks above 1 MB apart
 
 
 class Disturbance:
@@ -89,49 +85,23 @@ class Disturbance:
         self.poison()
 
 
-def build(settings: Settings, dims: ParallelDims, device: torch.device, *, overlap: bool) -> TrainStep:
-    """The model and its step, the same weights each time."""
-    seed_everything(SEED, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
-    model = GPTConfig(
-        num_layers=settings.num_layers,
-        hidden_size=settings.hidden_size,
-        num_attention_heads=max(settings.hidden_size // 64, 2),
-        max_position_embeddings=settings.seq_length,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-    )
-    spec = ModelSpec(
-        config=model,
-        vocab_size=VOCAB,
-        sequence_parallel=settings.tp > 1,
-        zero=ZeroConfig(zeropp=True, overlap_param_gather=overlap, overlap_grad_reduce=overlap),
-        precision=PrecisionConfig(bf16=True),
-        seed=SEED,
-    )
-    built = build_model(spec, dims, device)
-    optimizer = build_optimizer(list(built.model.named_parameters()), OptimizerConfig(), device)
-    return TrainStep(*built, optimizer, build_loss_scaler(LossScaleConfig(), fp16=False), dims, clip_grad=1.0)
-
-
-def batches(settings: Settings, dims: ParallelDims, device: torch.device, step: int) -> list[MicroBatch]:
-    """What this rank sees in a step; the same words again and again, so that there is something to learn."""
-    generator = torch.Generator().manual_seed(SEED + 1000 * (step % 8) + dims.data_rank)
-    samples = torch.randint(VOCAB, (MICRO_BATCHES, 2, settings.seq_length + 1), generator=generator)
-    return [make_micro_batch(sample, eod=None).to(device) for sample in samples]
-
-
 def serve(settings: Settings, worker: Worker) -> None:
     """Train, compare after every step, and let rank 0 write what came of it."""
     device = worker.device
     torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward adds in any order otherwise
-    cluster = Cluster(num_nodes=NODES, ranks_per_node=RANKS_PER_NODE)
-    layout = plan_dims(ParallelConfig(tensor_model_parallel_size=settings.tp), cluster, zero_stage=3)
+    config = read_config(*settings.flags, "--tensor-model-parallel-size", str(settings.tp), use_cpu_initialization=True)
+    layout = plan_dims(config.parallel, Cluster(num_nodes=NODES, ranks_per_node=RANKS_PER_NODE), zero_stage=3)
     dims = ParallelDims(layout, device_type=device.type, timeout=worker.timeout)
-    trainings = {"off": build(settings, dims, device, overlap=False)}
+
+    def build(overlap: bool) -> TrainStep:
+        seed_everything(SEED, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+        zero = dataclasses.replace(config.zero, overlap_param_gather=overlap, overlap_grad_reduce=overlap)
+        return build_step(config, dims, vocab_size=VOCAB, device=device, zero=zero)
+
+    trainings = {"off": build(overlap=False)}
     disturbance = Disturbance(device, SEED + worker.rank)
     if settings.disturbed:
-        trainings["on"] = build(settings, dims, device, overlap=True)
+        trainings["on"] = build(overlap=True)
         for lane in {id(axis.lane): axis.lane for axis in (dims.cross, dims.local, dims.shard)}.values():
             disturbance.fall_on(lane)
         for layer in trainings["on"].model.layers:
@@ -140,9 +110,9 @@ def serve(settings: Settings, worker: Worker) -> None:
     losses: list[float] = []
     unequal: list[int] = []
     seconds = dict.fromkeys(("off", "on"), 0.0)
-    began = time.monotonic()
     for index in range(settings.steps):
-        data = batches(settings, dims, device, index)
+        seed = SEED + 1000 * (index % DIFFERENT_STEPS) + dims.data_rank
+        data = make_batches(config, VOCAB, MICRO_BATCHES, device, seed=seed)
         results = {}
         for name, step in trainings.items():
             started = time.monotonic()
@@ -152,13 +122,13 @@ def serve(settings: Settings, worker: Worker) -> None:
             seconds[name] += time.monotonic() - started
         losses.append(results["off"].loss)
         differs = "on" in trainings and not (results["on"] == results["off"] and same_weights(**trainings))
-        word = torch.tensor([differs, time.monotonic() - began > settings.seconds], dtype=torch.int32, device=device)
+        word = torch.tensor([differs, time.time() > settings.until], dtype=torch.int32, device=device)
         some_differ, over = dims.world.max_(word).tolist()
         if some_differ:
             unequal.append(index + 1)
         if worker.rank == 0:
             means = [total / len(losses) for total in seconds.values()]
-            found = {"losses": losses, "unequal": unequal, "delays": [disturbance.delays], "seconds": means}
+            found = {"losses": losses, "unequal": unequal, "delays": disturbance.delays, "seconds": means}
             Path(settings.result).write_text(json.dumps(found))
         if over:
             return
@@ -171,7 +141,7 @@ def same_weights(off: TrainStep, on: TrainStep) -> bool:
 
 
 def main() -> None:
-    settings = Settings(*json.loads(sys.argv[1]))
+    settings = Settings(**json.loads(sys.argv[1]))
     config = LaunchConfig(
         distributed_backend=settings.backend,  # type: ignore[arg-type]
         distributed_timeout_minutes=TIMEOUT_MINUTES,

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from benchmark_kernels import Piece, time_on
-from gpu_check_part import Report, Task, run_part
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gpu_parts.part import Report, Task, run_part
 from megazpp.training.flops import TERA
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_check_part import Report, Task, run_part
-from gpu_check_ranks import ON_ONE_GPU, ON_THE_CPU, run_ranks, side_by_side
+from gpu_parts.part import Report, Task, run_part
+from gpu_parts.ranks import ON_ONE_GPU, ON_THE_CPU, running, side_by_side, wait_for
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RANKS = 4
 SHIPPED = "builtin:moby_dick"
 NATS_APART = 0.02  # of the last steps' mean: several times what one seed differs from the next
@@ -88,7 +89,8 @@ def train(task: Task, folder: Path, flags: tuple[str, ...], env: dict[str, str],
     }
     words = [word for pair in ours.items() for word in pair]
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "@configs/gpt_125m.args", *sizes.flags, *words]
-    run_ranks([*command, *COMMON, *flags], RANKS, env, limit)
+    with running([*command, *COMMON, *flags], RANKS, env) as ranks:
+        wait_for(ranks, time.monotonic() + limit)
     metrics = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     return [line for line in lines if "lm_loss" in line]

@@ -27,15 +27,19 @@ ON_ONE_GPU = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_MNNVL_ENABLE": "0",
     "NCCL_RAS_ENABLE": "0",
+    "NCCL_CUMEM_ENABLE": "0",  # ordinary memory: what a sandbox may not have is needed by none of the above
+    "NCCL_CUMEM_HOST_ENABLE": "0",
     "NCCL_DEBUG": "WARN",
     "GLOO_SOCKET_IFNAME": "lo",
 }
 ON_THE_CPU = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-PROBE_SECONDS = 60
+PROBE_SECONDS = 20
+POLL_SECONDS = 0.1
 
 
-def start_ranks(command: Sequence[str], world_size: int, env: Mapping[str, str]) -> RankProcesses:
-    """Start `command` once per rank, all on this machine; to NCCL each rank is on a host of its own."""
+@contextlib.contextmanager
+def running(command: Sequence[str], world_size: int, env: Mapping[str, str]) -> Iterator[RankProcesses]:
+    """Run `command` once per rank, all on this machine, to NCCL each on a host of its own; end what is left of them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -51,19 +55,18 @@ def start_ranks(command: Sequence[str], world_size: int, env: Mapping[str, str])
         )
         for rank in range(world_size)
     ]
-    return RankProcesses(command, sites=sites, ranks_per_node=1, master=("127.0.0.1", port))
-
-
-def run_ranks(command: Sequence[str], world_size: int, env: Mapping[str, str], seconds: float) -> int | None:
-    """The exit code of the job; None if it was not over in time, and has been ended."""
-    ranks = start_ranks(command, world_size, env)
-    deadline = time.monotonic() + seconds
+    ranks = RankProcesses(command, sites=sites, ranks_per_node=1, master=("127.0.0.1", port))
     try:
-        while (code := ranks.poll()) is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return code
+        yield ranks
     finally:
         ranks.stop()
+
+
+def wait_for(ranks: RankProcesses, until: float) -> int | None:
+    """The exit code of the job; None if it is not over at `until`, by the monotonic clock."""
+    while (code := ranks.poll()) is None and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+    return code
 
 
 @contextlib.contextmanager
