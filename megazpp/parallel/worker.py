@@ -13,7 +13,6 @@ Every worker, whoever started it, enters and leaves through `run_worker`:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import select
@@ -36,6 +35,7 @@ from megazpp.exit_codes import EXIT_ECHO, EXIT_ERROR, EXIT_READER_GONE, EXIT_USE
 from megazpp.parallel.gloo import share_gloo_device
 from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, LaunchConfig, Place
 from megazpp.parallel.malloc import keep_freed_memory
+from megazpp.parallel.orphans import end_with
 
 ECHO_SECONDS = 1.0
 WATCHDOG_SECONDS = 30.0  # collectives time out that much after the watchdog's limit, so that it can speak first
@@ -191,15 +191,6 @@ def _broke_in_a_collective(error: BaseException) -> bool:
     """Whether torch.distributed raised it: then most likely because another rank is gone."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(dist.__file__).parent)
-
-
-def end_with(launcher: int) -> None:
-    """Have the kernel kill this process when its launcher dies, however that happens."""
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
-    with contextlib.suppress(OSError, AttributeError):  # other systems have no prctl
-        ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))
-    if os.getppid() != launcher:  # it died before the line above
-        leave(EXIT_ERROR)
 
 
 def _pick_device(local_rank: int) -> torch.device:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megazpp.data.files import write_whole
-from megazpp.parallel.worker import end_with
+from megazpp.parallel.orphans import end_with
 
 Cell = str | int | float
 
