@@ -17,44 +17,34 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
-from megazpp.arguments import (
-    ParsedRun,
-    RunConfig,
-    RunPlan,
-    check_run_config,
-    parse_run_config,
-    with_checkpoint_args,
-)
+from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checkpoint.config import check_checkpoint
 from megazpp.checkpoint.progress import Progress
 from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.checkpoint.source import Source, choose_source, peek
+from megazpp.checkpoint_flags import with_checkpoint_args
+from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.dataset import build_tokenizer, cache_dir, check_inputs, unigram_entropy
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.exit_codes import EXIT_ERROR
-from megazpp.flag_report import render_arguments_block
 from megazpp.inference.text import continue_texts
-from megazpp.model.gpt import model_backends
-from megazpp.optim.backends import backend_table, optimizer_backends
+from megazpp.introduce import introduce, run_shape
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import RESTART_COUNT, find_place
+from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
 from megazpp.parallel.links import measure_links
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker, leave, seed_everything, user_errors
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.report import plan_report
-from megazpp.run import Job, plan_as_announced, plan_as_found, run_on_ranks
-from megazpp.topology.cluster import Cluster, detect_cluster, read_cluster
+from megazpp.run import Job, announced_cluster, found_cluster, planned_cluster, run_on_ranks
 from megazpp.training.anomalies import Guard
 from megazpp.training.console import Console
 from megazpp.training.evaluate import Evaluator
-from megazpp.training.flops import mfu_convention, model_flops_per_token, peak_flops
+from megazpp.training.flops import device_name, mfu_convention
 from megazpp.training.loop import train
-from megazpp.training.metrics import Meter, RunShape
+from megazpp.training.metrics import Meter
 from megazpp.training.not_finite import NotFinite
 from megazpp.training.profiler import Profiler
 from megazpp.training.recorder import Recorder
@@ -67,7 +57,6 @@ from megazpp.training.straggler import Straggler
 from megazpp.training.timers import Timers
 from megazpp.training.tracking import Tracker, open_sinks, run_tags
 from megazpp.training.traffic import zero3_traffic
-from megazpp.zero.config import wire_backends
 from megazpp.zero.verify import verify_weights
 
 HERE = Path(__file__).resolve().parent
@@ -85,15 +74,15 @@ def prepare() -> Job | int:
         ValueError: what cannot be, by flag and value.
     """
     parsed = parse_run_config(sys.argv[1:], HERE)
-    if parsed.print_config:
+    show = parsed.show
+    if show.print_config:
         print(parsed.report())
         return 0
-    if parsed.plan:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        print(plan_report(parsed.config, planned_cluster(parsed.config), device_type=device_type))
+    if show.plan:
+        print(plan_report(parsed.config, planned_cluster(parsed.config), device_type=device_type()))
         return 0
-    if parsed.dry_run is not None:
-        dry = dry_run(parsed.config, planned_cluster(parsed.config), rank=parsed.dry_run)
+    if show.dry_run:
+        dry = dry_run(parsed.config, planned_cluster(parsed.config), rank=show.dry_run_rank)
         print(dry.describe())
         return 0 if dry.agrees else EXIT_ERROR
     source = find_source(parsed.config)
@@ -103,7 +92,7 @@ def prepare() -> Job | int:
     if source is not None and earlier is not None:
         check_same_model(earlier.flags, config.model, source.folder.path)
     place = find_place(config.launch)
-    plan = plan_as_announced(config, place, check_run_config)
+    plan = check_run_config(config, announced_cluster(config, place), device_type=device_type())
     check_inputs(config.data, config.tokenizer)
     return Job(place, config.launch, functools.partial(pretrain, parsed, plan, source, earlier))
 
@@ -114,19 +103,13 @@ def find_source(config: RunConfig) -> Source | None:
     return choose_source(config.checkpoint, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
 
 
-def planned_cluster(config: RunConfig) -> Cluster:
-    """The cluster of --cluster-file, or this machine's ranks."""
-    path = config.cluster.cluster_file
-    world_size = find_place(config.launch, {}).world_size if path is None else read_cluster(path).world_size
-    return detect_cluster(world_size, config.cluster, {}, tp=config.parallel.tensor_model_parallel_size)
-
-
 def pretrain(
     parsed: ParsedRun, plan: RunPlan, source: Source | None, earlier: RunRecord | None, worker: Worker
 ) -> None:
     """One worker's whole run; rank 0 records it, where the run that it continues was recorded."""
     with user_errors():
-        plan = plan_as_found(parsed.config, plan, worker, check_run_config)
+        cluster = found_cluster(parsed.config, plan.layout.cluster, worker)
+        plan = check_run_config(parsed.config, cluster, device_type=worker.device.type)
         continued = earlier if source is not None and source.continues else None
         tracker = open_tracker(parsed, plan, worker, continued) if worker.rank == 0 else None
     with tracker or contextlib.nullcontext(), StopConditions(parsed.config.stop) as stops:
@@ -193,7 +176,7 @@ def build_and_train(
         checkpoints.open()
         resumed = checkpoints.load(source, plan.schedule) if source is not None else None
     progress, schedule = (Progress(), plan.schedule) if resumed is None else (resumed.progress, resumed.schedule)
-    meter = Meter(describe_run(config, plan, tokenizer, worker))
+    meter = Meter(run_shape(config, plan, vocab_size=tokenizer.vocab_size, device=device))
     console.say(mfu_convention(meter.shape.flops_per_token, device_name(device), meter.shape.peak_flops))
     timers = Timers(config.timers, dims)
     recorder = Recorder(meter, console, tracker, dims, config.tracking, device, timers)
@@ -265,43 +248,6 @@ def open_tracker(parsed: ParsedRun, plan: RunPlan, worker: Worker, continued: Ru
     return Tracker(tracking, folder, sinks, world_size=worker.world_size, device=worker.device)
 
 
-def introduce(console: Console, parsed: ParsedRun, plan: RunPlan, worker: Worker) -> None:
-    """Print what will run: flags, sizes, layout, back ends."""
-    layout, config = plan.layout, parsed.config
-    console.say(
-        f"using world size: {worker.world_size}, data-parallel size: {layout.data}, "
-        f"tensor-model-parallel size: {layout.tp}, pipeline-model-parallel size: 1"
-    )
-    console.say(render_arguments_block(config.parts))
-    for notice in (*parsed.notices, *plan.notices):
-        console.say(f"note: {notice}")
-    console.say(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
-    if layout.cluster.links is not None:
-        console.say(layout.cluster.links.describe())
-    console.say(plan.wire.describe())
-    device_type = worker.device.type
-    rows = [*optimizer_backends(config.optimizer, device_type), *model_backends(config.model, layout.tp)]
-    console.say(backend_table([*rows, *wire_backends(plan.wire, device_type)]))
-
-
-def describe_run(config: RunConfig, plan: RunPlan, tokenizer: Tokenizer, worker: Worker) -> RunShape:
-    """The constants behind tokens per second, TFLOP/s and the time left."""
-    model, seq_length = config.model, config.data.seq_length
-    assert seq_length is not None
-    return RunShape(
-        total_iterations=plan.batches.total_iterations,
-        total_samples=plan.batches.total_samples,
-        seq_length=seq_length,
-        world_size=worker.world_size,
-        flops_per_token=model_flops_per_token(
-            model,
-            padded_vocab_size=model.padded_vocab_size(tokenizer.vocab_size, plan.layout.tp),
-            seq_length=seq_length,
-        ),
-        peak_flops=peak_flops(device_name(worker.device), config.precision.param_dtype),
-    )
-
-
 def write_sample(console: Console, config: RunConfig, tokenizer: Tokenizer, built: Built, dims: ParallelDims) -> None:
     """Let the model continue the prompts, if --sample-tokens asks for it."""
     if config.sample.sample_tokens == 0:
@@ -312,10 +258,6 @@ def write_sample(console: Console, config: RunConfig, tokenizer: Tokenizer, buil
     texts, _ = continue_texts(*built, dims, tokenizer, prompts, config.sample, max_length=longest, seed=seed)
     for prompt, text in zip(prompts, texts, strict=True):
         console.say(f"a sample of text:\n{prompt}{text}")
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from megazpp.data.cache import default_cache_dir
 from megazpp.optim.apex import check_apex
 from megazpp.optim.backends import optimizer_backends
 from megazpp.optim.optimizer import OptimizerConfig
-from megazpp.parallel.launch import launched_rank
+from megazpp.parallel.launch import device_type, launched_rank
 from megazpp.parallel.survey import describe_host
 from megazpp.topology.hosts import HostInfo, cluster_from_hosts
 
@@ -158,19 +158,19 @@ def _links() -> Section:
 
 
 def _back_ends() -> Section:
-    device_type = _device_type()
-    rows: list[tuple[str, str, str]] = list(optimizer_backends(OptimizerConfig(), device_type))
+    device = device_type()
+    rows: list[tuple[str, str, str]] = list(optimizer_backends(OptimizerConfig(), device))
     try:
-        rows.append(backend(device_type))
+        rows.append(backend(device))
     except ValueError as error:
         rows.append(("block quantization", "none", str(error)))
-    found = {"device": f"{device_type}, collectives by {'nccl' if device_type == 'cuda' else 'gloo'}"}
+    found = {"device": f"{device}, collectives by {'nccl' if device == 'cuda' else 'gloo'}"}
     found |= {piece: f"{implementation} ({why})" for piece, implementation, why in rows}
     library = native.library()
     compiled = f"no: {library}" if isinstance(library, CLibraryError) else f"compiled by {library.compiler}"
     found["C library"] = compiled
     kinds = {"flash": True, "plain": True}
-    if device_type == "cuda":
+    if device == "cuda":
         cuda = torch.backends.cuda
         kinds = {
             "flash": cuda.flash_sdp_enabled(),
@@ -191,7 +191,7 @@ def _environment(env: Mapping[str, str]) -> Section:
 
 def _missing() -> Section:
     """What is not there -> what that costs, and the line that mends it."""
-    found, cuda = {}, _device_type() == "cuda"
+    found, cuda = {}, device_type() == "cuda"
     version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
     if not TORCH_RANGE[0] <= version < TORCH_RANGE[1]:
         low, high = (".".join(map(str, end)) for end in TORCH_RANGE)
@@ -217,10 +217,6 @@ def _hosts() -> list[HostInfo]:
     """This host as each of its GPUs' ranks would describe it, or as one CPU rank."""
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
     return [describe_host(index, device, uses_gpu=device.type == "cuda") for index, device in enumerate(devices)]
-
-
-def _device_type() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _apex() -> str:

@@ -1,4 +1,4 @@
-"""What every program on ranks does with its RunConfig: check it, become a worker or start the workers.
+"""What every program on ranks does: become a worker or start the workers, and find out on which cluster.
 
 pretrain_gpt.py trains, the tools that use a checkpoint do something else; until there, and in how they end, they are
 alike.
@@ -10,26 +10,15 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
-import torch
-
-from megazpp.arguments import ModelPlan, RunConfig, RunPlan
+from megazpp.arguments import RunConfig
 from megazpp.exit_codes import EXIT_USER_ERROR
-from megazpp.parallel.launch import LaunchConfig, Place, launched_rank
+from megazpp.parallel.launch import LaunchConfig, Place, find_place, launched_rank
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import ECHO_SECONDS, UserError, Worker, run_worker, user_errors
-from megazpp.topology.cluster import Cluster, detect_cluster
-
-P = TypeVar("P", RunPlan, ModelPlan)
-P_co = TypeVar("P_co", RunPlan, ModelPlan, covariant=True)
-
-
-class Check(Protocol[P_co]):
-    """`check_run_config` or `check_model_config`."""
-
-    def __call__(self, config: RunConfig, cluster: Cluster, *, device_type: str) -> P_co: ...
+from megazpp.topology.cluster import Cluster, detect_cluster, read_cluster
 
 
 class Job(NamedTuple):
@@ -63,20 +52,24 @@ def run_on_ranks(prepare: Callable[[], Job | int]) -> int:
     return launch_workers([sys.executable, *sys.argv], job.place.world_size, max_restarts=job.launch.max_restarts)
 
 
-def plan_as_announced(config: RunConfig, place: Place, check: Check[P]) -> P:
-    """The plan for the cluster that the flags and the launcher's environment describe, before workers start.
+def announced_cluster(config: RunConfig, place: Place) -> Cluster:
+    """The cluster that the flags and the launcher's environment describe, before workers start.
 
     Raises:
         ValueError: names the flags and their values.
     """
     launcher_env = os.environ if place.started and place.world_size > 1 else {}  # a batch script's is not ours
     tp = config.parallel.tensor_model_parallel_size
-    cluster = detect_cluster(place.world_size, config.cluster, launcher_env, tp=tp)
-    return check(config, cluster, device_type="cuda" if torch.cuda.is_available() else "cpu")
+    return detect_cluster(place.world_size, config.cluster, launcher_env, tp=tp)
 
 
-def plan_as_found(config: RunConfig, plan: P, worker: Worker, check: Check[P]) -> P:
-    """The plan for the cluster as its ranks find it, which may be another than was announced; on all ranks."""
-    tp = config.parallel.tensor_model_parallel_size
-    cluster = settle_cluster(worker, config.cluster, plan.layout.cluster, tp=tp)
-    return check(config, cluster, device_type=worker.device.type)
+def found_cluster(config: RunConfig, announced: Cluster, worker: Worker) -> Cluster:
+    """The cluster as its ranks find it, which may be another than was announced; on all ranks."""
+    return settle_cluster(worker, config.cluster, announced, tp=config.parallel.tensor_model_parallel_size)
+
+
+def planned_cluster(config: RunConfig) -> Cluster:
+    """The cluster of --cluster-file, or this machine's ranks: for programs that start no workers."""
+    path = config.cluster.cluster_file
+    world_size = find_place(config.launch, {}).world_size if path is None else read_cluster(path).world_size
+    return detect_cluster(world_size, config.cluster, {}, tp=config.parallel.tensor_model_parallel_size)

@@ -30,13 +30,19 @@ FLOORS = {
     "megazpp.report": 5,
     "megazpp.convert": 5,
     "megazpp.arguments": 6,
+    "megazpp.checks": 6,
     "megazpp.checkpoint_flags": 7,
     "megazpp.env": 7,
+    "megazpp.introduce": 7,
     "megazpp.run": 7,
     "megazpp.planner": 7,
 }
-# parallel/ builds groups from topology/'s integers: the one step inside a floor
-SAME_FLOOR = {("megazpp.parallel", "megazpp.topology"), ("megazpp.training", "megazpp.inference")}
+# steps inside a floor: parallel/ builds groups from topology/'s integers
+SAME_FLOOR = {
+    ("megazpp.parallel", "megazpp.topology"),
+    ("megazpp.training", "megazpp.inference"),
+    ("megazpp.checks", "megazpp.arguments"),
+}
 
 SOURCES = sorted([*ROOT.glob("megazpp/**/*.py"), *ROOT.glob("kernels/**/*.py")])
 COLLECTIVES = re.compile(

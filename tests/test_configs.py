@@ -10,7 +10,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from megazpp.arguments import ParsedRun, check_run_config, parse_run_config
+from megazpp.arguments import ParsedRun, parse_run_config
+from megazpp.checks import check_run_config
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.planner.estimate import Estimator

@@ -11,18 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.arguments import ModelPlan, ParsedRun, RunConfig, check_model_config, parse_run_config
+from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.source import Source
 from megazpp.checkpoint.weights import find_weights, load_weights
 from megazpp.checkpoint_flags import with_checkpoint_flags
+from megazpp.checks import ModelPlan, check_model_config
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import Place, find_place
+from megazpp.parallel.launch import Place, device_type, find_place
 from megazpp.parallel.worker import Worker, seed_everything, user_errors
-from megazpp.run import Job, plan_as_announced, plan_as_found, run_on_ranks
+from megazpp.run import Job, announced_cluster, found_cluster, run_on_ranks
 from megazpp.training.console import Console
 from megazpp.training.setup import Built, build_model
 
@@ -76,13 +77,13 @@ def run_on_checkpoint(
         folder = CheckpointFolder(given.load, "--load")
         source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback)
         parsed = with_checkpoint_flags(parsed, record)
-        if parsed.print_config:
+        if parsed.show.print_config:
             print(parsed.report())
             return 0
         config = parsed.config
         check(config, parsed.extra[0])
         place = _find_place(config, spread=spread)
-        plan = plan_as_announced(config, place, check_model_config)
+        plan = check_model_config(config, announced_cluster(config, place), device_type=device_type())
         return Job(place, config.launch, functools.partial(_load_and_work, parsed, plan, source, record, work))
 
     return run_on_ranks(prepare)
@@ -107,7 +108,8 @@ def _load_and_work(
     config, device, seed = parsed.config, worker.device, parsed.config.launch.seed
     say = Console(enabled=worker.rank == 0, out=sys.stderr).say
     with user_errors():
-        plan = plan_as_found(config, plan, worker, check_model_config)
+        cluster = found_cluster(config, plan.layout.cluster, worker)
+        plan = check_model_config(config, cluster, device_type=device.type)
         dims = ParallelDims(plan.layout, device_type=device.type, nccl=config.nccl, timeout=worker.timeout)
         seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
         tokenizer = build_tokenizer(config.tokenizer, config.data, announce=say)

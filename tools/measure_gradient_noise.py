@@ -24,7 +24,8 @@ from entry import leave_with
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megazpp.arguments import ParsedRun, RunPlan, check_run_config, parse_run_config
+from megazpp.arguments import ParsedRun, parse_run_config
+from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.batch import MicroBatch
 from megazpp.data.dataset import build_tokenizer
 from megazpp.exit_codes import EXIT_USER_ERROR

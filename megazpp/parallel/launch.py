@@ -102,6 +102,11 @@ def find_place(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> Pla
     return Place(started=True, world_size=world_size, rank=rank, local_rank=local_rank)
 
 
+def device_type() -> str:
+    """What workers compute on here: "cuda" or "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def launched_rank(env: Mapping[str, str] = os.environ) -> int:
     """This process's rank before `find_place` has succeeded, so that one process reports a wrong flag; 0 if unclear."""
     if "RANK" in env:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megazpp.arguments import RunConfig, RunPlan, check_run_config
+from megazpp.arguments import RunConfig
+from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.batch import make_micro_batch
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer

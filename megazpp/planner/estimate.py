@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from megazpp.arguments import RunConfig, RunPlan, check_run_config
+from megazpp.arguments import RunConfig
+from megazpp.checks import RunPlan, check_run_config
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.costs import ClusterCosts, Costs, NoCosts
 from megazpp.planner.memory import MemoryPlan

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from megazpp.arguments import RunConfig, RunPlan
+from megazpp.arguments import RunConfig
+from megazpp.checks import RunPlan
 from megazpp.planner.estimate import WIRES, Estimate, Estimator, schemes
 from megazpp.planner.memory import KINDS
 from megazpp.planner.search import RECOMPUTE, search, usable_gigabytes, with_recompute

@@ -54,23 +54,28 @@ def model_flops_per_token(model: GPTConfig, *, padded_vocab_size: int, seq_lengt
     return 6 * (model.layers * (mlp + projections + attention) + model.hidden * padded_vocab_size)
 
 
-def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+def device_name(device: torch.device) -> str:
+    """As the vendor calls it; "CPU" for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def peak_flops(name: str, dtype: torch.dtype) -> float | None:
     """Peak FLOP/s of a device, or None where it is not known for sure.
 
     Args:
-        device_name: as `torch.cuda.get_device_name()` gives it; a slice of a device (MIG) has no known peak.
+        name: see `device_name`; a slice of a device (MIG) has no known peak.
         dtype: compute dtype; only the 16-bit ones have a peak here.
     """
-    if dtype not in (torch.bfloat16, torch.float16) or "MIG" in device_name:
+    if dtype not in (torch.bfloat16, torch.float16) or "MIG" in name:
         return None
-    if dtype is torch.bfloat16 and "V100" in device_name:
+    if dtype is torch.bfloat16 and "V100" in name:
         return None
-    return next((tflops * TERA for part, tflops in PEAK_TFLOPS if re.search(rf"\b{part}\b", device_name)), None)
+    return next((tflops * TERA for part, tflops in PEAK_TFLOPS if re.search(rf"\b{part}\b", name)), None)
 
 
-def mfu_convention(flops_per_token: int, device_name: str, peak: float | None) -> str:
+def mfu_convention(flops_per_token: int, name: str, peak: float | None) -> str:
     """One line that says what the printed FLOP/s and MFU mean; printed once per run."""
     model = f"model FLOPs: {flops_per_token:.4E} per token (forward + backward, causal half, no recomputation)"
     if peak is None:
-        return f"{model}; no MFU: the peak of {device_name} in this precision is not known"
-    return f"{model}; MFU = model FLOP/s / {peak / TERA:.0f} TFLOP/s, the dense 16-bit peak of {device_name}"
+        return f"{model}; no MFU: the peak of {name} in this precision is not known"
+    return f"{model}; MFU = model FLOP/s / {peak / TERA:.0f} TFLOP/s, the dense 16-bit peak of {name}"

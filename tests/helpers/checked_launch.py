@@ -9,7 +9,8 @@ import itertools
 import sys
 from pathlib import Path
 
-from megazpp.arguments import check_run_config, parse_run_config
+from megazpp.arguments import parse_run_config
+from megazpp.checks import check_run_config
 from megazpp.topology.cluster import Cluster
 
 NODES, RANKS = ("--nnodes", "--nodes", "-N"), ("--nproc-per-node", "--ntasks-per-node")

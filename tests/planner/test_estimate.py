@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import megazpp.planner.estimate as module
-from megazpp.arguments import RunConfig, check_run_config, parse_run_config
+from megazpp.arguments import RunConfig, parse_run_config
+from megazpp.checks import check_run_config
 from megazpp.planner.costs import NoCosts
 from megazpp.planner.estimate import Estimator, schemes
 from megazpp.planner.speed import measure
