@@ -69,7 +69,7 @@ class Case:
     replicas: int = 1
     nodes: int = 1
     order: tuple[int, ...] | None = None
-    steps: int = 10
+    steps: int = 5
     documents: bool = False
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     vocab_size: int = 101

@@ -1,6 +1,6 @@
 """Every way of spreading the work gives the losses and gradient norms of one plain process.
 
-Tolerance 1e-5 relative: fp32 sums in another order over 10 steps of AdamW at a high learning rate.
+Tolerance 1e-5 relative: fp32 sums in another order over 5 steps of AdamW at a high learning rate.
 """
 
 from __future__ import annotations
@@ -42,17 +42,24 @@ def assert_equal_to_plain(case: Case, world_size: int, *, rtol: float = 1e-5) ->
     assert expected["loss"][-1] < 0.9 * expected["loss"][0]  # it did learn, so equality says something
 
 
+# every layout; its style and number of micro-batches alternate so that all pairs of two settings are there
 GRID = [
-    (tp, stage, sequence_parallel, micro_batches)
-    for tp, stage, sequence_parallel, micro_batches in itertools.product((1, 2, 4), (0, 1, 2, 3), (False, True), (1, 4))
+    (tp, stage, sequence_parallel, (1, 4)[(stage // 2 + sequence_parallel) % 2], [*STYLES][(stage + tp // 2) % 2])
+    for tp, stage, sequence_parallel in itertools.product((1, 2, 4), (0, 1, 2, 3), (False, True))
     if tp > 1 or not sequence_parallel
 ]
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize(("tp", "stage", "sequence_parallel", "micro_batches"), GRID)
+def test_the_grid_has_every_pair_of_settings():
+    columns = zip(("tp", "stage", "sequence_parallel", "micro_batches", "style"), zip(*GRID, strict=True), strict=True)
+    for (name, first), (other, second) in itertools.combinations(columns, 2):
+        missing = set(itertools.product(first, second)) - set(zip(first, second, strict=True))
+        assert missing == ({(1, True)} if (name, other) == ("tp", "sequence_parallel") else set())
+
+
+@pytest.mark.parametrize(("tp", "stage", "sequence_parallel", "micro_batches", "style"), GRID)
 def test_tp_zero_sequence_parallel_and_micro_batches_equal_one_process(
-    style: str, tp: int, stage: int, sequence_parallel: bool, micro_batches: int
+    tp: int, stage: int, sequence_parallel: bool, micro_batches: int, style: str
 ):
     case = Case(
         model=STYLES[style],
@@ -77,10 +84,18 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", RECOMPUTE)
-@pytest.mark.parametrize(("tp", "stage", "sequence_parallel"), [(1, 3, False), (2, 3, True), (2, 1, False)])
-@pytest.mark.parametrize("style", STYLES)
-def test_recomputation_changes_nothing(style: str, tp: int, stage: int, sequence_parallel: bool, kind: str):
+@pytest.mark.parametrize(("tp", "stage", "sequence_parallel", "kind", "style"), [
+    (1, 3, False, "selective", "gpt2"),
+    (1, 3, False, "full", "llama"),
+    (1, 3, False, "block", "gpt2"),
+    (2, 3, True, "selective", "llama"),
+    (2, 3, True, "full", "gpt2"),
+    (2, 3, True, "block", "llama"),
+    (2, 1, False, "selective", "gpt2"),
+    (2, 1, False, "full", "llama"),
+    (2, 1, False, "block", "gpt2"),
+])  # fmt: skip
+def test_recomputation_changes_nothing(tp: int, stage: int, sequence_parallel: bool, kind: str, style: str):
     model = dataclasses.replace(STYLES[style], **RECOMPUTE[kind])
     case = Case(model=model, tp=tp, stage=stage, sequence_parallel=sequence_parallel, micro_batches=2)
     assert_equal_to_plain(case, world_size=4)
@@ -114,13 +129,18 @@ def test_other_world_sizes_equal_one_process(world_size: int, tp: int, stage: in
     assert_equal_to_plain(Case(model=LLAMA_STYLE, tp=tp, stage=stage), world_size=world_size)
 
 
-@pytest.mark.parametrize("reduce_in_bf16", [False, True])
-@pytest.mark.parametrize(
-    ("tp", "stage", "sequence_parallel"), [(1, 3, False), (2, 3, True), (4, 1, False), (1, 0, False)]
-)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("tp", "stage", "sequence_parallel", "reduce_in_bf16", "style"), [
+    (1, 3, False, False, "gpt2"),
+    (1, 3, False, True, "llama"),
+    (2, 3, True, False, "llama"),
+    (2, 3, True, True, "gpt2"),
+    (4, 1, False, False, "gpt2"),
+    (4, 1, False, True, "llama"),
+    (1, 0, False, False, "llama"),
+    (1, 0, False, True, "gpt2"),
+])  # fmt: skip
 def test_bf16_stays_within_its_rounding_of_fp32(
-    style: str, tp: int, stage: int, sequence_parallel: bool, reduce_in_bf16: bool
+    tp: int, stage: int, sequence_parallel: bool, reduce_in_bf16: bool, style: str
 ):
     """bf16 keeps 8 bits: losses within 0.2 %, norms within 5 % of the fp32 run.
 
