@@ -108,10 +108,11 @@ class Simulation:
 
 
 class SimulatedLane(Lane):
-    """A lane beside the compute."""
+    """A lane beside the compute; on a CPU who waits for it `blocks_host`."""
 
-    def __init__(self, simulation: Simulation, name: str) -> None:
+    def __init__(self, simulation: Simulation, name: str, *, blocks_host: bool = True) -> None:
         self.name, self._simulation, self._clock = name, simulation, simulation.new_clock(name)
+        self.blocks_host = blocks_host
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Ticket[Any]] = ()) -> Ticket[T]:
         simulation, clock = self._simulation, self._clock

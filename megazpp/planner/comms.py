@@ -1,24 +1,19 @@
-"""The comms of every unit, on paper: what zero/plugs.py makes for a run, and what its buffers hold."""
+"""A sharding unit on paper: its comms, which zero/plugs.py makes, and what their buffers hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from megazpp.parallel.lane import Ticket
 from megazpp.planner.memory import own_elements
-from megazpp.planner.paper import Cost, PaperAxis, PaperCodec, PaperUnit, paper_unit
+from megazpp.planner.paper import PaperAxis, PaperUnit, paper_unit
 from megazpp.planner.trace import Parameters
-from megazpp.zero.comms import CountedGather, CountedReduce, SummingReduce
-from megazpp.zero.config import GatherPlan, ReducePlan, WirePlan, ZeroConfig
+from megazpp.zero.comms import CountedGather, SummingReduce
+from megazpp.zero.config import WirePlan, ZeroConfig
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.layout import plan_message
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.plugs import Plugs
 from megazpp.zero.reduce import TwoHopReduce
-from megazpp.zero.schedule import GatherSchedule, Lanes, ReduceSchedule
 
 
 @dataclass(kw_only=True)
@@ -32,6 +27,7 @@ class ShardedUnit:
         cross_buffer: bytes of messages that the cross hop of a reduction holds.
         secondary_bytes: of the weights that are kept (hpZ).
         middle_bytes: of the sums that wait for the cross hop (qgZ).
+        feedback_bytes: of the error feedback.
         gathered: the parameters are there.
         ready: when those on the way will be.
     """
@@ -46,100 +42,34 @@ class ShardedUnit:
     cross_buffer: int = 0
     secondary_bytes: int = 0
     middle_bytes: int = 0
+    feedback_bytes: int = 0
     gathered: bool = False
     ready: float | None = None
 
-    @property
-    def feedback_bytes(self) -> int:
-        """Of the error feedback."""
-        if not isinstance(self.reduce, TwoHopReduce):
-            return 0
-        return sum(part.nbytes for error in self.reduce.errors(torch.device("meta")) for part in error)
 
-
-class PaperReduceSchedule(ReduceSchedule):
-    """What is due at the end of the backward waits for the simulation to say that it has ended."""
-
-    def finish_later(self, ticket: Ticket[Any], finish: Callable[[], None]) -> None:
-        self._finishing.append((ticket, finish))
-
-    def end_backward(self) -> None:
-        self._finish()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaperPlugs:
-    """Makes the comms of a rank.
-
-    Attributes:
-        axes: by name.
-        wire, zero, precision: of the run.
-        lanes, gathers, reduces: shared by all units.
-        touch: told of passes over memory.
-    """
-
-    axes: dict[str, PaperAxis]
-    wire: WirePlan
-    zero: ZeroConfig
-    precision: PrecisionConfig
-    lanes: Lanes
-    gathers: GatherSchedule
-    reduces: ReduceSchedule
-    overlap_gather: bool
-    touch: Cost
-
-    def sharded(self, parameters: Parameters) -> ShardedUnit:
-        """The unit of `parameters` with its comms."""
-        shard = self.axes["shard"]
-        unit = paper_unit(parameters, shard.size)
-        made = ShardedUnit(
-            unit=unit,
-            gather=CountedGather(shard, self.lanes.shard, overlap=self.overlap_gather),
-            reduce=CountedReduce(unit, shard, self.lanes.shard, self.reduces),
-            own_elements=own_elements(parameters, shard.size, shard.rank),
-            whole_elements=own_elements(parameters, 1, 0),
-        )
-        if self.wire.gather is not None:
-            self._gather_in_two_hops(made, self.wire.gather)
-        if self.wire.reduce is not None:
-            self._reduce_in_two_hops(made, self.wire.reduce)
-        return made
-
-    def _gather_in_two_hops(self, made: ShardedUnit, plan: GatherPlan) -> None:
-        dtype, cross, local = self.precision.param_dtype, self.axes["cross"], self.axes["local"]
-        message = plan_message(made.unit.segments, plan.fmt, exact_itemsize=dtype.itemsize)
-        made.gather = TwoHopGather(
-            made.unit,
-            cross=cross,
-            local=local,
-            lanes=self.lanes,
-            schedule=self.gathers,
-            codec=PaperCodec(message, dtype, self.touch),
-            keep=plan.keep,
-        )
-        middle = cross.size * message.message_bytes
-        made.secondary_bytes = middle if plan.keep else 0
-        made.gather_buffer = (local.size * middle if local.size > 1 else 0) + (0 if plan.keep else middle)
-
-    def _reduce_in_two_hops(self, made: ShardedUnit, plan: ReducePlan) -> None:
-        dtype, cross, local = self.precision.reduce_dtype, self.axes["cross"], self.axes["local"]
-        middle = torch.bfloat16 if self.zero.zero_accumulate_in_bf16 else torch.float32
-        segments = made.unit.trained_segments
-        inside = plan_message(segments, plan.local, exact_itemsize=dtype.itemsize)
-        across = plan_message(segments, plan.cross, exact_itemsize=middle.itemsize)
-        made.reduce = TwoHopReduce(
-            made.unit,
-            self.reduces,
-            cross=cross,
-            local=local,
-            lanes=self.lanes,
-            local_codec=PaperCodec(inside, dtype, self.touch),
-            cross_codec=PaperCodec(across, middle, self.touch),
-            middle_dtype=middle,
-            feedback=self.zero.zero_error_feedback,
-            every_micro_batch=self.zero.zero_cross_every_microbatch,
-        )
-        copies = 2 if local.size > 1 else 1  # sent and received
-        made.reduce_buffer = copies * local.size * cross.size * inside.message_bytes
-        made.cross_buffer = 2 * cross.size * across.message_bytes
-        made.middle_bytes = cross.size * made.unit.size * middle.itemsize
+def sharded_unit(
+    parameters: Parameters, plugs: Plugs, axes: dict[str, PaperAxis], wire: WirePlan, zero: ZeroConfig
+) -> ShardedUnit:
+    """The unit of `parameters` with its comms."""
+    shard, nodes, peers = axes["shard"], axes["cross"].size, axes["local"].size
+    unit = paper_unit(parameters, shard.size)
+    gather, reduce = plugs.comms(unit)
+    made = ShardedUnit(
+        unit=unit,
+        gather=gather,
+        reduce=reduce,
+        own_elements=own_elements(parameters, shard.size, shard.rank),
+        whole_elements=own_elements(parameters, 1, 0),
+    )
+    if isinstance(gather, TwoHopGather) and wire.gather is not None:
+        middle = nodes * gather.message_bytes
+        made.secondary_bytes = middle if wire.gather.keep else 0
+        made.gather_buffer = (peers * middle if peers > 1 else 0) + (0 if wire.gather.keep else middle)
+    if isinstance(reduce, TwoHopReduce):
+        inside, across = reduce.message_bytes
+        copies = 2 if peers > 1 else 1  # sent and received
+        made.reduce_buffer = copies * peers * nodes * inside
+        made.cross_buffer = 2 * nodes * across
+        made.middle_bytes = nodes * unit.size * (2 if zero.zero_accumulate_in_bf16 else 4)
+        made.feedback_bytes = sum(part.nbytes for error in reduce.errors(torch.device("meta")) for part in error)
+    return made

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from megazpp.planner.clock import Clock, Simulation
-from megazpp.planner.comms import PaperReduceSchedule, ShardedUnit
+from megazpp.planner.comms import ShardedUnit
 from megazpp.planner.costs import Costs
 from megazpp.planner.memory import BUFFERS, GATHERED, GRADIENTS, MASTER_BYTES, MIDDLE, WHOLE_GRADIENTS, Ledger
 from megazpp.planner.paper import PaperAxis
 from megazpp.zero.config import ZeroConfig
+from megazpp.zero.plugs import Plugs
 from megazpp.zero.precision import PrecisionConfig
 
 
@@ -28,9 +29,8 @@ class PaperFSDP:
         axes: by name.
         costs: of passes over memory.
         zero, precision: of the run.
-        reduces: what is due at the end of a backward.
+        plugs: makes the units' comms.
         on_cpu: whether the process itself computes.
-        overlap_gather, overlap_reduce: whether collectives run in lanes.
     """
 
     def __init__(
@@ -41,14 +41,12 @@ class PaperFSDP:
         costs: Costs,
         zero: ZeroConfig,
         precision: PrecisionConfig,
-        reduces: PaperReduceSchedule,
+        plugs: Plugs,
         on_cpu: bool,
-        overlap_gather: bool,
-        overlap_reduce: bool,
     ) -> None:
         self._simulation, self._shard, self._replicate = simulation, axes["shard"], axes["replicate"]
-        self._costs, self._stage, self._precision, self._reduces = costs, zero.stage, precision, reduces
-        self._on_cpu, self._overlap_gather, self._overlap_reduce = on_cpu, overlap_gather, overlap_reduce
+        self._costs, self._stage, self._precision, self._plugs = costs, zero.stage, precision, plugs
+        self._on_cpu = on_cpu
         self._keeps_middle = not zero.zero_cross_every_microbatch
         self._clocks = [simulation.new_clock(name) for name in ("gathers", "reductions", "copies")]
         self._ledger = Ledger()
@@ -70,7 +68,7 @@ class PaperFSDP:
         """The root's last hook: wait for all reductions; their buffers go."""
         for clock in self._clocks[1:]:
             self._simulation.wait_until(clock.now, "reductions")
-        self._reduces.end_backward()
+        self._plugs.reduce_schedule.end_backward()
         self._ledger.set(BUFFERS, 0)
         self._sent_from = 0
 
@@ -94,7 +92,7 @@ class PaperFSDP:
         """On CUDA a stream; on a CPU the process, or with overlap something that only the lanes hold up."""
         if not self._on_cpu:
             return self._clocks[0]
-        if not self._overlap_gather:
+        if not self._plugs.overlap_gather:
             return self._simulation.compute
         clock = Clock("gathers")
         clock.now = self._simulation.compute.now
@@ -169,7 +167,7 @@ class PaperFSDP:
         self._ledger.pass_through(BUFFERS, sharded.reduce_buffer + middle + result_bytes)
         if last or not self._keeps_middle:
             self._ledger.pass_through(BUFFERS, sharded.cross_buffer + middle + result_bytes)
-            if self._overlap_reduce:  # at worst, sums and results of all units wait for the cross hop
+            if self._plugs.overlap_reduce:  # at worst, sums and results of all units wait for the cross hop
                 self._ledger.add(BUFFERS, middle + result_bytes)
         if first or (self._stage <= 1 and last):
             self._ledger.add(GRADIENTS, MASTER_BYTES * sharded.unit.size)

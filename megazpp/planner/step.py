@@ -6,14 +6,15 @@ tensors, so which hop goes when is decided by the code that decides it in a run 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
 
 from megazpp.parallel.axis import Traffic, TrafficCounter
-from megazpp.parallel.lane import Lane
 from megazpp.planner.clock import SimulatedLane, Simulation
-from megazpp.planner.comms import PaperPlugs, PaperReduceSchedule
+from megazpp.planner.comms import sharded_unit
 from megazpp.planner.costs import Costs, NoCosts
 from megazpp.planner.engine import PaperFSDP
 from megazpp.planner.memory import (
@@ -26,15 +27,15 @@ from megazpp.planner.memory import (
     WHOLE_GRADIENTS,
     Ledger,
 )
-from megazpp.planner.paper import PaperAxis
+from megazpp.planner.paper import PaperAxis, PaperCodec
 from megazpp.planner.recorder import BACKWARD, FORWARD
 from megazpp.planner.trace import Trace
 from megazpp.topology.layout import AXES, Layout
 from megazpp.zero.config import WirePlan, ZeroConfig
 from megazpp.zero.gather import TwoHopGather
+from megazpp.zero.plugs import Plugs
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
-from megazpp.zero.schedule import GatherSchedule, Lanes
 
 TrafficTable = dict[tuple[str, str, str], Traffic]  # by (wire, axis, collective)
 
@@ -76,31 +77,21 @@ class PaperStep:
         self._axes = {
             name: PaperAxis(layout, name, rank=rank, counter=self.counter, cost=self._sending(name)) for name in AXES
         }
-        overlaps = bool(wire.gather or wire.reduce) or on_cpu
-        overlap_gather, overlap_reduce = wire.overlap_gather and overlaps, wire.overlap_reduce and overlaps
-        reduces = PaperReduceSchedule(overlap=overlap_reduce, blocks_host=on_cpu)
-        plugs = PaperPlugs(
-            axes=self._axes,
-            wire=wire,
-            zero=zero,
-            precision=precision,
-            lanes=self._lanes(overlap=overlap_gather or overlap_reduce),
-            gathers=GatherSchedule(overlap=overlap_gather, prefetch=on_cpu),
-            reduces=reduces,
-            overlap_gather=overlap_gather,
-            touch=self._touch,
-        )
-        self.units = [plugs.sharded(parameters) for parameters in trace.units]
+        hops = {name: self._axes[name] for name in ("cross", "local", "shard")}
+        for name, axis in hops.items():
+            axis.lane = SimulatedLane(self.simulation, name, blocks_host=on_cpu)
+        zero = dataclasses.replace(zero, zero_check_secondary=False)  # there is nothing to compare
+        codec = functools.partial(PaperCodec, touch=self._touch)
+        plugs = Plugs(**hops, plan=wire, zero=zero, precision=precision, codec=codec)
+        self.units = [sharded_unit(parameters, plugs, self._axes, wire, zero) for parameters in trace.units]
         self._fsdp = PaperFSDP(
             self.simulation,
             axes=self._axes,
             costs=self._costs,
             zero=zero,
             precision=precision,
-            reduces=reduces,
+            plugs=plugs,
             on_cpu=on_cpu,
-            overlap_gather=overlap_gather,
-            overlap_reduce=overlap_reduce,
         )
 
     def run(self, micro_batches: int) -> float:
@@ -219,8 +210,3 @@ class PaperStep:
         """A pass over memory on the running clock; on a CPU the process that computes does it, in any lane."""
         seconds = self._costs.memory(touched_bytes)
         self.simulation.spend(what, seconds, taken=seconds if self._on_cpu else 0.0)
-
-    def _lanes(self, *, overlap: bool) -> Lanes:
-        if not overlap:
-            return Lanes(Lane(), Lane(), Lane())
-        return Lanes(*(SimulatedLane(self.simulation, name) for name in ("cross", "local", "shard")))

@@ -84,6 +84,11 @@ class TwoHopGather(FreshBuffers, AllGather):
         done.wait()  # on CUDA the gather stream waits, on which FSDP2 goes on
         return None
 
+    @property
+    def message_bytes(self) -> int:
+        """Of a shard, as it travels."""
+        return self._codec.layout.message_bytes
+
     def start_early(self) -> None:
         """Start the cross hop if the weights have changed and the shards are at hand."""
         shard = self._unit.shard_reader(self._codec.dtype)

@@ -1,20 +1,25 @@
-"""The comms of one model: made from the plan, sharing lanes and schedules, plugged into FSDP2 unit by unit."""
+"""The comms of one model: made from the plan, sharing lanes and schedules, plugged into FSDP2 unit by unit.
+
+The planner (megazpp/planner/step.py) makes its comms here too, on axes that exist on paper.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.lane import Lane
 from megazpp.zero.comms import CountedGather, CountedReduce, SummingReduce
 from megazpp.zero.config import GatherPlan, ReducePlan, WirePlan, ZeroConfig
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.layout import plan_message
+from megazpp.zero.layout import MessageLayout, plan_message
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
-from megazpp.zero.schedule import GatherSchedule, ReduceSchedule, open_lanes
+from megazpp.zero.schedule import GatherSchedule, Lanes, ReduceSchedule
 from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec
 
@@ -23,45 +28,45 @@ class Plugs:
     """Makes and plugs comms.
 
     Args:
-        dims: the axes.
+        cross, local, shard: the axes.
         plan: what replaces FSDP2's collectives.
         zero, precision: formats and switches.
+        codec: makes what packs messages.
 
     Attributes:
+        overlap_gather, overlap_reduce: whether collectives run beside the compute.
+        reduce_schedule: what is in flight during a backward.
         gathers, reduces: the two-hop comms so far.
         all_reduces: those and FSDP2's own.
     """
 
-    def __init__(self, dims: ParallelDims, plan: WirePlan, zero: ZeroConfig, precision: PrecisionConfig) -> None:
-        self._dims, self._plan, self._zero, self._precision = dims, plan, zero, precision
-        two_hops, blocks_host = bool(plan.gather or plan.reduce), dims.shard.lane.blocks_host
+    def __init__(
+        self,
+        *,
+        cross: MeshAxis,
+        local: MeshAxis,
+        shard: MeshAxis,
+        plan: WirePlan,
+        zero: ZeroConfig,
+        precision: PrecisionConfig,
+        codec: Callable[[MessageLayout, torch.dtype], Codec] = Codec,
+    ) -> None:
+        self._cross, self._local, self._shard, self._codec = cross, local, shard, codec
+        self._plan, self._zero, self._precision = plan, zero, precision
+        two_hops, blocks_host = bool(plan.gather or plan.reduce), shard.lane.blocks_host
         overlaps = two_hops or blocks_host  # FSDP2's own collectives run beside the compute on CUDA as they are
-        self._overlap_gather, self._overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps
-        self._lanes = open_lanes(dims, overlap=self._overlap_gather or self._overlap_reduce)
-        self._gather_schedule = GatherSchedule(overlap=self._overlap_gather, prefetch=blocks_host)
-        self._reduce_schedule = ReduceSchedule(overlap=self._overlap_reduce, blocks_host=blocks_host)
+        self.overlap_gather, self.overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps
+        beside = self.overlap_gather or self.overlap_reduce
+        self._lanes = Lanes(*(axis.lane if beside else Lane() for axis in (cross, local, shard)))
+        self._gather_schedule = GatherSchedule(overlap=self.overlap_gather, prefetch=blocks_host)
+        self.reduce_schedule = ReduceSchedule(overlap=self.overlap_reduce, blocks_host=blocks_host)
         self.gathers: list[TwoHopGather] = []
         self.reduces: list[TwoHopReduce] = []
         self.all_reduces: list[SummingReduce] = []
 
     def plug_into(self, unit: Unit) -> None:
         """Replace the collectives of the unit's modules."""
-        gather: TwoHopGather | CountedGather = CountedGather(
-            self._dims.shard,
-            self._lanes.shard,
-            overlap=self._overlap_gather and self._plan.gather is None,
-            of=unit.name,
-        )
-        reduce: TwoHopReduce | CountedReduce = CountedReduce(
-            unit, self._dims.shard, self._lanes.shard, self._reduce_schedule
-        )
-        if self._plan.gather is not None:
-            gather = self._two_hop_gather(unit, self._plan.gather)
-            self.gathers.append(gather)
-        if self._plan.reduce is not None and unit.trained_segments:
-            reduce = self._two_hop_reduce(unit, self._plan.reduce)
-            self.reduces.append(reduce)
-        self.all_reduces.append(reduce)
+        gather, reduce = self.comms(unit)
         for module in unit.modules:
             assert isinstance(module, FSDPModule)
             module.set_custom_all_gather(gather)
@@ -69,15 +74,30 @@ class Plugs:
             if self._plan.reduce is not None:
                 _reduce_unused_parameters(module)
 
+    def comms(self, unit: Unit) -> tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]:
+        """What gathers the unit's parameters and what reduces its gradients."""
+        gather: TwoHopGather | CountedGather = CountedGather(
+            self._shard, self._lanes.shard, overlap=self.overlap_gather and self._plan.gather is None, of=unit.name
+        )
+        reduce: TwoHopReduce | CountedReduce = CountedReduce(unit, self._shard, self._lanes.shard, self.reduce_schedule)
+        if self._plan.gather is not None:
+            gather = self._two_hop_gather(unit, self._plan.gather)
+            self.gathers.append(gather)
+        if self._plan.reduce is not None and unit.trained_segments:
+            reduce = self._two_hop_reduce(unit, self._plan.reduce)
+            self.reduces.append(reduce)
+        self.all_reduces.append(reduce)
+        return gather, reduce
+
     def _two_hop_gather(self, unit: Unit, plan: GatherPlan) -> TwoHopGather:
         dtype = self._precision.param_dtype
         return TwoHopGather(
             unit,
-            cross=self._dims.cross,
-            local=self._dims.local,
+            cross=self._cross,
+            local=self._local,
             lanes=self._lanes,
             schedule=self._gather_schedule,
-            codec=Codec(plan_message(unit.segments, plan.fmt, exact_itemsize=dtype.itemsize), dtype),
+            codec=self._codec(plan_message(unit.segments, plan.fmt, exact_itemsize=dtype.itemsize), dtype),
             keep=plan.keep,
             check=self._zero.zero_check_secondary,
         )
@@ -88,12 +108,12 @@ class Plugs:
         segments = unit.trained_segments
         return TwoHopReduce(
             unit,
-            self._reduce_schedule,
-            cross=self._dims.cross,
-            local=self._dims.local,
+            self.reduce_schedule,
+            cross=self._cross,
+            local=self._local,
             lanes=self._lanes,
-            local_codec=Codec(plan_message(segments, plan.local, exact_itemsize=dtype.itemsize), dtype),
-            cross_codec=Codec(plan_message(segments, plan.cross, exact_itemsize=middle.itemsize), middle),
+            local_codec=self._codec(plan_message(segments, plan.local, exact_itemsize=dtype.itemsize), dtype),
+            cross_codec=self._codec(plan_message(segments, plan.cross, exact_itemsize=middle.itemsize), middle),
             middle_dtype=middle,
             feedback=self._zero.zero_error_feedback,
             every_micro_batch=self._zero.zero_cross_every_microbatch,

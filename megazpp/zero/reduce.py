@@ -78,6 +78,11 @@ class TwoHopReduce(SummingReduce):
         """The unit's first parameter, which no other unit has."""
         return self._unit.parameters[0].name
 
+    @property
+    def message_bytes(self) -> tuple[int, int]:
+        """Of a shard's gradients, as they travel inside a node and across nodes."""
+        return self._local_codec.layout.message_bytes, self._cross_codec.layout.message_bytes
+
     def errors(self, device: torch.device) -> Errors:
         """What the cross hop's last quantization lost; not while a backward is running. [] without feedback."""
         if self._feedback and self._errors is None:

@@ -35,7 +35,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd import Variable
 
-from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.lane import Lane, Ticket
 
 UNITS_IN_FLIGHT = 2
@@ -47,13 +46,6 @@ class Lanes(NamedTuple):
     cross: Lane
     local: Lane
     shard: Lane
-
-
-def open_lanes(dims: ParallelDims, *, overlap: bool) -> Lanes:
-    """The axes' own lanes, or without `overlap` ones that run everything at once."""
-    if not overlap:
-        return Lanes(Lane(), Lane(), Lane())
-    return Lanes(dims.cross.lane, dims.local.lane, dims.shard.lane)
 
 
 class Startable(Protocol):
@@ -120,14 +112,15 @@ class ReduceSchedule:
             self._sending.popleft().wait()
 
     def finish_later(self, ticket: Ticket[Any], finish: Callable[[], None]) -> None:
-        """Call `finish` at the end of the backward that is running, when the task of `ticket` is done."""
+        """Call `finish` at the end of the backward, when the task of `ticket` is done."""
         self._finishing.append((ticket, finish))
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
-            Variable._execution_engine.queue_callback(self._finish)
+            Variable._execution_engine.queue_callback(self.end_backward)
 
-    def _finish(self) -> None:
+    def end_backward(self) -> None:
+        """Finish what is due; autograd calls it, and who runs without autograd (the planner) calls it himself."""
         self._backward = -1
         finishing, self._finishing = self._finishing, []
         for ticket, finish in finishing:

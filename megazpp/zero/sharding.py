@@ -188,7 +188,7 @@ def _plug_in(
     model: nn.Module, dims: ParallelDims, plan: WirePlan, zero: ZeroConfig, precision: PrecisionConfig
 ) -> Sharding:
     units = find_units(model, dims)
-    plugs = Plugs(dims, plan, zero, precision)
+    plugs = Plugs(cross=dims.cross, local=dims.local, shard=dims.shard, plan=plan, zero=zero, precision=precision)
     for unit in units:
         for module in map(_as_fsdp, unit.modules):
             module.set_gradient_divide_factor(1.0)

@@ -40,7 +40,7 @@ def train(settings: Settings, impatient: bool) -> None:
                     if isinstance(ticket, lane._ThreadTicket):
                         add()
 
-            patch.setattr(schedule.ReduceSchedule, "_finish", finish)
+            patch.setattr(schedule.ReduceSchedule, "end_backward", finish)
         try:
             serve(settings, worker)
         finally:
