@@ -28,7 +28,7 @@ ON = {"overlap_param_gather": True, "overlap_grad_reduce": True}
 
 
 def with_and_without(world: int, zero: ZeroConfig, **case: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    case = {"nodes": 2, "steps": 6, **case}
+    case = {"nodes": 2, "steps": 4, **case}
     overlapped, plain = (
         ranks(world).run(train_on_ranks, Case(zero=dataclasses.replace(zero, **flags), **case))[0]
         for flags in (ON, OFF)
