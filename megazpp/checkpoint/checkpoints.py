@@ -114,8 +114,8 @@ class Checkpoints:
 
     def _take(self, folder: CheckpointFolder, needed: int) -> None:
         folder.lock()
-        for name in folder.remove_leftovers():
-            self._say(f"removed {folder.path / name}, which was not finished")
+        for line in folder.recover():
+            self._say(line)
         free = shutil.disk_usage(folder.path).free
         space = f"{folder.name} has {free / GIGA:.3g} GB free, a checkpoint takes about {needed / GIGA:.3g} GB"
         if free < needed:

@@ -3,6 +3,8 @@
     iter_0000100/                        complete: it got this name when all of it was on disk
     iter_0000200.partial/                being written (or being deleted); a crash leaves it, the next run removes it
     latest_checkpointed_iteration.txt    the tracker: "100"; replaced by rename, after the checkpoint has its name
+    ....txt.new                          the tracker to be, from before the checkpoint has its name: a crash in between
+                                         leaves it, the next run finishes what it says
     lock                                 held by the job that writes here, for as long as it lives
 
 So a crash, a kill or a full disk at any moment leaves the tracker pointing at a complete checkpoint. Nothing that is
@@ -77,7 +79,8 @@ class CheckpointFolder:
         if not re.fullmatch("[0-9]+", text):
             raise DamagedError(f"{tracker} is damaged: it says {text[:40]!r}, not an iteration")
         if not self.of(int(text)).is_dir():
-            raise DamagedError(f"{tracker} names iteration {int(text)}, but {self.of(int(text))} is missing")
+            aside = "".join(f"; {path} may be it" for path in self.path.glob(f"{self.of(int(text)).name}.replaced-*"))
+            raise DamagedError(f"{tracker} names iteration {int(text)}, but {self.of(int(text))} is missing{aside}")
         return int(text)
 
     # ---- what only the holder of the lock does ------------------------------------------------------------------
@@ -119,12 +122,25 @@ class CheckpointFolder:
             self._lock.close()
             self._lock = None
 
-    def remove_leftovers(self) -> list[str]:
-        """Delete what a crash has left unfinished; returns the names."""
-        names = sorted(entry.name for entry in self.path.iterdir() if _PARTIAL.fullmatch(entry.name))
-        for name in names:
+    def recover(self) -> list[str]:
+        """Finish the save that a crash has cut short if all of it is there, delete it otherwise; a line for each.
+
+        A checkpoint has lost its partial name when it has the other one, so the tracker to be counts without a partial
+        one only. It goes first: what is left of it must not count when the partial one has gone.
+        """
+        lines = []
+        if self._new.exists():
+            text = self._new.read_bytes().decode(errors="replace").strip()
+            iteration = int(text) if re.fullmatch("[0-9]+", text) else None
+            if iteration is not None and self.of(iteration).is_dir() and not self.partial(iteration).exists():
+                self._advance()
+                lines.append(f"{self.of(iteration)} was complete when its job ended: it is the latest now")
+            else:
+                self._new.unlink()
+        for name in sorted(entry.name for entry in self.path.iterdir() if _PARTIAL.fullmatch(entry.name)):
             shutil.rmtree(self.path / name)
-        return names
+            lines.append(f"removed {self.path / name}, which was not finished")
+        return lines
 
     def begin(self, iteration: int) -> None:
         """Make the folder that a checkpoint is written in."""
@@ -133,7 +149,9 @@ class CheckpointFolder:
 
     def abandon(self, iteration: int) -> None:
         """Give back the space of a checkpoint that could not be written."""
-        shutil.rmtree(self.partial(iteration), ignore_errors=True)
+        if self.partial(iteration).exists():
+            self._new.unlink(missing_ok=True)
+            shutil.rmtree(self.partial(iteration), ignore_errors=True)
 
     def complete(self, iteration: int) -> Path | None:
         """Give a checkpoint, whose files are on disk, its name, and point the tracker at it.
@@ -142,10 +160,15 @@ class CheckpointFolder:
             Where an older checkpoint of the same iteration has gone, if there was one.
         """
         sync_directory(self.partial(iteration))
+        earlier = [other for other in self.iterations() if other < iteration]
+        if earlier and self.of(iteration).exists():  # the tracker must not name what is missing for a moment
+            self._prepare(earlier[-1])
+            self._advance()
+        self._prepare(iteration)
         aside = self._move_aside(iteration) if self.of(iteration).exists() else None
         self.partial(iteration).rename(self.of(iteration))
         sync_directory(self.path)
-        self._track(iteration)
+        self._advance()
         return aside
 
     def keep_only(self, kept: Iterable[int]) -> None:
@@ -156,19 +179,24 @@ class CheckpointFolder:
             shutil.rmtree(self.partial(iteration), ignore_errors=True)
 
     def _move_aside(self, iteration: int) -> Path:
-        earlier = [other for other in self.iterations() if other < iteration]
-        if earlier:  # the tracker must not name what is missing for a moment
-            self._track(earlier[-1])
         number = 1
         while (aside := self.path / f"iter_{iteration:07d}.replaced-{number}").exists():
             number += 1
         self.of(iteration).rename(aside)
         return aside
 
-    def _track(self, iteration: int) -> None:
-        new = self.path / f"{TRACKER}.new"
-        write_durably(new, f"{iteration}\n")
-        new.rename(self.path / TRACKER)
+    @property
+    def _new(self) -> Path:
+        return self.path / f"{TRACKER}.new"
+
+    def _prepare(self, iteration: int) -> None:
+        """Write the tracker to be."""
+        write_durably(self._new, f"{iteration}\n")
+        sync_directory(self.path)
+
+    def _advance(self) -> None:
+        """Put it in the tracker's place."""
+        self._new.rename(self.path / TRACKER)
         sync_directory(self.path)
 
 

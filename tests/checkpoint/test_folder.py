@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import megazpp.checkpoint.folder as folder_module
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder, kept_iterations
 
@@ -40,9 +44,9 @@ def test_what_is_being_written_does_not_count_and_is_removed_by_the_next_run(fol
     folder.begin(2)
     (folder.path / "iter_0000003").write_text("a file")
     assert folder.iterations() == [1]
-    assert folder.remove_leftovers() == ["iter_0000002.partial"]
+    assert folder.recover() == [f"removed {folder.path}/iter_0000002.partial, which was not finished"]
     assert folder.latest() == 1
-    assert folder.remove_leftovers() == []
+    assert folder.recover() == []
 
 
 def test_nothing_complete_is_overwritten(folder: CheckpointFolder):
@@ -72,6 +76,88 @@ def test_while_a_checkpoint_is_replaced_the_tracker_names_an_earlier_one(
     assert seen == [3, 3, 3, 5]  # tracker back, old one aside, new one in place, tracker forward
 
 
+class Killed(BaseException):
+    """Ends a save as `kill -9` does: nothing is cleaned up."""
+
+
+def killed_before(moment: int, folder: CheckpointFolder, iteration: int, text: str) -> bool:
+    """Save, but end before the `moment`th thing that is done to the disk; whether it came to that."""
+    left = itertools.count(moment, -1)
+
+    def before(function: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if next(left) == 0:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return guarded
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", before(Path.rename))
+        patch.setattr(folder_module, "sync_directory", before(folder_module.sync_directory))
+        patch.setattr(folder_module, "write_durably", before(folder_module.write_durably))
+        try:
+            save(folder, iteration, text)
+        except Killed:
+            return True
+    return False
+
+
+def texts(folder: CheckpointFolder) -> set[str]:
+    return {(path / "file").read_text() for path in folder.path.glob("iter_*")}
+
+
+def test_a_save_killed_at_any_moment_is_finished_or_gone_and_done_again_leaves_nothing_behind(tmp_path: Path):
+    latest = []
+    for moment in itertools.count():
+        folder = CheckpointFolder(tmp_path / str(moment), "--save")
+        folder.path.mkdir()
+        save(folder, 3, "third")
+        killed = killed_before(moment, folder, 5, "fifth")
+        folder.recover()
+        latest.append(folder.latest())
+        assert folder.iterations() == ([3, 5] if latest[-1] == 5 else [3])
+        assert folder.recover() == []
+        if latest[-1] == 3:
+            save(folder, 5, "fifth")
+        names = {"iter_0000003", "iter_0000005", TRACKER}
+        assert {path.name for path in folder.path.iterdir()} == names
+        assert (folder.latest(), texts(folder)) == (5, {"third", "fifth"})
+        if not killed:
+            break
+    # syncs of the files and of the tracker to be come before the name; then nothing is done again
+    assert latest == [3, 3, 3, 3, 5, 5, 5, 5]
+
+
+def test_a_save_over_a_complete_one_killed_at_any_moment_keeps_both_or_the_older_one(tmp_path: Path):
+    for moment in itertools.count():
+        folder = CheckpointFolder(tmp_path / str(moment), "--save")
+        folder.path.mkdir()
+        for iteration, text in ((3, "third"), (5, "fifth"), (7, "seventh")):
+            save(folder, iteration, text)
+        killed = killed_before(moment, folder, 5, "again")
+        assert folder.latest() in (3, 5, 7)  # before anything is mended
+        folder.recover()
+        found = folder.latest()
+        assert found in (3, 5, 7)
+        assert texts(folder) >= {"third", "fifth", "seventh"}
+        if found == 5:
+            assert (folder.of(5) / "file").read_text() == "again"
+        assert not [path for path in folder.path.iterdir() if path.suffix in (".partial", ".new")]
+        if not killed:
+            break
+    assert moment > 8
+
+
+def test_half_a_tracker_to_be_is_no_tracker(folder: CheckpointFolder):
+    save(folder, 3)
+    save(folder, 15)
+    for content in ("", "x", "1"):
+        (folder.path / f"{TRACKER}.new").write_text(content)
+        assert folder.recover() == []
+        assert folder.latest() == 15
+
+
 @pytest.mark.parametrize("content", ["", "x", "-3", "1e3", "7\n8", "release"])
 def test_a_tracker_that_names_no_iteration_is_an_error(folder: CheckpointFolder, content: str):
     save(folder, 7)
@@ -82,7 +168,10 @@ def test_a_tracker_that_names_no_iteration_is_an_error(folder: CheckpointFolder,
 
 def test_a_tracker_that_names_what_is_missing_is_an_error(folder: CheckpointFolder):
     (folder.path / TRACKER).write_text("8")
-    with pytest.raises(DamagedError, match=r"names iteration 8, but .*iter_0000008 is missing"):
+    with pytest.raises(DamagedError, match=r"names iteration 8, but .*iter_0000008 is missing$"):
+        folder.latest()
+    (folder.path / "iter_0000008.replaced-1").mkdir()
+    with pytest.raises(DamagedError, match=r"is missing; .*/iter_0000008.replaced-1 may be it$"):
         folder.latest()
 
 

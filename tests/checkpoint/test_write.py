@@ -38,7 +38,7 @@ def save_forever(path: Path, pipe: Any) -> None:
     warnings.simplefilter("ignore")  # the library says that it runs on one rank
     folder = CheckpointFolder(path, "--save")
     folder.lock()
-    folder.remove_leftovers()
+    folder.recover()
     pipe.send("begun")
     iteration = folder.latest() or 0
     tensors = {key: torch.zeros(shape) for key, shape in TENSORS.items()}
@@ -81,18 +81,18 @@ def test_thirty_kills_at_random_moments_of_load_and_save_lose_nothing_that_was_c
                 told.append(ours.recv())
         killed_in.append(len(told))
         if len(told) > 1:
-            assert told[1] == complete  # it began with what the tracker named when the last one was killed
+            # it began with what the tracker named when the last one was killed, or what it was about to name
+            assert told[1] in (complete, complete + 1)
             complete = told[-1]
         latest = CheckpointFolder(tmp_path, "--save").latest() or 0
-        assert latest in (complete, complete + 1)  # the last one may have been complete before it could say so
+        # the last one may have been complete before it could say so, and one that was about to be named is now
+        assert complete <= latest <= complete + 2
         complete = latest
     assert complete >= KILLS // 3
     assert killed_in.count(1) > 3  # while loading
     assert sum(count > 1 for count in killed_in) > 10  # while saving
-    left = [path.name for path in tmp_path.iterdir() if path.is_dir() and ".replaced-" not in path.name]
+    left = [path.name for path in tmp_path.iterdir() if path.is_dir()]
     assert len(left) <= 4  # two that are kept, one that was about to be deleted, one that was being written
-    # one is replaced when its job was killed after it had its name and before the tracker had it: seldom
-    assert len(list(tmp_path.glob("*.replaced-*"))) <= KILLS // 3
 
 
 @pytest.fixture
