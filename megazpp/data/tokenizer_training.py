@@ -34,25 +34,30 @@ class TrainTokenizerConfig:
         1, "SentencePiece's threads, which help with unigram; its pieces depend on their number a little"
     )
     on_error: Literal["stop", "skip"] = flag("stop", "what to do at a line that is no document; skip names it")
+    minloglevel: Literal[0, 1, 2] = flag(
+        1, "SentencePiece's: 0 shows its whole log, which says how far it is, 1 warnings, 2 errors"
+    )
     overwrite: bool = flag(False, "replace a tokenizer of that name")
 
 
 def train_tokenizer(config: TrainTokenizerConfig, announce: Callable[[str], None]) -> Path:
-    """Train a tokenizer; the path of its model. SentencePiece writes to stderr how far it is.
+    """Train a tokenizer; the path of its model.
 
     Raises:
         ValueError: a flag or an input is not usable, or the text does not support so many pieces. Nothing is written
             then.
     """
     paths, output = _check(config)
+    started = time.monotonic()
     model = train_sentencepiece(
         _texts(paths, config, announce),
         config.vocab_size,
         model_type=config.model_type,
         num_threads=config.workers,
-        show_log=True,
+        min_log_level=config.minloglevel,
     )
     write_whole(output, model)
+    announce(f"a tokenizer of {config.vocab_size} pieces in {time.monotonic() - started:.1f} s")
     return output
 
 
@@ -62,13 +67,15 @@ def train_sentencepiece(
     *,
     model_type: Literal["bpe", "unigram"] = "bpe",
     num_threads: int = 1,
-    show_log: bool = False,
+    min_log_level: int = 2,
 ) -> bytes:
     """A SentencePiece model that gives any text back exactly (but for U+2581, its own sign for a space).
 
     No normalization, bytes for characters it has no piece for, and `<eod>` (id 1) for the end of a document.
     With one thread equal text gives an equal model, so nodes agree.
 
+    Args:
+        min_log_level: of SentencePiece's log on stderr: 0 all of it, 1 warnings, 2 errors.
     Raises:
         ValueError: the text does not support `vocab_size` pieces.
     """
@@ -90,7 +97,7 @@ def train_sentencepiece(
             bos_id=-1,
             pad_id=-1,
             num_threads=num_threads,
-            minloglevel=0 if show_log else 2,
+            minloglevel=min_log_level,
         )
     except RuntimeError as error:
         raise ValueError(f"--vocab-size {vocab_size} does not suit this text: {error}") from error
@@ -142,7 +149,9 @@ def _texts(paths: Sequence[Path], config: TrainTokenizerConfig, announce: Callab
                 announce(f"read {read:,} characters, {read / (said - started) / 1e6:.1f} million a second: {path}")
     if read == 0:
         raise ValueError(f"--input {' '.join(config.input)} holds no text")
-    announce(f"read {read:,} characters in {time.monotonic() - started:.1f} s; training {config.vocab_size} pieces")
+    announce(
+        f"read {read:,} characters in {time.monotonic() - started:.1f} s; training {config.vocab_size} pieces takes a while"
+    )
 
 
 def _training_lines(documents: Iterable[str]) -> Iterator[str]:
