@@ -1,11 +1,12 @@
 """`--dry-run`: the program itself as one rank of a cluster that is not there, against its plan.
 
-What runs is what trains: the mesh and its groups, the model, FSDP2 with our comms plugged in, and one optimizer step of
-all its micro-batches. Only two things are pretended. The process groups are torch's back end "fake", of any size in one
-process, which sends nothing; our axes count what they hand it as ever. And tensors have shapes and no memory
-(FakeTensorMode on top of the meta device, because FSDP2 refuses parameters that are on it), so a step of any model fits
-anywhere, and the values that the host asks for are 1. The process is a CPU's, whatever the plan is for: which bytes are
-sent does not depend on that. Not run: data loading, checkpoints, and attention within documents.
+What runs is what trains: the mesh and its groups, the model, FSDP2 with our comms plugged in, and one optimizer step. Of
+many micro-batches a first, a middle and a last one are run: the others are like the middle one, and are counted as it.
+Only two things are pretended. The process groups are torch's back end "fake", of any size in one process, which sends
+nothing; our axes count what they hand it as ever. And tensors have shapes and no memory (FakeTensorMode on top of the
+meta device, because FSDP2 refuses parameters that are on it), so a step of any model fits anywhere, and the values that
+the host asks for are 1. The process is a CPU's, whatever the plan is for: which bytes are sent does not depend on that.
+Not run: data loading, checkpoints, comparing kept weights, and attention within documents.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megazpp.planner.estimate import Estimator
 from megazpp.planner.live import PeakBytes
 from megazpp.planner.memory import MemoryPlan
 from megazpp.planner.report import MEGA, describe_plan, needed_vocab_size, with_data
-from megazpp.planner.speed import measure, traffic_between
+from megazpp.planner.speed import SIMULATED_MICRO_BATCHES, extended, measure, traffic_between
 from megazpp.planner.step import TrafficTable
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cost import shares_for
@@ -44,6 +45,7 @@ from megazpp.training.step import TrainStep
 from megazpp.zero.sharding import materialize
 
 CPU = torch.device("cpu")
+LOSS_BYTES = 4  # of each micro-batch, until the step ends
 
 
 class DryRun(NamedTuple):
@@ -80,11 +82,17 @@ class DryRun(NamedTuple):
             numbers = (planned.calls, counted.calls, planned.sent_bytes, counted.sent_bytes)
             rows.append((*key, *map(str, numbers), "" if planned == counted else "DIFFERS"))
         sent = sum(traffic.sent_bytes for traffic in self.counted.values())
+        rest = self.micro_batches - SIMULATED_MICRO_BATCHES
+        note = (
+            f" ({SIMULATED_MICRO_BATCHES} micro-batches run, the middle one counts {rest + 1} times)"
+            if rest > 0
+            else ""
+        )
         return "\n".join(
             [
                 *describe_plan(self.plan, self.micro_batches),
                 "",
-                f"rank {self.rank} of {self.plan.layout.cluster.world_size}, one optimizer step:",
+                f"rank {self.rank} of {self.plan.layout.cluster.world_size}, one optimizer step{note}:",
                 *aligned(rows),
                 f"{sent / MEGA:.3f} MB: " + ("as planned" if self.agrees else "NOT AS PLANNED"),
                 f"tensors live at the fullest moment: {self.live_bytes / MEGA:.3f} MB, planned "
@@ -134,7 +142,11 @@ def _run_step(
 
     After a short one, which makes what later steps find: moments, error feedback, the order of use.
     """
-    eager = dataclasses.replace(config, model=dataclasses.replace(config.model, compile=False))
+    eager = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, compile=False),
+        zero=dataclasses.replace(config.zero, zero_check_secondary=False),  # there are no values to compare
+    )
     built = shard_on_meta(eager.model_spec(vocab_size), dims, CPU)
     seq_length = config.data.seq_length
     assert seq_length is not None
@@ -150,11 +162,14 @@ def _run_step(
         samples = torch.zeros(plan.batches.micro_batch_size, seq_length + 1, dtype=torch.int64)
         batch = make_micro_batch(samples, eod=None)
         step([batch], learning_rate=1.0, weight_decay=0.0)
-        before = dims.counter.table()
-        gc.collect()  # building a model leaves cycles
-        live.mark()
-        step([batch] * micro_batches, learning_rate=1.0, weight_decay=0.0)
-    return traffic_between(before, dims.counter.table()), live.peak
+        rest, sent = max(micro_batches - SIMULATED_MICRO_BATCHES, 0), []
+        for count in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES) if rest else (micro_batches,):
+            before = dims.counter.table()
+            gc.collect()  # building a model leaves cycles
+            live.mark()
+            step([batch] * count, learning_rate=1.0, weight_decay=0.0)
+            sent.append(traffic_between(before, dims.counter.table()))
+    return extended(sent[0], sent[-1], rest), live.peak + rest * LOSS_BYTES
 
 
 class _Answers(TorchDispatchMode):

@@ -32,12 +32,9 @@ def measure(step: PaperStep, micro_batches: int) -> Measured:
     if micro_batches <= SIMULATED_MICRO_BATCHES:
         return _measure(step, micro_batches)
     fewer, more = (_measure(step, k) for k in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES))
-    times, none = micro_batches - SIMULATED_MICRO_BATCHES, Traffic(0, 0)
+    times = micro_batches - SIMULATED_MICRO_BATCHES
     return Measured(
-        {
-            key: Traffic(*(b + times * (b - a) for a, b in zip(fewer.traffic.get(key, none), counted, strict=True)))
-            for key, counted in more.traffic.items()
-        },
+        extended(fewer.traffic, more.traffic, times),
         more.seconds + times * (more.seconds - fewer.seconds),
         {key: seconds + times * (seconds - fewer.busy.get(key, 0.0)) for key, seconds in more.busy.items()},
     )
@@ -60,3 +57,11 @@ def traffic_between(before: TrafficTable, after: TrafficTable) -> TrafficTable:
     """What was counted since `before`."""
     none = Traffic(0, 0)
     return {key: Traffic(*(b - a for a, b in zip(before.get(key, none), after[key], strict=True))) for key in after}
+
+
+def extended(fewer: TrafficTable, more: TrafficTable, times: int) -> TrafficTable:
+    """`more`, and what it has above `fewer` so many times again."""
+    return {
+        key: Traffic(*(counted + times * above for counted, above in zip(more[key], traffic, strict=True)))
+        for key, traffic in traffic_between(fewer, more).items()
+    }

@@ -53,6 +53,25 @@ def test_first_middle_and_last_ranks_send_what_is_planned(run: RunConfig, cluste
     assert not dist.is_initialized()
 
 
+MANY = {
+    "zeropp": ["--zeropp", "--bf16", "--zero-check-secondary"],
+    "stage 1": ["--zero-stage", "1"],
+    "stage 2": ["--zero-stage", "2"],
+}
+
+
+@pytest.mark.parametrize("flags", MANY.values(), ids=MANY)
+def test_three_micro_batches_say_of_many_what_all_of_them_do(flags: list[str], monkeypatch: pytest.MonkeyPatch):
+    run = config(*GPT, *flags, samples=20)
+    few = dry_run(run, SQUARE, rank=1)
+    monkeypatch.setattr(module, "SIMULATED_MICRO_BATCHES", 5)
+    everything = dry_run(run, SQUARE, rank=1)
+    assert few == everything
+    assert few.agrees
+    monkeypatch.undo()
+    assert "one optimizer step (3 micro-batches run, the middle one counts 3 times):" in few.describe()
+
+
 def test_no_memory_is_taken():
     """A model of 0.5 TB in fp32: 12 x 2 x 73728^2 parameters."""
     shape = ["--hidden-size", "73728", "--num-attention-heads", "192", "--ffn-hidden-size", "294912"]
