@@ -149,9 +149,8 @@ def _texts(paths: Sequence[Path], config: TrainTokenizerConfig, announce: Callab
                 announce(f"read {read:,} characters, {read / (said - started) / 1e6:.1f} million a second: {path}")
     if read == 0:
         raise ValueError(f"--input {' '.join(config.input)} holds no text")
-    announce(
-        f"read {read:,} characters in {time.monotonic() - started:.1f} s; training {config.vocab_size} pieces takes a while"
-    )
+    seconds = time.monotonic() - started
+    announce(f"read {read:,} characters in {seconds:.1f} s; training {config.vocab_size} pieces takes a while")
 
 
 def _training_lines(documents: Iterable[str]) -> Iterator[str]:
