@@ -1,7 +1,7 @@
 """`--dry-run`: the program itself as one rank of a cluster that is not there, against its plan.
 
-What runs is what trains: the mesh and its groups, the model, FSDP2 with our comms plugged in, and one optimizer step. Of
-many micro-batches a first, a middle and a last one are run: the others are like the middle one, and are counted as it.
+What runs is what trains: the mesh and its groups, the model, FSDP2 with our comms plugged in, and one optimizer step.
+Of many micro-batches a first, a middle and a last one are run: the others are like the middle one and count as it does.
 Only two things are pretended. The process groups are torch's back end "fake", of any size in one process, which sends
 nothing; our axes count what they hand it as ever. And tensors have shapes and no memory (FakeTensorMode on top of the
 meta device, because FSDP2 refuses parameters that are on it), so a step of any model fits anywhere, and the values that
@@ -83,16 +83,12 @@ class DryRun(NamedTuple):
             rows.append((*key, *map(str, numbers), "" if planned == counted else "DIFFERS"))
         sent = sum(traffic.sent_bytes for traffic in self.counted.values())
         rest = self.micro_batches - SIMULATED_MICRO_BATCHES
-        note = (
-            f" ({SIMULATED_MICRO_BATCHES} micro-batches run, the middle one counts {rest + 1} times)"
-            if rest > 0
-            else ""
-        )
+        note = f" ({SIMULATED_MICRO_BATCHES} micro-batches run, the middle one counts {rest + 1} times)"
         return "\n".join(
             [
                 *describe_plan(self.plan, self.micro_batches),
                 "",
-                f"rank {self.rank} of {self.plan.layout.cluster.world_size}, one optimizer step{note}:",
+                f"rank {self.rank} of {self.plan.layout.cluster.world_size}, one optimizer step{note * (rest > 0)}:",
                 *aligned(rows),
                 f"{sent / MEGA:.3f} MB: " + ("as planned" if self.agrees else "NOT AS PLANNED"),
                 f"tensors live at the fullest moment: {self.live_bytes / MEGA:.3f} MB, planned "
