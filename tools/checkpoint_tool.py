@@ -64,7 +64,8 @@ def run_on_checkpoint(
     Args:
         extra: config class of the tool's own flags.
         check: raises ValueError where the flags ask for what cannot be.
-        spread: whether more ranks than tensor parallelism needs are of use, where --nproc does not say.
+        spread: whether more GPUs than tensor parallelism needs are of use, where --nproc does not say. On a CPU one
+            process per tensor-parallel rank has all cores.
     """
 
     def prepare() -> Job | int:
@@ -91,7 +92,7 @@ def run_on_checkpoint(
 
 def _find_place(config: RunConfig, *, spread: bool) -> Place:
     place = find_place(config.launch)
-    if place.started or spread or config.launch.nproc is not None:
+    if place.started or config.launch.nproc is not None or (spread and device_type() == "cuda"):
         return place
     nproc = config.parallel.tensor_model_parallel_size
     return find_place(dataclasses.replace(config.launch, nproc=nproc))

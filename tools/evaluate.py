@@ -4,7 +4,8 @@ python tools/evaluate.py --load checkpoints/                             the val
 python tools/evaluate.py --load checkpoints/ --input my_text_document    every token of a .bin/.idx pair
 python tools/evaluate.py --load checkpoints/ --input my_text.jsonl       or of a text
 
-Model, tokenizer, precision, sequence length and data are the checkpoint's, unless flags say otherwise.
+Model, tokenizer, precision, sequence length and data are the checkpoint's, unless flags say otherwise. All GPUs share
+the work; on a CPU one process does it (--nproc).
 """
 
 from __future__ import annotations

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import checkpoint_tool
 import evaluate
 import pytest
-from helpers.program import run_program
+from helpers.program import run_forked
 from helpers.trained import Trained
+
+from megazpp.run import Job
 
 
 def test_the_numbers_are_those_that_the_training_ended_with(trained: Trained):
     same = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--nproc", "2"]
-    code, output = run_program("tools/evaluate.py", "--load", str(trained.load), *same, folder=trained.home)
+    code, output = run_forked("tools/evaluate.py", "--load", str(trained.load), *same, folder=trained.home)
     assert code == 0, output
     lines = [line for line in trained.output.splitlines() if line.startswith(" validation loss at iteration 12")]
     assert len(lines) == 2
@@ -20,6 +23,17 @@ def test_the_numbers_are_those_that_the_training_ended_with(trained: Trained):
     for line in lines:
         assert output.count(line) == 1, f"{line!r} in\n{output}"
     assert output.count(" bits per byte: ") == 2
+
+
+def test_a_cpu_has_one_process_per_tensor_parallel_rank_unless_nproc_says_more(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+):
+    jobs: list[Job] = []
+    monkeypatch.setattr(checkpoint_tool, "run_on_ranks", lambda prepare: jobs.append(prepare()))
+    monkeypatch.setattr(checkpoint_tool, "device_type", lambda: "cpu")
+    for flags in ([], ["--tensor-model-parallel-size", "2"], ["--nproc", "3"]):
+        evaluate.main(["--load", str(trained.load), *flags])
+    assert [job.place.world_size for job in jobs] == [1, 2, 3]
 
 
 def refused(capfd: pytest.CaptureFixture[str], *argv: object) -> str:
