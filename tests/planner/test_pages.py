@@ -1,0 +1,41 @@
+"""What pages quote of the planner is what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megazpp.arguments import parse_run_config
+from megazpp.planner.estimate import Estimator, schemes
+from megazpp.planner.report import needed_vocab_size, with_data
+from megazpp.topology.cluster import read_cluster
+from megazpp.topology.cost import shares_for
+
+ROOT = Path(__file__).resolve().parents[2]
+QUOTED = re.compile(
+    r"`python pretrain_gpt.py (?P<flags>@\S+ --zeropp) --plan --cluster-file (?P<folder>\S+/)(?P<fast>\w+\.yaml)`, "
+    r"`--zeropp` is (?P<fast_hsdp>[\d.]+) times as fast as HSDP and (?P<fast_zero3>[\d.]+) times as fast as ZeRO-3;"
+    r".*?\(`(?P<slow>\w+\.yaml)`\) the plan says (?P<slow_hsdp>[\d.]+) and (?P<slow_zero3>[\d.]+)\. "
+)
+
+
+def test_the_page_of_zero_quotes_how_much_faster_the_planner_finds_zeropp():
+    page = " ".join((ROOT / "megazpp/zero/README.md").read_text(encoding="utf-8").split())
+    quoted = QUOTED.search(page)
+    assert quoted is not None
+    for network in ("fast", "slow"):
+        path = ROOT / quoted["folder"] / quoted[network]
+        flags = [*quoted["flags"].split(), "--cluster-file", str(path)]
+        config, cluster = with_data(parse_run_config(flags, ROOT).config), read_cluster(path)
+        estimator = Estimator(
+            cluster,
+            vocab_size=needed_vocab_size(config, "--plan"),
+            device_type="cpu",
+            shares=shares_for(cluster.device),
+        )
+        named = schemes(config)
+        speeds = {name: estimator.estimate(named[name]).tokens_per_second for name in ("ZeRO-3", "HSDP", "--zeropp")}
+        for name, rival in (("hsdp", "HSDP"), ("zero3", "ZeRO-3")):
+            text = quoted[f"{network}_{name}"]
+            digits = len(text.partition(".")[2])
+            assert f"{speeds['--zeropp'] / speeds[rival]:.{digits}f}" == text, (network, rival)
