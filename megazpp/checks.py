@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from megazpp.arguments import RunConfig
 from megazpp.checkpoint.config import check_checkpoint
 from megazpp.data.dataset import DataConfig, check_data
+from megazpp.flag_checks import check_positive
 from megazpp.model.config import GPTConfig, check_gpt_config
 from megazpp.optim.loss_scale import check_loss_scale
 from megazpp.optim.optimizer import check_optimizer
@@ -85,7 +86,7 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
         ValueError: names the flags and their values.
     """
     _check_required(config)
-    _check_positive("--vocab-size", config.tokenizer.vocab_size)
+    check_positive(config.tokenizer, "vocab_size")
     check_anomalies(config.anomalies, saves=config.checkpoint.save is not None)
     check_checkpoint(config.checkpoint)
     check_data(config.data)
@@ -135,11 +136,6 @@ def _check_required(config: RunConfig) -> None:
 def _has_data(data: DataConfig) -> bool:
     paths = (data.data_path, data.text_path, data.train_data_path, data.valid_data_path, data.test_data_path)
     return data.mock_data or any(paths)
-
-
-def _check_positive(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ValueError(f"{name} {value} is not positive")
 
 
 def _check_parallel(config: RunConfig, cluster: Cluster) -> Layout:

@@ -22,6 +22,7 @@ from checkpoint_tool import Loaded, run_on_checkpoint
 from entry import leave_with
 
 from megazpp.arguments import RunConfig
+from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
 from megazpp.inference.text import continue_texts
 
@@ -43,8 +44,7 @@ def main(argv: list[str]) -> int:
 
 def check(config: RunConfig, extra: GenerateConfig) -> None:
     """Refuse what cannot be before anything is loaded."""
-    if extra.prompts_at_once < 1:
-        raise ValueError(f"--prompts-at-once {extra.prompts_at_once} is not positive")
+    check_positive(extra, "prompts_at_once")
     if extra.prompt_file is None:
         return
     if config.sample.sample_prompt:

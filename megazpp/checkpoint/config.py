@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megazpp.flag_checks import check_not_negative, check_positive, spelling
 from megazpp.flags import flag
 
 
@@ -48,20 +49,14 @@ def check_checkpoint(config: CheckpointConfig) -> None:
     Raises:
         ValueError: names the flags and their values.
     """
-    for name, least in (("save_interval", 1), ("keep_last", 1), ("save_retain_interval", 1), ("ckpt_step", 0)):
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise ValueError(f"{_spell(name)} {value} is not {'positive' if least else 'an iteration'}")
+    check_positive(config, "save_interval", "keep_last", "save_retain_interval")
+    check_not_negative(config, "ckpt_step")
     for name in ("save_interval", "keep_last", "save_retain_interval", "async_save"):
         if getattr(config, name) and config.save is None:
-            raise ValueError(f"{_spell(name)} needs --save")
+            raise ValueError(f"{spelling(config, name)} needs --save")
     for name in ("ckpt_step", "load_fallback", "finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"):
         value = getattr(config, name)
         if value is not None and value is not False and config.load is None:
-            raise ValueError(f"{_spell(name)} needs --load")
+            raise ValueError(f"{spelling(config, name)} needs --load")
     if config.override_opt_param_scheduler and config.use_checkpoint_opt_param_scheduler:
         raise ValueError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")
-
-
-def _spell(name: str) -> str:
-    return "--" + name.replace("_", "-")

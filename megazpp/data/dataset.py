@@ -23,6 +23,7 @@ from megazpp.data.cache import check_cache_dir, default_cache_dir
 from megazpp.data.sources import Sampling, SourceBlend, build_split, indexed_source, mock_source, open_sources
 from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
+from megazpp.flag_checks import check_not_negative
 from megazpp.flags import flag
 
 T = TypeVar("T")
@@ -109,8 +110,7 @@ def check_data(config: DataConfig) -> None:
             f"--dataloader-type {config.dataloader_type} is not supported: single already repeats and reshuffles the"
             " data for as long as training lasts"
         )
-    if config.num_workers < 0:
-        raise ValueError(f"--num-workers {config.num_workers} is negative")
+    check_not_negative(config, "num_workers")
     parse_split(config.split)
     parse_blend(config.data_path, flag_name="--data-path")
     for use, values in _paths_per_split(config)._asdict().items():
@@ -154,7 +154,7 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, announce: Call
         return cached_sentencepiece(paths, size, cache_dir=cache_dir(data), announce=announce)
     if data.mock_data:
         return ByteTokenizer(256 if config.vocab_size is None else config.vocab_size)
-    raise ValueError("--tokenizer-model is missing: the ids in --data-path mean nothing without their tokenizer")
+    raise ValueError(_NO_TOKENIZER)
 
 
 def build_datasets(

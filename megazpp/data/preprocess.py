@@ -24,6 +24,7 @@ from megazpp.data.indexed_dataset import optimal_dtype
 from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder, check_output
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.data.workers import map_in_processes
+from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
 
 
@@ -163,9 +164,7 @@ def _check(config: PreprocessConfig, tokenizer: Tokenizer | None) -> tuple[list[
         raise ValueError("--append-eod: the tokenizer has no end-of-document token")
     if len(set(config.json_keys)) != len(config.json_keys):
         raise ValueError(f"--json-keys {' '.join(config.json_keys)} names one twice")
-    for name, value in (("--workers", config.workers), ("--log-interval", config.log_interval)):
-        if value < 1:
-            raise ValueError(f"{name} {value} is not positive")
+    check_positive(config, "workers", "log_interval")
     prefixes = [Path(f"{config.output_prefix}_{key}_document").expanduser() for key in config.json_keys]
     for prefix in prefixes:
         check_output(prefix, overwrite=config.overwrite)

@@ -13,6 +13,7 @@ import sentencepiece
 
 from megazpp.data.documents import check_readable, read_texts, stop_or_skip
 from megazpp.data.files import check_writable, write_whole
+from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
 
 MAX_CHARACTERS = 100_000_000  # more text does not make a better vocabulary, only a slower one
@@ -119,13 +120,7 @@ def _check(config: TrainTokenizerConfig) -> tuple[list[Path], Path]:
         raise ValueError("--input is missing: the files to train on")
     if config.output_prefix is None:
         raise ValueError("--output-prefix is missing: where the tokenizer goes")
-    for name, value in (
-        ("--vocab-size", config.vocab_size),
-        ("--max-characters", config.max_characters),
-        ("--workers", config.workers),
-    ):
-        if value < 1:
-            raise ValueError(f"{name} {value} is not positive")
+    check_positive(config, "vocab_size", "max_characters", "workers")
     output = Path(config.output_prefix + ".model").expanduser()
     check_writable(output, overwrite=config.overwrite)
     paths = [Path(value).expanduser() for value in config.input]

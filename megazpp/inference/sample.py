@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megazpp.flag_checks import check_not_negative
 from megazpp.flags import flag
 
 
@@ -29,9 +30,7 @@ class SampleConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("sample_tokens", "sample_temperature", "sample_top_k"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is negative")
+        check_not_negative(self, "sample_tokens", "sample_temperature", "sample_top_k")
         if not 0.0 < self.sample_top_p <= 1.0:
             raise ValueError(f"--sample-top-p {self.sample_top_p} is not in (0, 1]")
         if "" in self.sample_stop:

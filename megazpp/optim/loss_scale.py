@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
 
 
@@ -57,10 +58,7 @@ def check_loss_scale(config: LossScaleConfig) -> None:
     Raises:
         ValueError: names the flag and its value.
     """
-    for name in ("loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-        value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
+    check_positive(config, "loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     if config.min_loss_scale > config.initial_loss_scale:
         raise ValueError(
             f"--min-loss-scale {config.min_loss_scale} is above --initial-loss-scale {config.initial_loss_scale}"

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from megazpp.flag_checks import check_not_negative, spelling
 from megazpp.flags import flag
 from megazpp.optim.apex import ApexAdam, check_apex
 
@@ -99,11 +100,8 @@ def check_optimizer(config: OptimizerConfig, device_type: str) -> None:
     for name in ("adam_beta1", "adam_beta2"):
         value = getattr(config, name)
         if not 0.0 <= value < 1.0:
-            raise ValueError(f"--{name.replace('_', '-')} {value} is not in [0, 1)")
-    for name in ("weight_decay", "adam_eps", "sgd_momentum", "clip_grad"):
-        value = getattr(config, name)
-        if not value >= 0.0:
-            raise ValueError(f"--{name.replace('_', '-')} {value} is negative")
+            raise ValueError(f"{spelling(config, name)} {value} is not in [0, 1)")
+    check_not_negative(config, "weight_decay", "adam_eps", "sgd_momentum", "clip_grad")
     if config.optimizer_backend == "apex":
         if config.optimizer != "adam":
             raise ValueError(f"--optimizer-backend apex runs --optimizer adam only, not --optimizer {config.optimizer}")

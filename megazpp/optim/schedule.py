@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megazpp.flag_checks import check_not_negative, spelling
 from megazpp.flags import flag
 
 
@@ -194,20 +195,19 @@ def _check_one_unit(config: ScheduleConfig, train_iters: int | None, train_sampl
     for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
         value = getattr(config, name)
         if value:
-            raise ValueError(f"{_spell(name)} {value} cannot be mixed with {given}")
+            raise ValueError(f"{spelling(config, name)} {value} cannot be mixed with {given}")
     for name in ("lr_warmup_iters", "lr_warmup_samples"):
         value = getattr(config, name)
         if value and config.lr_warmup_fraction is not None:
             raise ValueError(
-                f"--lr-warmup-fraction {config.lr_warmup_fraction} and {_spell(name)} {value}: give only one"
+                f"--lr-warmup-fraction {config.lr_warmup_fraction} and {spelling(config, name)} {value}: give only one"
             )
 
 
 def _check_rates(config: ScheduleConfig) -> None:
     if config.lr is None:
         raise ValueError("--lr is required")
-    if not config.min_lr >= 0.0:
-        raise ValueError(f"--min-lr {config.min_lr} is negative")
+    check_not_negative(config, "min_lr")
     if not config.lr >= config.min_lr:
         raise ValueError(f"--min-lr {config.min_lr} is above --lr {config.lr}")
     if not 0.0 <= config.lr_warmup_init <= config.lr:
@@ -225,8 +225,8 @@ def _check_lengths(config: ScheduleConfig, span: _Span) -> None:
         warmup = f"--lr-warmup-fraction {config.lr_warmup_fraction}"
     if span.warmup < 0:
         raise ValueError(f"{warmup} is negative")
-    decay_name = f"lr_decay_{unit}"
-    decay = f"{_spell(decay_name if getattr(config, decay_name) is not None else f'train_{unit}')} {span.decay}"
+    given = getattr(config, f"lr_decay_{unit}") is not None
+    decay = f"--{'lr-decay' if given else 'train'}-{unit} {span.decay}"
     if not span.warmup < span.decay:
         raise ValueError(f"{warmup}: the warm-up must be shorter than the decay, {decay}")
     if config.lr_decay_style != "WSD":
@@ -243,7 +243,7 @@ def _check_weight_decay(config: ScheduleConfig) -> None:
         for name in ("start_weight_decay", "end_weight_decay"):
             value = getattr(config, name)
             if value is not None:
-                raise ValueError(f"{_spell(name)} {value} needs --weight-decay-incr-style linear or cosine")
+                raise ValueError(f"{spelling(config, name)} {value} needs --weight-decay-incr-style linear or cosine")
     elif start is None or end is None:
         raise ValueError(
             f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
@@ -251,7 +251,3 @@ def _check_weight_decay(config: ScheduleConfig) -> None:
         )
     elif not 0.0 <= start <= end:
         raise ValueError(f"--start-weight-decay {start} and --end-weight-decay {end}: 0 <= start <= end is needed")
-
-
-def _spell(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from megazpp.flag_checks import check_not_negative, check_positive
 from megazpp.flags import flag
 
 DEFAULT_CPU_WORKERS = 4
@@ -56,12 +57,8 @@ def check_launch(config: LaunchConfig) -> None:
     Raises:
         ValueError: names the flag and its value.
     """
-    for name in ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init"):
-        value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
-    if config.max_restarts < 0:
-        raise ValueError(f"--max-restarts {config.max_restarts} is negative")
+    check_positive(config, "distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
+    check_not_negative(config, "max_restarts")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
 from megazpp.training.not_finite import NotFinite
 
@@ -55,8 +56,7 @@ def check_anomalies(config: AnomalyConfig, *, saves: bool) -> None:
         ValueError: names the flags and their values.
     """
     sigma = config.loss_spike_sigma
-    if sigma is not None and not sigma > 0:
-        raise ValueError(f"--loss-spike-sigma {sigma} is not positive")
+    check_positive(config, "loss_spike_sigma")
     if config.loss_spike_action == "rewind":
         if sigma is None:
             raise ValueError("--loss-spike-action rewind needs --loss-spike-sigma")

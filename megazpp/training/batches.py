@@ -11,6 +11,7 @@ import bisect
 from dataclasses import dataclass
 from functools import cached_property
 
+from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
 
 
@@ -113,7 +114,7 @@ def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
     """
     if config.micro_batch_size is None:
         raise ValueError("--micro-batch-size is required")
-    _check_positive(config)
+    check_positive(config, "micro_batch_size", "global_batch_size", "train_iters", "train_samples")
     _check_length(config)
     rank_samples = config.micro_batch_size * data_parallel_size
     global_batch_size = rank_samples if config.global_batch_size is None else config.global_batch_size
@@ -136,13 +137,6 @@ def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
         train_iters=config.train_iters,
         train_samples=config.train_samples,
     )
-
-
-def _check_positive(config: BatchConfig) -> None:
-    for name in ("micro_batch_size", "global_batch_size", "train_iters", "train_samples"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
 
 
 def _check_length(config: BatchConfig) -> None:

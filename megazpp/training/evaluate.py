@@ -9,6 +9,7 @@ import torch
 
 from megazpp.data.batch import MicroBatch
 from megazpp.data.loader import BatchLoader
+from megazpp.flag_checks import check_not_negative, check_positive
 from megazpp.flags import flag
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
@@ -23,10 +24,8 @@ class EvalConfig:
     eval_interval: int = flag(1000, "training steps between evaluations")
 
     def __post_init__(self) -> None:
-        if self.eval_iters < 0:
-            raise ValueError(f"--eval-iters {self.eval_iters} is negative")
-        if self.eval_interval < 1:
-            raise ValueError(f"--eval-interval {self.eval_interval} is not positive")
+        check_not_negative(self, "eval_iters")
+        check_positive(self, "eval_interval")
 
 
 class Evaluator:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import STOP_SIGNALS
@@ -31,10 +32,7 @@ class StopConfig:
     skip_train: bool = flag(False, "only evaluate")
 
     def __post_init__(self) -> None:
-        for name in ("exit_interval", "exit_duration_in_mins"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
+        check_positive(self, "exit_interval", "exit_duration_in_mins")
 
 
 class StopConditions:

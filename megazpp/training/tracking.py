@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
 from megazpp.topology.layout import Layout
 from megazpp.training.log_lines import perplexity
@@ -54,10 +55,7 @@ def check_tracking(config: TrackingConfig) -> None:
     Raises:
         ValueError: names the flag and its value.
     """
-    for name in ("log_interval", "tensorboard_log_interval"):
-        value = getattr(config, name)
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} is not positive")
+    check_positive(config, "log_interval", "tensorboard_log_interval")
     if config.wandb_project and not is_installed("wandb"):
         raise ValueError(f"--wandb-project {config.wandb_project}: wandb is not installed (pip install wandb)")
     if config.tensorboard_dir is not None and not is_installed("tensorboard"):

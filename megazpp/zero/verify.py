@@ -17,6 +17,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.worker import JobError
@@ -38,8 +39,7 @@ class VerifyConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.zero_verify_interval is not None and self.zero_verify_interval < 1:
-            raise ValueError(f"--zero-verify-interval {self.zero_verify_interval} is not positive")
+        check_positive(self, "zero_verify_interval")
 
 
 class CorruptWeightsError(JobError):

@@ -14,7 +14,7 @@ from megazpp.checkpoint.config import CheckpointConfig, check_checkpoint
     [
         ({"save": "x", "save_interval": 0}, "--save-interval 0 is not positive"),
         ({"save": "x", "keep_last": 0}, "--keep-last 0 is not positive"),
-        ({"load": "x", "ckpt_step": -1}, "--ckpt-step -1 is not an iteration"),
+        ({"load": "x", "ckpt_step": -1}, "--ckpt-step -1 is negative"),
         ({"save_interval": 5}, "--save-interval needs --save"),
         ({"async_save": True}, "--async-save needs --save"),
         ({"save_retain_interval": 5, "load": "x"}, "--save-retain-interval needs --save"),
