@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from emulate_cluster import parse_rate
+
 BASELINE, PLAIN, LOCAL = "zero3", "fsdp2", "local"
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MEGA = 1e6
 NONE = "-"
 
@@ -63,7 +64,7 @@ def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int,
             text += ["", *_bytes_table(part, names, labels, parameters)]
         tokens = world // tp * shape["seq_length"] * shape["micro_batch_size"] * k
         for rate in _rates(part):
-            if _bits(rate) is None:  # with a slow link most of the time is waiting
+            if rate_bits(rate) is None:  # with a slow link most of the time is waiting
                 text += ["", *_cpu_table([s for s in part if s.rate == rate], names, labels, tokens)]
     return "\n".join([*text, ""])
 
@@ -78,9 +79,14 @@ def paired_ratio(samples: Iterable[Sample], over: str, under: str, field: str) -
     return statistics.median(ratios) if ratios else None
 
 
+def rate_bits(rate: str) -> float | None:
+    """Bits per second; None without a limit."""
+    return None if rate == LOCAL else parse_rate(rate)
+
+
 def plot(samples: Sequence[Sample], labels: Mapping[str, str], path: Path) -> str:
     """Draw speed against ZeRO-3 over the rates; returns a line that says what came of it."""
-    limited = [s for s in samples if _bits(s.rate) is not None]
+    limited = [s for s in samples if rate_bits(s.rate) is not None]
     if not limited:
         return "no plot: there are no samples with a rate"
     from matplotlib.figure import Figure  # optional
@@ -94,11 +100,11 @@ def plot(samples: Sequence[Sample], labels: Mapping[str, str], path: Path) -> st
             for rate in _rates(part):
                 speed = paired_ratio([s for s in part if s.rate == rate], BASELINE, name, "seconds")
                 if speed is not None:
-                    points.append((_bits(rate) or 0.0, speed))
+                    points.append((rate_bits(rate) or 0.0, speed))
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", label=label)
         axes.set(xscale="log", xlabel="uplink", title=_title(tp, k))
-        axes.set_xticks([_bits(rate) or 0.0 for rate in _rates(part)], labels=_rates(part))
+        axes.set_xticks([rate_bits(rate) or 0.0 for rate in _rates(part)], labels=_rates(part))
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.set_ylabel(f"tokens per second against {labels[BASELINE]}")
@@ -163,12 +169,7 @@ def _title(tp: int, micro_batches: int) -> str:
 
 def _rates(samples: Iterable[Sample]) -> list[str]:
     """Slowest first, no limit last."""
-    return sorted({s.rate for s in samples}, key=lambda rate: _bits(rate) or float("inf"))
-
-
-def _bits(rate: str) -> float | None:
-    """Bits per second; None without a limit."""
-    return float(rate[:-4]) * UNITS[rate[-4:]] if rate[-4:] in UNITS else None
+    return sorted({s.rate for s in samples}, key=lambda rate: rate_bits(rate) or float("inf"))
 
 
 def _spell(ratio: float | None, unit: str) -> str:

@@ -2,25 +2,26 @@
 
     python tools/compare_plan.py runs/cluster/samples.json
 
-Two figures are fitted, to ZeRO-3 at the slowest and at the fastest rate of k = 1: what a rank's share of the processor
-and of its memory reaches, and which part of its rate an uplink carries. What TCP and Python cost was measured without
-links. FSDP2 on gloo's own collectives is left out: the planner knows only rings. So are rates above 1 Gbit/s, which
-processors that also compute do not reach.
+Two figures are fitted, to ZeRO-3 at k = 1: what a rank's share of the processor and of its memory reaches, to the CPU
+time at the fastest rate, and which part of its rate an uplink carries, to the step at the slowest. CPU time, because
+ranks that wait for different messages compute in turn: of the seconds of a step nobody can tell what computing took.
+What TCP and Python cost was measured without links. FSDP2 on gloo's own collectives is left out: the planner knows only
+rings. So are rates above 1 Gbit/s, which processors that also compute do not reach.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmark_cluster_report import BASELINE, PLAIN, UNITS, Sample
+from benchmark_cluster_report import BASELINE, PLAIN, Sample, rate_bits
 from benchmark_cluster_variants import VARIANTS, Settings
 from entry import leave_with, one_line_errors
 
@@ -60,6 +61,18 @@ class Cell(NamedTuple):
     rate: str
     variant: str
 
+    @property
+    def bits(self) -> float:
+        """Of its rate."""
+        return rate_bits(self.rate) or math.inf
+
+
+class Measured(NamedTuple):
+    """Medians of a cell: of a step, and of the CPU time of all ranks in it."""
+
+    seconds: float
+    cpu_seconds: float
+
 
 @one_line_errors
 def main() -> None:
@@ -71,15 +84,13 @@ def main() -> None:
         raise ValueError("no samples at emulated rates")
     predict = functools.partial(seconds, shape=content["shape"])
     first = [cell for cell in measured if cell.variant == BASELINE and cell.micro_batches == 1]
-    slow, fast = min(first, key=lambda c: bits(c.rate)), max(first, key=lambda c: bits(c.rate))
-    compute, network = fit({cell: measured[cell] for cell in (slow, fast)}, predict)
-    print(f"fitted to {slow.variant} at {slow.rate} and {fast.rate}: compute {compute:.3f}, network {network:.3f}")
+    slow, fast = min(first, key=lambda cell: cell.bits), max(first, key=lambda cell: cell.bits)
+    compute, network = fit(slow, fast, measured, predict)
+    print(f"fitted to {fast.variant} at {fast.rate} and {slow.rate}: compute {compute:.3f}, network {network:.3f}")
     print("k  tp  rate     variant         measured  predicted  error")
     sizes = []
-    for cell, value in sorted(
-        measured.items(), key=lambda item: (item[0].tp, item[0].micro_batches, bits(item[0].rate))
-    ):
-        ours = predict(cell, compute, network)
+    for cell in sorted(measured, key=lambda cell: (cell.tp, cell.micro_batches, cell.bits)):
+        value, ours = measured[cell].seconds, predict(cell, compute, network)
         fitted = cell in (slow, fast)
         sizes += [] if fitted else [abs(ours / value - 1)]
         print(
@@ -89,43 +100,46 @@ def main() -> None:
     print(f"median error of {len(sizes)} cells that were not fitted: {statistics.median(sizes):.1%}")
 
 
-def bits(rate: str) -> float:
-    """Per second."""
-    return float(rate[:-4]) * UNITS[rate[-4:]]
-
-
-def medians(samples: list[Sample]) -> dict[Cell, float]:
-    """Median seconds of each cell at an emulated rate."""
-    times: dict[Cell, list[float]] = defaultdict(list)
+def medians(samples: list[Sample]) -> dict[Cell, Measured]:
+    """Of each cell at an emulated rate."""
+    found: dict[Cell, list[Sample]] = defaultdict(list)
     for s in samples:
-        if s.variant != PLAIN and s.rate[-4:] in UNITS and bits(s.rate) <= REACHED_BITS:
-            times[Cell(s.tp, s.micro_batches, s.rate, s.variant)].append(s.seconds)
-    return {cell: statistics.median(values) for cell, values in times.items()}
+        cell = Cell(s.tp, s.micro_batches, s.rate, s.variant)
+        if s.variant != PLAIN and cell.bits <= REACHED_BITS:
+            found[cell].append(s)
+    return {
+        cell: Measured(statistics.median(s.seconds for s in some), statistics.median(s.cpu_seconds for s in some))
+        for cell, some in found.items()
+    }
 
 
-def fit(measured: dict[Cell, float], predict: functools.partial[float]) -> tuple[float, float]:
-    """The shares (compute, network) with the least squared error of logarithms, on a grid that is refined twice."""
-    compute, network, width = 0.1, 0.8, 16.0
-    for _ in range(3):
-        factors = [width ** (i / 4) for i in range(-4, 5)]
-        compute, network = min(
-            itertools.product((compute * f for f in factors), (min(network * f, 1.0) for f in factors)),
-            key=lambda pair: sum(math.log(predict(cell, *pair) / value) ** 2 for cell, value in measured.items()),
-        )
-        width **= 0.35
-    return compute, network
+def fit(
+    slow: Cell, fast: Cell, measured: dict[Cell, Measured], predict: functools.partial[float]
+) -> tuple[float, float]:
+    """The shares (compute, network) with which the CPU time of `fast` and the step of `slow` come out as measured."""
+    cpu = measured[fast].cpu_seconds / PROCESSORS
+    compute = solve(lambda share: predict(fast, share, math.inf), cpu, 100.0)  # on wires that take no time
+    return compute, solve(lambda share: predict(slow, compute, share), measured[slow].seconds, 1.0)
+
+
+def solve(falling: Callable[[float], float], target: float, most: float) -> float:
+    """Where between nothing and `most` a falling function is nearest to `target`, to a thousandth."""
+    least = 1e-3 * most
+    while most / least > 1.001:
+        middle = math.sqrt(least * most)
+        least, most = (middle, most) if falling(middle) > target else (least, middle)
+    return most
 
 
 def seconds(cell: Cell, compute: float, network: float, *, shape: dict[str, int]) -> float:
     """What the planner says of a cell."""
     variant = VARIANTS[cell.variant]
     assert variant.zero is not None
-    rate = bits(cell.rate) / 8e9
     cluster = Cluster(
         num_nodes=shape["nodes"],
         ranks_per_node=shape["ranks_per_node"],
         device=DEVICE,
-        links=Links(domain=INSIDE, network=Link(rate, UPLINK_MICROSECONDS)),
+        links=Links(domain=INSIDE, network=Link(cell.bits / 8e9, UPLINK_MICROSECONDS)),
     )
     parallel = ParallelConfig(tensor_model_parallel_size=cell.tp, hsdp=variant.hsdp)
     layout = plan_dims(parallel, cluster, zero_stage=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 from benchmark_cluster_report import Sample
@@ -13,6 +14,7 @@ from compare_plan import (
     MESSAGE_SECONDS,
     PROCESSORS,
     Cell,
+    Measured,
     SharedProcessors,
     fit,
     medians,
@@ -36,22 +38,21 @@ SHAPE = {
 
 
 def sample(variant: str, rate: str, took: float) -> Sample:
-    return Sample(1, 1, rate, 0, variant, took, 0.0, 0.0, [], [])
+    return Sample(1, 1, rate, 0, variant, took, 2 * took, 0.0, [], [])
 
 
 def test_cells_are_medians_of_what_can_be_predicted():
     samples = [sample("zero3", "1gbit", took) for took in (3.0, 1.0, 2.0)]
     left_out = [sample("fsdp2", "1gbit", 9.0), sample("zero3", "10gbit", 9.0), sample("zero3", "local", 9.0)]
-    assert medians(samples + left_out) == {Cell(1, 1, "1gbit", "zero3"): 2.0}
+    assert medians(samples + left_out) == {Cell(1, 1, "1gbit", "zero3"): Measured(2.0, 4.0)}
 
 
-def test_the_fit_reproduces_the_cells_it_is_given_and_overlap_is_never_slower():
+def test_the_fit_finds_the_shares_that_made_the_samples_and_overlap_is_never_slower():
     predict = functools.partial(seconds, shape=SHAPE)
-    cells = [Cell(1, 1, rate, "zero3") for rate in ("1mbit", "1gbit")]
-    measured = {cell: predict(cell, 0.2, 0.6) for cell in cells}
-    compute, network = fit(measured, predict)
-    for cell, value in measured.items():
-        assert predict(cell, compute, network) == pytest.approx(value, rel=0.15)
+    slow, fast = (Cell(1, 1, rate, "zero3") for rate in ("1mbit", "1gbit"))
+    cpu_seconds = PROCESSORS * predict(fast, 0.2, math.inf)
+    measured = {slow: Measured(predict(slow, 0.2, 0.6), 0.0), fast: Measured(0.0, cpu_seconds)}
+    assert fit(slow, fast, measured, predict) == pytest.approx((0.2, 0.6), rel=0.01)
     for rate in ("1mbit", "100mbit", "1gbit"):
         plain, overlapped = (predict(Cell(1, 2, rate, v), 0.2, 0.6) for v in ("zeropp", "zeropp-overlap"))
         assert overlapped <= plain
