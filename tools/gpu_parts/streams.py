@@ -20,7 +20,6 @@ from gpu_parts.part import Report, Task, run_part
 from gpu_parts.ranks import ON_ONE_GPU, ON_THE_CPU, running, side_by_side, wait_for
 
 NODES, RANKS_PER_NODE = 2, 2
-DEGREES = (1, 2)
 BF16_ROUNDING = 2e-2  # of a loss: products rounded to 8 bits, and int4 gradients on the other side of a step
 REFERENCE_STEPS = 4
 LAST_STEP_SECONDS = 12.0  # of a job: a step that has begun, and the end
@@ -49,28 +48,21 @@ class Settings(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Steps, and flags that make the model."""
+    """Tensor-parallel degrees, steps, and flags that make the model."""
 
+    degrees: tuple[int, ...]
     steps: int
     shape: tuple[str, ...]
 
 
 SIZES = {
-    "gpu": Sizes(50, ("--num-layers", "4", "--hidden-size", "512", "--seq-length", "256")),
-    "rehearsal": Sizes(3, ("--num-layers", "2", "--hidden-size", "64", "--seq-length", "16")),
+    "gpu": Sizes((1, 2), 50, ("--num-layers", "4", "--hidden-size", "512", "--seq-length", "256")),
+    "rehearsal": Sizes((2,), 3, ("--num-layers", "2", "--hidden-size", "64", "--seq-length", "16")),
 }
 COMMON = (
-    *(
-        "--num-attention-heads",
-        "4",
-        "--max-position-embeddings",
-        "256",
-        "--bf16",
-        "--zeropp",
-        "--micro-batch-size",
-        "2",
-    ),
+    *("--num-attention-heads", "4", "--max-position-embeddings", "256"),
     *("--hidden-dropout", "0", "--attention-dropout", "0"),
+    *("--micro-batch-size", "2", "--bf16", "--zeropp"),
 )
 
 
@@ -83,11 +75,12 @@ def measure(task: Task, report: Report) -> None:
         env = ON_THE_CPU if task.rehearse else {**ON_ONE_GPU, **mps, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         end = time.monotonic() + task.seconds - report.elapsed()
         references = {}
-        for tp in DEGREES:
+        degrees = SIZES[task.sizes].degrees
+        for tp in degrees:
             settings = plan(task, "gloo", tp, end, disturbed=False)
             references[tp] = settings, stack.enter_context(running(words(settings), NODES * RANKS_PER_NODE, ON_THE_CPU))
-        for index, tp in enumerate(DEGREES):
-            last = time.monotonic() + (end - time.monotonic()) / (len(DEGREES) - index)
+        for index, tp in enumerate(degrees):
+            last = time.monotonic() + (end - time.monotonic()) / (len(degrees) - index)
             settings = plan(task, "gloo" if task.rehearse else "nccl", tp, last, disturbed=True)
             with running(words(settings), NODES * RANKS_PER_NODE, env) as ranks:
                 found = result_of(settings, wait_for(ranks, last), report)
