@@ -4,10 +4,10 @@
     python tools/gpu_check.py --out runs/gpu --parts loss --corpus text.txt --budget-minutes 20
     python tools/gpu_check.py --out runs/rehearsal                            without a GPU: everything at toy size
 
-Runs from a checkout, installed or not. Each part (gpu_parts/) is a process of its own with a time limit; what one of
-them breaks does not concern the others. They run in the order of the table below while there is time. After each,
-results.json and table.md are written; the parts' logs are in folders beside them. Ends with exit code 1 if a part that
-ran has failed, or has not ended in its time.
+Runs from a checkout, installed or with PYTHONPATH at its root. Each part (gpu_parts/) is a process of its own with a
+time limit; what one of them breaks does not concern the others. They run in the order of the table below while there is
+time. After each, results.json and table.md are written; the parts' logs are in folders beside them. Ends with exit code
+1 if a part that ran has failed, or has not ended in its time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PROGRAMS = ("yaml", "sentencepiece", "tqdm")  # what the flags and configs of a 
 PARTS = (
     Part("correct", "Kernels and the rest on the GPU against their references", 85, 30, ("pytest", "yaml")),
     Part("streams", "Overlap on side streams: the same bits", 110, 60, PROGRAMS),
-    Part("kernels", "Kernels beside a copy of the same bytes", 40, 25),
+    Part("kernels", "Kernels beside a copy of the same bytes", 50, 25),
     Part("training", "Training on one GPU beside plain PyTorch", 170, 45, PROGRAMS),
     Part("overhead", "What quantization costs a step", 45, 20, PROGRAMS),
     Part("sanitizer", "compute-sanitizer", 20, 20),
