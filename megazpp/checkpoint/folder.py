@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from megazpp.checkpoint.checksums import DamagedError, write_durably
-from megazpp.data.files import sync_directory
+from megazpp.data.files import first_free, sync_directory
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMPLETE, _PARTIAL = re.compile(r"iter_(\d{7,})"), re.compile(r"iter_\d{7,}\.partial")
@@ -179,9 +179,7 @@ class CheckpointFolder:
             shutil.rmtree(self.partial(iteration), ignore_errors=True)
 
     def _move_aside(self, iteration: int) -> Path:
-        number = 1
-        while (aside := self.path / f"iter_{iteration:07d}.replaced-{number}").exists():
-            number += 1
+        aside = first_free(lambda number: self.path / f"{self.of(iteration).name}.replaced-{number}")
         self.of(iteration).rename(aside)
         return aside
 

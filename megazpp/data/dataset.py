@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -91,11 +91,10 @@ def check_data(config: DataConfig) -> None:
     """
     if config.seq_length is None or config.seq_length < 1:
         raise ValueError(f"--seq-length {config.seq_length}: it must be a positive number of tokens")
-    per_split = any(_paths_per_split(config))
     given = {
         "--data-path": bool(config.data_path),
         "--text-path": bool(config.text_path),
-        "--train-data-path, --valid-data-path or --test-data-path": per_split,
+        "--train-data-path, --valid-data-path or --test-data-path": any(_paths_per_split(config)),
         "--mock-data": config.mock_data,
     }
     names = [name for name, is_given in given.items() if is_given]
@@ -177,12 +176,7 @@ def build_datasets(
         ValueError: flags contradict each other, a file is missing or damaged, or a split is too small.
     """
     check_data(config)
-    check_eod(
-        tokenizer.eod,
-        reset_position_ids=config.reset_position_ids,
-        reset_attention_mask=config.reset_attention_mask,
-        eod_mask_loss=config.eod_mask_loss,
-    )
+    check_eod(**batch_options(config, tokenizer))
     assert config.seq_length is not None
     sampling = Sampling(0, config.seq_length, seed, tokenizer.vocab_size, cache_dir(config))
 
@@ -195,6 +189,16 @@ def build_datasets(
 
     blends, bounds = _open_splits(config, tokenizer, announce)
     return Splits(*map(build, Splits._fields, blends, bounds, num_samples))
+
+
+def batch_options(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the flags and the tokenizer say about making micro-batches: keywords of `make_micro_batch`."""
+    return {
+        "eod": tokenizer.eod,
+        "reset_position_ids": config.reset_position_ids,
+        "reset_attention_mask": config.reset_attention_mask,
+        "eod_mask_loss": config.eod_mask_loss,
+    }
 
 
 def parse_split(split: str) -> Splits[tuple[float, float]]:

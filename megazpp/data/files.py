@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +20,11 @@ def check_writable(path: Path, *, overwrite: bool) -> None:
         raise ValueError(f"--output-prefix: {path} cannot be made: {path.parent} {reason}")
     if path.is_dir() or (path.exists() and not overwrite):
         raise ValueError(f"--output-prefix: {path} exists" + ("" if path.is_dir() else " (--overwrite replaces it)"))
+
+
+def first_free(name: Callable[[int], Path]) -> Path:
+    """The first of `name(1)`, `name(2)`, ... where there is nothing yet."""
+    return next(path for number in itertools.count(1) if not (path := name(number)).exists())
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megazpp.data.dataset import DataConfig, Dataset, cache_dir
+from megazpp.data.dataset import DataConfig, Dataset, batch_options, cache_dir
 from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
 from megazpp.data.loader import BatchLoader
 from megazpp.data.text import cached_indexed_dataset, check_texts, read_documents, resolve_text_paths
@@ -24,7 +24,7 @@ from megazpp.data.whole import WholeText, make_padded_batch
 from megazpp.parallel.dims import ParallelDims
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.log_lines import validation_lines
-from megazpp.training.setup import Built, batch_options
+from megazpp.training.setup import Built
 
 
 class Amount(NamedTuple):

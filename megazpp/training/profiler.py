@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
+from megazpp.data.files import first_free
 from megazpp.flags import flag
 from megazpp.parallel.dims import ParallelDims
 
@@ -158,21 +159,15 @@ class Profiler:
         assert self._trace is not None
         self._dims.timeline.detach(self)
         self._trace.stop()
-        name = f"profile-rank{self._dims.world.rank}-iterations{self._first}-{self._last}"
-        _write(
-            _named_for(self._folder / "profile.json.gz", name.removeprefix("profile-")), self._trace.export_chrome_trace
-        )
+        what = f"rank{self._dims.world.rank}-iterations{self._first}-{self._last}"
+        _write(_named_for(self._folder / "profile.json.gz", what), self._trace.export_chrome_trace)
         self._trace = None
 
 
 def _named_for(path: Path, what: str) -> Path:
     """`path` with `what` in its name, and a number where that is taken."""
     stem, dot, suffix = path.name.partition(".")
-    named, number = path.with_name(f"{stem}-{what}{dot}{suffix}"), 1
-    while named.exists():
-        number += 1
-        named = path.with_name(f"{stem}-{what}-{number}{dot}{suffix}")
-    return named
+    return first_free(lambda n: path.with_name(f"{stem}-{what}{'' if n == 1 else f'-{n}'}{dot}{suffix}"))
 
 
 def _write(path: Path, write: Callable[[str], object]) -> None:

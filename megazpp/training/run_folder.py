@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megazpp.data.files import write_whole
+from megazpp.data.files import first_free, write_whole
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_text import cluster_text
 from megazpp.topology.layout import Layout
@@ -36,11 +36,7 @@ PROBE_BYTES = 1 << 20
 def default_run_dir(config_name: str, now: datetime.datetime) -> Path:
     """runs/<time>-<config name>, with a number behind it if that is taken."""
     first = Path("runs") / f"{now:%Y%m%d-%H%M%S}-{config_name}"
-    path, number = first, 1
-    while path.exists():
-        number += 1
-        path = first.with_name(f"{first.name}-{number}")
-    return path
+    return first_free(lambda number: first if number == 1 else first.with_name(f"{first.name}-{number}"))
 
 
 def make_writable(path: str | Path, flag: str) -> Path:
@@ -136,9 +132,7 @@ class RunFolder:
         if file.exists():
             if file.read_text() == text:
                 return file
-            number = 1
-            while (kept := file.with_name(f"{file.stem}.{number}{file.suffix}")).exists():
-                number += 1
+            kept = first_free(lambda number: file.with_name(f"{file.stem}.{number}{file.suffix}"))
             write_whole(kept, file.read_bytes())
         write_whole(file, text.encode())
         return file

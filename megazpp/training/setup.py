@@ -16,7 +16,7 @@ from megazpp.checkpoint.record import RunRecord, found_from_anywhere
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import open_axis
 from megazpp.data.batch import make_micro_batch
-from megazpp.data.dataset import DataConfig, Dataset, Splits, build_datasets
+from megazpp.data.dataset import DataConfig, Dataset, Splits, batch_options, build_datasets
 from megazpp.data.loader import BatchLoader
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.config import GPTConfig
@@ -98,16 +98,6 @@ def open_datasets(
     held_out = evaluation.eval_iters * plan.global_batch_size
     wanted = Splits(train=plan.total_samples, valid=held_out, test=held_out)
     return build_datasets(config, tokenizer, num_samples=wanted, seed=seed, announce=announce)
-
-
-def batch_options(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the flags and the tokenizer say about making micro-batches: keywords of `make_micro_batch`."""
-    return {
-        "eod": tokenizer.eod,
-        "reset_position_ids": config.reset_position_ids,
-        "reset_attention_mask": config.reset_attention_mask,
-        "eod_mask_loss": config.eod_mask_loss,
-    }
 
 
 def open_loader(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.data.files import check_writable, write_whole
+from megazpp.data.files import check_writable, first_free, write_whole
 
 
 def test_what_exists_is_refused_unless_it_may_be_replaced(tmp_path: Path) -> None:
@@ -19,6 +19,12 @@ def test_what_exists_is_refused_unless_it_may_be_replaced(tmp_path: Path) -> Non
         check_writable(path, overwrite=False)
     with pytest.raises(ValueError, match=r"exists$"):
         check_writable(tmp_path, overwrite=True)  # never a folder
+
+
+def test_the_first_free_name_has_the_lowest_number_that_nothing_has(tmp_path: Path) -> None:
+    for number in (1, 2, 4):
+        (tmp_path / f"a.{number}").mkdir()
+    assert first_free(lambda number: tmp_path / f"a.{number}") == tmp_path / "a.3"
 
 
 def test_a_place_that_is_no_directory_or_may_not_be_written_is_refused(
