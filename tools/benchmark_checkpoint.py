@@ -41,8 +41,8 @@ from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.launch import LaunchConfig, find_place
-from megazpp.parallel.supervisor import launch_workers
-from megazpp.parallel.worker import Worker, run_worker
+from megazpp.parallel.worker import Worker
+from megazpp.run import Job, run_on_ranks
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec, build_model
 
@@ -59,10 +59,8 @@ class Pair(NamedTuple):
 
 def main() -> int:
     args = parse_args(sys.argv[1:])
-    place = find_place(LaunchConfig(nproc=args.nproc))
-    if place.started:
-        run_worker(place, LaunchConfig(), functools.partial(measure, args))
-    return launch_workers([sys.executable, *sys.argv], place.world_size)
+    launch = LaunchConfig(nproc=args.nproc)
+    return run_on_ranks(lambda: Job(find_place(launch), launch, functools.partial(measure, args)))
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

@@ -13,36 +13,25 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from entry import leave_with
+from gradient_recording import CPU, Recording, decibels, flat, power, record_gradients
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megazpp.arguments import ParsedRun, parse_run_config
 from megazpp.checks import RunPlan, check_run_config
-from megazpp.data.batch import MicroBatch
-from megazpp.data.dataset import build_tokenizer
-from megazpp.exit_codes import EXIT_USER_ERROR
-from megazpp.model.gpt import GPTModel
-from megazpp.optim.optimizer import build_optimizer, set_rates_
-from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.launch import LaunchConfig, find_place
-from megazpp.parallel.supervisor import launch_workers
-from megazpp.parallel.worker import UserError, Worker, run_worker, user_errors
-from megazpp.tensor_parallel.parameters import initialize_parameters_
+from megazpp.parallel.worker import Worker
+from megazpp.run import Job, run_on_ranks
 from megazpp.topology.cluster import Cluster
-from megazpp.training.setup import open_datasets, open_loader
 from megazpp.zero import PrecisionConfig, ZeroConfig, shard_model
 
 HERE = Path(__file__).resolve().parent.parent
-CPU = torch.device("cpu")
 
 
 class WireFormat(NamedTuple):
@@ -74,22 +63,6 @@ class WireFormat(NamedTuple):
 FORMATS = [WireFormat(16, 16), *(WireFormat(*bits, on) for bits in ((8, 8), (8, 4), (4, 4)) for on in (False, True))]
 
 
-class Recording(NamedTuple):
-    """Gradients of some steps; the ranks' sum is the mean over the global batch.
-
-    Attributes:
-        units: shapes of the parameters, unit by unit; the last unit is what the model's root keeps.
-        steps: this rank's gradients, parameter by parameter in that order.
-        exact: [n] fp64, their sums over all ranks, the same everywhere.
-        minibatch: signal to minibatch noise of those sums, in dB, from how the ranks differ.
-    """
-
-    units: list[list[torch.Size]]
-    steps: list[list[torch.Tensor]]
-    exact: list[torch.Tensor]
-    minibatch: float
-
-
 class Ratios(NamedTuple):
     """Signal-to-noise ratios in dB: of one step (noise averaged over the steps) and of the sum of all steps."""
 
@@ -107,19 +80,15 @@ def main() -> int:
     args = parser.parse_args()
     cluster = Cluster(num_nodes=args.nodes, ranks_per_node=args.ranks_per_node)
     launch = LaunchConfig(nproc=cluster.world_size)
-    try:
-        with user_errors():
-            if args.nodes < 2 or args.ranks_per_node < 1:
-                raise ValueError(f"--nodes {args.nodes} --ranks-per-node {args.ranks_per_node}: no two nodes")
-            parsed = parse_run_config(args.flags, HERE)
-            plan = check_run_config(parsed.config, cluster, device_type=CPU.type)
-            place = find_place(launch)
-    except UserError as error:
-        error.show()
-        return EXIT_USER_ERROR
-    if place.started:
-        run_worker(place, launch, functools.partial(report, args, parsed, plan))
-    return launch_workers([sys.executable, *sys.argv], cluster.world_size)
+
+    def prepare() -> Job:
+        if args.nodes < 2 or args.ranks_per_node < 1:
+            raise ValueError(f"--nodes {args.nodes} --ranks-per-node {args.ranks_per_node}: no two nodes")
+        parsed = parse_run_config(args.flags, HERE)
+        plan = check_run_config(parsed.config, cluster, device_type=CPU.type)
+        return Job(find_place(launch), launch, functools.partial(report, args, parsed, plan))
+
+    return run_on_ranks(prepare)
 
 
 def report(args: argparse.Namespace, parsed: ParsedRun, plan: RunPlan, worker: Worker) -> None:
@@ -129,37 +98,6 @@ def report(args: argparse.Namespace, parsed: ParsedRun, plan: RunPlan, worker: W
     ratios = {str(wire): measure(recording, wire, dims) for wire in FORMATS}
     if worker.rank == 0:
         print(table(ratios, recording, args.steps))
-
-
-def record_gradients(
-    parsed: ParsedRun, plan: RunPlan, dims: ParallelDims, *, train_steps: int, steps: int
-) -> Recording:
-    """Train a whole copy of the model on each rank, all-reducing its gradients; then record without training on."""
-    config, seed = parsed.config, parsed.config.launch.seed
-    tokenizer = build_tokenizer(config.tokenizer, config.data, announce=_say_nothing)
-    datasets = open_datasets(config.data, tokenizer, plan.batches, config.evaluation, seed=seed, announce=_say_nothing)
-    assert datasets.train is not None
-    model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, tp=MeshAxis("tp"))
-    initialize_parameters_(model, seed=seed, draw_device=CPU)
-    optimizer = build_optimizer(list(model.named_parameters()), config.optimizer, CPU)
-    units = _parameters_by_unit(model)
-    parameters = [p for unit in units for p in unit]
-    size, recorded = plan.batches.global_batch_size, []
-    with open_loader(datasets.train, config.data, tokenizer, plan.batches, dims, CPU, ramp_up=False) as loader:
-        for consumed in range(0, (train_steps + steps) * size, size):
-            gradients = _gradients(model, parameters, loader.step(consumed, size), dims)
-            if consumed >= train_steps * size:
-                recorded.append(gradients)
-                continue
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = dims.world.all_reduce_(gradient)
-            nn.utils.clip_grad_norm_(parameters, config.optimizer.clip_grad)
-            rate, decay = plan.schedule.learning_rate(consumed), plan.schedule.weight_decay(consumed)
-            set_rates_(optimizer, learning_rate=rate, weight_decay=decay)
-            optimizer.step()
-    exact = [dims.world.all_reduce_(_flat(gradients).double()) for gradients in recorded]
-    minibatch = _minibatch_ratio(recorded, exact, dims)
-    return Recording([[p.shape for p in unit] for unit in units], recorded, exact, minibatch)
 
 
 def measure(recording: Recording, wire: WireFormat, dims: ParallelDims) -> Ratios:
@@ -172,10 +110,10 @@ def measure(recording: Recording, wire: WireFormat, dims: ParallelDims) -> Ratio
         sharding.begin_micro_batch(last=True)
         model(gradients).backward()
         reduced = model.take_gradients().double()
-        signal, noise = signal + _power(exact), noise + _power(reduced - exact)
+        signal, noise = signal + power(exact), noise + power(reduced - exact)
         total += reduced
         exact_total += exact
-    return Ratios(_decibels(signal, noise), _decibels(_power(exact_total), _power(total - exact_total)))
+    return Ratios(decibels(signal, noise), decibels(power(exact_total), power(total - exact_total)))
 
 
 def table(ratios: dict[str, Ratios], recording: Recording, steps: int) -> str:
@@ -210,7 +148,7 @@ class StandIn(nn.Module):
         parameters = [p for unit in (*self.inner, self.root) for p in unit.parameters()]
         whole = [p.grad.full_tensor() for p in parameters if isinstance(p.grad, DTensor)]
         self.zero_grad()
-        return _flat(whole)
+        return flat(whole)
 
 
 class _StandInUnit(nn.Module):
@@ -222,57 +160,6 @@ class _StandInUnit(nn.Module):
         for weight, gradient in zip(self.weights.parameters(), gradients, strict=True):
             loss = loss + (weight * gradient).sum()
         return loss
-
-
-def _gradients(
-    model: GPTModel, parameters: list[nn.Parameter], batches: Sequence[MicroBatch], dims: ParallelDims
-) -> list[torch.Tensor]:
-    """This rank's gradients of the mean loss over the global batch."""
-    tokens = dims.sum_over_data_(torch.stack([batch.loss_mask.sum() for batch in batches]).sum())
-    for batch in batches:
-        losses = model(
-            batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
-        )
-        ((losses * batch.loss_mask).sum() / tokens).backward()
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    model.zero_grad()
-    return gradients
-
-
-def _parameters_by_unit(model: GPTModel) -> list[list[nn.Parameter]]:
-    """Each parameter once; the last unit is what `sharding_units` leaves to the model."""
-    units: list[list[nn.Parameter]] = []
-    seen: set[nn.Parameter] = set()
-    groups: list[list[nn.Module]] = [*model.sharding_units(), [model]]
-    for modules in groups:
-        found = [p for module in modules for p in module.parameters() if p not in seen]
-        seen.update(found)
-        units.append(found)
-    return units
-
-
-def _minibatch_ratio(recorded: list[list[torch.Tensor]], exact: list[torch.Tensor], dims: ParallelDims) -> float:
-    """The variance of a mean of W ranks, from the W ranks' distances to it."""
-    ranks = dims.data_size
-    distances = sum(_power(ranks * _flat(g).double() - e) for g, e in zip(recorded, exact, strict=True))
-    spread = dims.world.all_reduce_(torch.tensor(distances, dtype=torch.float64)).item()
-    return _decibels(sum(map(_power, exact)), spread / (ranks * (ranks - 1)))
-
-
-def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-def _power(x: torch.Tensor) -> float:
-    return float(x.square().sum())
-
-
-def _decibels(signal: float, noise: float) -> float:
-    return 10 * math.log10(signal / noise) if noise else math.inf
-
-
-def _say_nothing(line: str) -> None:
-    """In place of what pretrain_gpt.py announces."""
 
 
 if __name__ == "__main__":

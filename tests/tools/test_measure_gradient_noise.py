@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from gradient_recording import Recording, record_gradients
 from helpers.program import ROOT
 from helpers.ranks import ranks
 from measure_gradient_noise import (
     FORMATS,
     Ratios,
-    Recording,
     StandIn,
     WireFormat,
     measure,
-    record_gradients,
     table,
 )
 
