@@ -63,8 +63,8 @@ class TwoHopReduce(SummingReduce):
         size, planned = result.numel(), self._local_codec.layout.size
         if size != planned:
             raise RuntimeError(
-                f"gradients of {size} elements per rank, planned {planned}: a parameter of this unit got no gradient, "
-                "which quantized reduction needs torch 2.13 for"
+                f"{self._unit.name}: gradients of {size} elements per rank, planned {planned}: a parameter got no "
+                f"gradient, which quantized reduction needs torch 2.13 for (this is {torch.__version__})"
             )
         cross = self.last_micro_batch or self._every_micro_batch
         inside = self._lanes.local.submit(functools.partial(self._hop_inside, gradients, keep=not cross))
