@@ -70,17 +70,13 @@ class CheckpointFolder:
             DamagedError: it names none, or one that has no checkpoint.
         """
         tracker = self.path / TRACKER
-        try:
-            text = tracker.read_bytes().decode(errors="replace").strip()
-        except FileNotFoundError:
+        text = read_tracker(tracker)
+        if text is None:
             return None
-        except OSError as error:
-            raise DamagedError(f"{tracker} cannot be read: {error.strerror}") from error
-        if not re.fullmatch("[0-9]+", text):
-            raise DamagedError(f"{tracker} is damaged: it says {text[:40]!r}, not an iteration")
-        if not self.of(int(text)).is_dir():
-            aside = "".join(f"; {path} may be it" for path in self.path.glob(f"{self.of(int(text)).name}.replaced-*"))
-            raise DamagedError(f"{tracker} names iteration {int(text)}, but {self.of(int(text))} is missing{aside}")
+        named = self.of(int(text))
+        if not named.is_dir():
+            aside = "".join(f"; {path} may be it" for path in self.path.glob(f"{named.name}.replaced-*"))
+            raise DamagedError(f"{tracker} names iteration {int(text)}, but {named} is missing{aside}")
         return int(text)
 
     # ---- what only the holder of the lock does ------------------------------------------------------------------
@@ -128,15 +124,13 @@ class CheckpointFolder:
         A checkpoint has lost its partial name when it has the other one, so the tracker to be counts without a partial
         one only. It goes first: what is left of it must not count when the partial one has gone.
         """
-        lines = []
-        if self._new.exists():
-            text = self._new.read_bytes().decode(errors="replace").strip()
-            iteration = int(text) if re.fullmatch("[0-9]+", text) else None
-            if iteration is not None and self.of(iteration).is_dir() and not self.partial(iteration).exists():
-                self._advance()
-                lines.append(f"{self.of(iteration)} was complete when its job ended: it is the latest now")
-            else:
-                self._new.unlink()
+        lines, text = [], None
+        with contextlib.suppress(DamagedError):  # cut short
+            text = read_tracker(self._new)
+        if text is not None and self.of(int(text)).is_dir() and not self.partial(int(text)).exists():
+            self._advance()
+            lines.append(f"{self.of(int(text))} was complete when its job ended: it is the latest now")
+        self._new.unlink(missing_ok=True)
         for name in sorted(entry.name for entry in self.path.iterdir() if _PARTIAL.fullmatch(entry.name)):
             shutil.rmtree(self.path / name)
             lines.append(f"removed {self.path / name}, which was not finished")
@@ -196,6 +190,23 @@ class CheckpointFolder:
         """Put it in the tracker's place."""
         self._new.rename(self.path / TRACKER)
         sync_directory(self.path)
+
+
+def read_tracker(tracker: Path, *, words: tuple[str, ...] = ()) -> str | None:
+    """The digits that a tracker holds, or one of `words`; None if there is none.
+
+    Raises:
+        DamagedError: it holds something else, or cannot be read.
+    """
+    try:
+        text = tracker.read_bytes().decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DamagedError(f"{tracker} cannot be read: {error.strerror}") from error
+    if text not in words and not re.fullmatch("[0-9]+", text):
+        raise DamagedError(f"{tracker} is damaged: it says {text[:40]!r}, not an iteration")
+    return text
 
 
 def kept_iterations(

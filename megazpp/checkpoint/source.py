@@ -99,8 +99,9 @@ def peek(source: Source | None) -> RunRecord | None:
     Raises:
         ValueError: see `Source.candidates`; it cannot be read, and there is no --load-fallback.
     """
-    for iteration in source.candidates() if source is not None else []:
-        assert source is not None
+    if source is None:
+        return None
+    for iteration in source.candidates():
         try:
             return read_record(source.folder.of(iteration))
         except DamagedError:

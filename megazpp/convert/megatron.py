@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megazpp.checkpoint.folder import TRACKER
+from megazpp.checkpoint.folder import TRACKER, read_tracker
 from megazpp.checkpoint.progress import Progress
 from megazpp.convert.megatron_file import load_file
 from megazpp.convert.megatron_names import our_tensors, split_dim
@@ -85,12 +85,9 @@ def find_checkpoint(folder: Path, iteration: int | None) -> Path:
     if iteration is None and any(folder.glob("mp_rank_*")):
         return folder
     if iteration is None:
-        tracker = folder / TRACKER
-        if not tracker.is_file():
+        text = read_tracker(folder / TRACKER, words=("release",))
+        if text is None:
             raise ValueError(f"--input {folder} has neither mp_rank_00 nor {TRACKER}")
-        text = tracker.read_bytes().decode(errors="replace").strip()
-        if text != "release" and not re.fullmatch("[0-9]+", text):
-            raise ValueError(f"{tracker} is damaged: it says {text[:40]!r}, not an iteration")
         name = text if text == "release" else f"iter_{int(text):07d}"
     else:
         name = f"iter_{iteration:07d}"
