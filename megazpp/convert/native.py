@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,9 @@ def open_checkpoint(folder: Path, iteration: int | None) -> tuple[Model, RunReco
     config = _read_config(record)
     reader = SafeReader(checkpoint)
     tensors = {
-        key.removeprefix(_PREFIX): Deferred(tuple(entry.size), entry.properties.dtype, _Reading(reader, key))
+        key.removeprefix(_PREFIX): Deferred(
+            tuple(entry.size), entry.properties.dtype, functools.partial(_read, reader, key)
+        )
         for key, entry in reader.tensors().items()
         if key.startswith(_PREFIX)
     }
@@ -96,15 +99,10 @@ def _read_config(record: RunRecord) -> GPTConfig:
     return GPTConfig(**values)
 
 
-class _Reading:
-    """Reads one tensor, whatever ranks have written its parts."""
-
-    def __init__(self, reader: SafeReader, key: str) -> None:
-        self._reader, self._key = reader, key
-
-    def __call__(self) -> torch.Tensor:
-        entry = self._reader.tensors()[self._key]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        with alone():
-            dcp.load({self._key: tensor}, storage_reader=self._reader, no_dist=True)
-        return tensor
+def _read(reader: SafeReader, key: str) -> torch.Tensor:
+    """One tensor, whatever ranks have written its parts."""
+    entry = reader.tensors()[key]
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    with alone():
+        dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
+    return tensor

@@ -7,6 +7,7 @@ no such thing.
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Mapping
@@ -44,21 +45,16 @@ def open_tensors(path: Path) -> dict[str, Deferred]:
                 dtype = entry.get_dtype()
                 if dtype not in DTYPES:
                     raise ValueError(f"{path}: {name} has type {dtype}; only {', '.join(DTYPES)} can be converted")
-                found[name] = Deferred(tuple(entry.get_shape()), DTYPES[dtype], _Reading(path, name))
+                found[name] = Deferred(tuple(entry.get_shape()), DTYPES[dtype], functools.partial(_read, path, name))
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
     return found
 
 
-class _Reading:
-    """Reads one tensor, and closes the file: its pages count as memory of the process while it is open."""
-
-    def __init__(self, path: Path, name: str) -> None:
-        self._path, self._name = path, name
-
-    def __call__(self) -> torch.Tensor:
-        with safetensors.safe_open(self._path, framework="pt") as file:
-            return file.get_tensor(self._name).clone()
+def _read(path: Path, name: str) -> torch.Tensor:
+    """One tensor; the file is closed again, because its pages count as memory of the process while it is open."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        return file.get_tensor(name).clone()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Deferred]) -> int:
