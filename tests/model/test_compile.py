@@ -78,9 +78,13 @@ def compare_on_ranks(model: GPTConfig, sequence_parallel: bool) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-@pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("style", STYLES)
-def test_compiled_layers_give_the_losses_and_gradients_of_eager_ones(style: str, size: int, sequence_parallel: bool):
+@pytest.mark.parametrize(("size", "sequence_parallel", "style"), [
+    (1, False, "gpt2"),
+    (1, False, "llama"),
+    (2, False, "llama"),
+    (2, True, "gpt2"),
+])  # fmt: skip
+def test_compiled_layers_give_the_losses_and_gradients_of_eager_ones(size: int, sequence_parallel: bool, style: str):
     ranks(size).run(compare_on_ranks, STYLES[style], sequence_parallel)
 
 
@@ -116,12 +120,21 @@ def losses_and_gradients(model: GPTConfig, sequence_parallel: bool) -> tuple[tor
         return step(gpt, batch()), local_gradients(gpt)
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
-@pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@functools.cache
+def without_recomputation(model: GPTConfig, size: int, sequence_parallel: bool) -> list[Any]:
+    return ranks(size).run(losses_and_gradients, model, sequence_parallel)
+
+
+@pytest.mark.parametrize(("size", "sequence_parallel", "kind"), [
+    (1, False, "full"),
+    (1, False, "selective"),
+    (2, False, "selective"),
+    (2, True, "full"),  # what is recomputed contains the gathers of sequence parallelism
+])  # fmt: skip
 def test_recomputation_of_compiled_layers_with_dropout_changes_no_bit(size: int, sequence_parallel: bool, kind: Any):
     model = compiled(GPT2_STYLE, **DROPOUT)
     recomputed = dataclasses.replace(model, recompute_granularity=kind)
-    expected = ranks(size).run(losses_and_gradients, model, sequence_parallel)
+    expected = without_recomputation(model, size, sequence_parallel)
     for (ours, grads), (loss, wanted) in zip(
         ranks(size).run(losses_and_gradients, recomputed, sequence_parallel), expected, strict=True
     ):
