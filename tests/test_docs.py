@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -141,15 +140,16 @@ def instead(command: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with forked_python(tmp_path_factory.mktemp("programs") / "bin", ROOT) as folder:
-        launch = ROOT / "tests" / "helpers" / "checked_launch.py"
-        for name in ("torchrun", "srun", "sbatch"):
-            (folder / name).write_text(f'#!/bin/sh\nexec python {launch} {name} "$@"\n')
-        (folder / "pip").write_text("#!/bin/sh\n")  # what is asked for is checked below
-        for name in ("torchrun", "srun", "sbatch", "pip"):
-            (folder / name).chmod(0o755)
-        yield folder
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("programs")
+    (folder / "python").symlink_to(forked_python())
+    launch = ROOT / "tests" / "helpers" / "checked_launch.py"
+    for name in ("torchrun", "srun", "sbatch"):
+        (folder / name).write_text(f'#!/bin/sh\nexec python {launch} {name} "$@"\n')
+    (folder / "pip").write_text("#!/bin/sh\n")  # what is asked for is checked below
+    for name in ("torchrun", "srun", "sbatch", "pip"):
+        (folder / name).chmod(0o755)
+    return folder
 
 
 class Followed(NamedTuple):

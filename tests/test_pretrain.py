@@ -1,4 +1,7 @@
-"""The program as a user runs it, on two gloo workers (four for ZeRO++)."""
+"""The program as a user runs it, on two gloo workers (four for ZeRO++).
+
+Three runs are started as users start them: the main job, one by `python -m`, one by torchrun; the others are forks.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ import os
 import re
 import signal
 import socket
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from helpers.program import ROOT, Program, run_program
+from helpers.program import ROOT, Program, run_forked, run_program
 from helpers.wandb_files import offline_runs
 
 from megazpp.report.page import report_html
@@ -74,11 +78,12 @@ class Home:
         launcher: tuple[str, ...] = ("pretrain_gpt.py",),
         nproc: int | None = 2,
         cwd: Path = ROOT,
+        start: Callable[..., tuple[int, str]] = run_forked,
     ) -> Run:
         command = [*launcher, *flags, *self.places(run)]
         if nproc is not None:
             command += ["--nproc", str(nproc)]
-        return Run(*run_program(*command, folder=self.path, cwd=cwd), self.path / run)
+        return Run(*start(*command, folder=self.path, cwd=cwd), self.path / run)
 
     def places(self, run: str) -> tuple[str, ...]:
         return ("--run-dir", str(self.path / run), "--data-cache-path", str(self.path / "cache"))
@@ -92,7 +97,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 @pytest.fixture(scope="module")
 def main_job(home: Home) -> Run:
     looks = ["--timeline-step", "3", "--profile", "--profile-step-start", "4", "--profile-step-end", "5"]
-    run = home.pretrain(*MAIN_JOB, *looks, "--timing-log-level", "1", run="main")
+    run = home.pretrain(*MAIN_JOB, *looks, "--timing-log-level", "1", run="main", start=run_program)
     assert run.code == 0, run.output
     return run
 
@@ -268,7 +273,7 @@ def test_tensor_parallel_workers_started_from_another_folder_give_the_same_losse
     main_job: Run, home: Home, tmp_path: Path
 ):
     flags = [*MAIN_JOB, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
-    run = home.pretrain(*flags, run="tp", launcher=("-m", "pretrain_gpt"), cwd=tmp_path)
+    run = home.pretrain(*flags, run="tp", launcher=("-m", "pretrain_gpt"), cwd=tmp_path, start=run_program)
     assert run.code == 0, run.output
     assert "data-parallel size: 1, tensor-model-parallel size: 2" in run.output
     assert run.losses() == pytest.approx(main_job.losses()[:3], rel=REDUCTION_ORDER)
@@ -316,7 +321,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 @pytest.fixture(scope="module")
 def torchrun_job(home: Home) -> Run:
     flags = ("--exit-interval", "4", "--emulate-nodes", "none", "--measure-links")
-    run = home.pretrain(*MAIN_JOB, *flags, run="torchrun", launcher=TORCHRUN, nproc=None)
+    run = home.pretrain(*MAIN_JOB, *flags, run="torchrun", launcher=TORCHRUN, nproc=None, start=run_program)
     assert run.code == 0, run.output
     return run
 
@@ -351,7 +356,7 @@ def test_skip_train_only_evaluates(home: Home):
 
 @pytest.mark.parametrize("flag", ["--help", "--print-config"])
 def test_asking_for_help_or_the_config_prints_it_and_starts_nothing(tmp_path: Path, flag: str):
-    code, output = run_program(str(ROOT / "pretrain_gpt.py"), flag, folder=tmp_path, cwd=tmp_path)
+    code, output = run_forked(str(ROOT / "pretrain_gpt.py"), flag, folder=tmp_path, cwd=tmp_path)
     assert code == 0
     assert "--tensor-model-parallel-size" in output
     assert "using world size" not in output

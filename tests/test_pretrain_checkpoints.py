@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from helpers.program import ROOT, run_program
+from helpers.program import ROOT, run_forked
 from helpers.wandb_files import offline_runs
 
 # fmt: off
@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
 
 def pretrain(home: Path, *flags: str) -> Run:
-    return Run(*run_program(str(ROOT / "pretrain_gpt.py"), *TOY, *flags, folder=home, cwd=home))
+    return Run(*run_forked(str(ROOT / "pretrain_gpt.py"), *TOY, *flags, folder=home, cwd=home))
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

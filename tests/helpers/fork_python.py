@@ -1,30 +1,37 @@
-"""A `python` for PATH that starts in milliseconds: forks of one process that has imported torch already.
+"""A `python` that starts in milliseconds: forks of one process that has imported torch already.
 
-`forked_python(folder)` puts the command into `folder` and serves it. What it runs is a fork with the caller's words,
-folder, environment and files, so a program cannot tell the difference; what it starts itself is the real Python.
+What it runs is a fork with the caller's words, folder, environment and files, and so are the workers that a program
+starts by `sys.executable`. Signals and process groups end at the client, so tests of how jobs end use the real Python.
 
     command: python tools/x.py --flag     (a small client, below)
         connects, hands over its files --> server: forks; the child becomes the program
-        waits for the exit code        <-- server: waits for the child in a thread
+        waits for the exit code        <-- server: waits in a thread for the child, which ends with its client
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"
 CLIENT = """#!{python} -IS
 import json, os, socket, sys
+if sys.argv[1].startswith("-") and sys.argv[1] != "-m":
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     request = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
@@ -39,36 +46,34 @@ IMPORTED = (
     "torch.optim",
     "transformers",
     "sentencepiece",
+    "torch._dynamo",
     "pretrain_gpt",
 )
 SECONDS_TO_START = 120
 
 
-@contextmanager
-def forked_python(folder: Path, root: Path) -> Iterator[Path]:
-    """The folder for PATH, while the server runs.
-
-    Args:
-        folder: is made.
-        root: where the packages to import are.
-    """
-    folder.mkdir()
-    address = folder / "socket"
-    client = folder / "python"
+@functools.cache
+def forked_python() -> Path:
+    """The command; its server starts at first use and ends with the tests."""
+    folder = tempfile.TemporaryDirectory()
+    address, client = Path(folder.name) / "socket", Path(folder.name) / "python"
     client.write_text(CLIENT.format(python=sys.executable, address=str(address)))
     client.chmod(0o755)
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen([sys.executable, __file__, str(address)], env=env, start_new_session=True)
-    try:
-        deadline = time.monotonic() + SECONDS_TO_START
-        while not address.exists():
-            assert server.poll() is None, "the server has ended"
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield folder
-    finally:
+
+    def stop() -> None:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+        folder.cleanup()
+
+    atexit.register(stop)
+    deadline = time.monotonic() + SECONDS_TO_START
+    while not address.exists():
+        assert server.poll() is None, "the server has ended"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return client
 
 
 def serve(address: str) -> None:
@@ -91,6 +96,7 @@ def serve(address: str) -> None:
             if child == 0:
                 listener.close()
                 connection.close()
+                sys.executable = str(Path(address).with_name("python"))
                 become(words, cwd, env, files)
             for file in files:
                 os.close(file)
@@ -98,10 +104,14 @@ def serve(address: str) -> None:
 
 
 def answer(child: int, connection: socket.socket) -> None:
-    """The exit code, as a shell has it."""
+    """The exit code, as a shell has it; a client that is gone takes its program with it."""
+    ended = os.pidfd_open(child)
+    if ended not in select.select([ended, connection], [], [])[0]:
+        os.kill(child, signal.SIGKILL)
+    os.close(ended)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    with connection:
+    with connection, contextlib.suppress(BrokenPipeError):
         connection.sendall(str(code if code >= 0 else 128 - code).encode())
 
 
@@ -113,6 +123,9 @@ def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) ->
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    if LAUNCHER_PID in env:
+        os.environ[LAUNCHER_PID] = str(os.getppid())  # a worker ends with its parent, which is the server here
+    tempfile.tempdir = None  # what it was in the server
     code = 1
     try:
         if words[0] == "-m":

@@ -13,6 +13,8 @@ import time
 import uuid
 from pathlib import Path
 
+from helpers.fork_python import forked_python
+
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = "MEGAZPP_TEST_MARKER"
 SECONDS_PER_RUN = 120
@@ -27,7 +29,7 @@ class Program:
         folder: holds the output file and /tmp, and is HOME, so that no one's settings are found.
     """
 
-    def __init__(self, *command: str, folder: Path, cwd: Path = ROOT) -> None:
+    def __init__(self, *command: str, folder: Path, cwd: Path = ROOT, python: str = sys.executable) -> None:
         self.marker = f"{MARKER}={uuid.uuid4().hex}"
         env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         self._scratch = folder / "tmp"
@@ -38,7 +40,7 @@ class Program:
         self.started = time.monotonic()
         with self._file.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, *command],
+                [python, *command],
                 cwd=cwd,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -98,6 +100,14 @@ class Program:
 
 def run_program(*command: str, folder: Path, cwd: Path = ROOT) -> tuple[int, str]:
     """(exit code, output) of a program that ends by itself."""
-    program = Program(*command, folder=folder, cwd=cwd)
+    return _finished(Program(*command, folder=folder, cwd=cwd))
+
+
+def run_forked(*command: str, folder: Path, cwd: Path = ROOT) -> tuple[int, str]:
+    """The same for a program whose start is not what is tested: its processes do not each import torch."""
+    return _finished(Program(*command, folder=folder, cwd=cwd, python=str(forked_python())))
+
+
+def _finished(program: Program) -> tuple[int, str]:
     output = program.finish()
     return program.process.returncode, output

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from helpers.program import run_program
+from helpers.program import run_forked
 
 # fmt: off
 FLAGS = [
@@ -43,6 +43,6 @@ def train(home: Path) -> Trained:
         "--run-dir",
         home / "run",
     ]
-    code, output = run_program("pretrain_gpt.py", *map(str, [*FLAGS, *places]), folder=home)
+    code, output = run_forked("pretrain_gpt.py", *map(str, [*FLAGS, *places]), folder=home)
     assert code == 0, output
     return Trained(home / "save", home, text, output)

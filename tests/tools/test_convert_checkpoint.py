@@ -17,7 +17,7 @@ import torch
 import transformers
 from helpers.hf_models import edit_config, file_tensors, make_llama, save
 from helpers.megatron_files import make_weights, write_megatron
-from helpers.program import run_program
+from helpers.program import run_forked
 
 from megazpp.convert import native, safetensors_file
 from megazpp.model.config import GPTConfig
@@ -48,7 +48,7 @@ def generate_there(folder: Path, prompt: str, count: int) -> str:
 
 def test_generate_continues_as_transformers_does(home: Path):
     flags = ("--prompt", "Call me", "--temperature", "0", "--sample-tokens", "12", "--tensor-model-parallel-size", "2")
-    code, output = run_program("tools/generate.py", "--load", str(home / "ours"), *flags, folder=home)
+    code, output = run_forked("tools/generate.py", "--load", str(home / "ours"), *flags, folder=home)
     assert code == 0, output
     assert generate_there(home / "theirs", "Call me", 12) in output
 
@@ -63,7 +63,7 @@ def test_training_goes_on_from_it_and_the_result_goes_out_with_its_tokenizer(hom
         "--tensor-model-parallel-size", "2", "--nproc", "2", "--sample-tokens", "0",
     ]
     # fmt: on
-    code, output = run_program("pretrain_gpt.py", *map(str, flags), folder=home)
+    code, output = run_forked("pretrain_gpt.py", *map(str, flags), folder=home)
     assert code == 0, output
     out = home / "out"
     assert convert_checkpoint.main(["--input", str(home / "save"), "--output", str(out), "--to", "huggingface"]) == 0

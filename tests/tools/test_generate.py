@@ -12,7 +12,7 @@ from typing import Any
 import generate
 import pytest
 from generate import GenerateConfig, read_prompts
-from helpers.program import run_program
+from helpers.program import run_forked
 from helpers.trained import Trained
 
 from megazpp.inference.sample import SampleConfig
@@ -21,7 +21,7 @@ PROMPTS = ["the cat sat", "D", "Document 3: the"]
 
 
 def run(trained: Trained, *flags: str) -> str:
-    code, output = run_program("tools/generate.py", "--load", str(trained.load), *flags, folder=trained.home)
+    code, output = run_forked("tools/generate.py", "--load", str(trained.load), *flags, folder=trained.home)
     assert code == 0, output
     return output
 
