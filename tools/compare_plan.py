@@ -25,10 +25,8 @@ from benchmark_cluster_report import BASELINE, PLAIN, Sample, rate_bits
 from benchmark_cluster_variants import VARIANTS, Settings
 from entry import leave_with, one_line_errors
 
-from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelConfig, plan_dims
 from megazpp.planner.costs import ClusterCosts
-from megazpp.planner.paper import PaperAxis
 from megazpp.planner.speed import measure
 from megazpp.planner.step import PaperStep
 from megazpp.planner.trace import Trace, trace_model
@@ -185,7 +183,7 @@ def trace(layout: Layout, shape: tuple[tuple[str, int], ...]) -> Trace:
         vocab_size=settings.vocab_size,
         seq_length=settings.seq_length,
         micro_batch_size=settings.micro_batch_size,
-        tp=PaperAxis(layout, "tp", rank=0, counter=TrafficCounter()),
+        layout=layout,
         sequence_parallel=False,
         dtype=PRECISION.param_dtype,
     )

@@ -8,7 +8,6 @@ it is. Clocks stand for what has an order of its own: the compute, a stream, a l
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -44,7 +43,6 @@ class Simulation:
     Attributes:
         compute: the clock of the model's kernels (on a CPU, the process's).
         spans: what each clock did.
-        waits: seconds that the compute waited, by whom it waited for.
     """
 
     def __init__(self) -> None:
@@ -52,7 +50,6 @@ class Simulation:
         self.clocks = [self.compute]
         self.running = self.compute
         self.spans: list[Span] = []
-        self.waits: dict[str, float] = defaultdict(float)
 
     def new_clock(self, name: str) -> Clock:
         """A clock that the others meet at the beginning of a step."""
@@ -60,11 +57,11 @@ class Simulation:
         return self.clocks[-1]
 
     def begin_step(self) -> float:
-        """All clocks meet, spans and waits are forgotten; returns the moment. Time goes on: tickets may be older."""
+        """All clocks meet, spans are forgotten; returns the moment. Time goes on: tickets may be older."""
         moment = max(clock.now for clock in self.clocks)
         for clock in self.clocks:
             clock.now = moment
-        self.spans, self.waits = [], defaultdict(float)
+        self.spans = []
         return moment
 
     @contextmanager
@@ -85,12 +82,9 @@ class Simulation:
             with self.on(self.compute):
                 self.spend("taken", taken)
 
-    def wait_until(self, moment: float, reason: str) -> None:
+    def wait_until(self, moment: float) -> None:
         """The running clock does not go on before `moment`."""
-        if moment > self.running.now:
-            if self.running is self.compute:
-                self.waits[reason] += moment - self.running.now
-            self.running.now = moment
+        self.running.now = max(self.running.now, moment)
 
     def occupy(self, wire: Clock, name: str, seconds: float, *, taken: float) -> None:
         """A collective on the running clock, behind the one before it on `wire`.
@@ -98,13 +92,9 @@ class Simulation:
         Args:
             wire: of one process group, whose collectives run one at a time in the order in which they were started.
         """
-        self.wait_until(wire.now, wire.name)
+        self.wait_until(wire.now)
         self.spend(name, seconds, taken=taken)
         wire.now = self.running.now
-
-    def busy(self, clock: str) -> float:
-        """Seconds that a clock was busy."""
-        return sum(span.end - span.start for span in self.spans if span.clock == clock)
 
 
 class SimulatedLane(Lane):
@@ -121,16 +111,16 @@ class SimulatedLane(Lane):
             for ticket in after:
                 ticket.join()
             result = task()
-        return SimulatedTicket(result, clock.now, clock.name, simulation)
+        return SimulatedTicket(result, clock.now, simulation)
 
 
 class SimulatedTicket(Ticket[T]):
     """Done at a moment."""
 
-    def __init__(self, result: T, done: float, lane: str, simulation: Simulation) -> None:
+    def __init__(self, result: T, done: float, simulation: Simulation) -> None:
         super().__init__(result)
-        self._done, self._lane, self._simulation = done, lane, simulation
+        self._done, self._simulation = done, simulation
 
     def join(self) -> T:
-        self._simulation.wait_until(self._done, self._lane)
+        self._simulation.wait_until(self._done)
         return self._result

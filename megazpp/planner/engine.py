@@ -67,7 +67,7 @@ class PaperFSDP:
     def end_backward(self) -> None:
         """The root's last hook: wait for all reductions; their buffers go."""
         for clock in self._clocks[1:]:
-            self._simulation.wait_until(clock.now, "reductions")
+            self._simulation.wait_until(clock.now)
         self._plugs.reduce_schedule.end_backward()
         self._ledger.set(BUFFERS, 0)
         self._sent_from = 0
@@ -104,7 +104,7 @@ class PaperFSDP:
             return
         assert sharded.ready is not None
         simulation, stream = self._simulation, self._clocks[0]
-        simulation.wait_until(sharded.ready, "weights")
+        simulation.wait_until(sharded.ready)
         if forward:
             stream.now = max(stream.now, self._copied_out)
         whole = self._whole(sharded)
@@ -143,7 +143,7 @@ class PaperFSDP:
         simulation, world = self._simulation, self._shard.size
         reductions, copies = self._clocks[1:]
         if not self._on_cpu:
-            simulation.wait_until(reductions.now, "gradients")
+            simulation.wait_until(reductions.now)
         self._ledger.add(BUFFERS, whole.nbytes - self._sent_from)
         self._sent_from = whole.nbytes
         self._ledger.add(WHOLE_GRADIENTS, -computed - (accumulated if self._stage <= 1 and not first else 0))

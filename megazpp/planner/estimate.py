@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 from megazpp.arguments import RunConfig
 from megazpp.checks import RunPlan, check_run_config
-from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.costs import ClusterCosts, Costs, NoCosts
-from megazpp.planner.memory import MemoryPlan
-from megazpp.planner.paper import PaperAxis
+from megazpp.planner.memory import MemoryPlan, usable_gigabytes
 from megazpp.planner.speed import measure
 from megazpp.planner.step import PaperStep, TrafficTable
 from megazpp.planner.trace import Trace, trace_model
@@ -47,6 +45,17 @@ class Estimate(NamedTuple):
     busy: dict[str, float]
     exposed: dict[str, float]
     flops_per_token: int
+
+    @property
+    def gigabytes(self) -> float:
+        """Of rank 0."""
+        return self.memory.total / 1e9
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is in a rank's memory, where that is known."""
+        usable = usable_gigabytes(self.plan.layout.cluster.device)
+        return usable is None or self.gigabytes <= usable
 
     @property
     def tokens(self) -> int:
@@ -142,7 +151,7 @@ class Estimator:
                 vocab_size=self._vocab_size,
                 seq_length=config.data.seq_length,
                 micro_batch_size=size,
-                tp=PaperAxis(plan.layout, "tp", rank=0, counter=TrafficCounter()),
+                layout=plan.layout,
                 sequence_parallel=sequence_parallel,
                 dtype=config.precision.param_dtype,
             )

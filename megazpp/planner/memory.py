@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megazpp.topology.device import Device
+
 PARAMETERS = "parameters"
 MOMENTS = "moments"
 GRADIENTS = "gradients"
@@ -28,6 +30,7 @@ KINDS = (
     BUFFERS,
     ACTIVATIONS,
 )
+USABLE_MEMORY = 0.9  # assumed: the rest is for CUDA's context, NCCL's buffers and what the allocator cannot use
 MASTER_BYTES = 4  # parameters, their gradients and moments are fp32
 
 
@@ -39,6 +42,11 @@ class MemoryPlan(NamedTuple):
     @property
     def total(self) -> int:
         return sum(self.kinds.values())
+
+
+def usable_gigabytes(device: Device | None) -> float | None:
+    """What tensors may take on a rank; None where the device is not known."""
+    return None if device is None else USABLE_MEMORY * device.gigabytes
 
 
 class Ledger:

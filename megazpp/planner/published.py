@@ -28,9 +28,7 @@ import torch
 
 from kernels.formats import BlockFormat
 from megazpp.model.config import GPTConfig
-from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.costs import ClusterCosts
-from megazpp.planner.paper import PaperAxis
 from megazpp.planner.speed import measure
 from megazpp.planner.step import PaperStep
 from megazpp.planner.trace import Trace, trace_model
@@ -232,7 +230,7 @@ def _trace(row: Row) -> Trace:
         vocab_size=VOCABULARY,
         seq_length=seq,
         micro_batch_size=row.tokens // seq,
-        tp=PaperAxis(_layout(row), "tp", rank=0, counter=TrafficCounter()),
+        layout=_layout(row),
         sequence_parallel=False,
         dtype=torch.float16 if row.study == "ZeRO++" else torch.bfloat16,
     )

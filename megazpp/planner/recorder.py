@@ -41,10 +41,6 @@ class Work(NamedTuple):
     k: int = 0
     batch: float = 0.0
 
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.m * self.n * self.k * self.batch
-
 
 class Segment(NamedTuple):
     """What one part of the model does in forward or backward.

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from megazpp.arguments import RunConfig
 from megazpp.checks import RunPlan
 from megazpp.planner.estimate import WIRES, Estimate, Estimator, schemes
-from megazpp.planner.memory import KINDS
-from megazpp.planner.search import RECOMPUTE, search, usable_gigabytes, with_recompute
+from megazpp.planner.memory import KINDS, usable_gigabytes
+from megazpp.planner.search import RECOMPUTE, search, with_recompute
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cost import shares_for
 from megazpp.topology.table import aligned
@@ -81,11 +81,10 @@ def _memory(estimator: Estimator, config: RunConfig) -> Iterator[str]:
             rows.append((kind, *(f"{size / GIGA:.3f}" for size in sizes)))
         if kind == "activations":
             rows.append(("  of them logits", *(f"{e.logits_bytes / GIGA:.3f}" for e in estimates)))
-    rows.append(("total", *(f"{estimate.memory.total / GIGA:.3f}" for estimate in estimates)))
-    limit = usable_gigabytes(estimator)
-    if limit is not None:
-        verdicts = ("fits" if e.memory.total / GIGA <= limit else "does not fit" for e in estimates)
-        rows.append((f"into {limit:.1f} GB", *verdicts))
+    rows.append(("total", *(f"{estimate.gigabytes:.3f}" for estimate in estimates)))
+    usable = usable_gigabytes(estimator.cluster.device)
+    if usable is not None:
+        rows.append((f"into {usable:.1f} GB", *("fits" if e.fits else "does not fit" for e in estimates)))
     yield from aligned(rows)
 
 
@@ -107,15 +106,13 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     """Every scheme with the same batch, and whether ZeRO++ pays."""
     rows = [("scheme", "MB between nodes", "GB", "s per step", "tokens/s", "TFLOP/s per GPU", "MFU", "to ZeRO-3")]
     speeds: dict[str, float] = {}
-    limit = usable_gigabytes(estimator)
     for name, other in schemes(config).items():
         try:
             estimate = estimator.estimate(other)
         except ValueError as error:
             rows.append((name, str(error), "", "", "", "", "", ""))
             continue
-        needed = estimate.memory.total / GIGA
-        size = f"{needed:.1f}" + (" (too much)" if limit is not None and needed > limit else "")
+        size = f"{estimate.gigabytes:.1f}" + ("" if estimate.fits else " (too much)")
         times = ("-",) * 5
         if estimate.seconds is not None:
             speeds[name] = estimate.tokens_per_second

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from megazpp.arguments import RunConfig
 from megazpp.planner.estimate import Estimate, Estimator, schemes
-from megazpp.planner.search import usable_gigabytes
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cost import shares_for
 
@@ -60,7 +59,7 @@ def scale(
             if names is not None and name not in names:
                 continue
             try:
-                yield _scaled(estimator, name, estimator.estimate(other))
+                yield _scaled(name, estimator.estimate(other))
             except ValueError:  # HSDP on one node
                 continue
 
@@ -78,7 +77,7 @@ def choose(
         sized = _sized(_with_tp(config, tp), estimator.cluster, micro_batches=micro_batches)
         for name, other in _in_copies(sized, nodes):
             try:
-                found = _scaled(estimator, f"TP {tp}, {name}" if tp > 1 else name, estimator.estimate(other))
+                found = _scaled(f"TP {tp}, {name}" if tp > 1 else name, estimator.estimate(other))
             except ValueError:
                 continue
             if found.fits and (best is None or found.teraflops > best.teraflops):
@@ -143,13 +142,12 @@ def _in_copies(config: RunConfig, nodes: int) -> Iterator[tuple[str, RunConfig]]
             copies *= COPIES_STEP
 
 
-def _scaled(estimator: Estimator, name: str, estimate: Estimate) -> Scaled:
-    limit, needed = usable_gigabytes(estimator), estimate.memory.total / 1e9
+def _scaled(name: str, estimate: Estimate) -> Scaled:
     return Scaled(
-        estimator.cluster.world_size,
+        estimate.plan.layout.cluster.world_size,
         name,
         estimate.teraflops,
-        needed,
-        limit is None or needed <= limit,
+        estimate.gigabytes,
+        estimate.fits,
         estimate.node_cross_bytes / 1e9,
     )

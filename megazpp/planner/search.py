@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 
 from megazpp.arguments import RunConfig
 from megazpp.planner.estimate import Estimate, Estimator
+from megazpp.planner.memory import usable_gigabytes
 from megazpp.topology.cluster import nested_sizes
 
-USABLE_MEMORY = 0.9  # assumed: the rest is for CUDA's context, NCCL's buffers and what the allocator cannot use
 RECOMPUTE: tuple[Literal["full", "selective"] | None, ...] = (
     None,
     "selective",
@@ -72,12 +72,6 @@ def with_recompute(config: RunConfig, granularity: Literal["full", "selective"] 
     return dataclasses.replace(config, model=model)
 
 
-def usable_gigabytes(estimator: Estimator) -> float | None:
-    """What tensors may take on a rank; None where the device is not known."""
-    device = estimator.cluster.device
-    return None if device is None else USABLE_MEMORY * device.gigabytes
-
-
 def _recomputations(estimator: Estimator, config: RunConfig, tp: int, size: int) -> list[Choice]:
     """Up to the first that fits."""
     choices = []
@@ -101,10 +95,10 @@ def _try(estimator: Estimator, config: RunConfig, name: str) -> Choice:
         estimate = estimator.estimate(config)
     except ValueError as error:
         return Choice(name, None, str(error))
-    limit, needed = usable_gigabytes(estimator), estimate.memory.total / 1e9
-    if limit is not None and needed > limit:
-        return Choice(name, estimate, f"needs {needed:.1f} GB, a rank has {limit:.1f}")
-    return Choice(name, estimate, "")
+    if estimate.fits:
+        return Choice(name, estimate, "")
+    usable = usable_gigabytes(estimator.cluster.device)
+    return Choice(name, estimate, f"needs {estimate.gigabytes:.1f} GB, a rank has {usable:.1f}")
 
 
 def _fastest(choices: list[Choice]) -> Choice | None:

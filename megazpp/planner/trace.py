@@ -13,8 +13,10 @@ import torch
 
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.paper import PaperAxis
 from megazpp.planner.recorder import BACKWARD, FORWARD, FusedAttention, Recorder, Segment, backward
+from megazpp.topology.layout import Layout
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]  # name and shape on one tensor-parallel rank
 
@@ -44,15 +46,17 @@ def trace_model(
     vocab_size: int,
     seq_length: int,
     micro_batch_size: int,
-    tp: PaperAxis,
+    layout: Layout,
     sequence_parallel: bool,
     dtype: torch.dtype,
 ) -> Trace:
     """Run one micro-batch on paper.
 
     Args:
+        layout: whose tensor parallelism it is.
         dtype: what the layers compute in.
     """
+    tp = PaperAxis(layout, "tp", rank=0, counter=TrafficCounter())
     shape = dataclasses.replace(config, num_layers=min(config.layers, 2))
     if config.recompute_method == "block":  # the first layer is run again, the second is not
         shape = dataclasses.replace(shape, recompute_num_layers=1)

@@ -12,7 +12,6 @@ def test_a_task_is_hidden_behind_compute_until_somebody_waits_for_it():
     simulation.spend("forward", 2.0)
     ticket.wait()
     assert simulation.compute.now == 3.0
-    assert simulation.waits == {"cross": 1.0}
 
 
 def test_a_lane_keeps_the_order_and_a_task_starts_when_what_it_needs_is_done():
@@ -41,7 +40,6 @@ def test_a_new_step_begins_when_all_is_done_and_tickets_of_the_last_one_hold_nob
     assert simulation.begin_step() == simulation.compute.now == 3.0
     ticket.wait()
     assert simulation.compute.now == 3.0
-    assert not simulation.waits
     assert not simulation.spans
 
 
@@ -60,7 +58,7 @@ def test_a_collective_beside_the_compute_takes_from_it_and_one_that_the_compute_
     with simulation.on(gathers):
         simulation.occupy(wire, "gather", 2.0, taken=0.5)
     assert simulation.compute.now == 0.5
-    simulation.wait_until(gathers.now, "weights")  # it was taken from a compute that had nothing to do
+    simulation.wait_until(gathers.now)  # it was taken from a compute that had nothing to do
     assert simulation.compute.now == 2.0
     simulation.occupy(wire, "norm", 1.0, taken=0.5)
     assert simulation.compute.now == 3.0

@@ -17,8 +17,9 @@ from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.model.config import GPTConfig
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.live import PeakBytes
-from megazpp.planner.memory import FEEDBACK, MOMENTS, PARAMETERS, SECONDARY, Ledger, own_elements
+from megazpp.planner.memory import FEEDBACK, MOMENTS, PARAMETERS, SECONDARY, Ledger, own_elements, usable_gigabytes
 from megazpp.topology.cluster import Cluster
+from megazpp.topology.device import Device
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
@@ -176,3 +177,8 @@ def test_the_ledger_remembers_its_fullest_moment_by_kind():
     ledger.add("gradients", 3)
     assert ledger.fullest.kinds == {"parameters": 10, "activations": 5}
     assert ledger.fullest.total == 15
+
+
+def test_nine_tenths_of_a_device_are_usable():
+    assert usable_gigabytes(Device("a GPU", 1.0, 80.0, 1.0)) == 72.0
+    assert usable_gigabytes(None) is None

@@ -8,7 +8,7 @@ import pytest
 
 from megazpp.arguments import parse_run_config
 from megazpp.planner.estimate import Estimator
-from megazpp.planner.search import BITS_PAY, Choice, search, usable_gigabytes, with_recompute
+from megazpp.planner.search import BITS_PAY, Choice, search, with_recompute
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cost import shares_for
 from megazpp.topology.device import Device
@@ -83,10 +83,3 @@ def test_recomputation_leaves_no_method_where_there_is_none():
     full = parse_run_config(["@configs/gpt_tiny.args", *flags], ROOT).config
     assert with_recompute(full, None).model.recompute_method is None
     assert with_recompute(full, "full") == full
-
-
-@pytest.mark.parametrize(("device", "usable"), [(None, None), (Device("a GPU", 1.0, 80.0, 1.0), 72.0)])
-def test_nine_tenths_of_a_device_are_usable(device: Device | None, usable: float | None):
-    cluster = Cluster(num_nodes=1, ranks_per_node=1, device=device)
-    estimator = Estimator(cluster, vocab_size=1, device_type="cpu", shares=shares_for(device))
-    assert usable_gigabytes(estimator) == usable

@@ -12,7 +12,6 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelConfig, plan_dims
 from megazpp.planner.clock import SimulatedLane
-from megazpp.planner.paper import PaperAxis
 from megazpp.planner.speed import measure, traffic_between
 from megazpp.planner.step import PaperStep, TrafficTable
 from megazpp.planner.trace import trace_model
@@ -28,13 +27,12 @@ def plan(case: Case, world: int, rank: int = 0) -> PaperStep:
     cluster = Cluster(num_nodes=case.nodes, ranks_per_node=world // case.nodes, order=case.order)
     config = ParallelConfig(tensor_model_parallel_size=case.tp, num_distributed_optimizer_instances=case.replicas)
     layout = plan_dims(config, cluster, zero_stage=zero.stage)
-    tp = PaperAxis(layout, "tp", rank=rank, counter=TrafficCounter())
     trace = trace_model(
         case.model,
         vocab_size=case.vocab_size,
         seq_length=case.seq_length,
         micro_batch_size=case.global_batch // layout.data // case.micro_batches,
-        tp=tp,
+        layout=layout,
         sequence_parallel=case.sequence_parallel,
         dtype=case.precision.param_dtype,
     )
