@@ -60,14 +60,9 @@ def forked_python() -> Path:
     client.write_text(CLIENT.format(python=sys.executable, address=str(address)))
     client.chmod(0o755)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen([sys.executable, __file__, str(address)], env=env, start_new_session=True)
-
-    def stop() -> None:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        folder.cleanup()
-
-    atexit.register(stop)
+    command = [sys.executable, __file__, str(address)]
+    server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, start_new_session=True)
+    atexit.register(folder.cleanup)
     deadline = time.monotonic() + SECONDS_TO_START
     while not address.exists():
         assert server.poll() is None, "the server has ended"
@@ -76,8 +71,15 @@ def forked_python() -> Path:
     return client
 
 
+def end_with_tests() -> None:
+    """However they end, the other end of standard input is closed then."""
+    os.read(0, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
 def serve(address: str) -> None:
     """Import, then fork for every connection."""
+    threading.Thread(target=end_with_tests, daemon=True).start()
     sys.path.remove(str(Path(__file__).parent))
     for name in IMPORTED:
         __import__(name)
