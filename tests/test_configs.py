@@ -17,7 +17,6 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.report import needed_vocab_size, with_data
 from megazpp.topology.cluster import Cluster, read_cluster
-from megazpp.topology.cost import shares_for
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.args"))
@@ -106,7 +105,7 @@ def planned_gigabytes(flags: str) -> str:
     assert config.cluster.cluster_file is not None
     cluster = read_cluster(ROOT / config.cluster.cluster_file)
     vocab_size = needed_vocab_size(config, "--plan")
-    estimator = Estimator(cluster, vocab_size=vocab_size, device_type="cpu", shares=shares_for(cluster.device))
+    estimator = Estimator(cluster, vocab_size=vocab_size, device_type="cpu")
     return f"{estimator.estimate(config).memory.total / 1e9:.1f}"
 
 

@@ -36,7 +36,6 @@ from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.report import with_data
 from megazpp.planner.search import with_recompute
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.cost import shares_for
 from megazpp.zero.config import ZeroConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -302,8 +301,7 @@ def planned(name: str, nodes: int, *flags: str, recompute: str | None = None) ->
     config = with_recompute(with_data(parse_run_config([f"@configs/{name}.args", *flags], ROOT).config), recompute)
     assert config.tokenizer.vocab_size is not None
     cluster = Cluster(num_nodes=nodes, ranks_per_node=8)
-    shares = shares_for(cluster.device)
-    estimator = Estimator(cluster, vocab_size=config.tokenizer.vocab_size, device_type="cpu", shares=shares)
+    estimator = Estimator(cluster, vocab_size=config.tokenizer.vocab_size, device_type="cpu")
     return estimator.estimate(config)
 
 

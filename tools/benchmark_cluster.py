@@ -33,6 +33,7 @@ from entry import leave_with
 from pictures import check_matplotlib
 from rank_processes import RankProcesses, exit_on_signals, start_on_this_machine
 
+from megazpp.data.files import write_whole
 from megazpp.parallel.worker import UserError
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
@@ -72,16 +73,14 @@ class Results:
         return [name for name in variants if name not in have]
 
     def write(self) -> None:
-        """Replace the file, so that an interruption leaves either the old or the new one."""
+        """Replace the file."""
         content = {
             "shape": self.shape,
             "parameters": self.parameters,
             "samples": [sample._asdict() for sample in self.samples],
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.path.with_suffix(".new")
-        fresh.write_text(json.dumps(content, indent=1))
-        fresh.replace(self.path)
+        write_whole(self.path, json.dumps(content, indent=1).encode())
 
 
 class Driver:

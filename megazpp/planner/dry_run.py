@@ -38,7 +38,6 @@ from megazpp.planner.report import MEGA, describe_plan, needed_vocab_size, with_
 from megazpp.planner.speed import SIMULATED_MICRO_BATCHES, extended, measure, traffic_between
 from megazpp.planner.step import TrafficTable
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.cost import shares_for
 from megazpp.topology.table import aligned
 from megazpp.training.setup import shard_on_meta
 from megazpp.training.step import TrainStep
@@ -108,7 +107,7 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
         raise ValueError(f"--dry-run-rank {rank} is not a rank of the cluster: it has 0 to {cluster.world_size - 1}")
     plan = check_run_config(config, cluster, device_type=CPU.type)
     count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
-    estimator = Estimator(cluster, vocab_size=vocab_size, device_type=CPU.type, shares=shares_for(cluster.device))
+    estimator = Estimator(cluster, vocab_size=vocab_size, device_type=CPU.type)
     paper = estimator.paper_step(config, plan, NoCosts(), rank=rank, on_cpu=True)
     planned = measure(paper, count).traffic
     with fake_ranks(rank, cluster.world_size):

@@ -13,7 +13,7 @@ from megazpp.planner.speed import measure
 from megazpp.planner.step import PaperStep, TrafficTable
 from megazpp.planner.trace import Trace, trace_model
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.cost import Shares
+from megazpp.topology.cost import shares_for
 from megazpp.training.flops import model_flops_per_token
 
 WIRES = ("tp", "local", "cross")
@@ -80,12 +80,11 @@ class Estimator:
         cluster: nodes, links and device.
         vocab_size: tokens of the tokenizer.
         device_type: whose checks apply.
-        shares: what a program reaches of data sheets.
     """
 
-    def __init__(self, cluster: Cluster, *, vocab_size: int, device_type: str, shares: Shares) -> None:
+    def __init__(self, cluster: Cluster, *, vocab_size: int, device_type: str) -> None:
         self.cluster, self._vocab_size = cluster, vocab_size
-        self._device_type, self._shares = device_type, shares
+        self._device_type, self._shares = device_type, shares_for(cluster.device)
         self._traces: dict[object, Trace] = {}
 
     def estimate(self, config: RunConfig, *, exposed: bool = False) -> Estimate:

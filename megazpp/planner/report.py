@@ -11,7 +11,6 @@ from megazpp.planner.estimate import WIRES, Estimate, Estimator, schemes
 from megazpp.planner.memory import KINDS, usable_gigabytes
 from megazpp.planner.search import RECOMPUTE, search, with_recompute
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.cost import shares_for
 from megazpp.topology.table import aligned
 
 GIGA, MEGA = 1e9, 1e6
@@ -25,8 +24,7 @@ def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str) -> str
         ValueError: flags that do not fit each other or the cluster, or no --vocab-size.
     """
     config, vocab_size = with_data(config), needed_vocab_size(config, "--plan")
-    shares = shares_for(cluster.device)
-    estimator = Estimator(cluster, vocab_size=vocab_size, device_type=device_type, shares=shares)
+    estimator = Estimator(cluster, vocab_size=vocab_size, device_type=device_type)
     own = estimator.estimate(config, exposed=True)
     return "\n".join(
         [

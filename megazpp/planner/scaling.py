@@ -9,7 +9,6 @@ from typing import NamedTuple
 from megazpp.arguments import RunConfig
 from megazpp.planner.estimate import Estimate, Estimator, schemes
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.cost import shares_for
 
 MAX_TP = 8
 COPIES_STEP = 4  # numbers of copies that are tried: 1, 4, 16, ...
@@ -110,7 +109,7 @@ def scaling_table(found: Sequence[Scaled], choices: Sequence[Scaled | None] = ()
 
 def _estimator(cluster: Cluster, nodes: int, *, vocab_size: int, device_type: str) -> Estimator:
     larger = dataclasses.replace(cluster, num_nodes=nodes, order=None)
-    return Estimator(larger, vocab_size=vocab_size, device_type=device_type, shares=shares_for(cluster.device))
+    return Estimator(larger, vocab_size=vocab_size, device_type=device_type)
 
 
 def _sized(config: RunConfig, cluster: Cluster, *, micro_batches: int) -> RunConfig:

@@ -15,11 +15,7 @@ from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.memory import usable_gigabytes
 from megazpp.topology.cluster import nested_sizes
 
-RECOMPUTE: tuple[Literal["full", "selective"] | None, ...] = (
-    None,
-    "selective",
-    "full",
-)  # fastest first: the first that fits is taken
+RECOMPUTE: tuple[Literal["full", "selective"] | None, ...] = (None, "selective", "full")  # the first that fits is taken
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 GRADIENT_BITS = ((8, 8), (8, 4), (4, 4))
 BITS_PAY = 1.02  # other bits than asked for are taken only if they are so much faster: fewer are less exact

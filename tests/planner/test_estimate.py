@@ -13,7 +13,6 @@ from megazpp.planner.costs import NoCosts
 from megazpp.planner.estimate import Estimator, schemes
 from megazpp.planner.speed import measure
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.cost import shares_for
 from megazpp.topology.device import Device
 from megazpp.topology.links import Link, Links
 
@@ -27,7 +26,7 @@ def config(*flags: str) -> RunConfig:
 
 
 def estimator(cluster: Cluster) -> Estimator:
-    return Estimator(cluster, vocab_size=2048, device_type="cpu", shares=shares_for(cluster.device))
+    return Estimator(cluster, vocab_size=2048, device_type="cpu")
 
 
 @pytest.mark.parametrize("flags", [[], ["--zeropp"], ["--tensor-model-parallel-size", "2"], ["--hsdp"]], ids=str)

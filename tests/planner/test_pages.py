@@ -9,7 +9,6 @@ from megazpp.arguments import parse_run_config
 from megazpp.planner.estimate import Estimator, schemes
 from megazpp.planner.report import needed_vocab_size, with_data
 from megazpp.topology.cluster import read_cluster
-from megazpp.topology.cost import shares_for
 
 ROOT = Path(__file__).resolve().parents[2]
 QUOTED = re.compile(
@@ -31,7 +30,6 @@ def test_the_page_of_zero_quotes_how_much_faster_the_planner_finds_zeropp():
             cluster,
             vocab_size=needed_vocab_size(config, "--plan"),
             device_type="cpu",
-            shares=shares_for(cluster.device),
         )
         named = schemes(config)
         speeds = {name: estimator.estimate(named[name]).tokens_per_second for name in ("ZeRO-3", "HSDP", "--zeropp")}

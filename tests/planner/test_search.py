@@ -10,7 +10,6 @@ from megazpp.arguments import parse_run_config
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.search import BITS_PAY, Choice, search, with_recompute
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.cost import shares_for
 from megazpp.topology.device import Device
 from megazpp.topology.links import Link, Links
 
@@ -22,7 +21,7 @@ def found(*flags: str, gigabytes: float, links: Links | None = SLOW) -> list[Cho
     config = parse_run_config(["@configs/gpt_tiny.args", "--bf16", "--num-layers", "2", *flags], ROOT).config
     device = Device("a GPU", teraflops=10.0, gigabytes=gigabytes, gigabytes_per_second=100.0)
     cluster = Cluster(num_nodes=2, ranks_per_node=2, links=links, device=device)
-    return search(Estimator(cluster, vocab_size=2048, device_type="cpu", shares=shares_for(device)), config)
+    return search(Estimator(cluster, vocab_size=2048, device_type="cpu"), config)
 
 
 def speed(choice: Choice) -> float:
