@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -123,8 +125,8 @@ class IntervalRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunTotals:
-    """Sums over the steps of this process's run."""
+class StepSums:
+    """Sums over steps."""
 
     steps: int = 0
     skipped: int = 0
@@ -132,73 +134,60 @@ class RunTotals:
     seconds: float = 0.0
     sent_bytes: SentBytes = NOTHING_SENT
 
+    def plus(self, step: StepRecord) -> StepSums:
+        """With one more step."""
+        return StepSums(
+            steps=self.steps + 1,
+            skipped=self.skipped + step.skipped,
+            samples=self.samples + step.global_batch_size,
+            seconds=self.seconds + step.seconds,
+            sent_bytes=SentBytes(*map(operator.add, self.sent_bytes, step.sent_bytes)),
+        )
+
 
 class Meter:
     """Collects steps; `interval()` sums up those since it was last called, `totals` all of them."""
 
     def __init__(self, shape: RunShape) -> None:
-        self.totals = RunTotals()
+        self.totals = StepSums()
         self.shape = shape
         self._steps: list[StepRecord] = []
 
     def add(self, step: StepRecord) -> None:
         """Count one step."""
         self._steps.append(step)
-        before = self.totals
-        self.totals = RunTotals(
-            steps=before.steps + 1,
-            skipped=before.skipped + step.skipped,
-            samples=before.samples + step.global_batch_size,
-            seconds=before.seconds + step.seconds,
-            sent_bytes=_add(before.sent_bytes, step.sent_bytes),
-        )
+        self.totals = self.totals.plus(step)
 
     def interval(self, *, peak_memory_bytes: int | None = None) -> IntervalRecord:
         """The steps since the last call; there must be at least one."""
         steps, self._steps = self._steps, []
         assert steps, "an interval needs a step"
-        shape, last = self.shape, steps[-1]
-        seconds = sum(step.seconds for step in steps)
-        samples = sum(step.global_batch_size for step in steps)
-        tokens_per_second = samples * shape.seq_length / seconds
+        shape, last, sums = self.shape, steps[-1], functools.reduce(StepSums.plus, steps, StepSums())
+        tokens_per_second = sums.samples * shape.seq_length / sums.seconds
         flops_per_rank = tokens_per_second * shape.flops_per_token / shape.world_size
-        sent = NOTHING_SENT
-        for step in steps:
-            sent = _add(sent, step.sent_bytes)
         return IntervalRecord(
             last=last,
-            steps=len(steps),
+            steps=sums.steps,
             total_iterations=shape.total_iterations,
             consumed_tokens=last.consumed_samples * shape.seq_length,
             lm_loss=_mean_loss(steps),
-            step_seconds=seconds / len(steps),
+            step_seconds=sums.seconds / sums.steps,
             tokens_per_second=tokens_per_second,
             tokens_per_second_per_rank=tokens_per_second / shape.world_size,
             tflops_per_rank=flops_per_rank / TERA,
             mfu=None if shape.peak_flops is None else flops_per_rank / shape.peak_flops,
-            sent_bytes=SentBytes(*(total // len(steps) for total in sent)),
-            eta_seconds=max(0, shape.total_samples - last.consumed_samples) * seconds / samples,
-            skipped=sum(step.skipped for step in steps),
+            sent_bytes=SentBytes(*(total // sums.steps for total in sums.sent_bytes)),
+            eta_seconds=max(0, shape.total_samples - last.consumed_samples) * sums.seconds / sums.samples,
+            skipped=sums.skipped,
             nan=sum(not math.isfinite(step.lm_loss) for step in steps),
             peak_memory_bytes=peak_memory_bytes,
         )
 
-    def summary(
-        self,
-        *,
-        final_loss: float | None,
-        validation_loss: float | None,
-        unigram_entropy: float | None,
-        cpu_seconds: float,
-        peak_memory_bytes: int | None,
-    ) -> dict[str, Any]:
-        """The fields of summary.json.
+    def summary(self, *, cpu_seconds: float) -> dict[str, Any]:
+        """What summary.json says about the training steps.
 
         Args:
-            final_loss: training loss of the last log interval, nats per token; None if there was no training.
-            validation_loss, unigram_entropy: nats per token of the validation text; None if there is none.
-            cpu_seconds: CPU time of the training steps, summed over all ranks.
-            peak_memory_bytes: the largest of all ranks.
+            cpu_seconds: CPU time of the steps, summed over all ranks.
         """
         totals = self.totals
         tokens = totals.samples * self.shape.seq_length
@@ -208,12 +197,8 @@ class Meter:
             "skipped": totals.skipped,
             "tokens": tokens,
             "seconds": totals.seconds,
-            "final_loss": final_loss,
-            "validation_loss": validation_loss,
-            "unigram_entropy": unigram_entropy,
             "tokens_per_second": tokens / totals.seconds if totals.seconds else 0.0,
             "cpu_seconds_per_token": cpu_seconds / tokens if tokens else 0.0,
-            "peak_memory_bytes": peak_memory_bytes,
             **{f"{wire}_bytes_per_step": sent // steps for wire, sent in totals.sent_bytes._asdict().items()},
         }
 
@@ -221,7 +206,3 @@ class Meter:
 def _mean_loss(steps: list[StepRecord]) -> float:
     losses = [step.lm_loss for step in steps if not step.skipped] or [step.lm_loss for step in steps]
     return sum(losses) / len(losses)
-
-
-def _add(a: SentBytes, b: SentBytes) -> SentBytes:
-    return SentBytes(*(x + y for x, y in zip(a, b, strict=True)))

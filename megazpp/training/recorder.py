@@ -82,7 +82,10 @@ class Recorder:
     ) -> None:
         """The last evaluations, then what the run came to: printed, and written to summary.json.
 
+        Losses are nats per token, that of training the last log interval's; None where there was none.
+
         Args:
+            unigram_entropy: nats per token of the validation text.
             zero3: number of micro-batches to what ZeRO-3 would have sent.
         """
         where = f"iteration {progress.iteration}"
@@ -94,14 +97,11 @@ class Recorder:
                 self.console.say(line)
         used = torch.tensor(self.cpu_seconds, dtype=torch.float64, device=self._device)
         peak = torch.tensor(float(peak_memory_bytes(self._device)), dtype=torch.float64, device=self._device)
-        summary = self.meter.summary(
-            final_loss=None if self.last_interval is None else self.last_interval.lm_loss,
-            validation_loss=None if self.last_validation is None else self.last_validation[1],
-            unigram_entropy=unigram_entropy,
-            cpu_seconds=float(self._dims.world.all_reduce_(used)),
-            peak_memory_bytes=int(self._dims.world.max_(peak)),
-        )
-        summary |= {
+        summary = self.meter.summary(cpu_seconds=float(self._dims.world.all_reduce_(used))) | {
+            "final_loss": None if self.last_interval is None else self.last_interval.lm_loss,
+            "validation_loss": None if self.last_validation is None else self.last_validation[1],
+            "unigram_entropy": unigram_entropy,
+            "peak_memory_bytes": int(self._dims.world.max_(peak)),
             "iteration": progress.iteration,
             "test_loss": test_loss,
             "data_wait_share": wait_share,
