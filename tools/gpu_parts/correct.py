@@ -25,6 +25,7 @@ USUAL_BLOCKS = ("128", "256")  # the defaults of zero/config.py, whose import ta
 MOST_AT_ONCE = {"gpu": 16, "rehearsal": 1}
 POLL_SECONDS = 0.2
 LAST_WORDS_SECONDS = 8.0  # of a pytest that was interrupted: what has failed
+INTERRUPTED = (2, -signal.SIGINT)  # exit codes: pytest's own, and before it listens
 
 
 def measure(task: Task, report: Report) -> None:
@@ -44,7 +45,7 @@ def measure(task: Task, report: Report) -> None:
             interrupt([process for process, _ in running])
     found = Counter(outcome for _, log in running for outcome in DONE.findall(log.read_text(errors="replace")))
     for process, log in running:
-        if process.returncode not in (0, 1, 2):  # 1: tests have failed, 2: interrupted
+        if process.returncode not in (0, 1, *INTERRUPTED):  # 1: tests have failed
             report.fail(f"pytest ended with exit code {process.returncode}, see {log.name}: {tail(log, 1)}")
     add_rows(Counter(test[len("tests/") : test.index(".py::")] for test in tests), found, report)
     if task.rehearse:
@@ -91,7 +92,7 @@ def interrupt(processes: list[subprocess.Popen[bytes]]) -> None:
         if process.poll() is None:
             process.kill()
             process.wait()
-            process.returncode = 2  # as of one that has heard us
+            process.returncode = INTERRUPTED[0]  # as of one that has heard us
 
 
 def add_rows(collected: Counter[str], found: Counter[tuple[str, str]], report: Report) -> None:
