@@ -64,11 +64,11 @@ PARTS = (
     Part("correct", "Kernels and the rest on the GPU against their references", 85, 30, ("pytest", "yaml")),
     Part("streams", "Overlap on side streams: the same bits", 105, 60, PROGRAMS),
     Part("kernels", "Kernels beside a copy of the same bytes", 45, 25),
-    Part("training", "Training on one GPU beside plain PyTorch", 160, 45, PROGRAMS),
+    Part("training", "Training on one GPU beside plain PyTorch", 160, 60, PROGRAMS),
     Part("overhead", "What quantization costs a step", 65, 20, PROGRAMS),
-    Part("sanitizer", "compute-sanitizer", 15, 20),
+    Part("sanitizer", "compute-sanitizer", 15, 40),
     Part("attention", "Attention kernels that torch can choose from", 10, 15),
-    Part("loss", "Loss, ZeRO-3 and --zeropp on emulated nodes", 25, 30, PROGRAMS),
+    Part("loss", "Loss, ZeRO-3 and --zeropp on emulated nodes", 25, 90, PROGRAMS),
 )
 REHEARSAL = "REHEARSAL: no GPU, toy sizes, figures mean nothing"
 REHEARSAL_ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
