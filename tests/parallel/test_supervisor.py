@@ -16,8 +16,7 @@ JOB = str(Path(__file__).parents[1] / "helpers" / "job.py")
 SECONDS = 10
 
 
-@pytest.mark.parametrize("repetition", range(3))
-def test_a_job_that_ends_well_exits_with_0(tmp_path: Path, repetition: int):
+def test_a_job_that_ends_well_exits_with_0(tmp_path: Path):
     program = Program(JOB, "nothing", "2", folder=tmp_path)
     assert program.finish() == "sum 2\n"
     assert program.process.returncode == 0
