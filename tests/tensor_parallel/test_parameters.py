@@ -177,8 +177,10 @@ def flat_orders(case: Case) -> list[tuple[list[str], list[str]]]:
     prefix = {module: f"{name}." if name else "" for name, module in model.named_modules()}
     orders, seen = [], set()
     for unit in [*model.sharding_units(), [model]]:
-        groups = unit[0]._get_fsdp_state()._fsdp_param_groups
-        assert len(groups) <= 1  # FSDP2 refuses custom communication for several
+        state = unit[0]._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # at most one: FSDP2 refuses our comms for several
+        if groups is None:  # torch 2.11
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
         params = [p for group in groups for p in group.fsdp_params]
         flat = [prefix[p._module_info.module] + p._module_info.param_name for p in params]
         named = [prefix[module] + name for module in unit for name, _ in module.named_parameters()]

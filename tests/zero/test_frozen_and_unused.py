@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.ranks import ranks
+from helpers.torch_versions import needs_unused_parameters
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
@@ -98,13 +98,10 @@ def train_sharded(zero: ZeroConfig, micro_batches: int) -> Weights:
     return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
 
 
-needs_switch = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch 2.13 reduces what got no gradient"
-)
-
-
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("zero", [ZeroConfig(), pytest.param(EXACT, marks=needs_switch)], ids=["FSDP2", "two hops"])
+@pytest.mark.parametrize(
+    "zero", [ZeroConfig(), pytest.param(EXACT, marks=needs_unused_parameters)], ids=["FSDP2", "two hops"]
+)
 def test_frozen_and_unused_parameters_train_as_in_one_process(zero: ZeroConfig, micro_batches: int):
     """fp32 sums in another order over 4 steps: 1e-5."""
     expected = train_plain(micro_batches)
@@ -114,7 +111,7 @@ def test_frozen_and_unused_parameters_train_as_in_one_process(zero: ZeroConfig, 
             torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@needs_switch
+@needs_unused_parameters
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_quantized_gradients_leave_frozen_parameters_alone_and_move_the_others_alike(micro_batches: int):
     """8-bit weights and 8/4-bit gradients: within a tenth of the way that a parameter goes in 4 steps."""
