@@ -15,6 +15,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Callable, Collection, Generator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,16 @@ class _IndexUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise ValueError(f"a checkpoint's index has no use for {module}.{name}")
+
+
+def _member(kind: type[Enum], name: str) -> Enum:
+    """Python 3.11.0 to 3.11.3 pickle a member of an enumeration as an attribute of its class."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise ValueError(f"a checkpoint's index has no use for an attribute of {kind}")
+    return kind[name]
 
 
 class FittingPlanner(DefaultLoadPlanner):

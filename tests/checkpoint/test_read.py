@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import os
 import pickle
@@ -14,6 +15,7 @@ import pytest
 from helpers.checkpoints import Attempt, Job, run, schedule
 from helpers.ranks import ranks
 from helpers.training import Case
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
 from megazpp.checkpoint.checksums import read_checksums, sum_file, write_checksums
 from megazpp.checkpoint.source import choose_source
@@ -103,6 +105,13 @@ def test_when_all_checkpoints_are_damaged_fallback_says_so(saved: Path, tmp_path
     assert not changed
 
 
+def write_index(checkpoint: Path, content: bytes) -> None:
+    """With checksums that are right: they guard against accidents, not against people."""
+    (checkpoint / ".metadata").write_bytes(content)
+    names = read_checksums(checkpoint)
+    write_checksums(checkpoint, {name: sum_file(checkpoint / name) for name in names})
+
+
 class Evil:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -112,16 +121,39 @@ class Evil:
 
 
 def test_a_checkpoint_with_code_in_its_index_is_refused_and_the_code_not_run(saved: Path, tmp_path: Path):
-    """With checksums that are right: they guard against accidents, not against people."""
     shutil.copytree(saved, tmp_path / "copy")
-    checkpoint = tmp_path / "copy" / "iter_0000002"
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path)))
-    names = read_checksums(checkpoint)
-    write_checksums(checkpoint, {name: sum_file(checkpoint / name) for name in names})
+    write_index(tmp_path / "copy" / "iter_0000002", pickle.dumps(Evil(tmp_path)))
     ((said, changed),) = ranks(2).run(try_loads, [{"load": str(tmp_path / "copy")}])[0]
     assert said == "ValueError: a checkpoint's index has no use for posix.mkdir"
     assert not changed
     assert not (tmp_path / "executed").exists()
+
+
+class Attribute:
+    def __init__(self, of: Any, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.of, self.name)
+
+
+def test_an_index_that_names_members_of_enumerations_by_attribute_is_read(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As Python 3.11.0 to 3.11.3 write it."""
+    shutil.copytree(saved, tmp_path / "copy")
+    checkpoint = tmp_path / "copy" / "iter_0000002"
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    monkeypatch.setitem(copyreg.dispatch_table, _MEM_FORMAT_ENCODING, lambda m: (getattr, (type(m), m.name)))
+    content = pickle.dumps(index)
+    assert b"getattr" in content
+    write_index(checkpoint, content)
+    for said, changed in ranks(2).run(try_loads, [{"load": str(tmp_path / "copy")}])[0]:
+        assert "successfully loaded checkpoint" in said
+        assert changed
+    write_index(checkpoint, pickle.dumps(Attribute(TensorProperties, "create_from_tensor")))
+    ((said, _),) = ranks(2).run(try_loads, [{"load": str(tmp_path / "copy")}])[0]
+    assert said.startswith("ValueError: a checkpoint's index has no use for an attribute of <class 'torch.dist")
 
 
 def test_what_contradicts_the_checkpoint_is_explained(saved: Path):
