@@ -17,8 +17,10 @@ from megazpp.exit_codes import EXIT_USER_ERROR
 from megazpp.parallel.launch import LaunchConfig, Place, find_place, launched_rank
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.survey import settle_cluster
-from megazpp.parallel.worker import ECHO_SECONDS, UserError, Worker, run_worker, user_errors
+from megazpp.parallel.worker import UserError, Worker, run_worker, user_errors
 from megazpp.topology.cluster import Cluster, detect_cluster, read_cluster
+
+LATE_SECONDS = 30.0  # that rank 0, which says what is wrong, may be behind; when it leaves, the launcher ends all
 
 
 class Job(NamedTuple):
@@ -43,7 +45,7 @@ def run_on_ranks(prepare: Callable[[], Job | int]) -> int:
         if launched_rank() == 0:
             error.show()
         else:
-            time.sleep(3 * ECHO_SECONDS)  # the launcher ends rank 0 as soon as another rank has left
+            time.sleep(LATE_SECONDS)  # the launcher ends rank 0 as soon as another rank has left
         return EXIT_USER_ERROR
     if isinstance(job, int):
         return job
