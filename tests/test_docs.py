@@ -41,7 +41,8 @@ from megazpp.zero.config import ZeroConfig
 ROOT = Path(__file__).resolve().parent.parent
 TUTORIAL = "tools/README.md"
 FOLDERS = ("configs", "kernels", "megazpp", "tools")
-PAGES = ["README.md", *(str(p.relative_to(ROOT)) for f in FOLDERS for p in sorted((ROOT / f).rglob("README.md")))]
+PAGES = ["README.md", "CONTRIBUTING.md"]
+PAGES += [str(page.relative_to(ROOT)) for folder in FOLDERS for page in sorted((ROOT / folder).rglob("README.md"))]
 SECONDS = 300
 
 # Commands that the rest of the suite runs, and what does.
@@ -60,6 +61,7 @@ EIGHT = "--nproc-per-node 8 pretrain_gpt.py"
 TINY = "--nproc-per-node 4 pretrain_gpt.py @configs/gpt_tiny.args"
 SMALL_RUN = "--nproc 2 --train-iters 4 --eval-interval 4 --eval-iters 1 --global-batch-size 16 --sample-tokens 4"
 INSTEAD = [
+    (r"^python -m pytest (\S+).*", rf"test -e {ROOT}/\1"),
     (r"pretrain_gpt.py \.\.\.", "pretrain_gpt.py @book.args"),
     (r" \.\.\.$", f" {DATA}"),
     (r"^(python tools/convert_checkpoint.py .*--output) checkpoints/", r"\1 $(mktemp -d)/checkpoints/"),  # is there
@@ -145,8 +147,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     launch = ROOT / "tests" / "helpers" / "checked_launch.py"
     for name in ("torchrun", "srun", "sbatch"):
         (folder / name).write_text(f'#!/bin/sh\nexec python {launch} {name} "$@"\n')
-    (folder / "pip").write_text("#!/bin/sh\n")  # what is asked for is checked below
-    for name in ("torchrun", "srun", "sbatch", "pip"):
+    for name in ("pip", "ruff", "mypy"):  # what pip is asked for is checked below; .ci/run runs the others
+        (folder / name).write_text("#!/bin/sh\n")
+    for name in ("torchrun", "srun", "sbatch", "pip", "ruff", "mypy"):
         (folder / name).chmod(0o755)
     return folder
 
