@@ -68,7 +68,7 @@ INSTEAD = [
     (NO_PLOT, ""),
     (r"^python pretrain_gpt.py @book.args.*", rf"\g<0> {SMALL_RUN}"),
     (r"^python pretrain_gpt.py .*--load again/.*", r"\g<0> --nproc 1"),
-    (r"^python pretrain_gpt.py @configs/gpt_tiny.args (?!--print)", f"torchrun {TINY} "),
+    (r"^python pretrain_gpt.py (@configs/gpt_tiny.args (?!--print)|(?=--train-iters))", f"torchrun {TINY} "),
     (r"^python pretrain_gpt.py (?!@book.args)(?!.*--(plan|print-config))", f"torchrun {EIGHT} "),
     (r"^python tools/train_tokenizer.py.*", r"\g<0> --vocab-size 600"),
     (r"^python tools/preprocess_data.py.*", r"\g<0> --workers 1"),
@@ -388,7 +388,7 @@ def test_the_zeropp_page_s_table_has_a_row_for_every_flag_of_it():
 OTHERS_FLAGS = {"--master-port", "--nnodes", "--nproc-per-node", "--num_gpus", "--ntasks-per-node", "--gpus-per-task"}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CONTRIBUTING.md"])  # it adds one
 def test_every_flag_that_a_page_names_exists(page: str):
     fields = set(re.findall(r"\w+", source_strings()))
     sources = "".join(p.read_text(encoding="utf-8") for f in ("megazpp", "tools") for p in (ROOT / f).rglob("*.py"))
