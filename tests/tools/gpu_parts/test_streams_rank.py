@@ -21,7 +21,7 @@ from megazpp.zero import schedule
 
 
 def train(settings: Settings, impatient: bool) -> None:
-    """One rank; `impatient`: at the end of a backward nothing waits for the hops that are on their way."""
+    """One rank; `impatient`: at the end of a backward the hops that are on their way have brought nothing yet."""
     worker = Worker(
         device=torch.device("cpu"),
         rank=dist.get_rank(),
@@ -37,7 +37,8 @@ def train(settings: Settings, impatient: bool) -> None:
                 self._backward = -1
                 finishing, self._finishing = self._finishing, []
                 for ticket, add in finishing:
-                    if isinstance(ticket, lane._ThreadTicket):
+                    ticket.wait()
+                    if not isinstance(ticket, lane._ThreadTicket):
                         add()
 
             patch.setattr(schedule.ReduceSchedule, "end_backward", finish)
