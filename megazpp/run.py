@@ -20,7 +20,7 @@ from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import UserError, Worker, run_worker, user_errors
 from megazpp.topology.cluster import Cluster, detect_cluster, read_cluster
 
-LATE_SECONDS = 30.0  # that rank 0, which says what is wrong, may be behind; when it leaves, the launcher ends all
+LATE_SECONDS = 10.0  # that rank 0, which says what is wrong, may be behind; when it leaves, the launcher ends all
 
 
 class Job(NamedTuple):
