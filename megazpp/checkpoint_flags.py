@@ -7,6 +7,7 @@ from typing import Any
 
 from megazpp.arguments import ParsedRun
 from megazpp.checkpoint.record import RunRecord, shape_of
+from megazpp.flag_checks import spelling
 
 # What a model is and was trained on. Where it runs now, and how it is spread there, is for this program to say.
 TAKEN = ("model", "batches", "data", "tokenizer", "precision", "evaluation")
@@ -40,7 +41,7 @@ def with_checkpoint_args(parsed: ParsedRun, record: RunRecord | None) -> ParsedR
         raise ValueError(f"--use-checkpoint-args: --load {config.checkpoint.load} has no checkpoint")
     shape, own = shape_of(record.flags), parsed.values()
     notices = [
-        f"--{name.replace('_', '-')} {own[name]} gives way to the checkpoint's {shape[name]}"
+        f"{spelling(config.model, name)} {own[name]} gives way to the checkpoint's {shape[name]}"
         for name in shape
         if name in parsed.origins and shape[name] != own[name]
     ]

@@ -12,10 +12,10 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
 from entry import leave_with, one_line_errors
 
 from megazpp.arguments import parse_run_config
+from megazpp.parallel.launch import device_type
 from megazpp.planner.report import with_data
 from megazpp.planner.scaling import scale, scaling_table
 from megazpp.topology.cluster import read_cluster
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
         args.nodes,
         micro_batches=args.micro_batches,
         vocab_size=config.tokenizer.vocab_size,
-        device_type="cuda" if torch.cuda.is_available() else "cpu",
+        device_type=device_type(),
     )
     print(scaling_table(list(found)))
 

@@ -92,9 +92,9 @@ class Reader:
         problem = DamagedError("no checkpoint")
         for iteration in candidates:
             try:
-                share = {"rank": self._axis.rank, "num_ranks": self._axis.size}
-                verify = functools.partial(verify_files, source.folder.of(iteration), **share)
-                return iteration, together(self._axis, verify)
+                checkpoint, axis = source.folder.of(iteration), self._axis
+                verify = functools.partial(verify_files, checkpoint, rank=axis.rank, num_ranks=axis.size)
+                return iteration, together(axis, verify)
             except DamagedError as error:
                 if source.fallback:
                     self._say(f"WARNING: {error}")

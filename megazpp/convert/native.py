@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
@@ -42,7 +43,7 @@ def open_checkpoint(folder: Path, iteration: int | None) -> tuple[Model, RunReco
     reader = SafeReader(checkpoint)
     tensors = {
         key.removeprefix(_PREFIX): Deferred(
-            tuple(entry.size), entry.properties.dtype, functools.partial(_read, reader, key)
+            tuple(entry.size), entry.properties.dtype, functools.partial(_read, reader, key, entry)
         )
         for key, entry in reader.tensors().items()
         if key.startswith(_PREFIX)
@@ -99,9 +100,8 @@ def _read_config(record: RunRecord) -> GPTConfig:
     return GPTConfig(**values)
 
 
-def _read(reader: SafeReader, key: str) -> torch.Tensor:
+def _read(reader: SafeReader, key: str, entry: TensorStorageMetadata) -> torch.Tensor:
     """One tensor, whatever ranks have written its parts."""
-    entry = reader.tensors()[key]
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
     with alone():
         dcp.load({key: tensor}, storage_reader=reader, no_dist=True)

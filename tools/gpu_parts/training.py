@@ -29,7 +29,7 @@ from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.parallel.launch import LaunchConfig, Place
 from megazpp.parallel.worker import Worker, run_worker
 from megazpp.topology.cluster import Cluster
-from megazpp.training.flops import TERA, model_flops_per_token, peak_flops
+from megazpp.training.flops import TERA, device_name, model_flops_per_token, peak_flops
 from megazpp.training.step import TrainStep
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.1
@@ -192,7 +192,7 @@ def measure_case(case: Case, sizes: Sizes, task: Task, report: Report, device: t
 
     tokens = sum(batch.tokens.numel() for batch in data)
     flops = tokens * model_flops_per_token(model, padded_vocab_size=padded, seq_length=length)
-    peak = peak_flops(torch.cuda.get_device_name(device), torch.bfloat16) if device.type == "cuda" else None
+    peak = peak_flops(device_name(device), torch.bfloat16)
     mfu = [f"{flops / each / peak:.1%}" if peak else "" for each in seconds]
     for index, variant in enumerate(case.variants):
         report.row(
