@@ -225,6 +225,7 @@ def repeated(main_job: Run, home: Home) -> tuple[Run, bytes]:
     return run, before
 
 
+@pytest.mark.slow
 def test_a_run_folder_used_again_loses_nothing(repeated: tuple[Run, bytes]):
     run, before = repeated
     assert (run.folder / "metrics.jsonl").read_bytes().startswith(before)
@@ -236,16 +237,19 @@ def test_a_run_folder_used_again_loses_nothing(repeated: tuple[Run, bytes]):
     assert run.summary["final_loss"] == run.metrics[-1]["lm_loss"]
 
 
+@pytest.mark.slow
 def test_args_txt_fed_back_gives_the_same_losses_bit_for_bit(repeated: tuple[Run, bytes]):
     run, _ = repeated
     for key in ("lm_loss", "grad_norm", "learning_rate"):
         assert run.losses(key)[:3] == run.losses(key)[3:]
 
 
+@pytest.mark.slow
 def test_a_cached_tokenizer_is_not_trained_again(repeated: tuple[Run, bytes]):
     assert "training a SentencePiece tokenizer" not in repeated[0].output
 
 
+@pytest.mark.slow
 def test_wandb_records_offline_without_a_terminal_or_an_account_under_megatron_s_names(repeated: tuple[Run, bytes]):
     run, _ = repeated
     (kept,) = offline_runs(run.folder)
@@ -261,6 +265,7 @@ def test_wandb_records_offline_without_a_terminal_or_an_account_under_megatron_s
     assert [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]] == run.summary["traffic"]
 
 
+@pytest.mark.slow
 def test_one_worker_gives_the_losses_of_two(main_job: Run, home: Home):
     run = home.pretrain(*MAIN_JOB, run="one", nproc=1)
     assert run.code == 0, run.output
@@ -269,6 +274,7 @@ def test_one_worker_gives_the_losses_of_two(main_job: Run, home: Home):
     assert [row[f"{wire}_bytes"] for row in run.metrics for wire in ("local", "cross")] == [0] * 6
 
 
+@pytest.mark.slow
 def test_tensor_parallel_workers_started_from_another_folder_give_the_same_losses(
     main_job: Run, home: Home, tmp_path: Path
 ):
@@ -282,6 +288,7 @@ def test_tensor_parallel_workers_started_from_another_folder_give_the_same_losse
     assert list(tmp_path.iterdir()) == []  # its working directory
 
 
+@pytest.mark.slow
 def test_zeropp_on_two_nodes_of_two_shows_what_it_saves_between_them(main_job: Run, home: Home):
     """Its losses follow ZeRO-3's (the main job) to 0.5 %, with a tenth of the traffic."""
     run = home.pretrain(*MAIN_JOB, "--zeropp", "--micro-batch-size", "4", run="zeropp", nproc=4)
@@ -326,12 +333,14 @@ def torchrun_job(home: Home) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_exit_interval_under_torchrun_stops_early_with_the_same_losses(main_job: Run, torchrun_job: Run):
     assert torchrun_job.output.count("stopped by --exit-interval 4\n") == 1
     assert torchrun_job.summary["stop_reason"] == "--exit-interval 4"
     assert torchrun_job.losses() == main_job.losses()[:2]
 
 
+@pytest.mark.slow
 def test_the_log_shows_the_cluster_as_the_ranks_found_and_measured_it(torchrun_job: Run):
     output = torchrun_job.output
     assert f"note: hosts: {socket.gethostname()} (rank 0 1); " in output
@@ -344,6 +353,7 @@ def test_the_log_shows_the_cluster_as_the_ranks_found_and_measured_it(torchrun_j
     assert (kept.links is None) == ("links: none known\n" in output)
 
 
+@pytest.mark.slow
 def test_skip_train_only_evaluates(home: Home):
     run = home.pretrain(*TOY, "--skip-train", "--split", "90,5,5", run="skip", nproc=1)
     assert run.code == 0, run.output
@@ -425,12 +435,14 @@ def test_the_tasks_of_a_batch_script_that_uses_no_srun_do_not_count(monkeypatch:
     assert pretrain_gpt.main() == 102
 
 
+@pytest.mark.slow
 def test_under_torchrun_wrong_flags_are_reported_by_one_rank(tmp_path: Path):
     code, output, _ = Home(tmp_path).pretrain("--hidden-size", "130", run="never", launcher=TORCHRUN, nproc=None)
     assert code != 0
     assert output.count("pretrain_gpt.py: error: ") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["not text", "folder in the way"])
 def test_data_that_cannot_be_used_is_reported_once_before_there_is_a_run(tmp_path: Path, case: str):
     home, flags = Home(tmp_path), []
@@ -449,6 +461,7 @@ def test_data_that_cannot_be_used_is_reported_once_before_there_is_a_run(tmp_pat
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_training_leaves_no_process_not_even_wandb_s(home: Home):
     flags = [*TOY, "--train-iters", "100000", "--wandb-project", "a-project", "--nproc", "2"]
     program = Program("pretrain_gpt.py", *flags, *home.places("interrupted"), folder=home.path)

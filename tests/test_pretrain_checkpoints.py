@@ -10,6 +10,8 @@ import pytest
 from helpers.program import ROOT, run_forked
 from helpers.wandb_files import offline_runs
 
+pytestmark = pytest.mark.slow
+
 # fmt: off
 TOY = [
     "--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "32",

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from helpers.program import Program
 
+pytestmark = pytest.mark.slow
+
 KILLS = 2  # 30 were done once, see the README
 SEED = 20
 

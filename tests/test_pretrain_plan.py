@@ -10,6 +10,8 @@ import pytest
 import pretrain_gpt
 from megazpp.planner.dry_run import DryRun
 
+pytestmark = pytest.mark.slow
+
 TINY = ["@configs/gpt_tiny.args", "--bf16", "--num-layers", "2", "--seq-length", "16"]
 CLUSTER = """
 nodes: 2

@@ -109,6 +109,7 @@ def begin(job: Job) -> str:
     return "begun"
 
 
+@pytest.mark.slow
 def test_a_folder_that_another_job_uses_is_refused_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     other = CheckpointFolder(tmp_path, "--save")
     other.lock()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import ranks
+from helpers.tiers import slow
 from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, build_step
 
 from megazpp.inference.generate import generate
@@ -69,10 +70,13 @@ def agreed(world_size: int, *args: Any, **options: Any) -> Any:
 
 
 GRID = [(1, 1, 3, False), (2, 1, 3, False), (2, 2, 0, True), (4, 1, 1, False), (4, 2, 3, True), (4, 4, 2, False)]
+DEFAULT = (("gpt2", GRID[1]), ("llama", GRID[2]))
 
 
-@pytest.mark.parametrize(("world_size", "tp", "stage", "sequence_parallel"), GRID)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("style", "world_size", "tp", "stage", "sequence_parallel"),
+    [(style, *layout) if (style, layout) in DEFAULT else slow(style, *layout) for style in STYLES for layout in GRID],
+)
 def test_greedy_tokens_of_a_batch_are_those_of_plain_forwards_row_by_row(
     style: str, world_size: int, tp: int, stage: int, sequence_parallel: bool
 ):
@@ -161,7 +165,10 @@ def drawn_by_one_process() -> list[list[list[int]]]:
     return agreed(1, Case(model=STYLES["gpt2"]), PROMPTS[:1], DRAWN, (1, 2, 1))
 
 
-@pytest.mark.parametrize(("world_size", "tp", "stage", "sequence_parallel"), GRID[1:])
+@pytest.mark.parametrize(
+    ("world_size", "tp", "stage", "sequence_parallel"),
+    [GRID[1], GRID[2], *(slow(*layout) for layout in GRID[3:])],
+)
 def test_drawn_tokens_depend_on_the_seed_alone(world_size: int, tp: int, stage: int, sequence_parallel: bool):
     alone = drawn_by_one_process()
     assert alone[0] == alone[2] != alone[1]

@@ -23,6 +23,8 @@ from megazpp.data.batch import MicroBatch, make_micro_batch
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 101
 STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.tensor_parallel import build_gpt, counted, local_gradients, tp_axis
+from helpers.tiers import pairwise
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks
 
 from megazpp.data.batch import make_micro_batch
@@ -47,10 +48,16 @@ def two_steps(model: GPTConfig, sequence_parallel: bool, documents: bool) -> dic
     return {"losses": losses, "grads": local_gradients(gpt), "default": torch.get_rng_state()}
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("style", "size", "sequence_parallel", "kind", "documents"),
+    pairwise(
+        (style, size, sequence_parallel, kind, documents)
+        for style in STYLES
+        for size, sequence_parallel in [(1, False), (2, False), (2, True)]
+        for kind in KINDS
+        for documents in (False, True)
+    ),
+)
 def test_recomputation_with_dropout_changes_no_bit(
     style: str, size: int, sequence_parallel: bool, kind: str, documents: bool
 ):
@@ -65,6 +72,7 @@ def test_recomputation_with_dropout_changes_no_bit(
     assert expected[0]["losses"][0] != expected[0]["losses"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "block", "selective"])
 @pytest.mark.parametrize(("tp", "stage", "sequence_parallel"), [(1, 3, False), (2, 3, True), (2, 2, False)])
 def test_a_sharded_run_with_dropout_is_the_same_with_recomputation(

@@ -23,6 +23,7 @@ def test_a_job_that_ends_well_exits_with_0(tmp_path: Path):
     assert program.scratch_files() == []
 
 
+@pytest.mark.slow
 def test_a_single_worker_needs_no_launcher(tmp_path: Path):
     assert run_program(JOB, "nothing", "1", folder=tmp_path) == (0, "sum 1\n")
 
@@ -41,6 +42,7 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback_shown_once(tmp_pat
     assert output.splitlines()[-1] == f"rank {rank} ended with exit code 1; the job is over"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_all_and_is_named_without_a_traceback_of_the_others(tmp_path: Path, rank: int):
     program = Program(JOB, f"kill-on-{rank}", "2", folder=tmp_path)
@@ -57,6 +59,7 @@ def test_what_the_user_can_mend_is_shown_once_as_lines_and_not_tried_again(tmp_p
     assert lines == ["job.py: error: --flag 3 is wrong", "job.py: error: --other 4 too"]
 
 
+@pytest.mark.slow
 def test_what_all_ranks_have_found_together_is_said_once_without_a_traceback(tmp_path: Path):
     code, output = run_program(JOB, "agreed", "2", folder=tmp_path)
     assert code == 1
@@ -65,6 +68,7 @@ def test_what_all_ranks_have_found_together_is_said_once_without_a_traceback(tmp
     assert last.endswith("ended with exit code 1; the job is over")
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_workers_and_nothing_else_does(tmp_path: Path):
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", JOB, "nothing", "0")
     code, output = run_program(*command, folder=tmp_path)
@@ -72,6 +76,7 @@ def test_torchrun_starts_the_workers_and_nothing_else_does(tmp_path: Path):
     assert output.count("sum 2\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "whole_group", "code"),
     [
@@ -96,6 +101,7 @@ def test_a_signal_to_the_launcher_leaves_no_process(tmp_path: Path, signum: int,
         assert output.splitlines()[-1] == f"ended by {signal.Signals(signum).name}"
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_workers_are_starting_leaves_no_process_and_no_traceback(tmp_path: Path):
     program = Program(JOB, "sleep-on-1", "2", folder=tmp_path)
     while len(program.left_behind()) < 3:
@@ -106,6 +112,7 @@ def test_ctrl_c_while_the_workers_are_starting_leaves_no_process_and_no_tracebac
     assert program.process.returncode == 130
 
 
+@pytest.mark.slow
 def test_restarts_are_counted_and_the_last_failure_ends_the_job(tmp_path: Path):
     code, output = run_program(JOB, "kill-on-0", "2", "1", folder=tmp_path)
     assert code == 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from helpers.tiers import slow
 
 import megazpp.planner.dry_run as module
 from megazpp.arguments import RunConfig, parse_run_config
@@ -31,15 +32,15 @@ CYCLIC = Cluster(num_nodes=2, ranks_per_node=2, order=(0, 2, 1, 3))
 TP = ["--tensor-model-parallel-size", "2"]
 LAYOUTS = {
     "ZeRO-3, uneven shards": (config(*GPT, samples=12), NODES, (0, 11)),
-    "HSDP, tp": (config(*GPT, "--hsdp", *TP, "--bf16", samples=12), NODES, (0,)),
+    "HSDP, tp": slow(config(*GPT, "--hsdp", *TP, "--bf16", samples=12), NODES, (0,)),
     "zeropp, k = 2": (config(*GPT, "--zeropp", "--bf16", samples=24), NODES, (6,)),
-    "llama, zeropp, tp": (config(*LLAMA, "--zeropp", *TP, "--sequence-parallel", samples=12), NODES, (11,)),
-    "zeropp, cyclic, recomputed": (
+    "llama, zeropp, tp": slow(config(*LLAMA, "--zeropp", *TP, "--sequence-parallel", samples=12), NODES, (11,)),
+    "zeropp, cyclic, recomputed": slow(
         config(*GPT, "--zeropp", "--recompute-granularity", "full", "--fp16", samples=4),
         CYCLIC,
         (1,),
     ),
-    "384 ranks": (config(*GPT, "--zeropp", samples=384), Cluster(num_nodes=24, ranks_per_node=16), (383,)),
+    "384 ranks": slow(config(*GPT, "--zeropp", samples=384), Cluster(num_nodes=24, ranks_per_node=16), (383,)),
 }
 
 
@@ -55,8 +56,8 @@ def test_first_middle_and_last_ranks_send_what_is_planned(run: RunConfig, cluste
 
 MANY = {
     "zeropp": ["--zeropp", "--bf16", "--zero-check-secondary"],
-    "stage 1": ["--zero-stage", "1"],
-    "stage 2": ["--zero-stage", "2"],
+    "stage 1": slow(["--zero-stage", "1"]),
+    "stage 2": slow(["--zero-stage", "2"]),
 }
 
 

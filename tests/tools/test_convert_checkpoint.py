@@ -53,6 +53,7 @@ def test_generate_continues_as_transformers_does(home: Path):
     assert generate_there(home / "theirs", "Call me", 12) in output
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_it_and_the_result_goes_out_with_its_tokenizer(home: Path):
     # fmt: off
     flags = [

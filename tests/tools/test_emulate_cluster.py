@@ -82,6 +82,7 @@ def seconds_of(output: str) -> float:
     return next(float(line.split()[1]) for line in output.splitlines() if line.startswith("seconds"))
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_job_crosses_the_uplinks_at_their_rate_and_leaves_nothing_behind(
     send: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -99,6 +100,7 @@ def test_a_job_crosses_the_uplinks_at_their_rate_and_leaves_nothing_behind(
     assert network_of(os.getpid()) == []
 
 
+@pytest.mark.slow
 @needs_root
 def test_the_rate_changes_under_a_running_cluster(send: str, capfd: pytest.CaptureFixture[str]):
     with EmulatedCluster(nodes=2, ranks_per_node=1, rate="4mbit") as cluster:
@@ -112,6 +114,7 @@ def test_the_rate_changes_under_a_running_cluster(send: str, capfd: pytest.Captu
     assert network_of(os.getpid()) == []
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_job_leaves_nothing_behind(tmp_path: Path, send: str, number: signal.Signals):
@@ -122,6 +125,7 @@ def test_an_interrupted_job_leaves_nothing_behind(tmp_path: Path, send: str, num
     assert tool.left_behind() == []
 
 
+@pytest.mark.slow
 @needs_root
 def test_what_a_killed_run_has_left_is_removed_by_the_next(tmp_path: Path, send: str):
     tool = start_staying(tmp_path, send)
@@ -133,6 +137,7 @@ def test_what_a_killed_run_has_left_is_removed_by_the_next(tmp_path: Path, send:
     assert tool.seconds_until_all_are_gone(10) < 10
 
 
+@pytest.mark.slow
 @needs_root
 def test_when_one_rank_fails_all_end_and_its_traceback_is_shown(send: str, capfd: pytest.CaptureFixture[str]):
     with EmulatedCluster(nodes=2, ranks_per_node=1) as cluster:
@@ -145,6 +150,7 @@ def test_when_one_rank_fails_all_end_and_its_traceback_is_shown(send: str, capfd
     assert "rank 1 ended with exit code 1; the job is over" in errors
 
 
+@pytest.mark.slow
 @needs_root
 def test_ranks_see_what_torchrun_would_tell_them(tmp_path: Path):
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"]

@@ -73,6 +73,7 @@ def test_parts_that_fail_raise_or_die_leave_their_rows_and_the_others_run(
     assert "FAILED: the bits differ" in shown
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_ended_and_what_no_time_is_left_for_is_not_begun(
     parts: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -93,6 +94,7 @@ def test_only_what_ran_and_failed_counts_in_the_exit_code(parts: Path, monkeypat
     assert (code, [part["name"] for part in found]) == (0, ["good"])
 
 
+@pytest.mark.slow
 def test_results_are_whole_after_a_kill_and_its_part_ends_with_it(parts: Path):
     out = parts / "out"
     program = (

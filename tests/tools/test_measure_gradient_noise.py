@@ -24,6 +24,8 @@ from megazpp.checks import check_run_config
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 
+pytestmark = pytest.mark.slow
+
 # fmt: off
 FLAGS = [
     "@configs/gpt_tiny.args", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2",

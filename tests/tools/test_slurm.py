@@ -15,6 +15,8 @@ import pytest
 from helpers.program import LAUNCHER_VARIABLES, ROOT
 from helpers.slurm import batch_variables, install_slurm
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = ROOT / "tools" / "slurm" / "pretrain.sbatch"
 SECONDS = 120
 # fmt: off

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import ranks
+from helpers.tiers import pairwise, slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step, train_on_ranks, train_plain
 
 from megazpp.data.batch import MicroBatch
@@ -62,7 +63,7 @@ def test_the_grid_has_each_style_in_every_pair_of_settings():
         )
 
 
-@pytest.mark.parametrize(("tp", "stage", "sequence_parallel", "micro_batches", "style"), GRID)
+@pytest.mark.parametrize(("tp", "stage", "sequence_parallel", "micro_batches", "style"), pairwise(GRID))
 def test_tp_zero_sequence_parallel_and_micro_batches_equal_one_process(
     tp: int, stage: int, sequence_parallel: bool, micro_batches: int, style: str
 ):
@@ -91,14 +92,14 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("tp", "stage", "sequence_parallel", "kind", "style"), [
-    (1, 3, False, "selective", "gpt2"),
+    slow(1, 3, False, "selective", "gpt2"),
     (1, 3, False, "full", "llama"),
-    (1, 3, False, "block", "gpt2"),
+    slow(1, 3, False, "block", "gpt2"),
     (2, 3, True, "selective", "llama"),
-    (2, 3, True, "full", "gpt2"),
-    (2, 3, True, "block", "llama"),
-    (2, 1, False, "selective", "gpt2"),
-    (2, 1, False, "full", "llama"),
+    slow(2, 3, True, "full", "gpt2"),
+    slow(2, 3, True, "block", "llama"),
+    slow(2, 1, False, "selective", "gpt2"),
+    slow(2, 1, False, "full", "llama"),
     (2, 1, False, "block", "gpt2"),
 ])  # fmt: skip
 def test_recomputation_changes_nothing(tp: int, stage: int, sequence_parallel: bool, kind: str, style: str):
@@ -107,13 +108,16 @@ def test_recomputation_changes_nothing(tp: int, stage: int, sequence_parallel: b
     assert_equal_to_plain(case, world_size=4)
 
 
-@pytest.mark.parametrize(("tp", "stage", "sequence_parallel", "kind"), [
-    (1, 3, False, None),
-    (2, 2, True, None),
-    (4, 3, True, "full"),
-    (2, 0, False, "selective"),
+@pytest.mark.parametrize(("style", "tp", "stage", "sequence_parallel", "kind"), [
+    ("gpt2", 1, 3, False, None),
+    ("llama", 2, 2, True, None),
+    slow("gpt2", 4, 3, True, "full"),
+    slow("llama", 2, 0, False, "selective"),
+    slow("llama", 1, 3, False, None),
+    slow("gpt2", 2, 2, True, None),
+    slow("llama", 4, 3, True, "full"),
+    slow("gpt2", 2, 0, False, "selective"),
 ])  # fmt: skip
-@pytest.mark.parametrize("style", STYLES)
 def test_document_masks_and_masked_losses_equal_one_process(
     style: str, tp: int, stage: int, sequence_parallel: bool, kind: str | None
 ):
@@ -123,27 +127,29 @@ def test_document_masks_and_masked_losses_equal_one_process(
     assert_equal_to_plain(case, world_size=4)
 
 
-@pytest.mark.parametrize(("stage", "tp", "nodes", "replicas"), [(1, 1, 2, 2), (2, 2, 2, 2), (3, 1, 2, 2), (3, 2, 4, 2)])
+@pytest.mark.parametrize(
+    ("stage", "tp", "nodes", "replicas"), [slow(1, 1, 2, 2), slow(2, 2, 2, 2), (3, 1, 2, 2), slow(3, 2, 4, 2)]
+)
 def test_replication_over_nodes_equals_one_process(stage: int, tp: int, nodes: int, replicas: int):
     world = 8 if nodes == 4 else 4
     case = Case(stage=stage, tp=tp, nodes=nodes, replicas=replicas, micro_batches=2)
     assert_equal_to_plain(case, world_size=world)
 
 
-@pytest.mark.parametrize(("world_size", "tp", "stage"), [(2, 1, 3), (2, 2, 1), (8, 4, 3), (8, 2, 2)])
+@pytest.mark.parametrize(("world_size", "tp", "stage"), [(2, 1, 3), slow(2, 2, 1), slow(8, 4, 3), slow(8, 2, 2)])
 def test_other_world_sizes_equal_one_process(world_size: int, tp: int, stage: int):
     assert_equal_to_plain(Case(model=LLAMA_STYLE, tp=tp, stage=stage), world_size=world_size)
 
 
 @pytest.mark.parametrize(("tp", "stage", "sequence_parallel", "reduce_in_bf16", "style"), [
     (1, 3, False, False, "gpt2"),
-    (1, 3, False, True, "llama"),
-    (2, 3, True, False, "llama"),
+    slow(1, 3, False, True, "llama"),
+    slow(2, 3, True, False, "llama"),
     (2, 3, True, True, "gpt2"),
-    (4, 1, False, False, "gpt2"),
-    (4, 1, False, True, "llama"),
-    (1, 0, False, False, "llama"),
-    (1, 0, False, True, "gpt2"),
+    slow(4, 1, False, False, "gpt2"),
+    slow(4, 1, False, True, "llama"),
+    slow(1, 0, False, False, "llama"),
+    slow(1, 0, False, True, "gpt2"),
 ])  # fmt: skip
 def test_bf16_stays_within_its_rounding_of_fp32(
     tp: int, stage: int, sequence_parallel: bool, reduce_in_bf16: bool, style: str
@@ -169,6 +175,7 @@ def test_bf16_stays_within_its_rounding_of_fp32(
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=5e-2)
 
 
+@pytest.mark.slow
 def test_fp16_with_a_dynamic_loss_scale_stays_within_its_rounding_of_fp32():
     case = Case(stage=3, tp=2, micro_batches=2, precision=PrecisionConfig(fp16=True))
     expected = plain(case.model)
@@ -178,7 +185,7 @@ def test_fp16_with_a_dynamic_loss_scale_stays_within_its_rounding_of_fp32():
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)
 
 
-@pytest.mark.parametrize(("tp", "stage"), [(1, 0), (1, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize(("tp", "stage"), [(1, 0), slow(1, 1), slow(1, 3), (2, 3)])
 def test_a_nan_on_one_rank_is_seen_by_all_and_changes_no_weight(tp: int, stage: int):
     for result in ranks(4).run(step_with_a_nan_on_the_last_rank, Case(tp=tp, stage=stage)):
         assert result == {"norm_is_finite": False, "skipped": True, "changed": [], "learned_afterwards": True}
@@ -209,7 +216,7 @@ def step_with_a_nan_on_the_last_rank(case: Case) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("tp", "stage"), [(1, 0), (1, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("tp", "stage"), [(1, 0), slow(1, 1), slow(1, 2), (2, 3)])
 def test_an_evaluation_in_the_middle_of_training_changes_nothing(tp: int, stage: int):
     case = Case(tp=tp, stage=stage, micro_batches=2)
     expected = plain(case.model)
@@ -246,9 +253,9 @@ class FixedLoader:
 
 @pytest.mark.parametrize(("micro_batches", "stage", "gathers", "reduces"), [
     (1, 3, 2, 1),  # a gather for forward and one for backward
-    (4, 3, 8, 4),
+    slow(4, 3, 8, 4),
     (4, 2, 1, 4),
-    (4, 1, 1, 1),
+    slow(4, 1, 1, 1),
 ])  # fmt: skip
 def test_each_stage_moves_the_bytes_that_its_table_says(micro_batches: int, stage: int, gathers: int, reduces: int):
     """2 nodes x 2 ranks, fp32: the two ranks at a node's edge send over the cross wire, a ring each."""

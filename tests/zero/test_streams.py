@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.stream_races import Stream, simulated_streams
+from helpers.tiers import slow
 from helpers.training import LLAMA_STYLE, Case, train_on_ranks
 from zero.test_schedule import ON, make
 
@@ -43,18 +44,18 @@ def break_something(what: str, patch: pytest.MonkeyPatch) -> None:
     ("world", "case"),
     [
         (4, {"zero": ALL, "model": LLAMA_STYLE}),
-        (4, {"zero": ALL, "precision": BF16, "micro_batches": 1}),
+        slow(4, {"zero": ALL, "precision": BF16, "micro_batches": 1}),
         (4, {"zero": ZeroConfig()}),
-        (4, {"zero": ZeroConfig(zero_quantized_weights=True)}),
-        (4, {"zero": ZeroConfig(zero_hpz_partition_size="auto")}),
-        (4, {"zero": ZeroConfig(zero_quantized_gradients=True), "precision": BF16}),
-        (4, {"zero": ZeroConfig(zeropp=True, zero_cross_every_microbatch=True)}),
-        (4, {"zero": ZeroConfig(zeropp=True, zero_check_secondary=True)}),
-        (4, {"zero": ZeroConfig(zeropp=True, zero_error_feedback=False, zero_accumulate_in_bf16=True)}),
-        (4, {"zero": ALL, "nodes": 1}),
-        (4, {"zero": ALL, "tp": 2, "sequence_parallel": True}),
-        (8, {"zero": ALL, "tp": 2, "model": LLAMA_STYLE, "precision": BF16}),
-        (8, {"zero": ALL, "replicas": 2}),
+        slow(4, {"zero": ZeroConfig(zero_quantized_weights=True)}),
+        slow(4, {"zero": ZeroConfig(zero_hpz_partition_size="auto")}),
+        slow(4, {"zero": ZeroConfig(zero_quantized_gradients=True), "precision": BF16}),
+        slow(4, {"zero": ZeroConfig(zeropp=True, zero_cross_every_microbatch=True)}),
+        slow(4, {"zero": ZeroConfig(zeropp=True, zero_check_secondary=True)}),
+        slow(4, {"zero": ZeroConfig(zeropp=True, zero_error_feedback=False, zero_accumulate_in_bf16=True)}),
+        slow(4, {"zero": ALL, "nodes": 1}),
+        slow(4, {"zero": ALL, "tp": 2, "sequence_parallel": True}),
+        slow(8, {"zero": ALL, "tp": 2, "model": LLAMA_STYLE, "precision": BF16}),
+        slow(8, {"zero": ALL, "replicas": 2}),
     ],
     ids=[
         *("llama", "bf16", "ZeRO-3", "qwZ", "hpZ", "qgZ", "classic", "check", "bf16-middle"),
@@ -71,9 +72,9 @@ def test_nothing_races_and_no_memory_is_reused_early(world: int, case: dict[str,
     "breakage",
     [
         "a ticket does not wait",
-        "a lane does not wait for its caller",
-        "nothing is recorded",
-        "gradients are freed before they are sent",
+        slow("a lane does not wait for its caller"),
+        slow("nothing is recorded"),
+        slow("gradients are freed before they are sent"),
     ],
 )
 def test_what_is_broken_is_found(breakage: str):
@@ -82,6 +83,7 @@ def test_what_is_broken_is_found(breakage: str):
     assert found
 
 
+@pytest.mark.slow
 def test_with_streams_the_results_are_those_without():
     case = Case(nodes=2, micro_batches=2, steps=2, zero=ALL)
     assert ranks(4).run(train, case)[0][1] == ranks(4).run(train_on_ranks, case)[0]
@@ -108,5 +110,6 @@ def train_and_evaluate() -> list[str]:
     return streams.found
 
 
+@pytest.mark.slow
 def test_nothing_races_when_layers_are_skipped_and_weights_are_written_between_steps():
     assert ranks(4).run(train_and_evaluate) == [[]] * 4

@@ -11,6 +11,8 @@ from gpu_parts import correct, kernels, overhead
 from gpu_parts.clocks import describe_clocks
 from gpu_parts.part import Report, Task
 
+pytestmark = pytest.mark.slow
+
 
 def rehearsed(tmp_path: Path) -> tuple[Task, Report]:
     return Task(tmp_path, True, 600.0, None), Report(tmp_path / "report.json")

@@ -19,6 +19,8 @@ from megazpp.parallel import lane
 from megazpp.parallel.worker import Worker
 from megazpp.zero import schedule
 
+pytestmark = pytest.mark.slow
+
 
 def train(settings: Settings, impatient: bool) -> None:
     """One rank; `impatient`: at the end of a backward the hops that are on their way have brought nothing yet."""

@@ -1,0 +1,34 @@
+"""Which cases of a test the default tier runs: of a grid, as few as hold every pair of two settings."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def slow(*values: Any) -> Any:
+    """A test's parameters that only the slow tier runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def pairwise(grid: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The cases of `grid` as parameters of a test, those marked slow that add no new pair of values.
+
+    Greedy: the next case is always the one that adds the most pairs, so few are left, if not always the fewest.
+    """
+    cases = list(grid)
+    missing = set().union(*(_pairs(case) for case in cases))
+    default: set[int] = set()
+    while missing:
+        best = max(range(len(cases)), key=lambda number: len(_pairs(cases[number]) & missing))
+        default.add(best)
+        missing -= _pairs(cases[best])
+    return [pytest.param(*case) if number in default else slow(*case) for number, case in enumerate(cases)]
+
+
+def _pairs(case: tuple[Any, ...]) -> set[Any]:
+    settings = [(place, repr(value)) for place, value in enumerate(case)]
+    return set(itertools.combinations(settings, 2))
