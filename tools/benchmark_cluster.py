@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmark_cluster_report import LOCAL, Sample, plot, tables
-from benchmark_cluster_variants import VARIANTS, Order, Settings
+from benchmark_cluster_variants import VARIANTS, BenchmarkSettings, Order
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate
 from entry import leave_with
 from pictures import check_matplotlib
@@ -42,7 +42,7 @@ RATES = ["100mbit", "200mbit", "500mbit", "1gbit", "10gbit"]
 SHAPE = ("nodes", "ranks_per_node", "hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
 
 
-class Case(NamedTuple):
+class BenchmarkCase(NamedTuple):
     """What a round measures: every variant once."""
 
     tp: int
@@ -67,7 +67,7 @@ class Results:
                 raise ValueError(f"--out {path.parent} holds samples of {saved['shape']}, not of {shape}")
             self.samples, self.parameters = [Sample(**fields) for fields in saved["samples"]], saved["parameters"]
 
-    def missing(self, case: Case, round_index: int, variants: list[str]) -> list[str]:
+    def missing(self, case: BenchmarkCase, round_index: int, variants: list[str]) -> list[str]:
         """The variants that this round has no sample of yet."""
         have = {s.variant for s in self.samples if (*case, round_index) == (s.tp, s.micro_batches, s.rate, s.round)}
         return [name for name in variants if name not in have]
@@ -86,7 +86,7 @@ class Results:
 class Driver:
     """A job of rank processes, and the pipe through which rank 0 takes orders."""
 
-    def __init__(self, start: Callable[[list[str], int], RankProcesses], settings: Settings) -> None:
+    def __init__(self, start: Callable[[list[str], int], RankProcesses], settings: BenchmarkSettings) -> None:
         ours, theirs = multiprocessing.Pipe()
         self._pipe: Connection = ours
         command = [sys.executable, str(RANKS), json.dumps(dataclasses.asdict(settings)), str(theirs.fileno())]
@@ -125,12 +125,12 @@ def measure(args: argparse.Namespace, results: Results) -> None:
     rates = [LOCAL] if args.local else args.rates
     with cluster or contextlib.nullcontext():
         for tp in args.tp:
-            cases = [Case(tp, *rest) for rest in itertools.product(args.micro_batches, rates)]
+            cases = [BenchmarkCase(tp, *rest) for rest in itertools.product(args.micro_batches, rates)]
             rounds = [(case, index) for case in cases for index in range(args.samples)]
             rounds = [r for r in rounds if results.missing(*r, args.variants)]
             if not rounds:
                 continue
-            settings = Settings(**results.shape, tp=tp, variants=tuple(args.variants))
+            settings = BenchmarkSettings(**results.shape, tp=tp, variants=tuple(args.variants))
             with open_driver(cluster, settings) as driver:
                 results.parameters = driver.wait_until_built()
                 warm_up(cluster, driver, args.variants)
@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace, results: Results) -> None:
 
 
 @contextlib.contextmanager
-def open_driver(cluster: EmulatedCluster | None, settings: Settings) -> Iterator[Driver]:
+def open_driver(cluster: EmulatedCluster | None, settings: BenchmarkSettings) -> Iterator[Driver]:
     """Rank processes on the cluster, or on this machine; ended in any case."""
 
     def start(command: list[str], fd: int) -> RankProcesses:
@@ -165,7 +165,12 @@ def warm_up(cluster: EmulatedCluster | None, driver: Driver, variants: list[str]
 
 
 def run_round(
-    cluster: EmulatedCluster | None, driver: Driver, results: Results, case: Case, index: int, variants: list[str]
+    cluster: EmulatedCluster | None,
+    driver: Driver,
+    results: Results,
+    case: BenchmarkCase,
+    index: int,
+    variants: list[str],
 ) -> None:
     """One sample of every variant that has none yet."""
     if cluster is not None:

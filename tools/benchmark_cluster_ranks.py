@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark_cluster_variants import VARIANTS, Order, Settings, Variant
+from benchmark_cluster_variants import VARIANTS, BenchmarkSettings, Order, Variant
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -86,7 +86,7 @@ def use_ring_(dims: ParallelDims) -> None:
 class Bench:
     """The variants' models and training steps of this rank."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BenchmarkSettings) -> None:
         cluster = Cluster(num_nodes=settings.nodes, ranks_per_node=settings.ranks_per_node)
         self.settings, self.cluster = settings, cluster
         self._dims: dict[bool, ParallelDims] = {}
@@ -155,7 +155,7 @@ class Bench:
         return TrainStep(*built, optimizer, build_loss_scaler(LossScaleConfig(), fp16=False), dims, clip_grad=1.0)
 
 
-def build_plain(settings: Settings, dims: ParallelDims) -> Built:
+def build_plain(settings: BenchmarkSettings, dims: ParallelDims) -> Built:
     """The same model wrapped with FSDP2 alone: nothing plugged in, gradients summed as ours are."""
     with torch.device("meta"):
         model = GPTModel(settings.model, vocab_size=settings.vocab_size, tp=dims.tp)
@@ -177,7 +177,7 @@ def build_plain(settings: Settings, dims: ParallelDims) -> Built:
     return Built(model, Sharding(model, find_units(model, dims), 3))
 
 
-def serve(settings: Settings, control: int, worker: Worker) -> None:
+def serve(settings: BenchmarkSettings, control: int, worker: Worker) -> None:
     """Build everything, then run what rank 0 is told to through the pipe `control`, until it is told None."""
     bench = Bench(settings)
     pipe = Connection(control) if worker.rank == 0 else None
@@ -196,7 +196,7 @@ def serve(settings: Settings, control: int, worker: Worker) -> None:
 def main() -> None:
     """Arguments: the settings as JSON, and the number of the pipe that rank 0 has inherited."""
     fields: dict[str, Any] = json.loads(sys.argv[1])
-    settings = Settings(**{**fields, "variants": tuple(fields["variants"])})
+    settings = BenchmarkSettings(**{**fields, "variants": tuple(fields["variants"])})
     config = LaunchConfig(distributed_backend="gloo", distributed_timeout_minutes=TIMEOUT_MINUTES, seed=SEED)
     run_worker(find_place(config), config, functools.partial(serve, settings, int(sys.argv[2])))
 

@@ -39,7 +39,7 @@ VARIANTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class BenchmarkSettings:
     """What the ranks of one job build.
 
     Attributes:

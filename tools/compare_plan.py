@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmark_cluster_report import BASELINE, PLAIN, Sample, rate_bits
-from benchmark_cluster_variants import VARIANTS, Settings
+from benchmark_cluster_variants import VARIANTS, BenchmarkSettings
 from entry import leave_with, one_line_errors
 
 from megazpp.parallel.dims import ParallelConfig, plan_dims
@@ -177,7 +177,7 @@ class SharedProcessors(ClusterCosts):
 @functools.cache
 def trace(layout: Layout, shape: tuple[tuple[str, int], ...]) -> Trace:
     """The benchmark's model."""
-    settings = Settings(tp=layout.tp, variants=(), **dict(shape))
+    settings = BenchmarkSettings(tp=layout.tp, variants=(), **dict(shape))
     return trace_model(
         settings.model,
         vocab_size=settings.vocab_size,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_cluster import SHAPE, Case, Results, parse_flags
+from benchmark_cluster import SHAPE, BenchmarkCase, Results, parse_flags
 from benchmark_cluster_ranks import RingAxis, use_ring_
 from benchmark_cluster_report import LOCAL, Sample, paired_ratio, plot, tables
 from benchmark_cluster_variants import VARIANTS
@@ -75,7 +75,7 @@ def test_cpu_time_is_per_token_of_all_ranks_and_shown_where_no_link_is_waited_fo
 
 
 def test_an_interrupted_benchmark_goes_on_with_what_is_missing(tmp_path: Path):
-    case, path = Case(1, 8, "1gbit"), tmp_path / "out" / "samples.json"
+    case, path = BenchmarkCase(1, 8, "1gbit"), tmp_path / "out" / "samples.json"
     results = Results(path, SHAPE_OF_TWO)
     assert results.missing(case, 0, ["zero3", "zeropp"]) == ["zero3", "zeropp"]
     results.samples.append(sample("zero3", 1.25, rate="1gbit", micro_batches=8, uplink_bytes=[1, 2]))

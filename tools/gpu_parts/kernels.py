@@ -23,7 +23,7 @@ from megazpp.zero.layout import Segment, plan_message
 from megazpp.zero.wire import Codec
 
 
-class Sizes(NamedTuple):
+class KernelSizes(NamedTuple):
     """
     Attributes:
         elements, blocks: of the data of single kernels.
@@ -38,8 +38,8 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    "gpu": Sizes((2**28, 2**30, 2**26), (GRADIENT_BLOCK, WEIGHT_BLOCK), 10**9, 20),
-    "rehearsal": Sizes((2**12,), (GRADIENT_BLOCK,), 16 * 1024, 1),
+    "gpu": KernelSizes((2**28, 2**30, 2**26), (GRADIENT_BLOCK, WEIGHT_BLOCK), 10**9, 20),
+    "rehearsal": KernelSizes((2**12,), (GRADIENT_BLOCK,), 16 * 1024, 1),
 }
 PEERS = 8
 NODES, RANKS_PER_NODE = 2, 8
@@ -105,7 +105,7 @@ def permuted(n: int, block: int, device: str) -> list[Piece]:
     ]
 
 
-def whole_pass(device: str, sizes: Sizes, report: Report) -> None:
+def whole_pass(device: str, sizes: KernelSizes, report: Report) -> None:
     """Everything that qgZ computes for n bf16 gradients on one rank, as zero/reduce.py does it."""
     n = sizes.of_pass
     size = n // (NODES * RANKS_PER_NODE)

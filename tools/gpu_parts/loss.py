@@ -21,7 +21,7 @@ SHIPPED = "builtin:moby_dick"
 NATS_APART = 0.02  # of the last steps' mean: several times what one seed differs from the next
 
 
-class Sizes(NamedTuple):
+class LossSizes(NamedTuple):
     """
     Attributes:
         flags: of the model and the micro-batch.
@@ -34,8 +34,8 @@ class Sizes(NamedTuple):
 
 TOY = ("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32")
 SIZES = {
-    "gpu": Sizes(("--seq-length", "1024", "--micro-batch-size", "4"), 2000),
-    "rehearsal": Sizes((*TOY, "--micro-batch-size", "4"), 3),
+    "gpu": LossSizes(("--seq-length", "1024", "--micro-batch-size", "4"), 2000),
+    "rehearsal": LossSizes((*TOY, "--micro-batch-size", "4"), 3),
 }
 COMMON = ("--tokenizer-type", "NullTokenizer", "--split", "100,0,0", "--emulate-nodes", "2")
 RUNS = {"ZeRO-3": (), "--zeropp": ("--zeropp",)}

@@ -40,7 +40,7 @@ LEARNING_RATE = 1e-4
 VOCAB = 512  # so that the layers are nearly everything
 
 
-class Case(NamedTuple):
+class OverheadCase(NamedTuple):
     """Some layers of a config, split over `tp` ranks."""
 
     config: str
@@ -48,14 +48,14 @@ class Case(NamedTuple):
     tp: int
 
 
-class Sizes(NamedTuple):
+class OverheadSizes(NamedTuple):
     """
     Attributes:
         shrink: flags that make toys of the configs.
         warm_up, turns: untimed steps, then turns of one step.
     """
 
-    cases: tuple[Case, ...]
+    cases: tuple[OverheadCase, ...]
     shrink: tuple[str, ...]
     warm_up: int
     turns: int
@@ -66,8 +66,13 @@ TOY = (
     *("--micro-batch-size", "1", "--global-batch-size", "16"),
 )
 SIZES = {
-    "gpu": Sizes((Case("gpt_1b3", 6, 1), Case("gpt_6b7", 3, 1), Case("gpt_6b7", 8, 8)), ("--compile",), 3, 15),
-    "rehearsal": Sizes((Case("gpt_1b3", 2, 1), Case("gpt_6b7", 1, 2)), TOY, 1, 1),
+    "gpu": OverheadSizes(
+        (OverheadCase("gpt_1b3", 6, 1), OverheadCase("gpt_6b7", 3, 1), OverheadCase("gpt_6b7", 8, 8)),
+        ("--compile",),
+        3,
+        15,
+    ),
+    "rehearsal": OverheadSizes((OverheadCase("gpt_1b3", 2, 1), OverheadCase("gpt_6b7", 1, 2)), TOY, 1, 1),
 }
 
 
@@ -105,7 +110,9 @@ def measure(task: Task, report: Report) -> None:
             longest = max(longest, report.elapsed() - began)
 
 
-def measure_layers(case: Case, config: RunConfig, sizes: Sizes, report: Report, device: torch.device) -> None:
+def measure_layers(
+    case: OverheadCase, config: RunConfig, sizes: OverheadSizes, report: Report, device: torch.device
+) -> None:
     """All variants in turn, then the kernels alone."""
     data = make_batches(config, VOCAB, 1, device)
     steps = {

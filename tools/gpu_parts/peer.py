@@ -17,7 +17,7 @@ from megazpp.model.config import GPTConfig
 LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 1e-4, 0.1, (0.9, 0.95), 1.0
 
 
-class Block(nn.Module):
+class PeerBlock(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         width = config.hidden
@@ -43,7 +43,7 @@ class PeerGPT(nn.Module):
         assert config.max_position_embeddings is not None
         self.wte = nn.Embedding(padded_vocab_size, config.hidden)
         self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(PeerBlock(config) for _ in range(config.layers))
         self.ln_f = nn.LayerNorm(config.hidden)
         self.lm_head = nn.Linear(config.hidden, padded_vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight

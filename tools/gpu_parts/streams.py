@@ -25,7 +25,7 @@ REFERENCE_STEPS = 4
 LAST_STEP_SECONDS = 12.0  # of a job: a step that has begun, and the end
 
 
-class Settings(NamedTuple):
+class StreamSettings(NamedTuple):
     """What the ranks of one job do.
 
     Attributes:
@@ -47,7 +47,7 @@ class Settings(NamedTuple):
     result: str
 
 
-class Sizes(NamedTuple):
+class StreamSizes(NamedTuple):
     """Tensor-parallel degrees, steps, and flags that make the model."""
 
     degrees: tuple[int, ...]
@@ -56,8 +56,8 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    "gpu": Sizes((1, 2), 50, ("--num-layers", "4", "--hidden-size", "512", "--seq-length", "256")),
-    "rehearsal": Sizes((2,), 3, ("--num-layers", "2", "--hidden-size", "64", "--seq-length", "16")),
+    "gpu": StreamSizes((1, 2), 50, ("--num-layers", "4", "--hidden-size", "512", "--seq-length", "256")),
+    "rehearsal": StreamSizes((2,), 3, ("--num-layers", "2", "--hidden-size", "64", "--seq-length", "16")),
 }
 COMMON = (
     *("--num-attention-heads", "4", "--max-position-embeddings", "256"),
@@ -90,21 +90,21 @@ def measure(task: Task, report: Report) -> None:
                 compare(settings, found, expected["losses"], report)
 
 
-def plan(task: Task, backend: str, tp: int, end: float, *, disturbed: bool) -> Settings:
+def plan(task: Task, backend: str, tp: int, end: float, *, disturbed: bool) -> StreamSettings:
     """A job that is to be over at `end`, by the monotonic clock."""
     sizes = SIZES[task.sizes]
     until = time.time() + end - time.monotonic() - LAST_STEP_SECONDS
     flags = (*sizes.shape, *COMMON, *(["--sequence-parallel"] if tp > 1 else []))
     result = task.folder / f"{backend}-tp{tp}-{'disturbed' if disturbed else 'calm'}.json"
     steps = sizes.steps if disturbed else min(REFERENCE_STEPS, sizes.steps)
-    return Settings(backend, tp, flags, steps, until, disturbed, str(result))
+    return StreamSettings(backend, tp, flags, steps, until, disturbed, str(result))
 
 
-def words(settings: Settings) -> list[str]:
+def words(settings: StreamSettings) -> list[str]:
     return [sys.executable, "-m", "gpu_parts.streams_rank", json.dumps(settings._asdict())]
 
 
-def result_of(settings: Settings, code: int | None, report: Report) -> Mapping[str, Any]:
+def result_of(settings: StreamSettings, code: int | None, report: Report) -> Mapping[str, Any]:
     """What the job has written; {} if that is nothing."""
     if code != 0:
         reason = f"ended with exit code {code}" if code is not None else "was not done in time"
@@ -113,7 +113,7 @@ def result_of(settings: Settings, code: int | None, report: Report) -> Mapping[s
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def compare(settings: Settings, found: Mapping[str, Any], expected: list[float], report: Report) -> None:
+def compare(settings: StreamSettings, found: Mapping[str, Any], expected: list[float], report: Report) -> None:
     """The row of one degree, and what is wrong."""
     tp, losses, unequal = settings.tp, found["losses"], found["unequal"]
     apart = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=False))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from gpu_parts.steps import build_step, make_batches, read_config
-from gpu_parts.streams import NODES, RANKS_PER_NODE, Settings
+from gpu_parts.streams import NODES, RANKS_PER_NODE, StreamSettings
 from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.parallel.lane import Lane, Ticket
 from megazpp.parallel.launch import LaunchConfig, find_place
@@ -85,7 +85,7 @@ class Disturbance:
         self.poison()
 
 
-def serve(settings: Settings, worker: Worker) -> None:
+def serve(settings: StreamSettings, worker: Worker) -> None:
     """Train, compare after every step, and let rank 0 write what came of it."""
     device = worker.device
     torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward adds in any order otherwise
@@ -141,7 +141,7 @@ def same_weights(off: TrainStep, on: TrainStep) -> bool:
 
 
 def main() -> None:
-    settings = Settings(**json.loads(sys.argv[1]))
+    settings = StreamSettings(**json.loads(sys.argv[1]))
     config = LaunchConfig(
         distributed_backend=settings.backend,  # type: ignore[arg-type]
         distributed_timeout_minutes=TIMEOUT_MINUTES,

@@ -42,19 +42,19 @@ CUDNN_FIRST = [
 ]
 
 
-class Variant(NamedTuple):
+class TrainingVariant(NamedTuple):
     """How the product runs a config."""
 
     zero_stage: int = 3
     recompute: str = "none"
 
 
-class Case(NamedTuple):
+class TrainingCase(NamedTuple):
     """Some lines of the table, beside one peer; `cudnn`: all sides try cuDNN's attention first."""
 
     config: str
     compiled: bool
-    variants: tuple[Variant, ...] = (Variant(),)
+    variants: tuple[TrainingVariant, ...] = (TrainingVariant(),)
     cudnn: bool = False
 
 
@@ -65,7 +65,7 @@ class Side(NamedTuple):
     built_bytes: int
 
 
-class Sizes(NamedTuple):
+class TrainingSizes(NamedTuple):
     """
     Attributes:
         cases: most important first.
@@ -76,7 +76,7 @@ class Sizes(NamedTuple):
         product: rows and columns of the matrices whose product is timed.
     """
 
-    cases: tuple[Case, ...]
+    cases: tuple[TrainingCase, ...]
     shrink: tuple[str, ...]
     vocab_size: int
     micro_batches: int
@@ -90,18 +90,18 @@ TOY = (
     *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"),
     *("--max-position-embeddings", "32", "--micro-batch-size", "1", "--global-batch-size", "2"),
 )
-PLAIN, STAGE_1, SELECTIVE = Variant(), Variant(zero_stage=1), Variant(recompute="selective")
+PLAIN, STAGE_1, SELECTIVE = TrainingVariant(), TrainingVariant(zero_stage=1), TrainingVariant(recompute="selective")
 SIZES = {
-    "gpu": Sizes(
+    "gpu": TrainingSizes(
         cases=(
-            Case("gpt_125m", True, (PLAIN, STAGE_1)),
-            Case("gpt_1b3", True, (PLAIN, STAGE_1, SELECTIVE)),
-            Case("gpt_125m", False),
-            Case("gpt_1b3", False, (PLAIN, SELECTIVE)),
-            Case("gpt_350m", True, (PLAIN, SELECTIVE)),
-            Case("gpt_350m", False),
-            Case("gpt_1b3", True, cudnn=True),
-            Case("gpt_125m", True, (SELECTIVE,)),
+            TrainingCase("gpt_125m", True, (PLAIN, STAGE_1)),
+            TrainingCase("gpt_1b3", True, (PLAIN, STAGE_1, SELECTIVE)),
+            TrainingCase("gpt_125m", False),
+            TrainingCase("gpt_1b3", False, (PLAIN, SELECTIVE)),
+            TrainingCase("gpt_350m", True, (PLAIN, SELECTIVE)),
+            TrainingCase("gpt_350m", False),
+            TrainingCase("gpt_1b3", True, cudnn=True),
+            TrainingCase("gpt_125m", True, (SELECTIVE,)),
         ),
         shrink=(),
         vocab_size=50257,
@@ -111,8 +111,11 @@ SIZES = {
         steps=2,
         product=8192,
     ),
-    "rehearsal": Sizes(
-        cases=(Case("gpt_125m", True, (PLAIN, SELECTIVE)), Case("gpt_125m", False, (STAGE_1,), cudnn=True)),
+    "rehearsal": TrainingSizes(
+        cases=(
+            TrainingCase("gpt_125m", True, (PLAIN, SELECTIVE)),
+            TrainingCase("gpt_125m", False, (STAGE_1,), cudnn=True),
+        ),
         shrink=TOY,
         vocab_size=300,
         micro_batches=2,
@@ -159,14 +162,14 @@ def measure_cases(task: Task, report: Report, device: torch.device) -> None:
         longest[case.compiled] = max(longest[case.compiled], report.elapsed() - began)
 
 
-def product_rate(sizes: Sizes, device: torch.device) -> str:
+def product_rate(sizes: TrainingSizes, device: torch.device) -> str:
     """What the GPU reaches where nothing but arithmetic counts."""
     a, b = (torch.randn(sizes.product, sizes.product, device=device).to(torch.bfloat16) for _ in range(2))
     [seconds] = time_on(device.type, [Piece("product", 0, 0, lambda: a @ b)], 20)
     return f"{2 * sizes.product**3 / seconds / TERA:.1f} TFLOP/s"
 
 
-def measure_case(case: Case, sizes: Sizes, task: Task, report: Report, device: torch.device) -> None:
+def measure_case(case: TrainingCase, sizes: TrainingSizes, task: Task, report: Report, device: torch.device) -> None:
     """Build all sides, let them take turns."""
     configs = [read_case(case, variant, sizes) for variant in case.variants]
     model, length = configs[0].model, configs[0].data.seq_length
@@ -215,13 +218,13 @@ def measure_case(case: Case, sizes: Sizes, task: Task, report: Report, device: t
     profile(name, {"ours": sides[0].run, "peer": sides[-1].run}, task.folder, device)
 
 
-def read_case(case: Case, variant: Variant, sizes: Sizes) -> RunConfig:
+def read_case(case: TrainingCase, variant: TrainingVariant, sizes: TrainingSizes) -> RunConfig:
     """The shipped config with this case's flags."""
     flags = [f"@configs/{case.config}.args", *sizes.shrink, "--recompute-granularity", variant.recompute]
     return read_config(*flags, "--zero-stage", str(variant.zero_stage), *(["--compile"] if case.compiled else []))
 
 
-def build_ours(config: RunConfig, sizes: Sizes, device: torch.device) -> TrainStep:
+def build_ours(config: RunConfig, sizes: TrainingSizes, device: torch.device) -> TrainStep:
     layout = plan_dims(config.parallel, Cluster(num_nodes=1, ranks_per_node=1), zero_stage=config.zero.stage)
     return build_step(config, ParallelDims(layout, device_type=device.type), vocab_size=sizes.vocab_size, device=device)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_parts.streams import COMMON, Settings
+from gpu_parts.streams import COMMON, StreamSettings
 from gpu_parts.streams_rank import serve
 from helpers.ranks import ranks
 
@@ -22,7 +22,7 @@ from megazpp.zero import schedule
 pytestmark = pytest.mark.slow
 
 
-def train(settings: Settings, impatient: bool) -> None:
+def train(settings: StreamSettings, impatient: bool) -> None:
     """One rank; `impatient`: at the end of a backward the hops that are on their way have brought nothing yet."""
     worker = Worker(
         device=torch.device("cpu"),
@@ -54,7 +54,7 @@ def train(settings: Settings, impatient: bool) -> None:
 def test_disturbances_change_no_bit_unless_something_does_not_wait(tmp_path: Path, tp: int, impatient: bool):
     result = tmp_path / "result.json"
     flags = ("--num-layers", "2", "--hidden-size", "32", "--seq-length", "8", *COMMON)
-    ranks(4).run(train, Settings("gloo", tp, flags, 2, time.time() + 120, True, str(result)), impatient)
+    ranks(4).run(train, StreamSettings("gloo", tp, flags, 2, time.time() + 120, True, str(result)), impatient)
     found = json.loads(result.read_text())
     assert len(found["losses"]) == 2
     assert found["delays"] > 10
