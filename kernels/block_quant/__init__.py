@@ -43,7 +43,6 @@ __all__ = [
     "backend",
     "dequantize_blockwise",
     "dequantize_sum",
-    "dequantize_sum_quantize",
     "quantize_blockwise",
 ]
 
@@ -112,47 +111,6 @@ def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, *, out: Te
     if out.numel():
         implementation.dequantize_sum(
             _two_leads(payload, after=1), _two_leads(scales, after=1), fmt, _two_leads(out), accumulate
-        )
-
-
-def dequantize_sum_quantize(
-    payload: Tensor,
-    scales: Tensor,
-    fmt: BlockFormat,
-    *,
-    out_payload: Tensor,
-    out_scales: Tensor,
-    out_fmt: BlockFormat,
-    feedback: Feedback | None = None,
-) -> None:
-    """Sum K segments as `dequantize_sum` does and quantize the sum, which never reaches memory as floats.
-
-    Args:
-        payload, scales: [K, ..., bytes] uint8 and [K, ..., blocks] bf16 in `fmt`.
-        out_payload, out_scales: [..., bytes] uint8 and [..., blocks] bf16 in `out_fmt`, written.
-        out_fmt: has the block size of `fmt`.
-        feedback: as in `quantize_blockwise`, for the sum.
-    Raises:
-        ValueError: the block sizes differ, K is 0, or a shape, dtype, stride or device does not fit.
-    """
-    implementation = _implementation("dequantize_sum_quantize", out_payload)
-    if fmt.block_size != out_fmt.block_size:
-        raise ValueError(f"dequantize_sum_quantize: fmt {fmt} and out_fmt {out_fmt} differ in block size")
-    lead, n, device = out_scales.shape[:-1], out_scales.shape[-1] * fmt.block_size, out_scales.device
-    _check_segments(fmt, (_num_summands(payload), *lead), n, device, payload=payload, scales=scales)
-    _check_segments(out_fmt, lead, n, device, out_payload=out_payload, out_scales=out_scales)
-    if feedback is not None:
-        _check_feedback(feedback, out_fmt, lead, n, device)
-        feedback = Feedback(*(_two_leads(part) for part in feedback))
-    if out_payload.numel():
-        implementation.dequantize_sum_quantize(
-            _two_leads(payload, after=1),
-            _two_leads(scales, after=1),
-            fmt,
-            _two_leads(out_payload),
-            _two_leads(out_scales),
-            out_fmt,
-            feedback,
         )
 
 

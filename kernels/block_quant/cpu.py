@@ -67,27 +67,6 @@ def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tenso
             target.copy_(total[..., : target.shape[-1]])
 
 
-def dequantize_sum_quantize(
-    payload: Tensor,
-    scales: Tensor,
-    fmt: BlockFormat,
-    out_payload: Tensor,
-    out_scales: Tensor,
-    out_fmt: BlockFormat,
-    feedback: Feedback | None,
-) -> None:
-    """Sum over K and quantize the sum again; see `kernels.block_quant.dequantize_sum_quantize`."""
-    scratch = _Scratch()
-    num_elements = out_scales.shape[-1] * fmt.block_size
-    for tile in _tiles((*out_scales.shape[:2], num_elements), fmt.block_size):
-        total = scratch.floats("values", tile.shape(fmt))
-        _sum_tile(payload, scales, fmt, tile, total, False, scratch)
-        if feedback is not None:
-            _add_error(total, fmt, tile, feedback, scratch)
-        work = scratch.floats("work", total.shape) if feedback is not None else total
-        _quantize_tile(total, out_fmt, tile, out_payload, out_scales, feedback, work, scratch)
-
-
 class _Tile(NamedTuple):
     """Some rows of the leading dims and, of each, the blocks first..stop with `width` elements of data per block."""
 
