@@ -209,7 +209,7 @@ def _missing() -> Section:
         if not needless and not _is_installed(module):
             found[name] = f"{use}: pip install {name}"
     if isinstance(native.library(), CLibraryError):
-        found["C compiler"] = "block quantization on the CPU is slower without: apt install gcc, or conda install gcc"
+        found["C compiler"] = "block quantization on the CPU is slow without: apt install gcc, or conda install gcc"
     return found
 
 

@@ -23,7 +23,6 @@ from kernels.block_quant import (
     backend,
     dequantize_blockwise,
     dequantize_sum,
-    dequantize_sum_quantize,
     quantize_blockwise,
 )
 from kernels.formats import BlockFormat
@@ -75,32 +74,21 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
         feedback, kept = Feedback.zeros((), n, fmt, device), 2 * (1 + 2 / block_size)
         with_feedback = quantize(x, fmt, payload, scales, feedback)
         pieces.append(Piece(f"quantize {name} to int{bits}, feedback", n, n * (data + wire + kept), with_feedback))
-        pieces += sums(n // peers, peers, fmt, device)
+        pieces.append(sum_of(peers, n // peers, fmt, device))
     return pieces
 
 
-def sums(n: int, peers: int, fmt: BlockFormat, device: str) -> list[Piece]:
-    """The sum of `peers` segments of n elements to fp32, and to int4 with error feedback."""
-    out_fmt = BlockFormat(4, fmt.block_size)
+def sum_of(peers: int, n: int, fmt: BlockFormat, device: str) -> Piece:
+    """The sum of `peers` segments of n elements to fp32."""
     payload, scales = quantized((peers,), n, fmt, device)
     quantize_blockwise(torch.randn(peers, n, device=device), fmt, payload=payload, scales=scales)
-    again, again_scales = quantized((), n, out_fmt, device)
-    feedback, out = Feedback.zeros((), n, out_fmt, device), torch.empty(n, device=device)
-    received = peers * fmt.bits_per_element(n) / 8
-    sent, kept = out_fmt.bits_per_element(n) / 8, 2 * (1 + 2 / fmt.block_size)
-
-    def to_floats() -> None:
-        dequantize_sum(payload, scales, fmt, out=out)
-
-    def to_int4() -> None:
-        dequantize_sum_quantize(
-            payload, scales, fmt, out_payload=again, out_scales=again_scales, out_fmt=out_fmt, feedback=feedback
-        )
-
-    return [
-        Piece(f"sum {peers} int{fmt.bits} to fp32", n, n * (received + 4), to_floats),
-        Piece(f"sum {peers} int{fmt.bits} to int4, feedback", n, n * (received + sent + kept), to_int4),
-    ]
+    out, received = torch.empty(n, device=device), peers * fmt.bits_per_element(n) / 8
+    return Piece(
+        f"sum {peers} int{fmt.bits} to fp32",
+        n,
+        n * (received + 4),
+        lambda: dequantize_sum(payload, scales, fmt, out=out),
+    )
 
 
 def quantized(lead: tuple[int, ...], n: int, fmt: BlockFormat, device: str) -> tuple[torch.Tensor, torch.Tensor]:

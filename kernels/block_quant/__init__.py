@@ -6,9 +6,9 @@ dims: the hops' permutation ([N, L, S] to [L, N, message]) is the strides of the
 before or after, and payload, scales and unquantized data can lie in one message per peer. Data may start anywhere;
 starts and strides that are multiples of 16 bytes are faster on CUDA.
 
-Four implementations agree bit for bit: `reference` (readable), `native` (C, on the CPU), `cpu` (tiled eager torch,
-where there is no C compiler: about a third of native's speed, yet several times the reference's) and `triton` (CUDA).
-`shapes` stands in for them on tensors without memory.
+Three implementations agree bit for bit: `native` (C, on the CPU), `triton` (CUDA) and `reference` (readable torch). The
+reference also computes on a CPU without a C compiler: C is 3 to 11 times as fast there (one thread of an EPYC,
+tools/benchmark_kernels.py with and without CC=none). `shapes` stands in for all of them on tensors without memory.
 Non-finite numbers travel: a block that holds a NaN or an Inf is sent as scale NaN, integers 0, and all of it comes back
 as NaN. A block whose scale would be subnormal (all of it below about 1e-36) is sent as zeros.
 """
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-import kernels.block_quant.cpu as cpu
 import kernels.block_quant.native as native
+import kernels.block_quant.reference as reference
 import kernels.block_quant.shapes as shapes
 from kernels.block_quant.feedback import Feedback, feedback_format
 from kernels.c_library import CLibraryError
@@ -43,7 +43,6 @@ __all__ = [
     "backend",
     "dequantize_blockwise",
     "dequantize_sum",
-    "dequantize_sum_quantize",
     "quantize_blockwise",
 ]
 
@@ -115,47 +114,6 @@ def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, *, out: Te
         )
 
 
-def dequantize_sum_quantize(
-    payload: Tensor,
-    scales: Tensor,
-    fmt: BlockFormat,
-    *,
-    out_payload: Tensor,
-    out_scales: Tensor,
-    out_fmt: BlockFormat,
-    feedback: Feedback | None = None,
-) -> None:
-    """Sum K segments as `dequantize_sum` does and quantize the sum, which never reaches memory as floats.
-
-    Args:
-        payload, scales: [K, ..., bytes] uint8 and [K, ..., blocks] bf16 in `fmt`.
-        out_payload, out_scales: [..., bytes] uint8 and [..., blocks] bf16 in `out_fmt`, written.
-        out_fmt: has the block size of `fmt`.
-        feedback: as in `quantize_blockwise`, for the sum.
-    Raises:
-        ValueError: the block sizes differ, K is 0, or a shape, dtype, stride or device does not fit.
-    """
-    implementation = _implementation("dequantize_sum_quantize", out_payload)
-    if fmt.block_size != out_fmt.block_size:
-        raise ValueError(f"dequantize_sum_quantize: fmt {fmt} and out_fmt {out_fmt} differ in block size")
-    lead, n, device = out_scales.shape[:-1], out_scales.shape[-1] * fmt.block_size, out_scales.device
-    _check_segments(fmt, (_num_summands(payload), *lead), n, device, payload=payload, scales=scales)
-    _check_segments(out_fmt, lead, n, device, out_payload=out_payload, out_scales=out_scales)
-    if feedback is not None:
-        _check_feedback(feedback, out_fmt, lead, n, device)
-        feedback = Feedback(*(_two_leads(part) for part in feedback))
-    if out_payload.numel():
-        implementation.dequantize_sum_quantize(
-            _two_leads(payload, after=1),
-            _two_leads(scales, after=1),
-            fmt,
-            _two_leads(out_payload),
-            _two_leads(out_scales),
-            out_fmt,
-            feedback,
-        )
-
-
 class Backend(NamedTuple):
     """A row of the table of back ends."""
 
@@ -175,7 +133,9 @@ def backend(device_type: str) -> Backend:
     if device_type == "cpu":
         library = native.library()
         if isinstance(library, CLibraryError):
-            return Backend("block quantization", "torch (tiled eager)", str(library))
+            return Backend(
+                "block quantization", "the reference in torch", f"{library}; compiled C is 3 to 11 times as fast"
+            )
         return Backend("block quantization", f"C, compiled by {library.compiler}", "CPU tensors")
     if device_type == "cuda" and TRITON is not None:
         return Backend("block quantization", f"Triton {TRITON.VERSION}", "CUDA tensors")
@@ -189,7 +149,7 @@ def _implementation(function: str, tensor: Tensor) -> ModuleType:
     if isinstance(tensor, FakeTensor):
         return shapes
     if device_type == "cpu":
-        return cpu if isinstance(native.library(), CLibraryError) else native
+        return reference if isinstance(native.library(), CLibraryError) else native
     if device_type == "cuda" and TRITON is not None:
         return TRITON
     backend(device_type)

@@ -258,13 +258,3 @@ void megazpp_dequantize_sum(
         store(buffer, out->dtype, width, to);
     }
 }
-
-void megazpp_dequantize_sum_quantize(
-    const struct shape *shape, const struct segments *from, const struct segments *to, const struct segments *error
-) {
-    float buffer[MAX_BLOCK_SIZE];
-    FOR_EACH_BLOCK(shape) {
-        sum_blocks(from, shape->k, a, b, index, size, 0, buffer);
-        write_block(to, error, a, b, index, size, buffer);
-    }
-}

@@ -52,25 +52,6 @@ def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tenso
     )
 
 
-def dequantize_sum_quantize(
-    payload: Tensor,
-    scales: Tensor,
-    fmt: BlockFormat,
-    out_payload: Tensor,
-    out_scales: Tensor,
-    out_fmt: BlockFormat,
-    feedback: Feedback | None,
-) -> None:
-    """Sum over K and quantize the sum again; see `kernels.block_quant.dequantize_sum_quantize`."""
-    size_a, size_b, num_blocks = out_scales.shape
-    _functions().megazpp_dequantize_sum_quantize(
-        _shape(payload.shape[0], (size_a, size_b, num_blocks * fmt.block_size), fmt),
-        _segments(payload, scales, fmt),
-        _segments(out_payload, out_scales, out_fmt),
-        _error(feedback, out_fmt),
-    )
-
-
 class _Shape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("k", "a", "b", "n", "block_size")]
 

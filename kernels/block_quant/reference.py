@@ -17,7 +17,17 @@ SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 def quantize(x: Tensor, fmt: BlockFormat, payload: Tensor, scales: Tensor, feedback: Feedback | None) -> None:
     """Quantize x [.., n]; see `kernels.block_quant.quantize_blockwise`."""
-    _quantize_blocks(_to_blocks(x, fmt), fmt, payload, scales, feedback)
+    values = _to_blocks(x, fmt)
+    if feedback is not None:
+        stored = feedback_format(fmt)
+        values = values + _dequantize_blocks(*feedback, stored)
+    integers, scale = _integers_and_scale(values, fmt)
+    payload.copy_(_pack(integers, fmt))
+    _store_scales(scales, scale)
+    if feedback is not None:
+        error, error_scale = _integers_and_scale(values - integers * scale.unsqueeze(-1), stored)
+        feedback.payload.copy_(_pack(error, stored))
+        _store_scales(feedback.scales, torch.where(error_scale.isnan(), 0.0, error_scale))
 
 
 def dequantize(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tensor) -> None:
@@ -30,37 +40,10 @@ def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tenso
     parts = list(_dequantize_blocks(payload, scales, fmt))
     if accumulate:
         parts.insert(0, _to_blocks(out, fmt))
-    out.copy_(_sum_in_order(parts).flatten(-2)[..., : out.shape[-1]])
-
-
-def dequantize_sum_quantize(
-    payload: Tensor,
-    scales: Tensor,
-    fmt: BlockFormat,
-    out_payload: Tensor,
-    out_scales: Tensor,
-    out_fmt: BlockFormat,
-    feedback: Feedback | None,
-) -> None:
-    """Sum over the first dim and quantize again; see `kernels.block_quant.dequantize_sum_quantize`."""
-    total = _sum_in_order(list(_dequantize_blocks(payload, scales, fmt)))
-    _quantize_blocks(total, out_fmt, out_payload, out_scales, feedback)
-
-
-def _quantize_blocks(
-    values: Tensor, fmt: BlockFormat, payload: Tensor, scales: Tensor, feedback: Feedback | None
-) -> None:
-    """Quantize values [.., blocks, block_size], with the error of the last step added, and keep the new error."""
-    if feedback is not None:
-        stored = feedback_format(fmt)
-        values = values + _dequantize_blocks(*feedback, stored)
-    integers, scale = _integers_and_scale(values, fmt)
-    payload.copy_(_pack(integers, fmt))
-    _store_scales(scales, scale)
-    if feedback is not None:
-        error, error_scale = _integers_and_scale(values - integers * scale.unsqueeze(-1), stored)
-        feedback.payload.copy_(_pack(error, stored))
-        _store_scales(feedback.scales, torch.where(error_scale.isnan(), 0.0, error_scale))
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    out.copy_(total.flatten(-2)[..., : out.shape[-1]])
 
 
 def _integers_and_scale(values: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
@@ -119,10 +102,3 @@ def _to_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
     padded = torch.zeros(*x.shape[:-1], num_blocks * fmt.block_size, device=x.device)
     padded[..., : x.shape[-1]] = x
     return padded.unflatten(-1, (num_blocks, fmt.block_size))
-
-
-def _sum_in_order(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total

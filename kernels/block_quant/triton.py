@@ -60,30 +60,6 @@ def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tenso
     )
 
 
-def dequantize_sum_quantize(
-    payload: Tensor,
-    scales: Tensor,
-    fmt: BlockFormat,
-    out_payload: Tensor,
-    out_scales: Tensor,
-    out_fmt: BlockFormat,
-    feedback: Feedback | None,
-) -> None:
-    """Sum over K and quantize again; see `kernels.block_quant.dequantize_sum_quantize`."""
-    error, error_scales = feedback or (out_payload, out_scales)
-    size_a, size_b, num_blocks = out_scales.shape
-    n = num_blocks * fmt.block_size
-    _dequantize_sum_quantize_kernel[_grid((size_a, size_b, n))](
-        *(payload, scales, out_payload, out_scales, error, error_scales),
-        *(n, *_strides(payload), *_strides(scales)),
-        *(*_strides(out_payload), *_strides(out_scales), *_strides(error), *_strides(error_scales)),
-        **_constants(fmt),
-        OUT_BITS=out_fmt.bits,
-        K=payload.shape[0],
-        FEEDBACK=feedback is not None,
-    )
-
-
 def _grid(shape: tuple[int, ...] | torch.Size) -> tuple[int, int, int]:
     """(tiles of a segment, B, A) of data [A, B, n]."""
     return -(-shape[2] // TILE_ELEMENTS), shape[1], shape[0]
@@ -142,35 +118,6 @@ def _dequantize_sum_kernel(
     else:
         low, high = tiles.load_sum(payload, scales, out, payload_k, scales_k, left, BITS, BLOCK, K, ACCUMULATE, False)
         tiles.store_data(out, low, high, left, BLOCK, False)
-
-
-@triton.jit(
-    do_not_specialize=[
-        *("scales_k", "scales_a", "scales_b", "out_scales_a", "out_scales_b"),
-        *("error_scales_a", "error_scales_b"),
-    ]
-)
-def _dequantize_sum_quantize_kernel(
-    payload, scales, out_payload, out_scales, error, error_scales,
-    n, payload_k, payload_a, payload_b, scales_k, scales_a, scales_b,
-    out_payload_a, out_payload_b, out_scales_a, out_scales_b, error_a, error_b, error_scales_a, error_scales_b,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, OUT_BITS: tl.constexpr, K: tl.constexpr, FEEDBACK: tl.constexpr,
-):  # fmt: skip
-    """Sum one tile over K segments and quantize it again."""
-    a, b, tile, left = _place(n)
-    first = tile * (_TILE // BLOCK)
-    payload += a * payload_a + b * payload_b + first * (BLOCK * BITS // 8)
-    scales += a * scales_a + b * scales_b + first
-    out_payload += a * out_payload_a + b * out_payload_b + first * (BLOCK * OUT_BITS // 8)
-    out_scales += a * out_scales_a + b * out_scales_b + first
-    error += a * error_a + b * error_b + first * BLOCK
-    error_scales += a * error_scales_a + b * error_scales_b + first
-    if left >= _TILE:
-        low, high = tiles.load_sum(payload, scales, payload, payload_k, scales_k, left, BITS, BLOCK, K, False, True)
-        _finish(low, high, out_payload, out_scales, error, error_scales, left, OUT_BITS, BLOCK, FEEDBACK, True)
-    else:
-        low, high = tiles.load_sum(payload, scales, payload, payload_k, scales_k, left, BITS, BLOCK, K, False, False)
-        _finish(low, high, out_payload, out_scales, error, error_scales, left, OUT_BITS, BLOCK, FEEDBACK, False)
 
 
 @triton.jit

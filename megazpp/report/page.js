@@ -1,5 +1,5 @@
 "use strict";
-// Draws the curves of #data into .charts: SVG, redrawn when the width or the horizontal axis changes.
+// Draws the curves of #data into .charts: SVG, drawn as the page loads, redrawn when its width or the axis changes.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const COLOURS = 7, LEFT = 56, RIGHT = 14, TOP = 8, BOTTOM = 40, NEAR = 24;
@@ -235,11 +235,12 @@
     if (key.length) html("span", "key", title, key.join(" \u2002"));
     const plot = html("div", "plot", card), tip = html("div", "tip", card);
     tip.hidden = true;
-    const redraw = () => draw(chart, plot, tip);
+    let drawn;
+    const redraw = () => { drawn = plot.clientWidth; draw(chart, plot, tip); };
     redraws.push(redraw);
-    let drawn = 0;
-    new ResizeObserver(() => { if (plot.clientWidth !== drawn) { drawn = plot.clientWidth; redraw(); } }).observe(plot);
+    new ResizeObserver(() => { if (plot.clientWidth !== drawn) redraw(); }).observe(plot);
   }
+  redraws.forEach((redraw) => redraw());
   if (!redraws.length) html("p", "", charts, "No log line has been written yet.");
   for (const input of document.querySelectorAll("input[name=axis]")) {
     input.addEventListener("change", () => { axis = Number(input.value); redraws.forEach((redraw) => redraw()); });

@@ -22,8 +22,8 @@ from kernels.block_quant import triton
 
 DISASSEMBLER = Path(triton_package.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 DATA = ("x", "out")
-BYTES = ("payload", "error", "out_payload")
-SCALES = ("scales", "error_scales", "out_scales")
+BYTES = ("payload", "error")
+SCALES = ("scales", "error_scales")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]+)")
 
 
@@ -53,9 +53,8 @@ def main() -> None:
     found = {
         "quantize": instructions(triton._quantize_kernel, "bf16", BITS=8, BLOCK=128, FEEDBACK=0),
         "dequantize": instructions(triton._dequantize_sum_kernel, "bf16", BITS=8, BLOCK=128, K=1, ACCUMULATE=0),
-        "dequantize_sum_quantize": instructions(
-            triton._dequantize_sum_quantize_kernel, "bf16", BITS=8, OUT_BITS=4, BLOCK=128, K=8, FEEDBACK=1
-        ),
+        "quantize_feedback": instructions(triton._quantize_kernel, "bf16", BITS=4, BLOCK=128, FEEDBACK=1),
+        "dequantize_sum": instructions(triton._dequantize_sum_kernel, "fp32", BITS=8, BLOCK=128, K=8, ACCUMULATE=0),
     }
     json.dump(found, sys.stdout)
 

@@ -48,10 +48,11 @@ def test_whole_tiles_move_sixteen_bytes_per_access(kernels: dict[str, dict[str, 
     # bf16 is masked element by element in the last tile; payloads are masked by blocks, so both branches are wide
     assert wide["quantize"] == (4, 2 * 2)
     assert wide["dequantize"] == (2 * 2, 4)
-    assert wide["dequantize_sum_quantize"][1] == 2 * (1 + 2)
-    assert wide["dequantize_sum_quantize"][0] >= 2 * 2 * (1 + 4 + 1), "first segment, unrolled segments, error"
+    assert wide["quantize_feedback"] == (4 + 2 * 2, 2 * (1 + 2)), "to int4; the error is int8"
+    assert wide["dequantize_sum"][0] >= 2 * 2 * (1 + 4), "first segment, unrolled segments"
+    assert wide["dequantize_sum"][1] == 8, "fp32"
 
 
 def test_nothing_is_contracted_outside_the_divisions(kernels: dict[str, dict[str, int]]):
-    assert count(kernels["dequantize"], "FFMA") == 0
+    assert count(kernels["dequantize"], "FFMA") == count(kernels["dequantize_sum"], "FFMA") == 0
     assert count(kernels["quantize"], "FFMA") < 32, "Newton steps of two divisions, nothing per element"

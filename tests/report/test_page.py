@@ -7,8 +7,7 @@ import json
 import math
 import re
 import shutil
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,20 +87,62 @@ def test_a_report_replaces_a_report_and_nothing_else(folders: list[Path], tmp_pa
         write_report(runs, tmp_path / "a" / "none" / "r.html", NOW)
 
 
-def test_a_browser_draws_every_chart(folders: list[Path], tmp_path: Path):
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no chromium")
-    write_report(read_runs(folders), tmp_path / "report.html", NOW)
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
-    done = subprocess.run(
-        [browser, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=390,844", "--dump-dom",
-         "--virtual-time-budget=2000", f"file://{tmp_path / 'report.html'}"],
-        capture_output=True, text=True, timeout=100, check=True,
-    )  # fmt: skip
-    drawn = done.stdout
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The system's Chromium under Playwright: a new profile, nothing downloaded."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install '.[test]'")
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("neither chromium nor google-chrome is installed: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        yield driver.chromium.launch(executable_path=found, timeout=100_000)
+
+
+@pytest.fixture
+def open_report(browser: Any, folders: list[Path], tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Opens the report of `folders` on a screen of 390 x 844 pixels, after `script`; no script of the page may fail."""
+    context = browser.new_context(viewport={"width": 390, "height": 844})
+    page, errors = context.new_page(), []
+    page.on("pageerror", lambda error: errors.append(error))
+
+    def load(script: str = "") -> Any:
+        write_report(read_runs(folders), tmp_path / "report.html", NOW)
+        page.add_init_script(script)
+        page.goto((tmp_path / "report.html").as_uri())
+        return page
+
+    yield load
+    context.close()
+    assert errors == []
+
+
+@pytest.mark.slow
+def test_a_browser_draws_every_chart_once_the_page_is_loaded(open_report: Callable[..., Any]):
+    page = open_report("window.ResizeObserver = class { observe() {} }")  # that of a page which nobody resizes
+    drawn = page.content()
     charts = re.findall(r'<svg viewBox="[^"]*" height="\d+" role="img" aria-label="(\w+)', drawn)
     assert charts == ["Loss", "Throughput", "Gradient", "Learning", "Sent", "Sent", "Sent", "Peak"]
     assert len(re.findall(r'<path d="M[\d.]+ [\d.]+L[^"]*" class="curve colour0 dash0"', drawn)) == 8
     assert drawn.count('class="bad colour1 dash0"') == 1  # the loss that is not finite
     assert "NaN" not in "".join(re.findall(r"<(?:path|circle|text)[^>]*>", drawn))
+
+
+@pytest.mark.slow
+def test_a_browser_draws_again_when_the_width_or_the_axis_changes(open_report: Callable[..., Any]):
+    page = open_report()
+    fits = """() => [...document.querySelectorAll(".plot")].every(
+        (plot) => plot.firstChild.viewBox.baseVal.width === plot.clientWidth)"""
+    page.wait_for_function(fits)
+    narrow = page.locator(".plot").first.bounding_box()["width"]
+    page.set_viewport_size({"width": 360, "height": 844})
+    page.wait_for_function(fits)
+    assert page.locator(".plot").first.bounding_box()["width"] == narrow - 30
+    page.get_by_text("tokens", exact=True).first.click()
+    assert page.get_by_role("img", name="against tokens").count() == 8
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_values_under_the_pointer(open_report: Callable[..., Any]):
+    page = open_report()
+    page.locator(".plot").first.hover()
+    assert page.locator(".tip").first.inner_text().startswith("step 16\n5\n")

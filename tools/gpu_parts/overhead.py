@@ -34,7 +34,7 @@ VARIANTS = {
     UNQUANTIZED: ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16)),
     ZERO_3: ZeroConfig(),
 }
-KERNELS = ("_quantize_kernel", "_dequantize_sum_kernel", "_dequantize_sum_quantize_kernel")
+KERNELS = ("_quantize_kernel", "_dequantize_sum_kernel")
 GOAL = "3 %"
 LEARNING_RATE = 1e-4
 VOCAB = 512  # so that the layers are nearly everything

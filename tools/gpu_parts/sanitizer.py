@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 
 from gpu_parts.part import Report, Task, run_part, start, tail
-from kernels.block_quant import Feedback, dequantize_sum, dequantize_sum_quantize, quantize_blockwise
+from kernels.block_quant import Feedback, dequantize_sum, quantize_blockwise
 from kernels.formats import BlockFormat
 
 TOOLS = {
@@ -52,7 +52,6 @@ def measure(task: Task, report: Report) -> None:
 def run_kernels(device: str) -> None:
     """Each kernel on whole and partial tiles, sums of several, with feedback."""
     for fmt in (BlockFormat(8, 128), BlockFormat(4, 128)):
-        out_fmt = BlockFormat(4, 128)
         for n in (257, 4096, 10_000):
             x = torch.randn(2, 3, n, device=device)
             payload = torch.zeros(2, 3, fmt.payload_bytes(n), dtype=torch.uint8, device=device)
@@ -60,12 +59,6 @@ def run_kernels(device: str) -> None:
             quantize_blockwise(x, fmt, payload=payload, scales=scales, feedback=Feedback.zeros((2, 3), n, fmt, device))
             out = torch.zeros(3, n, device=device)
             dequantize_sum(payload, scales, fmt, out=out)
-            if n % fmt.block_size == 0:
-                again = torch.zeros(3, out_fmt.payload_bytes(n), dtype=torch.uint8, device=device)
-                again_scales = torch.zeros(3, out_fmt.num_blocks(n), dtype=torch.bfloat16, device=device)
-                dequantize_sum_quantize(
-                    payload, scales, fmt, out_payload=again, out_scales=again_scales, out_fmt=out_fmt
-                )
 
 
 if __name__ == "__main__":
