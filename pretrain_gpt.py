@@ -91,6 +91,9 @@ def prepare() -> Job | int:
     config = parsed.config
     if source is not None and earlier is not None:
         check_same_model(earlier.flags, config.model, source.folder.path)
+    if source is not None and not source.candidates():
+        anew = f"{source.folder.name} has no checkpoint: training begins anew, with random weights"
+        parsed = parsed._replace(notices=(*parsed.notices, anew))
     place = find_place(config.launch)
     plan = check_run_config(config, announced_cluster(config, place), device_type=device_type())
     check_inputs(config.data, config.tokenizer)
@@ -228,6 +231,8 @@ def build_and_train(
     recorder.finish(progress, validate, test, unigram_entropy=entropy, wait_share=wait_share, zero3=zero3)
     if not stops.hurried:
         write_sample(console, config, tokenizer, built, dims)
+    if source is not None and resumed is None:
+        console.say(f"note: {source.folder.name} had no checkpoint: this training began anew, with random weights")
     if tracker is not None:
         console.say(f"records of this run: {tracker.folder.path}")
         console.say(f"tokenizer and data indices: {cache_dir(config.data)}")

@@ -48,10 +48,11 @@ OPTIONAL = (
     Package("triton", "triton", "--zeropp on these GPUs needs it"),
     Package("nvidia-ml-py", "pynvml", "which GPUs NVLink joins; without it a node counts as one fast domain"),
     Package("tokenizers", "tokenizers", "Hugging Face tokenizers"),
+    Package("safetensors", "safetensors", "tools/convert_checkpoint.py"),
     Package("pyarrow", "pyarrow", "Parquet files"),
     Package("backports.zstd", "backports.zstd", ".zst files"),
     Package("tensorboard", "tensorboard", "--tensorboard-dir"),
-    Package("matplotlib", "matplotlib", "tools/plot_timeline.py"),
+    Package("matplotlib", "matplotlib", "pictures, for example of tools/plot_timeline.py"),
 )
 CUDA_ONLY = ("triton", "nvidia-ml-py")  # of the optional ones
 TORCH_RANGE = ((2, 11), (2, 14))  # as in pyproject.toml

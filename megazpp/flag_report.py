@@ -1,4 +1,4 @@
-"""Every flag with its value and where that came from, for --print-config, the run folder and the log.
+"""Flags with their values and where those came from: all for --print-config and the run folder, some for the log.
 
 The report is itself a flag file: `--lr 0.0003   # configs/gpt_125m.args:4`, so a run is repeated with `@`.
 """
@@ -13,6 +13,7 @@ from typing import Any
 from megazpp.flags import as_words, config_title, flag_name
 
 DEFAULT = "default"
+_WIDEST = 60  # of a line in the log, up to the origin
 
 
 def render_flags(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
@@ -24,7 +25,7 @@ def render_flags(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
     """
     groups = []
     for config in configs:
-        lines = [(_written(config, f), origins.get(f.name, DEFAULT)) for f in dataclasses.fields(config)]
+        lines = [(as_written(config, f), origins.get(f.name, DEFAULT)) for f in dataclasses.fields(config)]
         groups.append((config_title(type(config)), lines))
     width = max((len(text) for _, lines in groups for text, _ in lines), default=0)
     blocks = [
@@ -34,7 +35,27 @@ def render_flags(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _written(config: Any, field: dataclasses.Field[Any]) -> str:
+def render_arguments_block(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
+    """The flags that differ from their defaults, `--name value  # origin`, between Megatron's two dashed lines."""
+    fields = [(config, field) for config in configs for field in dataclasses.fields(config)]
+    lines = [
+        (as_written(config, field), origins.get(field.name, DEFAULT))
+        for config, field in fields
+        if getattr(config, field.name) != field.default
+    ]
+    width = min(max((len(text) for text, _ in lines), default=0), _WIDEST)
+    return "\n".join(
+        [
+            "------------------------ arguments ------------------------",
+            *(f"  {text:<{width}}  # {origin}" for text, origin in lines),
+            f"  and {len(fields) - len(lines)} flags at their defaults: --print-config shows all",
+            "-------------------- end of arguments ---------------------",
+        ]
+    )
+
+
+def as_written(config: Any, field: dataclasses.Field[Any]) -> str:
+    """The flag of a field with its value, as a flag file has it: `--lr 0.0003`, `--no-bf16`."""
     name, value = flag_name(field), getattr(config, field.name)
     if isinstance(value, bool):
         return name if value else name.replace("--", "--no-", 1)
@@ -42,16 +63,3 @@ def _written(config: Any, field: dataclasses.Field[Any]) -> str:
         return " ".join([name, *(shlex.quote(str(item)) for item in value)])
     word = as_words(value)
     return f"{name}{'=' if word.startswith(('-', '@')) else ' '}{shlex.quote(word)}"
-
-
-def render_arguments_block(configs: Sequence[Any]) -> str:
-    """All values as Megatron prints them: `  name .... value`, sorted, between two dashed lines."""
-    values = {f.name: getattr(config, f.name) for config in configs for f in dataclasses.fields(config)}
-    lines = [f"  {name} {'.' * (48 - len(name))} {values[name]}" for name in sorted(values, key=str.lower)]
-    return "\n".join(
-        [
-            "------------------------ arguments ------------------------",
-            *lines,
-            "-------------------- end of arguments ---------------------",
-        ]
-    )

@@ -4,13 +4,15 @@ A config is a frozen dataclass whose fields are made by `flag()`; its owner is t
 is one flag: the field name with dashes (`micro_batch_size` is `--micro-batch-size`), its annotation gives the
 type (`int`, `float`, `str`, `bool`, `Literal[...]`, `int | Literal["auto"]`, `tuple[int, ...]`, each possibly
 `| None`), its default the default. A bool gets both spellings, `--name` and `--no-name`, and a field that may be
-None accepts the word `none`, so that the command line can undo what a flag file set.
+None accepts the word `none`, so that the command line can undo what a flag file set. A float is finite, an int fits
+64 bits; which of those make sense is checked by the config's owner.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -215,7 +217,12 @@ def _one_value(kind: Any, optional: bool, metavar: str | None) -> dict[str, Any]
             return words[text]
         if not types_:
             raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(allowed)}")
-        return convert(text)
+        value = convert(text)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise argparse.ArgumentTypeError(f"{text!r} does not fit 64 bits")
+        return value
 
     read.__name__ = " or ".join([convert.__name__, *words])  # what argparse calls the type in its messages
     shown = [convert.__name__.upper(), *words] if types_ else allowed

@@ -17,15 +17,15 @@ from megazpp.zero.config import wire_backends
 
 
 def introduce(console: Console, parsed: ParsedRun, plan: RunPlan, worker: Worker) -> None:
-    """Print what will run: flags, sizes, layout, back ends."""
+    """Print what will run: what was noticed, flags, sizes, layout, back ends."""
     layout, config = plan.layout, parsed.config
     console.say(
         f"using world size: {worker.world_size}, data-parallel size: {layout.data}, "
         f"tensor-model-parallel size: {layout.tp}, pipeline-model-parallel size: 1"
     )
-    console.say(render_arguments_block(config.parts))
     for notice in (*parsed.notices, *plan.notices):
         console.say(f"note: {notice}")
+    console.say(render_arguments_block(config.parts, parsed.origins))
     console.say(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
     if layout.cluster.links is not None:
         console.say(layout.cluster.links.describe())

@@ -235,6 +235,13 @@ def test_links_lead_to_files_and_headings_and_pip_installs_what_there_is(page: s
         assert set(asked.split(",")) <= set(extras), asked
 
 
+def test_the_readme_says_what_each_extra_is_for():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| (.*) \| .+ \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`'\.\[(\w+)\]'`", row)}
+    assert named == extras.keys() - {"test"}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_a_command_in_the_text_has_flags_that_its_program_knows(page: str, tutorial: Followed):
     for command in re.findall(r"`(python [^`]+)`", prose(page)):

@@ -53,13 +53,13 @@ def test_the_report_reads_back_as_a_flag_file(tmp_path: Path) -> None:
         assert parser.build(parser.parse(list(split_into_flags(words)))[0]) == wanted
 
 
-def test_the_arguments_block_has_megatrons_form() -> None:
-    block = render_arguments_block((PumpConfig(learning_rate=3e-4), PipeConfig()))
-    assert block.splitlines() == [
+def test_the_log_shows_the_flags_that_differ_from_their_defaults_and_where_they_come_from() -> None:
+    configs = (PumpConfig(learning_rate=3e-4, name=""), PipeConfig(data_path=("a" * 70,)))
+    origins = {"learning_rate": "configs/a.args:3", "data_path": "command line", "name": "command line"}
+    assert render_arguments_block(configs, origins).splitlines() == [
         "------------------------ arguments ------------------------",
-        "  bf16 ............................................ False",
-        "  data_path ....................................... ()",
-        "  learning_rate ................................... 0.0003",
-        "  name ............................................ ",
+        f"  {'--learning-rate 0.0003':60}  # configs/a.args:3",
+        f"  --data-path {'a' * 70}  # command line",
+        "  and 2 flags at their defaults: --print-config shows all",
         "-------------------- end of arguments ---------------------",
     ]

@@ -106,7 +106,7 @@ def test_the_main_job_says_what_runs_and_what_came_out(main_job: Run, home: Home
     output = main_job.output
     for text in (
         "using world size: 2, data-parallel size: 2, tensor-model-parallel size: 1",
-        "  train_iters ..................................... 6\n",
+        "------------------------ arguments ------------------------\n",
         "note: --emulate-nodes auto: 2 ranks on one machine are treated as 2 nodes\n",
         "ZeRO stage 3",
         "torch.optim.AdamW(fused=True)",
@@ -122,6 +122,9 @@ def test_the_main_job_says_what_runs_and_what_came_out(main_job: Run, home: Home
         f"tokenizer and data indices: {home.path / 'cache'}\n",
     ):
         assert output.count(text) == 1, f"{text!r} in:\n{output}"
+    assert re.search(r"\n  --train-iters 6 +# command line\n", output)
+    assert re.search(r"\n  --num-layers 4 +# configs/gpt_tiny.args:5\n", output)
+    assert "--num-workers" not in output  # at its default
     assert "Traceback" not in output
     assert "\r" not in output  # no progress bar without a terminal
 

@@ -58,7 +58,7 @@ def straight(home: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def interrupted(home: Path) -> Run:
-    run = pretrain(home, *SAVE, *WANDB, "--exit-interval", "3")
+    run = pretrain(home, *SAVE, "--load", "saved", *WANDB, "--exit-interval", "3")
     assert run.code == 0, run.output
     return run
 
@@ -102,6 +102,15 @@ def test_the_log_has_megatrons_lines(home: Path, interrupted: Run, continued: Ru
     assert sorted(path.name for path in (home / "saved").glob("iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
+def test_a_run_whose_load_has_no_checkpoint_says_so_at_its_beginning_and_at_its_end(interrupted: Run, continued: Run):
+    lines = interrupted.output.splitlines()
+    anew = "note: --load saved has no checkpoint: training begins anew, with random weights"
+    assert lines.index(anew) < lines.index("------------------------ arguments ------------------------")
+    last = "note: --load saved had no checkpoint: this training began anew, with random weights"
+    assert lines[lines.index(last) + 1].startswith("records of this run: ")
+    assert "no checkpoint" not in continued.output
+
+
 def test_a_run_that_is_complete_says_so_and_takes_its_shape_from_the_checkpoint(home: Path, continued: Run):
     flags = ["--load", "saved", "--use-checkpoint-args", "--hidden-size", "24", "--run-dir", "again", "--no-fp16"]
     run = pretrain(home, *flags, *WANDB)
@@ -129,6 +138,10 @@ def test_a_continued_run_goes_on_as_the_same_wandb_run(home: Path, continued: Ru
         (
             ["--load", "saved", "--ckpt-step", "5"],
             "--ckpt-step 5: saved/iter_0000005 is missing; --load saved has iter",
+        ),
+        (
+            ["--load", "saved/iter_0000006"],
+            "--load saved/iter_0000006 is one checkpoint, not the folder of checkpoints: give --load saved",
         ),
         (["--load", "missing", "--use-checkpoint-args"], "--use-checkpoint-args: --load missing has no checkpoint"),
     ],

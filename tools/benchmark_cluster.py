@@ -30,7 +30,7 @@ from benchmark_cluster_report import LOCAL, Sample, plot, tables
 from benchmark_cluster_variants import VARIANTS, BenchmarkSettings, Order
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate
 from entry import leave_with
-from pictures import check_matplotlib
+from pictures import can_draw
 from rank_processes import RankProcesses, exit_on_signals, start_on_this_machine
 
 from megazpp.data.files import write_whole
@@ -224,8 +224,6 @@ def parse_flags() -> argparse.Namespace:
             raise ValueError(f"--tp {tp} does not divide --ranks-per-node {args.ranks_per_node}")
     if min(args.micro_batches) < 1:
         raise ValueError(f"--micro-batches {min(args.micro_batches)} is not positive")
-    if not args.local:
-        check_matplotlib(str(args.out / "plot.png"))
     return args
 
 
@@ -234,6 +232,7 @@ def main() -> int:
     exit_on_signals()
     try:
         args = parse_flags()
+        drawn = not args.local and can_draw(str(args.out / "plot.png"))
         results = Results(args.out / "samples.json", {name: getattr(args, name) for name in SHAPE})
         measure(args, results)
     except (UserError, ValueError) as error:
@@ -246,7 +245,7 @@ def main() -> int:
     text = tables(results.samples, results.shape, results.parameters, labels)
     (args.out / "table.md").write_text(text)
     print(text)
-    if not args.local:
+    if drawn:
         say(plot(results.samples, labels, args.out / "plot.png"))
     return 0
 

@@ -4,8 +4,8 @@ python tools/generate.py --load checkpoints/ --prompt "Call me" "It was" --sampl
 python tools/generate.py --load checkpoints/ --prompt-file prompts.txt --temperature 0
 python tools/generate.py --load checkpoints/ --tensor-model-parallel-size 2 < prompts.txt
 
-Model, tokenizer and precision are the checkpoint's. A prompt is a line of the file, or of stdin; texts go to stdout as
-they grow, everything else to stderr.
+Model, tokenizer and precision are the checkpoint's. A prompt is a line of the file, or of stdin, that is not empty
+(--prompt "" begins with nothing); texts go to stdout as they grow, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def run(loaded: Loaded) -> None:
 def read_prompts(config: RunConfig, extra: GenerateConfig) -> Iterator[list[str]]:
     """Batches of prompts; from a terminal each as it is typed."""
     if config.sample.sample_prompt:
-        yield from _batches(iter(config.sample.sample_prompt), extra.prompts_at_once, "--sample-prompt")
+        prompts = iter(config.sample.sample_prompt)  # also empty ones
+        while batch := list(itertools.islice(prompts, extra.prompts_at_once)):
+            yield batch
     elif extra.prompt_file is not None:
         with Path(extra.prompt_file).expanduser().open(encoding="utf-8") as file:
             yield from _batches(file, extra.prompts_at_once, f"--prompt-file {extra.prompt_file}")

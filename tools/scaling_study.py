@@ -1,6 +1,6 @@
 """The scaling study of configs/clusters/README.md: three clusters, 64 to 16,384 GPUs, fixed tokens per GPU.
 
-    python tools/scaling_study.py --out scaling/         scaling.md and scaling.svg: minutes
+    python tools/scaling_study.py --out scaling/         scaling.md and, with matplotlib, scaling.svg: minutes
 
 For each scheme model TFLOP/s per GPU; beside them what the planner takes of all schemes, of 1 and more copies of the
 model and of tensor parallelism inside a node. Nothing is started. For one's own model and cluster: tools/plan.py.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from entry import leave_with, one_line_errors
-from pictures import check_matplotlib
+from pictures import can_draw
 
 from megazpp.arguments import parse_run_config
 from megazpp.planner.report import with_data
@@ -75,13 +75,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for scaling.md and scaling.svg")
     out = parser.parse_args().out
-    check_matplotlib(str(out / "scaling.svg"))
+    drawn = can_draw(str(out / "scaling.svg"))
     out.mkdir(parents=True, exist_ok=True)
     results = [run(study, SIZES) for study in STUDIES]
     text = "\n\n".join(f"{found.study.title}\n\n{scaling_table(found.points, found.choices)}" for found in results)
     (out / "scaling.md").write_text(text + "\n")
     print(text)
-    draw(results, out / "scaling.svg")
+    if drawn:
+        draw(results, out / "scaling.svg")
 
 
 def run(study: Study, sizes: Sequence[int]) -> Found:

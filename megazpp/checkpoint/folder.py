@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from megazpp.checkpoint.checksums import DamagedError, write_durably
+from megazpp.checkpoint.record import NAME as RECORD
 from megazpp.data.files import first_free, sync_directory
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -64,7 +65,7 @@ class CheckpointFolder:
         return sorted(int(match[1]) for match in matches if match)
 
     def latest(self) -> int | None:
-        """The iteration that the tracker names; None if there is no tracker.
+        """The iteration that the tracker names, or without one the tracker to be; None if there is neither.
 
         Raises:
             DamagedError: it names none, or one that has no checkpoint.
@@ -72,12 +73,34 @@ class CheckpointFolder:
         tracker = self.path / TRACKER
         text = read_tracker(tracker)
         if text is None:
-            return None
+            return self._pending()
         named = self.of(int(text))
         if not named.is_dir():
             aside = "".join(f"; {path} may be it" for path in self.path.glob(f"{named.name}.replaced-*"))
             raise DamagedError(f"{tracker} names iteration {int(text)}, but {named} is missing{aside}")
         return int(text)
+
+    def check_not_inside(self) -> None:
+        """Raises ValueError if this is the folder of one checkpoint, not the folder of checkpoints around it."""
+        path = self.path.resolve()
+        match = _COMPLETE.fullmatch(path.name)
+        if path.is_dir() and not self.iterations() and (match or (path / RECORD).is_file()):
+            around = self.path.parent if self.path.name == path.name else path.parent
+            raise ValueError(
+                f"{self.name} is one checkpoint, not the folder of checkpoints: give {self.flag} {around}"
+                + (f" (and --ckpt-step {int(match[1])})" if match and self.flag != "--save" else "")
+            )
+
+    def _pending(self) -> int | None:
+        """The iteration that the tracker to be names, if all of that checkpoint is there.
+
+        A checkpoint has lost its partial name when it has the other one, so without a partial one only.
+        """
+        with contextlib.suppress(DamagedError):  # cut short
+            text = read_tracker(self._new)
+            if text is not None and self.of(int(text)).is_dir() and not self.partial(int(text)).exists():
+                return int(text)
+        return None
 
     # ---- what only the holder of the lock does ------------------------------------------------------------------
 
@@ -121,15 +144,12 @@ class CheckpointFolder:
     def recover(self) -> list[str]:
         """Finish the save that a crash has cut short if all of it is there, delete it otherwise; a line for each.
 
-        A checkpoint has lost its partial name when it has the other one, so the tracker to be counts without a partial
-        one only. It goes first: what is left of it must not count when the partial one has gone.
+        The tracker to be goes first: what is left of it must not count when the partial checkpoint has gone.
         """
-        lines, text = [], None
-        with contextlib.suppress(DamagedError):  # cut short
-            text = read_tracker(self._new)
-        if text is not None and self.of(int(text)).is_dir() and not self.partial(int(text)).exists():
+        lines, pending = [], self._pending()
+        if pending is not None:
             self._advance()
-            lines.append(f"{self.of(int(text))} was complete when its job ended: it is the latest now")
+            lines.append(f"{self.of(pending)} was complete when its job ended: it is the latest now")
         self._new.unlink(missing_ok=True)
         for name in sorted(entry.name for entry in self.path.iterdir() if _PARTIAL.fullmatch(entry.name)):
             shutil.rmtree(self.path / name)

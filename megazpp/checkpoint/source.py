@@ -33,29 +33,38 @@ class Source(NamedTuple):
 
         Raises:
             DamagedError: the wanted one is not there, and there is no --load-fallback.
-            ValueError: --ckpt-step has no checkpoint.
+            ValueError: --ckpt-step has no checkpoint, no tracker says which of several is wanted, or the folder is that
+                of one checkpoint.
         """
+        self.folder.check_not_inside()
         found = self.folder.iterations()
-        if self.iteration is not None:
-            if self.iteration not in found:
-                raise ValueError(
-                    f"--ckpt-step {self.iteration}: {self.folder.of(self.iteration)} is missing; "
-                    f"{self.folder.name} has iterations {', '.join(map(str, found)) or 'none'}"
-                )
-            wanted: int | None = self.iteration
-        else:
-            try:
-                wanted = self.folder.latest()
-            except DamagedError:
-                if not self.fallback or not found:
-                    raise
-                wanted = found[-1]
-        if wanted is None and self.fallback and found:
-            wanted = found[-1]
+        if self.iteration is not None and self.iteration not in found:
+            raise ValueError(
+                f"--ckpt-step {self.iteration}: {self.folder.of(self.iteration)} is missing; "
+                f"{self.folder.name} has iterations {', '.join(map(str, found)) or 'none'}"
+            )
+        wanted = self._latest(found) if self.iteration is None else self.iteration
         if wanted is None:
             return []
         others = [iteration for iteration in reversed(found) if iteration != wanted]
         return [wanted, *others] if self.fallback else [wanted]
+
+    def _latest(self, found: list[int]) -> int | None:
+        """What the tracker names, or with --load-fallback the newest that was found; None where nothing was."""
+        try:
+            named = self.folder.latest()
+        except DamagedError:
+            if not self.fallback or not found:
+                raise
+            return found[-1]
+        if named is None and found:
+            if not self.fallback:
+                raise ValueError(
+                    f"{self.folder.name} has iterations {', '.join(map(str, found))}, but no {TRACKER} that says where "
+                    "to go on: choose one with --ckpt-step"
+                )
+            return found[-1]
+        return named
 
 
 def choose_source(config: CheckpointConfig, *, restarted: bool) -> Source | None:
@@ -68,6 +77,7 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> Source | None
     """
     if config.save is not None:
         own = CheckpointFolder(config.save, "--save")
+        own.check_not_inside()
         if restarted and own.iterations():
             rest = {"optimizer": config.save_optim, "rng": config.save_rng, "fallback": config.load_fallback}
             return Source(own, None, continues=True, **rest)

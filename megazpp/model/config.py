@@ -6,6 +6,7 @@ computed by properties and never written back.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -136,16 +137,7 @@ def check_gpt_config(config: GPTConfig, *, tp_size: int, seq_length: int) -> Non
         seq_length: tokens per sample.
     """
     tp = f"--tensor-model-parallel-size {tp_size}"
-    for name, value in (
-        ("--num-layers", config.layers),
-        ("--hidden-size", config.hidden),
-        ("--num-attention-heads", config.heads),
-        ("--ffn-hidden-size", config.ffn_size),
-        ("--kv-channels", config.head_size),
-        ("--num-query-groups", config.query_groups),
-        ("--make-vocab-size-divisible-by", config.make_vocab_size_divisible_by),
-    ):
-        _require(value >= 1, f"{name} {value} is not positive")
+    _check_sizes(config)
     if config.kv_channels is None:
         _require(
             config.hidden % config.heads == 0,
@@ -182,6 +174,22 @@ def check_gpt_config(config: GPTConfig, *, tp_size: int, seq_length: int) -> Non
         "--openai-gelu excludes --swiglu and --squared-relu",
     )
     _check_recompute(config)
+
+
+def _check_sizes(config: GPTConfig) -> None:
+    _require(config.heads >= 1, f"--num-attention-heads {config.heads} is not positive")  # others are divided by it
+    for name, value in (
+        ("--num-layers", config.layers),
+        ("--hidden-size", config.hidden),
+        ("--ffn-hidden-size", config.ffn_size),
+        ("--kv-channels", config.head_size),
+        ("--num-query-groups", config.query_groups),
+        ("--make-vocab-size-divisible-by", config.make_vocab_size_divisible_by),
+        ("--norm-epsilon", config.norm_epsilon),
+        ("--init-method-std", config.init_method_std),
+        ("--rotary-base", config.rotary_base),
+    ):
+        _require(0 < value < math.inf, f"{name} {value} is not positive")
 
 
 def _check_recompute(config: GPTConfig) -> None:

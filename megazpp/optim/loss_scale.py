@@ -58,7 +58,7 @@ def check_loss_scale(config: LossScaleConfig) -> None:
     Raises:
         ValueError: names the flag and its value.
     """
-    check_positive(config, "loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    check_positive(config, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     if config.min_loss_scale > config.initial_loss_scale:
         raise ValueError(
             f"--min-loss-scale {config.min_loss_scale} is above --initial-loss-scale {config.initial_loss_scale}"

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from megazpp.flag_checks import check_not_negative, spelling
+from megazpp.flag_checks import check_not_negative, check_positive, spelling
 from megazpp.flags import flag
 from megazpp.optim.apex import ApexAdam, check_apex
 
@@ -97,11 +97,12 @@ def check_optimizer(config: OptimizerConfig, device_type: str) -> None:
     Raises:
         ValueError: names the flag and its value.
     """
-    for name in ("adam_beta1", "adam_beta2"):
+    for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
         value = getattr(config, name)
         if not 0.0 <= value < 1.0:
             raise ValueError(f"{spelling(config, name)} {value} is not in [0, 1)")
-    check_not_negative(config, "weight_decay", "adam_eps", "sgd_momentum", "clip_grad")
+    check_positive(config, "adam_eps")  # 0 / 0 where a gradient is 0: the embedding of a token that does not occur
+    check_not_negative(config, "weight_decay", "clip_grad")
     if config.optimizer_backend == "apex":
         if config.optimizer != "adam":
             raise ValueError(f"--optimizer-backend apex runs --optimizer adam only, not --optimizer {config.optimizer}")

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megazpp.flag_checks import check_not_negative, spelling
+from megazpp.flag_checks import check_not_negative, check_positive, spelling
 from megazpp.flags import flag
 
 
@@ -207,7 +207,7 @@ def _check_one_unit(config: ScheduleConfig, train_iters: int | None, train_sampl
 def _check_rates(config: ScheduleConfig) -> None:
     if config.lr is None:
         raise ValueError("--lr is required")
-    check_not_negative(config, "min_lr")
+    check_not_negative(config, "lr", "min_lr")
     if not config.lr >= config.min_lr:
         raise ValueError(f"--min-lr {config.min_lr} is above --lr {config.lr}")
     if not 0.0 <= config.lr_warmup_init <= config.lr:
@@ -216,15 +216,13 @@ def _check_rates(config: ScheduleConfig) -> None:
 
 def _check_lengths(config: ScheduleConfig, span: _Span) -> None:
     unit = span.unit
+    check_positive(config, "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+    check_not_negative(config, "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
     if span.train < 1:
         raise ValueError(f"--train-{unit} {span.train} is not positive")
-    if span.decay < 1:
-        raise ValueError(f"--lr-decay-{unit} {span.decay} is not positive")
     warmup = f"--lr-warmup-{unit} {span.warmup}"
     if config.lr_warmup_fraction is not None:
         warmup = f"--lr-warmup-fraction {config.lr_warmup_fraction}"
-    if span.warmup < 0:
-        raise ValueError(f"{warmup} is negative")
     given = getattr(config, f"lr_decay_{unit}") is not None
     decay = f"--{'lr-decay' if given else 'train'}-{unit} {span.decay}"
     if not span.warmup < span.decay:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
 from megazpp.parallel.axis import MeshAxis, TrafficCounter, can_order_groups, make_groups
 from megazpp.parallel.nccl import NcclConfig, axis_options
@@ -62,6 +63,7 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int) -> L
     ):
         if degree != 1:
             raise ValueError(f"{name} {degree} is not supported: only 1 is")
+    check_positive(config, "num_distributed_optimizer_instances")
     instances = config.num_distributed_optimizer_instances
     tp = config.tensor_model_parallel_size
     if config.hsdp and instances not in (1, cluster.num_islands):

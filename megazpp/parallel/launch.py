@@ -13,10 +13,12 @@ from typing import Literal
 
 import torch
 
-from megazpp.flag_checks import check_not_negative, check_positive
+from megazpp.flag_checks import check_not_negative, check_positive, spelling
 from megazpp.flags import flag
 
 DEFAULT_CPU_WORKERS = 4
+LARGEST_SEED = 2**32 - 1  # that numpy takes
+YEAR_MINUTES = 366 * 24 * 60.0  # waits that clocks can add to the present time
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # finish the step, save, exit with 0
 LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # set for the workers that we start
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun and by us
@@ -59,6 +61,14 @@ def check_launch(config: LaunchConfig) -> None:
     """
     check_positive(config, "distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
     check_not_negative(config, "max_restarts")
+    if not 0 <= config.seed <= LARGEST_SEED:
+        raise ValueError(f"--seed {config.seed} is not a number from 0 to {LARGEST_SEED}")
+    for name, minutes in (
+        ("distributed_timeout_minutes", config.distributed_timeout_minutes),
+        ("distributed_timeout_seconds_after_init", (config.distributed_timeout_seconds_after_init or 0.0) / 60),
+    ):
+        if minutes > YEAR_MINUTES:
+            raise ValueError(f"{spelling(config, name)} {getattr(config, name)} is more than a year")
 
 
 @dataclass(frozen=True, kw_only=True)

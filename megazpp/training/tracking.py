@@ -55,7 +55,7 @@ def check_tracking(config: TrackingConfig) -> None:
     Raises:
         ValueError: names the flag and its value.
     """
-    check_positive(config, "log_interval", "tensorboard_log_interval")
+    check_positive(config, "log_interval", "tensorboard_log_interval", "tensorboard_queue_size")
     if config.wandb_project and not is_installed("wandb"):
         raise ValueError(f"--wandb-project {config.wandb_project}: wandb is not installed (pip install wandb)")
     if config.tensorboard_dir is not None and not is_installed("tensorboard"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
 from kernels.block_quant import backend
 from kernels.formats import BlockFormat
-from megazpp.flags import flag
+from megazpp.flag_report import as_written
+from megazpp.flags import as_words, flag
 from megazpp.topology.layout import Layout
 
 T = TypeVar("T")
@@ -123,6 +125,7 @@ def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
     Raises:
         ValueError: a combination that means nothing; the flags and values are named.
     """
+    _check_values(config)
     quantized_weights = _default(config.zero_quantized_weights, config.zeropp) and config.zero_weight_bits < 16
     quantized_gradients = _default(config.zero_quantized_gradients, config.zeropp)
     keep = _keeps_secondary(config, layout)
@@ -148,9 +151,7 @@ def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
         overlap_reduce = False
         if config.overlap_grad_reduce:
             notices.append("--overlap-grad-reduce is ignored: FSDP2 sums over copies right after each reduction")
-    if not asked:
-        return WirePlan(None, None, overlap_gather, overlap_reduce, tuple(notices))
-    if layout.cross == 1:
+    if asked and layout.cross == 1:
         notices.append(f"{asked[0]}: no traffic crosses nodes here, so weights and gradients travel as in ZeRO-3")
         return WirePlan(None, None, overlap_gather, overlap_reduce, tuple(notices))
     if layout.local == 1 and keep:
@@ -159,11 +160,12 @@ def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
         )
     gather = None
     if quantized_weights or keep:
-        gather = GatherPlan(_format(8, config.zero_block_size or WEIGHT_BLOCK) if quantized_weights else None, keep)
+        gather = GatherPlan(BlockFormat(8, config.zero_block_size or WEIGHT_BLOCK) if quantized_weights else None, keep)
     reduce = None
     if quantized_gradients:
         block = config.zero_block_size or GRADIENT_BLOCK
-        reduce = ReducePlan(*(_gradient_format(bits, block) for bits in _two_hops(config.zero_gradient_bits)))
+        reduce = ReducePlan(*(_gradient_format(bits, block) for bits in config.zero_gradient_bits))
+    notices += _without_effect(config, gather, reduce)
     return WirePlan(gather, reduce, overlap_gather, overlap_reduce, tuple(notices))
 
 
@@ -189,20 +191,41 @@ def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:
     return int(size) > 1
 
 
-def _two_hops(bits: tuple[int, ...]) -> tuple[int, int]:
+def _check_values(config: ZeroConfig) -> None:
+    """Whether they are used or not."""
+    bits, size = config.zero_gradient_bits, config.zero_block_size
     if len(bits) != 2 or any(b not in (4, 8, 16) for b in bits):
-        raise ValueError(f"--zero-gradient-bits {' '.join(map(str, bits))} is not two of 4, 8 and 16")
-    return bits[0], bits[1]
+        raise ValueError(f"--zero-gradient-bits {as_words(bits)} is not two of 4, 8 and 16")
+    if size is not None and (size < 32 or size > 2048 or size & (size - 1)):
+        raise ValueError(f"--zero-block-size {size} is not a power of two from 32 to 2048")
+
+
+def _without_effect(config: ZeroConfig, gather: GatherPlan | None, reduce: ReducePlan | None) -> list[str]:
+    """A line for each flag that was set and changes nothing of what travels."""
+    weights = _default(config.zero_quantized_weights, config.zeropp)
+    formats = [gather and gather.fmt, reduce and reduce.local, reduce and reduce.cross]
+    kept, quantized, crossing = gather is not None and gather.keep, any(formats), formats[-1] is not None
+    one_by_one = "gradients are not reduced in two hops (--zero-quantized-gradients, --zeropp)"
+    unused = (
+        ("zero_quantized_weights", weights and config.zero_weight_bits == 16, "--zero-weight-bits 16"),
+        ("zero_weight_bits", not weights, "weights are not quantized (--zero-quantized-weights, --zeropp)"),
+        ("zero_gradient_bits", reduce is None, one_by_one),
+        ("zero_block_size", not quantized, "nothing is quantized (--zeropp)"),
+        ("zero_error_feedback", not crossing, "gradients are not quantized across nodes (--zeropp)"),
+        ("zero_accumulate_in_bf16", reduce is None, one_by_one),
+        ("zero_cross_every_microbatch", reduce is None, one_by_one),
+        ("zero_check_secondary", not kept, "no secondary partition is kept (--zero-hpz-partition-size, --zeropp)"),
+    )
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    return [
+        f"{as_written(config, fields[name])} is ignored: {why}"
+        for name, applies, why in unused
+        if applies and getattr(config, name) != fields[name].default
+    ]
 
 
 def _gradient_format(bits: int, block_size: int) -> BlockFormat | None:
-    return None if bits == 16 else _format(bits, block_size)
-
-
-def _format(bits: int, block_size: int) -> BlockFormat:
-    if block_size < 32 or block_size > 2048 or block_size & (block_size - 1):
-        raise ValueError(f"--zero-block-size {block_size} is not a power of two from 32 to 2048")
-    return BlockFormat(bits=8 if bits == 8 else 4, block_size=block_size)
+    return None if bits == 16 else BlockFormat(bits=8 if bits == 8 else 4, block_size=block_size)
 
 
 def _default(value: T | None, default: T) -> T:

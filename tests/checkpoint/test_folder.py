@@ -158,6 +158,14 @@ def test_half_a_tracker_to_be_is_no_tracker(folder: CheckpointFolder):
         assert folder.latest() == 15
 
 
+def test_a_first_save_killed_before_its_tracker_has_its_name_counts(folder: CheckpointFolder):
+    save(folder, 3)
+    (folder.path / TRACKER).rename(folder.path / f"{TRACKER}.new")
+    assert folder.latest() == 3
+    folder.partial(3).mkdir()  # being written again
+    assert folder.latest() is None
+
+
 @pytest.mark.parametrize("content", ["", "x", "-3", "1e3", "7\n8", "release"])
 def test_a_tracker_that_names_no_iteration_is_an_error(folder: CheckpointFolder, content: str):
     save(folder, 7)

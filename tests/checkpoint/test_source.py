@@ -56,7 +56,11 @@ def test_fallback_tries_the_newest_of_the_others(used: Path):
 def test_without_a_good_tracker_only_fallback_finds_a_checkpoint(used: Path, tracker: str | None):
     if tracker is None:
         (used / TRACKER).unlink()
-        assert candidates(load=str(used)) == []
+        with pytest.raises(
+            ValueError, match=rf"^--load {used} has iterations 10, 20, 30, but no {TRACKER} .*--ckpt-step"
+        ):
+            candidates(load=str(used))
+        assert candidates(load=str(used), ckpt_step=30) == [30]
     else:
         (used / TRACKER).write_text(tracker)
         with pytest.raises(DamagedError, match=TRACKER):
@@ -70,6 +74,29 @@ def test_a_missing_checkpoint_is_an_error_only_when_asked_for(tmp_path: Path):
     assert candidates(load=missing, load_fallback=True) == []
     with pytest.raises(ValueError, match=f"--load {missing} has no checkpoint .*{TRACKER} is missing"):
         choose(load=missing, exit_on_missing_checkpoint=True)
+
+
+@pytest.mark.parametrize("name", ["iter_0000020", "iter_0000020/", "iter_0000020.replaced-1"])
+def test_a_checkpoint_itself_is_refused_and_the_folder_around_it_named(used: Path, name: str):
+    (used / "iter_0000020" / "run.json").touch()
+    (used / "iter_0000020.replaced-1").mkdir()
+    (used / "iter_0000020.replaced-1" / "run.json").touch()
+    step = r" \(and --ckpt-step 20\)" if "replaced" not in name else ""
+    for fallback in (False, True):
+        with pytest.raises(
+            ValueError, match=rf"^--load {used}/{name.rstrip('/')} is one checkpoint, not .*: give --load {used}{step}$"
+        ):
+            candidates(load=f"{used}/{name}", load_fallback=fallback)
+    with pytest.raises(ValueError, match=rf"is one checkpoint, not .*: give --save {used}$"):
+        choose(save=f"{used}/{name}", load=str(used))
+
+
+def test_a_checkpoint_named_from_within_is_refused_too(used: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(used / "iter_0000020")
+    with pytest.raises(
+        ValueError, match=rf"^--load \. is one checkpoint, .*: give --load {used} \(and --ckpt-step 20\)$"
+    ):
+        candidates(load=".")
 
 
 def test_another_runs_folder_is_not_written_to(used: Path, tmp_path: Path):

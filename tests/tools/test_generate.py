@@ -47,6 +47,11 @@ def test_greedy_texts_are_the_same_with_and_without_the_cache_and_for_1_and_2_tp
     assert split.count("loading checkpoint") == 1
 
 
+def test_an_empty_prompt_is_continued_from_nothing(trained: Trained):
+    flags = ["--temperature", "0", "--sample-tokens", "5"]
+    assert "with the cache: 5 tokens in" in run(trained, "--prompt", "", *flags)
+
+
 def configs(*prompts: str, file: str | None = None, at_once: int = 2) -> tuple[Any, GenerateConfig]:
     run = SimpleNamespace(sample=SampleConfig(sample_prompt=prompts))
     return run, GenerateConfig(prompt_file=file, prompts_at_once=at_once)
@@ -56,6 +61,8 @@ def test_prompts_come_from_the_flag_a_file_or_stdin_in_batches(tmp_path: Path, m
     (tmp_path / "prompts").write_text("a\r\n\nb\nc")
     monkeypatch.setattr(sys, "stdin", io.StringIO("x\ny\n"))
     assert list(read_prompts(*configs("p", "q\nq"))) == [["p", "q\nq"]]
+    assert list(read_prompts(*configs(""))) == [[""]]
+    assert list(read_prompts(*configs("p", "", "q"))) == [["p", ""], ["q"]]
     assert list(read_prompts(*configs(file=str(tmp_path / "prompts")))) == [["a", "b"], ["c"]]
     assert list(read_prompts(*configs())) == [["x", "y"]]
 

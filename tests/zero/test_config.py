@@ -52,11 +52,58 @@ def test_each_switch_can_be_set_or_unset_alone(flags, gather, reduce):
         ({"zeropp": True, "zero_gradient_bits": (8, 5)}, "--zero-gradient-bits 8 5"),
         ({"zeropp": True, "zero_block_size": 100}, "--zero-block-size 100"),
         ({"zeropp": True, "zero_block_size": 4096}, "--zero-block-size 4096"),
+        ({"zeropp": True, "zero_block_size": 0}, "--zero-block-size 0 is not a power of two"),
+        ({"zero_block_size": 0}, "--zero-block-size 0 is not a power of two"),
+        ({"zero_gradient_bits": (3, 4)}, "--zero-gradient-bits 3 4 is not two of 4, 8 and 16"),
     ],
 )
 def test_impossible_combinations_name_the_flags(flags, message):
     with pytest.raises(ValueError, match=message):
         plan_wire(ZeroConfig(**flags), layout())
+
+
+UNUSED = {
+    "zero_weight_bits": (16, "--zero-weight-bits 16 is ignored: weights are not quantized"),
+    "zero_gradient_bits": ((4, 4), "--zero-gradient-bits 4 4 is ignored: gradients are not reduced in two hops"),
+    "zero_block_size": (64, "--zero-block-size 64 is ignored: nothing is quantized"),
+    "zero_error_feedback": (False, "--no-zero-error-feedback is ignored: gradients are not quantized across nodes"),
+    "zero_accumulate_in_bf16": (True, "--zero-accumulate-in-bf16 is ignored: gradients are not"),
+    "zero_cross_every_microbatch": (True, "--zero-cross-every-microbatch is ignored: gradients are not"),
+    "zero_check_secondary": (True, "--zero-check-secondary is ignored: no secondary partition is kept"),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_flags_that_change_nothing_without_zeropp_are_noted(stage):
+    flags = {name: value for name, (value, _) in UNUSED.items()}
+    notices = plan_wire(ZeroConfig(zero_stage=stage, **flags), layout()).notices
+    assert len(notices) == len(UNUSED)
+    for notice, (_, message) in zip(notices, UNUSED.values(), strict=True):
+        assert notice.startswith(message)
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_with_zeropp_each_of_them_has_its_effect(name):
+    assert plan_wire(ZeroConfig(zeropp=True, **{name: UNUSED[name][0]}), layout()).notices == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ({"zero_quantized_gradients": True, "zero_check_secondary": True}, ["--zero-check-secondary"]),
+        ({"zero_quantized_weights": True, "zero_accumulate_in_bf16": True}, ["--zero-accumulate-in-bf16"]),
+        ({"zero_quantized_weights": True, "zero_weight_bits": 16}, ["--zero-quantized-weights"]),
+        ({"zero_hpz_partition_size": "auto", "zero_block_size": 64}, ["--zero-block-size 64"]),
+        (
+            {"zeropp": True, "zero_gradient_bits": (8, 16), "zero_error_feedback": False},
+            ["--no-zero-error-feedback"],
+        ),
+        ({"zeropp": True, "zero_quantized_gradients": False, "zero_block_size": 64}, []),
+    ],
+)
+def test_what_one_switch_alone_does_not_use_is_noted(flags, names):
+    notices = plan_wire(ZeroConfig(**flags), layout()).notices
+    assert [notice.split(" is ignored: ")[0] for notice in notices] == names
 
 
 def test_a_combination_that_cannot_pay_says_what_it_does_instead():
