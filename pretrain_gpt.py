@@ -22,7 +22,7 @@ from megazpp.checkpoint.config import check_checkpoint
 from megazpp.checkpoint.progress import Progress
 from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.checkpoint.source import Source, choose_source, peek
-from megazpp.checkpoint_flags import with_checkpoint_args
+from megazpp.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer
 from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.dataset import build_tokenizer, cache_dir, check_inputs, unigram_entropy
 from megazpp.data.tokenizer import Tokenizer
@@ -88,12 +88,13 @@ def prepare() -> Job | int:
     source = find_source(parsed.config)
     earlier = peek(source)
     parsed = with_checkpoint_args(parsed, earlier)
-    config = parsed.config
     if source is not None and earlier is not None:
-        check_same_model(earlier.flags, config.model, source.folder.path)
+        check_same_model(earlier.flags, parsed.config.model, source.folder.path)
+        parsed = with_checkpoint_tokenizer(parsed, earlier, source.folder)
     if source is not None and not source.candidates():
         anew = f"{source.folder.name} has no checkpoint: training begins anew, with random weights"
         parsed = parsed._replace(notices=(*parsed.notices, anew))
+    config = parsed.config
     place = find_place(config.launch)
     plan = check_run_config(config, announced_cluster(config, place), device_type=device_type())
     check_inputs(config.data, config.tokenizer)
@@ -168,7 +169,7 @@ def build_and_train(
         step,
         flags=parsed.values(),
         schedule=plan.schedule,
-        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer,
         seed=seed,
         folder=folder,
         say=console.say,

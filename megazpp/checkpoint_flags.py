@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from megazpp.arguments import ParsedRun
-from megazpp.checkpoint.record import RunRecord, shape_of
-from megazpp.flag_checks import spelling
+from megazpp.checkpoint.checksums import DamagedError
+from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.record import NAME, RunRecord, shape_of
+from megazpp.checkpoint.tokenizer import read_tokenizer
+from megazpp.data.tokenizer import names_tokenizer
+from megazpp.flag_checks import spelling, wrong_types
 
 # What a model is and was trained on. Where it runs now, and how it is spread there, is for this program to say.
 TAKEN = ("model", "batches", "data", "tokenizer", "precision", "evaluation")
 
 
-def with_checkpoint_flags(parsed: ParsedRun, record: RunRecord) -> ParsedRun:
-    """`parsed` with the checkpoint's flags about model, data, tokenizer, precision, evaluation and seed."""
-    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in record.flags.items()}
-    free = {name: saved[name] for name in saved if name not in parsed.origins}
+def with_checkpoint_flags(parsed: ParsedRun, record: RunRecord, folder: CheckpointFolder) -> ParsedRun:
+    """`parsed` with the checkpoint's flags about model, data, tokenizer, precision, evaluation and seed.
+
+    Raises:
+        DamagedError: a flag's value is none that it can have, or the tokenizer's files are damaged.
+    """
+    parsed = with_checkpoint_tokenizer(parsed, record, folder)
     config = parsed.config
-    parts: dict[str, Any] = {name: _updated(getattr(config, name), free) for name in TAKEN}
-    parts["launch"] = _updated(config.launch, {name: free[name] for name in ("seed",) if name in free})
-    names = {f.name for name in TAKEN for f in dataclasses.fields(parts[name])} & free.keys()
+    taken = [name for name in TAKEN if name != "tokenizer" or not names_tokenizer(config.tokenizer)]
+    free = {name: value for name, value in record.flags.items() if name not in parsed.origins}
+    where = folder.of(record.progress.iteration) / NAME
+    parts: dict[str, Any] = {name: _updated(getattr(config, name), free, where) for name in taken}
+    seed = {name: free[name] for name in ("seed",) if name in free}
+    parts["launch"] = _updated(config.launch, seed, where)
+    names = {f.name for name in taken for f in dataclasses.fields(parts[name])} & free.keys()
     return parsed._replace(
         config=dataclasses.replace(config, **parts), origins=parsed.origins | dict.fromkeys(names, "checkpoint")
     )
@@ -52,6 +64,33 @@ def with_checkpoint_args(parsed: ParsedRun, record: RunRecord | None) -> ParsedR
     )
 
 
-def _updated(part: Any, values: dict[str, Any]) -> Any:
+def with_checkpoint_tokenizer(parsed: ParsedRun, record: RunRecord, folder: CheckpointFolder) -> ParsedRun:
+    """`parsed` with the tokenizer whose files lie beside the checkpoint, unless flags name one.
+
+    Args:
+        folder: of the checkpoint.
+    Raises:
+        DamagedError: files of the tokenizer are missing or damaged.
+    """
+    config = parsed.config
+    if record.tokenizer_folder is None or names_tokenizer(config.tokenizer):
+        return parsed
+    found = read_tokenizer(folder.path, record.tokenizer_folder)
+    notices = [f"the tokenizer is that of {folder.name}: {record.tokenizer_folder}"]
+    size = config.tokenizer.vocab_size
+    if size not in (None, record.vocab_size):
+        notices.append(f"--vocab-size {size} gives way to the checkpoint's {record.vocab_size}")
+    return parsed._replace(
+        config=dataclasses.replace(config, tokenizer=found),
+        origins=parsed.origins | {f.name: "checkpoint" for f in dataclasses.fields(found)},
+        notices=(*parsed.notices, *notices),
+    )
+
+
+def _updated(part: Any, values: dict[str, Any], where: Path) -> Any:
     names = {field.name for field in dataclasses.fields(part)}
-    return dataclasses.replace(part, **{name: value for name, value in values.items() if name in names})
+    values = {name: value for name, value in values.items() if name in names}
+    if problems := wrong_types(type(part), values):
+        raise DamagedError(f"{where}: {'; '.join(problems)}")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return dataclasses.replace(part, **values)

@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+import tokenizers
+
 from megazpp.arguments import ParsedRun, parse_run_config
+from megazpp.checkpoint.checksums import DamagedError
+from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.progress import Progress
 from megazpp.checkpoint.record import RunRecord
-from megazpp.checkpoint_flags import with_checkpoint_flags
+from megazpp.checkpoint.tokenizer import write_tokenizer
+from megazpp.checkpoint_flags import with_checkpoint_flags, with_checkpoint_tokenizer
+from megazpp.data.tokenizer import HFTokenizer, TokenizerConfig
 
 SAVED = {
     "num_layers": 3,
@@ -25,10 +32,17 @@ SAVED = {
 }
 
 
+def parse(*argv: str) -> ParsedRun:
+    return parse_run_config(argv, Path.cwd(), program="tool.py", default_file=None)
+
+
+def record(tokenizer_folder: str | None = None, **flags: Any) -> RunRecord:
+    values = {"progress": Progress(), "scaler": {}, "groups": [], "schedule": {}, "vocab_size": 300, "layout": {}}
+    return RunRecord(**values, tokenizer_folder=tokenizer_folder, flags=SAVED | flags)
+
+
 def settle(*argv: str, **flags: Any) -> ParsedRun:
-    parsed = parse_run_config(argv, Path.cwd(), program="tool.py", default_file=None)
-    values = {"progress": Progress(), "scaler": {}, "groups": [], "schedule": {}, "vocab_size": 1, "layout": {}}
-    return with_checkpoint_flags(parsed, RunRecord(**values, flags=SAVED | flags))
+    return with_checkpoint_flags(parse(*argv), record(**flags), CheckpointFolder("ck", "--load"))
 
 
 def test_model_data_tokenizer_precision_and_seed_are_the_checkpoint_s():
@@ -53,3 +67,62 @@ def test_given_flags_win_and_the_report_says_where_values_come_from():
     assert parsed.origins["num_layers"] == "checkpoint"
     assert parsed.origins["seq_length"] == "command line"
     assert "nproc" not in parsed.origins
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"seq_length": "48"}, "seq_length is '48', not "),
+        ({"text_path": [1]}, r"text_path is \[1\], not tuple"),
+        ({"bf16": "yes"}, "bf16 is 'yes', not bool"),
+        ({"seed": 1.5}, "seed is 1.5, not int"),
+    ],
+)
+def test_a_saved_value_of_another_type_is_refused_by_name(flags: dict[str, Any], message: str):
+    with pytest.raises(DamagedError, match=f"ck/iter_0000000/run.json: {message}"):
+        settle(**flags)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    """Of checkpoints that have a tokenizer beside them."""
+    definition = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1}, "[UNK]")).to_str()
+    write_tokenizer(tmp_path, HFTokenizer(definition).files)
+    return CheckpointFolder(tmp_path, "--load")
+
+
+def beside(folder: CheckpointFolder) -> Path:
+    (path,) = folder.path.glob("tokenizer-*")
+    return path
+
+
+def test_the_tokenizer_beside_the_checkpoint_comes_before_the_path_it_was_trained_with(folder: CheckpointFolder):
+    saved = record(beside(folder).name, tokenizer_type="SentencePieceTokenizer", tokenizer_model="/gone.model")
+    parsed = with_checkpoint_flags(parse(), saved, folder)
+    expected = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(beside(folder)))
+    assert parsed.config.tokenizer == expected
+    assert parsed.origins["tokenizer_model"] == "checkpoint"
+    for lines in (parsed.notices, with_checkpoint_tokenizer(parse(), saved, folder).notices):
+        assert lines == (f"the tokenizer is that of --load {folder.path}: {beside(folder).name}",)
+
+
+def test_a_tokenizer_that_flags_name_is_taken_whole(folder: CheckpointFolder):
+    saved = record(beside(folder).name, vocab_file="v", merge_file="m", tokenizer_type="GPT2BPETokenizer")
+    for argv in (("--tokenizer-model", "my.model"), ("--tokenizer-type", "NullTokenizer")):
+        given = parse(*argv)
+        for parsed in (with_checkpoint_flags(given, saved, folder), with_checkpoint_tokenizer(given, saved, folder)):
+            assert parsed.config.tokenizer == given.config.tokenizer
+            assert parsed.notices == ()
+
+
+def test_a_vocabulary_size_alone_names_no_tokenizer_and_gives_way_with_a_word(folder: CheckpointFolder):
+    parsed = with_checkpoint_tokenizer(parse("--vocab-size", "8000"), record(beside(folder).name), folder)
+    assert parsed.config.tokenizer.tokenizer_model == str(beside(folder))
+    assert parsed.notices[1:] == ("--vocab-size 8000 gives way to the checkpoint's 300",)
+    same = with_checkpoint_tokenizer(parse("--vocab-size", "300"), record(beside(folder).name), folder)
+    assert len(same.notices) == 1
+
+
+def test_a_checkpoint_of_an_earlier_version_has_its_recorded_path():
+    parsed = settle(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/my.model")
+    assert parsed.config.tokenizer.tokenizer_model == "/my.model"

@@ -77,7 +77,7 @@ def run_on_checkpoint(
             raise ValueError("--load is missing: the folder of checkpoints")
         folder = CheckpointFolder(given.load, "--load")
         source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback)
-        parsed = with_checkpoint_flags(parsed, record)
+        parsed = with_checkpoint_flags(parsed, record, folder)
         if parsed.show.print_config:
             print(parsed.report())
             return 0
@@ -117,5 +117,6 @@ def _load_and_work(
         for notice in (*parsed.notices, *plan.notices):
             say(f"note: {notice}")
         built = build_model(config.model_spec(tokenizer.vocab_size), dims, device)
-        iteration = load_weights(*built, dims, source, record, vocab_size=tokenizer.vocab_size, say=say)
+        size, identity = tokenizer.vocab_size, tokenizer.identity
+        iteration = load_weights(*built, dims, source, record, vocab_size=size, tokenizer=identity, say=say)
         work(Loaded(config, parsed.extra[0], built, dims, tokenizer, iteration, device, say))

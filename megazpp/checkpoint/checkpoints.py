@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from megazpp.checkpoint.config import CheckpointConfig
@@ -37,6 +37,7 @@ class Checkpoints:
         record: of run.json: what does not change from one save to the next.
         axis: all ranks, see `open_axis`.
         say: prints a line on rank 0.
+        tokenizer: files of the run's, by name.
     """
 
     def __init__(
@@ -46,7 +47,10 @@ class Checkpoints:
         record: RunRecord,
         axis: MeshAxis,
         say: Callable[[str], None],
+        *,
+        tokenizer: Mapping[str, bytes] | None = None,
     ) -> None:
+        self._tokenizer = tokenizer or {}
         self._config, self._state, self._record, self._axis, self._say = config, state, record, axis, say
         self._folder = None if config.save is None else CheckpointFolder(config.save, "--save")
         self._saved: int | None = None
@@ -138,7 +142,11 @@ class Checkpoints:
             has_rng=config.save_rng,
         )
         writer = Writer(
-            folder=folder, axis=self._axis, keep_last=config.keep_last, retain_interval=config.save_retain_interval
+            folder=folder,
+            axis=self._axis,
+            keep_last=config.keep_last,
+            retain_interval=config.save_retain_interval,
+            tokenizer=self._tokenizer,
         )
         self._saved = iteration
         if self._thread is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,11 +57,13 @@ def read_checksums(folder: Path) -> dict[str, FileSum]:
     return {m[3]: FileSum(int(m[2]), int(m[1], 16)) for m in matches if m}
 
 
-def verify_files(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1) -> int:
+def verify_files(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, names: Collection[str] | None = None) -> int:
     """Read this rank's share of a checkpoint's files; the shares of all ranks are all files.
 
     At the same number of ranks these are the files that the rank has written, and will read.
 
+    Args:
+        names: only these files.
     Returns:
         Bytes of all files.
     Raises:
@@ -69,7 +71,7 @@ def verify_files(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1) -> int:
     """
     sums = read_checksums(checkpoint)
     writers = {name: int(match[1]) if (match := _WRITER.match(name)) else 0 for name in sums}
-    mine = [name for name in sums if writers[name] % num_ranks == rank]
+    mine = [name for name in sums if writers[name] % num_ranks == rank and (names is None or name in names)]
     problems = [problem for name in mine if (problem := _find_damage(checkpoint / name, sums[name]))]
     if problems:
         raise DamagedError("\n".join(problems))
@@ -98,9 +100,9 @@ def sum_file(path: Path) -> FileSum:
     return FileSum(size, crc)
 
 
-def write_durably(path: Path, text: str) -> FileSum:
+def write_durably(path: Path, content: str | bytes) -> FileSum:
     """Write a small file and have its content on disk when this returns."""
-    content = text.encode()
+    content = content.encode() if isinstance(content, str) else content
     with path.open("wb") as file:
         file.write(content)
         sync(file)

@@ -5,6 +5,7 @@
     latest_checkpointed_iteration.txt    the tracker: "100"; replaced by rename, after the checkpoint has its name
     ....txt.new                          the tracker to be, from before the checkpoint has its name: a crash in between
                                          leaves it, the next run finishes what it says
+    tokenizer-0123456789abcdef/          files of the tokenizer, see tokenizer.py
     lock                                 held by the job that writes here, for as long as it lives
 
 So a crash, a kill or a full disk at any moment leaves the tracker pointing at a complete checkpoint. Nothing that is
@@ -29,7 +30,8 @@ from megazpp.checkpoint.record import NAME as RECORD
 from megazpp.data.files import first_free, sync_directory
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_COMPLETE, _PARTIAL = re.compile(r"iter_(\d{7,})"), re.compile(r"iter_\d{7,}\.partial")
+_COMPLETE = re.compile(r"iter_(\d{7,})")
+_PARTIAL = re.compile(r"(iter_\d{7,}|tokenizer-[0-9a-f]{16})\.partial")
 
 
 class CheckpointFolder:
@@ -61,8 +63,8 @@ class CheckpointFolder:
         """Iterations with a complete checkpoint, ascending."""
         if not self.path.is_dir():
             return []
-        matches = (_COMPLETE.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
-        return sorted(int(match[1]) for match in matches if match)
+        found = (iteration_of(entry) for entry in self.path.iterdir() if entry.is_dir())
+        return sorted(iteration for iteration in found if iteration is not None)
 
     def latest(self) -> int | None:
         """The iteration that the tracker names, or without one the tracker to be; None if there is neither.
@@ -210,6 +212,12 @@ class CheckpointFolder:
         """Put it in the tracker's place."""
         self._new.rename(self.path / TRACKER)
         sync_directory(self.path)
+
+
+def iteration_of(checkpoint: Path) -> int | None:
+    """The iteration that a complete checkpoint's name says; None if it is no such name."""
+    match = _COMPLETE.fullmatch(checkpoint.name)
+    return None if match is None else int(match[1])
 
 
 def read_tracker(tracker: Path, *, words: tuple[str, ...] = ()) -> str | None:

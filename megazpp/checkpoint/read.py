@@ -14,6 +14,7 @@ from megazpp.checkpoint.checksums import DamagedError, verify_files
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import TRACKER
 from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import NAME as RECORD
 from megazpp.checkpoint.record import (
     RunRecord,
     agreed_schedule,
@@ -23,7 +24,7 @@ from megazpp.checkpoint.record import (
     read_record,
 )
 from megazpp.checkpoint.source import Source
-from megazpp.checkpoint.state import TrainState
+from megazpp.checkpoint.state import MODEL, Saved, TrainState
 from megazpp.checkpoint.storage import FittingPlanner, SafeReader
 from megazpp.checkpoint.together import together
 from megazpp.optim.schedule import Schedule
@@ -106,6 +107,11 @@ class Reader:
         check_same_model(record.flags, self._state.model.config, checkpoint)
         if record.vocab_size != own.vocab_size:
             raise ValueError(f"the tokenizer has {own.vocab_size} tokens, that of {checkpoint} had {record.vocab_size}")
+        if None not in (own.tokenizer, record.tokenizer) and own.tokenizer != record.tokenizer:
+            another = f"the tokenizer gives other ids than that of {checkpoint}"
+            if source.continues:
+                raise ValueError(f"{another}: leave its flags away to go on with that one, or --finetune begins anew")
+            self._say(f"WARNING: {another}")
         for wanted, there, what, name in (
             (source.optimizer, record.has_optimizer, "optimizer", "optim"),
             (source.rng, record.has_rng, "rng state", "rng"),
@@ -128,12 +134,37 @@ class Reader:
         parts = {"optimizer": source.optimizer, "rng": source.rng}
         reader = SafeReader(checkpoint)
         saved = together(self._axis, reader.tensors)
+        self._check_weights(saved, record, checkpoint)
         targets = self._state.targets(saved, **parts)
         planner, group = FittingPlanner(self._state.padded(targets)), self._axis.group
         together(self._axis, lambda: dcp.load(targets, storage_reader=reader, planner=planner, process_group=group))
         if source.optimizer:
+            self._load_small(record, checkpoint)
+        return self._state.accept(targets, saved, iteration=record.progress.iteration, **parts)
+
+    def _check_weights(self, saved: Saved, record: RunRecord, checkpoint: Path) -> None:
+        """Raises DamagedError where the saved weights are not those of the model that run.json describes."""
+        own = self._state.weights()
+        padded = self._state.padded(own)
+        found = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith(MODEL)}
+        for key in sorted(own.keys() | found.keys()):
+            wanted, there = tuple(own[key].shape) if key in own else None, found.get(key)
+            if wanted is None or there is None:
+                problem = f"{key} has no place in it" if wanted is None else f"{key} is missing"
+            elif there != wanted if key not in padded else there[1:] != wanted[1:]:
+                problem = f"{key} has shape {there}, not {wanted}"
+            elif key in padded and record.layout and there[0] < record.vocab_size:  # a converted one may have fewer
+                problem = f"{key} has {there[0]} rows, the tokenizer has {record.vocab_size} tokens"
+            else:
+                continue
+            raise DamagedError(f"{checkpoint}: the tensors are not of the model that {RECORD} describes: {problem}")
+
+    def _load_small(self, record: RunRecord, checkpoint: Path) -> None:
+        """What the optimizer remembers beside tensors."""
+        try:
             self._state.scaler.load_state_dict(record.scaler)
             if self._state.guard is not None and record.guard:
                 self._state.guard.load_state_dict(record.guard)
             self._state.set_group_values(record.groups)
-        return self._state.accept(targets, saved, iteration=record.progress.iteration, **parts)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedError(f"{checkpoint / RECORD}: loss scale, losses or groups are damaged: {error!r}") from error

@@ -14,12 +14,14 @@ from typing import Any
 
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.folder import iteration_of
 from megazpp.checkpoint.progress import Progress
+from megazpp.flag_checks import wrong_types
 from megazpp.model.config import GPTConfig
 from megazpp.optim.schedule import Schedule
 
 NAME = "run.json"
-FORMAT = 1
+FORMAT = 2  # 1: without the tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,8 @@ class RunRecord:
         schedule: `Schedule.state_dict()`.
         flags: every flag's value by field name; see `found_from_anywhere`.
         vocab_size: of the tokenizer.
+        tokenizer: its identity; None in format 1, or if none is known.
+        tokenizer_folder: beside the checkpoint, see `write_tokenizer`; None for a tokenizer without files.
         layout: sizes of the axes, and the cluster.
         has_optimizer, has_rng: what was saved.
         run_dir, wandb_run_id: where the run is recorded.
@@ -48,6 +52,8 @@ class RunRecord:
     flags: dict[str, Any]
     vocab_size: int
     layout: dict[str, Any]
+    tokenizer: str | None = None
+    tokenizer_folder: str | None = None
     guard: dict[str, Any] = field(default_factory=dict)
     has_optimizer: bool = True
     has_rng: bool = True
@@ -62,15 +68,34 @@ class RunRecord:
 
 
 def read_record(checkpoint: Path) -> RunRecord:
-    """Raises DamagedError if it cannot be read, ValueError if a later version has written it."""
+    """What a checkpoint says about its run, every value of the type that it has there.
+
+    Raises:
+        DamagedError: it cannot be read, or is not that of the iteration that the checkpoint's name says.
+        ValueError: a later version has written it.
+    """
     path = checkpoint / NAME
     try:
         values = json.loads(path.read_bytes())
-        if values["format"] <= FORMAT:
-            return RunRecord(**values | {"progress": Progress(**values["progress"])})
+        later = values["format"] > FORMAT
+        record = None if later else RunRecord(**values | {"progress": Progress(**values["progress"])})
+        if record is not None:
+            Schedule(**record.schedule)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
-    raise ValueError(f"{path} has format {values['format']}, this version knows {FORMAT}")
+    if record is None:
+        raise ValueError(f"{path} has format {values['format']}, this version knows {FORMAT}")
+    problems = wrong_types(RunRecord, vars(record)) or [
+        *wrong_types(Progress, record.progress._asdict()),
+        *wrong_types(GPTConfig, record.flags),
+        *wrong_types(Schedule, record.schedule),
+    ]
+    if problems:
+        raise DamagedError(f"{path}: {'; '.join(problems)}")
+    named = iteration_of(checkpoint)
+    if named is not None and named != record.progress.iteration:
+        raise DamagedError(f"{path} is of iteration {record.progress.iteration}, the folder's name says {named}")
+    return record
 
 
 # What decides the shapes and the meaning of the weights: flag and the property of GPTConfig that it ends up in.

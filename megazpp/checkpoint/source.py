@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megazpp.checkpoint.checksums import DamagedError
+from megazpp.checkpoint.checksums import DamagedError, verify_files
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
-from megazpp.checkpoint.record import RunRecord, read_record
+from megazpp.checkpoint.record import NAME, RunRecord, read_record
 
 
 class Source(NamedTuple):
@@ -113,6 +113,7 @@ def peek(source: Source | None) -> RunRecord | None:
         return None
     for iteration in source.candidates():
         try:
+            verify_files(source.folder.of(iteration), names=[NAME])
             return read_record(source.folder.of(iteration))
         except DamagedError:
             if not source.fallback:

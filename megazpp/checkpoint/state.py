@@ -27,6 +27,7 @@ from megazpp.tensor_parallel.parameters import owned_parameters
 from megazpp.zero.sharding import Sharding
 
 Saved = Mapping[str, TensorStorageMetadata]
+MODEL = "model."  # what the keys of the weights begin with
 
 
 class Remembers(Protocol):
@@ -66,7 +67,7 @@ class TrainState:
     def tensors(self, *, optimizer: bool, rng: bool) -> dict[str, torch.Tensor]:
         """This rank's part of everything, by key; the tensors themselves, not copies."""
         self._sharding.free_gathered()  # parameters are shards from here on
-        found = self._weights()
+        found = self.weights()
         if optimizer:
             for name, parameter in self.model.named_parameters():
                 moments = self._optimizer.state.get(parameter, {})
@@ -80,7 +81,7 @@ class TrainState:
     def targets(self, saved: Saved, *, optimizer: bool, rng: bool) -> dict[str, torch.Tensor]:
         """The tensors to read `saved` into: weights and feedback as they are, the rest new or where it was."""
         self._sharding.free_gathered()
-        targets = self._weights()
+        targets = self.weights()
         if optimizer:
             targets |= {key: value for moments in self._moments(saved).values() for key, value in moments.items()}
             targets |= {
@@ -120,6 +121,10 @@ class TrainState:
                 notes.append("random generators are seeded anew: the checkpoint has no states of this layout")
         return notes
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The parameters by key; shards of the whole tensor that their shape is of."""
+        return {f"{MODEL}{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+
     def padded(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
         """Keys of those of `tensors` that end in rows of padding."""
         names = [owned.name for owned in owned_parameters(self.model) if owned.spec.rows is not None]
@@ -141,9 +146,6 @@ class TrainState:
         """The other way round."""
         for group, own in zip(self._optimizer.param_groups, values, strict=True):
             group.update(own)
-
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def _feedback(self) -> dict[str, torch.Tensor]:
         axes = [getattr(self.dims, name) for name in ("replicate", "cross", "local", "tp")]

@@ -47,20 +47,21 @@ def load_weights(
     record: RunRecord,
     *,
     vocab_size: int,
+    tokenizer: str | None = None,
     say: Callable[[str], None],
 ) -> int:
     """Fill the sharded model, on all ranks together; returns the iteration that the checkpoint is of.
 
     Args:
         record: as `find_weights` has read it.
-        vocab_size: of the tokenizer in use.
+        vocab_size, tokenizer: number of tokens and identity of the tokenizer in use.
         say: prints a line on rank 0.
     Raises:
         ValueError: the checkpoint is damaged, or another model's or tokenizer's.
     """
     nothing = torch.optim.SGD(model.parameters())  # has no state
     state = TrainState(model, sharding, nothing, ConstantLossScale(1.0), dims, seed=0)
-    own = dataclasses.replace(record, vocab_size=vocab_size)
+    own = dataclasses.replace(record, vocab_size=vocab_size, tokenizer=tokenizer or record.tokenizer)
     resumed = Reader(CheckpointConfig(), state, own, open_axis(dims), say).read(source, Schedule(**record.schedule))
     if resumed is None:
         raise ValueError(f"{source.folder.name} has no checkpoint")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -13,6 +13,7 @@ from megazpp.checkpoint.folder import CheckpointFolder, kept_iterations
 from megazpp.checkpoint.record import NAME, RunRecord
 from megazpp.checkpoint.storage import SummingWriter
 from megazpp.checkpoint.together import together
+from megazpp.checkpoint.tokenizer import write_tokenizer
 from megazpp.parallel.axis import MeshAxis
 
 GIGA = 1e9
@@ -27,6 +28,7 @@ class Writer:
         axis: all ranks.
         keep_last, retain_interval: what stays, see `kept_iterations`.
         read: see `SummingWriter`.
+        tokenizer: its files by name; see `write_tokenizer`.
     """
 
     folder: CheckpointFolder
@@ -34,6 +36,7 @@ class Writer:
     keep_last: int | None
     retain_interval: int | None
     read: Callable[[str], torch.Tensor] | None = None
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
 
     def write(self, record: RunRecord, tensors: Mapping[str, torch.Tensor]) -> str:
         """Have all of it on disk, and the tracker name it; rank 0 gets the line that says so.
@@ -63,6 +66,7 @@ class Writer:
         folder, iteration = self.folder, record.progress.iteration
         partial = folder.partial(iteration)
         sums = {name: part for of_rank in parts for name, part in of_rank.items()}
+        record = replace(record, tokenizer_folder=write_tokenizer(folder.path, self.tokenizer))
         sums[NAME] = write_durably(partial / NAME, record.as_json())
         write_checksums(partial, sums)
         aside = folder.complete(iteration)

@@ -15,14 +15,15 @@ import torch
 
 from megazpp.checkpoint.folder import TRACKER
 from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.record import SHAPE, RunRecord
-from megazpp.convert.huggingface import CONFIG, choose_architecture, open_model, write_model
+from megazpp.checkpoint.record import SHAPE, RunRecord, found_from_anywhere
+from megazpp.convert.huggingface import choose_architecture, open_model, write_model
 from megazpp.convert.megatron import open_megatron
 from megazpp.convert.model import Imported, Model, first_rows
-from megazpp.convert.native import empty_schedule, open_checkpoint, write_checkpoint
+from megazpp.convert.native import empty_schedule, open_checkpoint, open_tokenizer, write_checkpoint
 from megazpp.convert.output import check_output, whole_folder
-from megazpp.convert.tokenizer_files import FOLDER, carry, carry_out, find_tokenizer, has_files
-from megazpp.data.tokenizer import TokenizerConfig, load_tokenizer
+from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
+from megazpp.data.tokenizer import TokenizerConfig, find_tokenizer, load_tokenizer
+from megazpp.data.tokenizer_files import CONFIG
 from megazpp.flags import flag
 
 
@@ -99,15 +100,11 @@ def export(
     """Our checkpoint to a Hugging Face folder."""
     model, record = open_checkpoint(source, iteration)
     architecture = choose_architecture(model.config)
-    saved = {f.name: record.flags.get(f.name) for f in dataclasses.fields(TokenizerConfig)}
-    tokenizer = given if given != TokenizerConfig() else TokenizerConfig(**saved)
-    loaded = load_tokenizer(tokenizer)
-    if loaded is not None and loaded.vocab_size != record.vocab_size:
-        raise ValueError(f"the tokenizer has {loaded.vocab_size} tokens, that of {source} had {record.vocab_size}")
-    if not has_files(tokenizer):
-        say("note: the checkpoint names no tokenizer files; --tokenizer-model adds them to the output")
+    tokenizer = open_tokenizer(source, record, given, say)
+    for note in find_differences(tokenizer) if tokenizer is not None else ():
+        say(f"note: {note}")
     with whole_folder(target) as folder:
-        write_model(folder, model, token_ids=carry_out(tokenizer, folder, loaded.eod if loaded else None))
+        write_model(folder, model, token_ids=write_tokenizer_files(folder, tokenizer))
     return f"{target} holds iteration {record.progress.iteration} as {architecture.class_name}{_described(model)}"
 
 
@@ -124,21 +121,20 @@ def bring_in(imported: Imported, target: Path, given: TokenizerConfig, say: Call
     if imported.padded:
         model = first_rows(model, min(vocab_size, model.rows))
     with whole_folder(target) as folder:
-        if tokenizer is not None and has_files(found):
-            found = carry(found, folder / FOLDER, target.resolve() / FOLDER)
         record = RunRecord(
             progress=imported.progress,
             scaler={},
             groups=[],
             schedule=empty_schedule(),
-            flags=_flags(model, imported.seq_length, found),
+            flags=found_from_anywhere(_flags(model, imported.seq_length, found)),
             vocab_size=vocab_size,
+            tokenizer=None if tokenizer is None else tokenizer.identity,
             layout={},
             has_optimizer=False,
             has_rng=False,
             torch=torch.__version__,
         )
-        write_checkpoint(folder, model, record)
+        write_checkpoint(folder, model, record, {} if tokenizer is None else tokenizer.files)
     return f"{target} holds the model as iteration {imported.progress.iteration}{_described(model)}"
 
 

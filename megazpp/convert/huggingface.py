@@ -15,10 +15,10 @@ from megazpp.convert.safetensors_file import open_tensors, split_into_files, wri
 from megazpp.convert.settings import Settings
 from megazpp.convert.tensors import Deferred, join_all, split_all
 from megazpp.data.files import write_whole
+from megazpp.data.tokenizer_files import CONFIG
 from megazpp.model.config import GPTConfig
 
-CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILE_BYTES = 5 * 10**9  # as transformers has cut files for years
 _ARCHITECTURES = (GPT2, LLAMA)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.storage import SafeReader
+from megazpp.checkpoint.tokenizer import read_tokenizer
 from megazpp.checkpoint.weights import find_weights
 from megazpp.checkpoint.write import Writer
 from megazpp.convert.model import WORDS, Model, first_rows, model_shapes
 from megazpp.convert.tensors import Deferred, check_tensors
+from megazpp.data.dataset import DataConfig, build_tokenizer
+from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer, names_tokenizer
 from megazpp.model.config import GPTConfig
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
 from megazpp.parallel.axis import MeshAxis
@@ -58,8 +62,33 @@ def open_checkpoint(folder: Path, iteration: int | None) -> tuple[Model, RunReco
     return (first_rows(model, record.vocab_size) if record.layout else model), record
 
 
-def write_checkpoint(folder: Path, model: Model, record: RunRecord) -> str:
-    """Write a checkpoint of the record's iteration; returns the line that says so."""
+def open_tokenizer(
+    folder: Path, record: RunRecord, given: TokenizerConfig, say: Callable[[str], None]
+) -> Tokenizer | None:
+    """The tokenizer of a checkpoint: what flags name, else what lies beside it, else what its flags say.
+
+    Returns:
+        None if nothing tells; that is said.
+    Raises:
+        ValueError: its files are missing or damaged, or it is another checkpoint's.
+    """
+    if names_tokenizer(given):
+        tokenizer = load_tokenizer(given)
+    elif record.tokenizer_folder is not None:
+        tokenizer = load_tokenizer(read_tokenizer(folder, record.tokenizer_folder))
+    else:
+        tokenizer = _remade_tokenizer(record, say)
+    if tokenizer is None:
+        say("note: the checkpoint comes without a tokenizer; --tokenizer-model adds it to the output")
+    elif tokenizer.vocab_size != record.vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, that of {folder} had {record.vocab_size}")
+    elif record.tokenizer not in (None, tokenizer.identity):
+        say(f"WARNING: the tokenizer gives other ids than that of {folder}")
+    return tokenizer
+
+
+def write_checkpoint(folder: Path, model: Model, record: RunRecord, tokenizer: Mapping[str, bytes]) -> str:
+    """Write a checkpoint of the record's iteration, and the tokenizer's files; returns the line that says so."""
     axis, destination = MeshAxis("checkpoint"), CheckpointFolder(folder, "--output")
     meta = {
         _PREFIX + name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
@@ -71,6 +100,7 @@ def write_checkpoint(folder: Path, model: Model, record: RunRecord) -> str:
         keep_last=None,
         retain_interval=None,
         read=lambda key: model.tensors[key.removeprefix(_PREFIX)].read(),
+        tokenizer=tokenizer,
     )
     with alone():
         return writer.write(record, meta)
@@ -98,6 +128,20 @@ def _read_config(record: RunRecord) -> GPTConfig:
     if values.get("max_position_embeddings") is None:
         values["max_position_embeddings"] = record.flags.get("seq_length")  # rotary positions need no such flag here
     return GPTConfig(**values)
+
+
+def _remade_tokenizer(record: RunRecord, say: Callable[[str], None]) -> Tokenizer | None:
+    """The tokenizer that the flags of a checkpoint without its files name, or were trained with."""
+    saved = {f.name: record.flags.get(f.name) for f in dataclasses.fields(TokenizerConfig)}
+    config, texts = TokenizerConfig(**saved), record.flags.get("text_path") or ()
+    if not (names_tokenizer(config) or texts or record.flags.get("mock_data")):
+        return None
+    data = DataConfig(
+        text_path=tuple(texts),
+        mock_data=bool(record.flags.get("mock_data")),
+        data_cache_path=record.flags.get("data_cache_path"),
+    )
+    return build_tokenizer(config, data, announce=say)
 
 
 def _read(reader: SafeReader, key: str, entry: TensorStorageMetadata) -> torch.Tensor:

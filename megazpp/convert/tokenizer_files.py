@@ -1,123 +1,139 @@
-"""The tokenizer that goes with a model: found beside it, carried along, and named by the flags of ours."""
+"""The tokenizer's part of a Hugging Face folder: the files it is made of, described so that transformers reads them."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import shutil
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 
-from megazpp.convert.huggingface import CONFIG, TOKEN_IDS, read_json
-from megazpp.data.tokenizer import TokenizerConfig
+from megazpp.data.files import write_whole
+from megazpp.data.tokenizer import HFTokenizer, Tokenizer
+from megazpp.data.tokenizer_files import CONFIG, DEFINITION, DESCRIPTION, SENTENCEPIECE, VOCABULARY
 
-FOLDER = "tokenizer"
-SENTENCEPIECE, DESCRIPTION = "tokenizer.model", "tokenizer_config.json"
-_VOCABULARIES = ("tokenizer.json", SENTENCEPIECE, "vocab.json", "merges.txt")
-# What else a Hugging Face folder says about text; of its config.json only the ids of tokens are used
-_COMPANIONS = (
-    DESCRIPTION,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    CONFIG,
-)
+_EOD = "<eod>"
+_UNUSUAL = "a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc "  # spaces and letters that normalizations change
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for it
+_NEVER = -1e6  # log probability of a piece that no text is cut into
+_PLAIN = {"split_special_tokens": True}  # "<eod>" in a text is these five letters, as it is for us
 
 
-def find_tokenizer(folder: Path) -> TokenizerConfig:
-    """Flags for the tokenizer in a Hugging Face folder; none if there is none that we can use."""
-    if (folder / "tokenizer.json").is_file():
-        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
-    if (folder / SENTENCEPIECE).is_file():
-        return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / SENTENCEPIECE))
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        return TokenizerConfig(
-            tokenizer_type="GPT2BPETokenizer",
-            vocab_file=str(folder / "vocab.json"),
-            merge_file=str(folder / "merges.txt"),
-        )
-    return TokenizerConfig()
-
-
-def carry(config: TokenizerConfig, folder: Path, final: Path) -> TokenizerConfig:
-    """Copy the tokenizer's files into `folder`, under the names they have at Hugging Face.
+def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Write the tokenizer's files into a Hugging Face folder, with a description of those that have none.
 
     Args:
-        final: what `folder` will be called.
-    Returns:
-        The flags that name the copies.
-    """
-    folder.mkdir(exist_ok=True)
-    if config.vocab_file is not None and config.merge_file is not None:
-        _copy(_found(_COMPANIONS, Path(config.vocab_file).parent), folder)
-        _copy({"vocab.json": Path(config.vocab_file), "merges.txt": Path(config.merge_file)}, folder)
-        return dataclasses.replace(config, vocab_file=str(final / "vocab.json"), merge_file=str(final / "merges.txt"))
-    if config.tokenizer_model is None:
-        return config
-    model = Path(config.tokenizer_model).expanduser()
-    if model.is_dir():
-        _copy(_found((*_VOCABULARIES, *_COMPANIONS), model), folder)
-        return dataclasses.replace(config, tokenizer_model=str(final))
-    _copy(_found(_COMPANIONS, model.parent), folder)
-    name = "tokenizer.json" if model.suffix == ".json" else SENTENCEPIECE
-    _copy({name: model}, folder)
-    return dataclasses.replace(config, tokenizer_model=str(final / name))
-
-
-def has_files(config: TokenizerConfig) -> bool:
-    """Whether there is anything to carry."""
-    return config.tokenizer_model is not None or config.vocab_file is not None
-
-
-def carry_out(config: TokenizerConfig, folder: Path, eod: int | None) -> dict[str, Any]:
-    """Copy the tokenizer's files into a Hugging Face folder, and describe those that are not described.
-
-    Args:
-        eod: the tokenizer's.
+        tokenizer: one that transformers has no class for gets a tokenizer.json that does the same; None writes nothing.
     Returns:
         What config.json says about the tokenizer.
     """
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), eod)
-    if not has_files(config):
-        return ids
-    carry(config, folder, folder)
-    if (folder / CONFIG).exists():
-        ids |= {name: value for name, value in read_json(folder / CONFIG).items() if name in TOKEN_IDS}
-        (folder / CONFIG).unlink()
-    if not (folder / DESCRIPTION).exists():
-        (folder / DESCRIPTION).write_text(json.dumps(_describe(folder, eod), indent=2) + "\n")
+    if tokenizer is None:
+        return dict.fromkeys(("bos_token_id", "eos_token_id"))
+    files = dict(tokenizer.files)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eod) | json.loads(files.pop(CONFIG, b"{}"))
+    if not files:
+        made = {DEFINITION: _byte_level(tokenizer.vocab_size), DESCRIPTION: _fast(_EOD) | _PLAIN}
+    elif DESCRIPTION in files:
+        made = {}
+    elif DEFINITION in files:
+        added = json.loads(files[DEFINITION]).get("added_tokens", [])
+        made = {DESCRIPTION: _fast(next((entry["content"] for entry in added if entry["id"] == tokenizer.eod), None))}
+    elif SENTENCEPIECE in files:
+        made = _describe_sentencepiece(files[SENTENCEPIECE], tokenizer.eod)
+    else:
+        vocabulary = json.loads(files[VOCABULARY])
+        piece = next((piece for piece, index in vocabulary.items() if index == tokenizer.eod), None)
+        marks = dict.fromkeys(("bos_token", "eos_token", "unk_token"), piece)
+        made = {DESCRIPTION: {"tokenizer_class": "GPT2Tokenizer", **marks}}
+    for name, values in made.items():
+        files[name] = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+    for name, content in files.items():
+        write_whole(folder / name, content)
     return ids
 
 
-def _describe(folder: Path, eod: int | None) -> dict[str, Any]:
-    """A tokenizer_config.json for files that have none."""
-    piece: str | None = None
-    if (folder / SENTENCEPIECE).is_file() and not (folder / "tokenizer.json").is_file():
-        processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / SENTENCEPIECE))
-        piece = None if eod is None else processor.id_to_piece(eod)
-        unknown = processor.id_to_piece(processor.unk_id())
-        marks = {"bos_token": piece, "eos_token": piece, "unk_token": unknown}
-        space = processor.encode("a", out_type=str)[0].startswith("\N{LOWER ONE EIGHTH BLOCK}")
-        added = {"add_bos_token": False, "add_eos_token": False, "add_prefix_space": space, "legacy": False}
-        return {"tokenizer_class": "LlamaTokenizer", **added, **marks}
-    if (folder / "vocab.json").is_file():
-        vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-        piece = next((piece for piece, index in vocabulary.items() if index == eod), None)
-        return {"tokenizer_class": "GPT2Tokenizer", "bos_token": piece, "eos_token": piece, "unk_token": piece}
-    vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    piece = next((entry["content"] for entry in vocabulary.get("added_tokens", []) if entry["id"] == eod), None)
-    return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": piece}
+def find_differences(tokenizer: Tokenizer) -> list[str]:
+    """A line for each way in which transformers, given the tokenizer's files, does something else to a text."""
+    if isinstance(tokenizer, HFTokenizer) and tokenizer.num_marks:
+        return [f"transformers puts {tokenizer.num_marks} special token(s) around a text, which is not done here"]
+    if SENTENCEPIECE in tokenizer.files:
+        processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files[SENTENCEPIECE])
+        if processor.normalize(_UNUSUAL).replace(_SPACE, " ").removeprefix(" ") != _UNUSUAL:
+            return ["the SentencePiece model normalizes texts, transformers does not: some get other ids there"]
+    return []
 
 
-def _found(names: Iterable[str], folder: Path) -> dict[str, Path]:
-    return {name: folder / name for name in names if (folder / name).is_file()}
+def _fast(eos: str | None) -> dict[str, Any]:
+    """The tokenizer_config.json that leaves all to tokenizer.json."""
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "clean_up_tokenization_spaces": False}
 
 
-def _copy(files: dict[str, Path], folder: Path) -> None:
-    for name, file in files.items():
-        if not (folder / name).exists() or not file.samefile(folder / name):
-            shutil.copyfile(file, folder / name)
+def _describe_sentencepiece(model: bytes, eod: int | None) -> dict[str, dict[str, Any]]:
+    """Files beside a SentencePiece model: transformers reads one of merges, one of probabilities it would misread."""
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    piece = None if eod is None else processor.id_to_piece(eod)
+    scores = [processor.get_score(i) for i in range(processor.get_piece_size())]
+    prefix = processor.encode("a", out_type=str)[0].startswith(_SPACE)
+    if any(score != int(score) for score in scores):  # merges are numbered
+        return {DEFINITION: _unigram(processor, scores, prefix=prefix), DESCRIPTION: _fast(piece) | _PLAIN}
+    marks = {"bos_token": piece, "eos_token": piece, "unk_token": processor.id_to_piece(processor.unk_id())}
+    added = {"add_bos_token": False, "add_eos_token": False, "add_prefix_space": prefix, "legacy": False}
+    return {DESCRIPTION: {"tokenizer_class": "LlamaTokenizer", **added, **marks, **_PLAIN}}
+
+
+def _unigram(
+    processor: sentencepiece.SentencePieceProcessor, scores: Sequence[float], *, prefix: bool
+) -> dict[str, Any]:
+    """The tokenizer.json of a SentencePiece model of probabilities."""
+    count = processor.get_piece_size()
+    special = [i for i in range(count) if processor.is_control(i) or processor.is_unknown(i)]
+    never = {*special, *(i for i in range(count) if processor.is_byte(i) or processor.is_unused(i))}
+    before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
+    after = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    pieces = [[processor.id_to_piece(i), _NEVER if i in never else scores[i]] for i in range(count)]
+    known = {piece for i, (piece, _) in enumerate(pieces) if i not in never}
+    # a letter without a piece costs even more than _NEVER: it must not be taken for the beginning of <eod> or <0x41>
+    alone = sorted({processor.id_to_piece(i)[0] for i in never} - known)
+    fallback = any(processor.is_byte(i) for i in range(count))
+    return {
+        "version": "1.0",
+        "added_tokens": [_special(i, processor.id_to_piece(i)) for i in special],
+        "normalizer": _sequence("normalizers", *before, _replace(" ", _SPACE)),
+        "pre_tokenizer": _sequence("pretokenizers", *map(_isolate, alone)),
+        "decoder": _sequence("decoders", _replace(_SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}, *after),
+        "model": {"type": "Unigram", "unk_id": processor.unk_id(), "vocab": pieces, "byte_fallback": fallback},
+    }
+
+
+def _byte_level(vocab_size: int) -> dict[str, Any]:
+    """The tokenizer.json of a `ByteTokenizer`: GPT-2's letters for the 256 bytes, nothing merged, and the last id."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    vocabulary = {letters[byte]: byte for byte in range(256)} | {_EOD: vocab_size - 1}
+    return {
+        "version": "1.0",
+        "added_tokens": [_special(vocab_size - 1, _EOD)],
+        "pre_tokenizer": level,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
+
+
+def _special(index: int, piece: str) -> dict[str, Any]:
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": index, "content": piece, "special": True, **plain}
+
+
+def _sequence(kind: str, *parts: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", kind: list(parts)}
+
+
+def _replace(this: str, by: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": this}, "content": by}
+
+
+def _isolate(letter: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"String": letter}, "behavior": "Isolated", "invert": False}

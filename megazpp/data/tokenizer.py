@@ -1,20 +1,29 @@
 """Tokenizers behind one small protocol: text to ids and back.
 
-Everything downstream needs five things of a tokenizer: its vocabulary size, the id that ends a document,
-encode, decode, and an identity to build cache keys from (tokenizers with one identity give the same ids).
+Everything downstream needs six things of a tokenizer: its vocabulary size, the id that ends a document, encode, decode,
+an identity to build cache keys from (tokenizers with one identity give the same ids), and the files it is made of.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 import sentencepiece
 
+from megazpp.data.tokenizer_files import (
+    DEFINITION,
+    MERGES,
+    SENTENCEPIECE,
+    VOCABULARY,
+    flags_for,
+    named_eod,
+    read_companions,
+    read_folder,
+)
 from megazpp.flags import flag
 
 try:
@@ -59,6 +68,7 @@ class Tokenizer(Protocol):
         vocab_size: ids are in [0, vocab_size); not padded.
         eod: the id that ends a document, or None if the tokenizer has none.
         identity: equal for tokenizers that give equal ids; part of cache keys.
+        files: what it is made of, by name at Hugging Face; none where the flags say all.
     """
 
     @property
@@ -67,6 +77,8 @@ class Tokenizer(Protocol):
     def eod(self) -> int | None: ...
     @property
     def identity(self) -> str: ...
+    @property
+    def files(self) -> Mapping[str, bytes]: ...
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without any begin or end marks."""
@@ -78,13 +90,19 @@ class Tokenizer(Protocol):
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model; the end of a document is its `<eod>` piece if it has one, else its eos."""
+    """A SentencePiece model; the end of a document is its `<eod>` piece if it has one, else its eos.
 
-    def __init__(self, model: bytes) -> None:
+    Args:
+        model: the content of its file.
+        companions: what else is said about it; see `read_companions`.
+    """
+
+    def __init__(self, model: bytes, companions: Mapping[str, bytes] | None = None) -> None:
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size: int = self._processor.get_piece_size()
         self.eod = self._find_eod()
         self.identity = f"sentencepiece-{hashlib.sha256(model).hexdigest()}"
+        self.files = {**(companions or {}), SENTENCEPIECE: model}
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
@@ -106,11 +124,12 @@ class HFTokenizer:
     Args:
         definition: the text of tokenizer.json.
         eod: the piece that ends a document; None looks for the usual names.
+        files: what the definition was made from, if not from the text of tokenizer.json alone.
     Raises:
         ValueError: `tokenizers` is not installed, or `eod` is not in the vocabulary.
     """
 
-    def __init__(self, definition: str, *, eod: str | None = None) -> None:
+    def __init__(self, definition: str, *, eod: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
         if tokenizers is None:
             raise ValueError(_NO_TOKENIZERS)
         self._tokenizer = tokenizers.Tokenizer.from_str(definition)
@@ -119,7 +138,11 @@ class HFTokenizer:
             raise ValueError(f"the end-of-document piece {eod!r} is not in the tokenizer's vocabulary")
         names = _EOD_NAMES if eod is None else (eod,)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
+        self.num_marks: int = self._tokenizer.num_special_tokens_to_add(False)  # around a text, if they were wanted
         self.eod = next((vocabulary[name] for name in names if name in vocabulary), None)
+        self.files = {DEFINITION: definition.encode()} if files is None else dict(files)
+        if DEFINITION not in self.files:  # the package writes another definition from version to version
+            definition = "".join(self.files[name].decode() for name in (VOCABULARY, MERGES))
         self.identity = f"huggingface-{hashlib.sha256(definition.encode()).hexdigest()}-{self.eod}"
 
     def encode(self, text: str) -> list[int]:
@@ -142,6 +165,7 @@ class ByteTokenizer:
         self.vocab_size = num_ids + 1
         self.eod: int | None = num_ids
         self.identity = f"bytes-{num_ids}"
+        self.files: Mapping[str, bytes] = {}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -171,6 +195,18 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
             return None if config.tokenizer_model is None else _load_sentencepiece(_model_path(config, kind))
 
 
+def names_tokenizer(config: TokenizerConfig) -> bool:
+    """Whether the flags name a tokenizer; else one is trained, or comes from a checkpoint."""
+    kind = config.tokenizer_type or _guess_type(config)
+    trainable = kind in (None, "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
+    return not trainable or config.tokenizer_model is not None
+
+
+def find_tokenizer(folder: Path) -> TokenizerConfig:
+    """Flags for the tokenizer in a Hugging Face folder, or beside a checkpoint; none if there is none we can use."""
+    return TokenizerConfig(**flags_for(folder))
+
+
 def _guess_type(config: TokenizerConfig) -> str | None:
     if config.vocab_file or config.merge_file:
         return "GPT2BPETokenizer"
@@ -193,7 +229,7 @@ def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     if path.is_dir():
         raise ValueError(f"--tokenizer-model {path} is a directory; a SentencePiece model is a file")
     try:
-        return SentencePieceTokenizer(path.read_bytes())
+        return SentencePieceTokenizer(path.read_bytes(), read_companions(path))
     except RuntimeError as error:
         raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
 
@@ -203,18 +239,10 @@ def _load_huggingface(path: Path) -> HFTokenizer:
     if not file.is_file():
         raise ValueError(f"--tokenizer-model {path}: there is no {file.name} in it")
     try:
-        return HFTokenizer(file.read_text(encoding="utf-8"), eod=_eos_beside(file))
+        files = read_folder(path) if path.is_dir() else read_companions(file) | {DEFINITION: file.read_bytes()}
+        return HFTokenizer(file.read_text(encoding="utf-8"), eod=named_eod(files), files=files)
     except Exception as error:  # the package raises bare Exception for a malformed definition
         raise ValueError(f"--tokenizer-model {file} is not a usable tokenizer.json: {error}") from error
-
-
-def _eos_beside(tokenizer_json: Path) -> str | None:
-    """The eos piece that tokenizer_config.json next to the definition names, if any."""
-    config_file = tokenizer_json.with_name("tokenizer_config.json")
-    if not config_file.is_file():
-        return None
-    eos = json.loads(config_file.read_text(encoding="utf-8")).get("eos_token")
-    return eos["content"] if isinstance(eos, dict) else eos
 
 
 def _load_gpt2(config: TokenizerConfig) -> HFTokenizer:
@@ -226,4 +254,5 @@ def _load_gpt2(config: TokenizerConfig) -> HFTokenizer:
     if tokenizers is None:
         raise ValueError("--tokenizer-type GPT2BPETokenizer needs the package tokenizers: pip install tokenizers")
     tokenizer = tokenizers.ByteLevelBPETokenizer.from_file(config.vocab_file, config.merge_file)
-    return HFTokenizer(tokenizer.to_str())
+    contents = {VOCABULARY: Path(config.vocab_file).read_bytes(), MERGES: Path(config.merge_file).read_bytes()}
+    return HFTokenizer(tokenizer.to_str(), files=read_companions(Path(config.vocab_file)) | contents)

@@ -129,7 +129,7 @@ def open_checkpoints(
     *,
     flags: Mapping[str, Any],
     schedule: Schedule,
-    vocab_size: int,
+    tokenizer: Tokenizer,
     seed: int,
     folder: RunFolder | None,
     say: Callable[[str], None],
@@ -138,6 +138,7 @@ def open_checkpoints(
 
     Args:
         flags: every flag's value, to be kept with each checkpoint.
+        tokenizer: the same.
         folder: where the run is recorded; only rank 0, which writes it down, knows.
     """
     layout = step.dims.layout
@@ -147,7 +148,8 @@ def open_checkpoints(
         groups=[],
         schedule=schedule.state_dict(),
         flags=found_from_anywhere(flags),
-        vocab_size=vocab_size,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer.identity,
         layout={name: layout.axis_size(name) for name in ("replicate", "cross", "local", "tp")},
         run_dir=None if folder is None else str(folder.path.resolve()),
         wandb_run_id=folder.wandb_run_id() if folder is not None and flags["wandb_project"] else None,
@@ -155,4 +157,4 @@ def open_checkpoints(
     )
     state = TrainState(step.model, step.sharding, step.optimizer, step.scaler, step.dims, seed=seed, guard=step.guard)
     axis = open_axis(step.dims) if config.save is not None or config.load is not None else step.dims.world
-    return Checkpoints(config, state, record, axis, say)
+    return Checkpoints(config, state, record, axis, say, tokenizer=tokenizer.files)

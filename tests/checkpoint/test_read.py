@@ -164,6 +164,8 @@ def test_what_contradicts_the_checkpoint_is_explained(saved: Path):
     load = {"load": str(saved)}
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         (load, {"vocab_size": 103}, "the tokenizer has 103 tokens, that of .*iter_0000002 had 101"),
+        (load, {"tokenizer": "bytes-100"}, "ValueError: the tokenizer gives other ids than that of .*--finetune"),
+        (load | {"finetune": True}, {"tokenizer": "bytes-100"}, "WARNING: the tokenizer gives other ids(.|\n)*success"),
         (load, sgd, "--optimizer is sgd, was adam in .*moments"),
         (load, {"schedule": other}, differs),
         (load | {"override_opt_param_scheduler": True}, {"schedule": other}, "at Progress.iteration=2"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.checkpoints import Job, template
@@ -33,8 +34,8 @@ def test_a_record_that_cannot_be_read_is_damage(tmp_path: Path, content: str):
 
 
 def test_a_record_of_a_later_version_says_so(tmp_path: Path):
-    (tmp_path / NAME).write_text(RECORD.as_json().replace('"format": 1', '"format": 2'))
-    with pytest.raises(ValueError, match="has format 2, this version knows 1"):
+    (tmp_path / NAME).write_text(RECORD.as_json().replace('"format": 2', '"format": 3'))
+    with pytest.raises(ValueError, match="has format 3, this version knows 2"):
         read_record(tmp_path)
 
 
@@ -88,3 +89,50 @@ def test_paths_of_data_and_tokenizer_are_kept_so_that_another_folder_finds_them(
         "tokenizer_model": str(tmp_path / "my.model"),
         "data_path": ("0.3", str(tmp_path / "my_text_document"), "0.7", "sub/other"),
     }
+
+
+def test_a_record_of_format_1_has_no_tokenizer_and_is_read(tmp_path: Path):
+    values = json.loads(RECORD.as_json()) | {"format": 1}
+    (tmp_path / NAME).write_text(json.dumps({k: v for k, v in values.items() if not k.startswith("tokenizer")}))
+    record = read_record(tmp_path)
+    assert (record.tokenizer, record.tokenizer_folder) == (None, None)
+    assert record.flags == json.loads(RECORD.as_json())["flags"]
+
+
+def test_a_record_of_another_iteration_than_the_folder_says_is_damage(tmp_path: Path):
+    for folder, found in (("iter_0000009", True), ("iter_0000012", False)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / NAME).write_text(dataclasses.replace(RECORD, progress=Progress(iteration=9)).as_json())
+        if found:
+            assert read_record(tmp_path / folder).progress.iteration == 9
+        else:
+            with pytest.raises(DamagedError, match=r"run.json is of iteration 9, the folder's name says 12"):
+                read_record(tmp_path / folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"flags": {"hidden_size": "64"}}, "hidden_size is '64', not int"),
+        ({"flags": {"num_layers": True}}, "num_layers is True, not int"),
+        ({"flags": {"num_layers": 2.0}}, "num_layers is 2.0, not int"),
+        ({"flags": {"norm_epsilon": None}}, "norm_epsilon is None, not float"),
+        ({"flags": {"normalization": "Batch"}}, "normalization is 'Batch', not "),
+        ({"flags": []}, r"flags is \[\], not dict"),
+        ({"vocab_size": "101"}, "vocab_size is '101', not int"),
+        ({"vocab_size": None}, "vocab_size is None, not int"),
+        ({"tokenizer_folder": 3}, "tokenizer_folder is 3, not "),
+        ({"scaler": 1}, "scaler is 1, not dict"),
+        ({"groups": [1]}, r"groups is \[1\], not list"),
+        ({"has_optimizer": 1}, "has_optimizer is 1, not bool"),
+        ({"progress": {"iteration": "x"}}, "iteration is 'x', not int"),
+        ({"progress": []}, "cannot be read"),
+        ({"schedule": {}}, "cannot be read"),
+        ({"schedule": None}, "cannot be read"),
+        ({"format": "x"}, "cannot be read"),
+    ],
+)
+def test_a_value_of_another_type_is_damage_and_named(tmp_path: Path, changes: dict[str, Any], message: str):
+    (tmp_path / NAME).write_text(json.dumps(json.loads(RECORD.as_json()) | changes))
+    with pytest.raises(DamagedError, match=f"{NAME}.*{message}"):
+        read_record(tmp_path)

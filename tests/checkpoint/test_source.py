@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.checkpoints import Job, template
+from helpers.training import Case
 
-from megazpp.checkpoint.checksums import DamagedError
+from megazpp.checkpoint.checksums import DamagedError, write_checksums, write_durably
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
+from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import NAME
 from megazpp.checkpoint.source import Source, choose_source, peek
 
 
@@ -135,6 +140,20 @@ def test_what_is_loaded(used: Path, flags: dict[str, bool], parts: tuple[bool, .
 
 
 def test_peeking_at_what_cannot_be_read_is_an_error_unless_there_is_a_fallback(used: Path):
-    with pytest.raises(DamagedError, match=r"iter_0000020/run.json cannot be read"):
+    with pytest.raises(DamagedError, match=r"iter_0000020/checksums.txt cannot be read"):
         peek(choose(load=str(used)))
     assert peek(choose(load=str(used), load_fallback=True)) is None
+
+
+def test_a_record_that_was_changed_is_damage_before_anything_believes_it(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path, "--load")
+    folder.begin(7)
+    record = template(Job(case=Case(), steps=0, flags={}))
+    text = dataclasses.replace(record, progress=Progress(iteration=7)).as_json()
+    write_checksums(folder.partial(7), {NAME: write_durably(folder.partial(7) / NAME, text)})
+    folder.complete(7)
+    found = peek(choose(load=str(tmp_path)))
+    assert found is not None
+    (folder.of(7) / NAME).write_text(text.replace('"num_layers": 2', '"num_layers": 1'))
+    with pytest.raises(DamagedError, match=r"iter_0000007/run.json is damaged: its checksum is"):
+        peek(choose(load=str(tmp_path)))

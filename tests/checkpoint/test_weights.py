@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +14,11 @@ from helpers.checkpoints import Job, run
 from helpers.ranks import ranks
 from helpers.training import Case, build_on_ranks
 
+from megazpp.checkpoint.checksums import read_checksums, sum_file, write_checksums
 from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.record import shape_of
 from megazpp.checkpoint.weights import find_weights, load_weights
+from megazpp.model.config import GPTConfig
 
 CASE = Case(tp=2, sequence_parallel=True)
 OTHER = dataclasses.replace(CASE, tp=1, sequence_parallel=False, stage=0, seed=99)
@@ -57,3 +63,34 @@ def test_another_tokenizer_or_model_is_refused(load: str):
 def test_without_a_checkpoint_there_are_no_weights(tmp_path: Path):
     with pytest.raises(ValueError, match=f"--load {tmp_path} has no checkpoint"):
         find_weights(CheckpointFolder(tmp_path, "--load"), None)
+
+
+def half_of_it(load: str) -> None:
+    """Load a model of the shape that the checkpoint's own flags describe."""
+    source, record = find_weights(CheckpointFolder(load, "--load"), None)
+    case = dataclasses.replace(OTHER, model=GPTConfig(**shape_of(record.flags)))
+    model, sharding, dims = build_on_ranks(case)
+    load_weights(model, sharding, dims, source, record, vocab_size=101, say=lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_layers": 1}, r"layers\.1\.\S+ has no place in it"),
+        ({"num_layers": 3}, r"layers\.2\.\S+ is missing"),
+        ({"ffn_hidden_size": 40}, r"has shape \(.*\), not \(.*\)"),
+        ({"max_position_embeddings": 15}, r"has shape \(.*\), not \(15, 20\)"),
+    ],
+)
+def test_a_record_of_another_model_than_the_tensors_is_refused(
+    load: str, tmp_path: Path, changes: dict[str, Any], problem: str
+):
+    """With checksums that are right: someone has written it, or a folder was put together from two."""
+    shutil.copytree(load, tmp_path / "copy")
+    checkpoint = tmp_path / "copy/iter_0000002"
+    values = json.loads((checkpoint / "run.json").read_text())
+    values["flags"] |= changes
+    (checkpoint / "run.json").write_text(json.dumps(values))
+    write_checksums(checkpoint, {name: sum_file(checkpoint / name) for name in read_checksums(checkpoint)})
+    with pytest.raises(AssertionError, match=f"the tensors are not of the model that run.json describes: .*{problem}"):
+        ranks(1).run(half_of_it, str(tmp_path / "copy"))

@@ -1,16 +1,29 @@
-"""The tokenizer goes with its model: found, carried, recorded, and read by transformers with the same ids."""
+"""The tokenizer goes with its model: found, kept, written, and read by transformers with the same ids."""
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import sentencepiece
 import tokenizers
 import transformers
 
-from megazpp.convert.tokenizer_files import carry, carry_out, find_tokenizer
-from megazpp.data.tokenizer import TokenizerConfig, load_tokenizer
+from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
+from megazpp.data.text import read_documents, resolve_text_paths
+from megazpp.data.tokenizer import (
+    ByteTokenizer,
+    HFTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    TokenizerConfig,
+    find_tokenizer,
+    load_tokenizer,
+)
 from megazpp.data.tokenizer_training import train_sentencepiece
 
 TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
@@ -32,41 +45,79 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenizerConfig
         "unigram": TokenizerConfig(tokenizer_model=str(home / "unigram.model")),
         "gpt2": TokenizerConfig(vocab_file=str(home / "my-vocab.json"), merge_file=str(home / "my-merges.txt")),
         "huggingface": TokenizerConfig(tokenizer_model=str(home / "my.json")),
+        "bytes": TokenizerConfig(tokenizer_type="NullTokenizer"),
     }
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram", "gpt2", "huggingface"])
+KINDS = ["bpe", "unigram", "gpt2", "huggingface", "bytes"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_transformers_gives_the_ids_that_training_saw(kind: str, files: dict[str, TokenizerConfig], tmp_path: Path):
     ours = load_tokenizer(files[kind])
     assert ours is not None
-    assert carry_out(files[kind], tmp_path, ours.eod) == {"bos_token_id": ours.eod, "eos_token_id": ours.eod}
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert write_tokenizer_files(tmp_path, ours) == {"bos_token_id": ours.eod, "eos_token_id": ours.eod}
+    assert find_differences(ours) == []
+    assert_same(tmp_path, ours, TEXTS)
+
+
+def assert_same(folder: Path, ours: Tokenizer, texts: list[str]) -> None:
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert theirs.eos_token_id == ours.eod
     assert len(theirs) == ours.vocab_size
-    for text in TEXTS:
+    for text in texts:
         ids = ours.encode(text)
-        assert theirs(text)["input_ids"] == ids
+        assert theirs(text)["input_ids"] == ids, text
         assert theirs.decode(ids) == text
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram", "gpt2", "huggingface"])
-def test_a_carried_tokenizer_is_the_same_one_and_is_found_again(
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_of_a_whole_book_too(kind: Literal["bpe", "unigram"], tmp_path: Path):
+    """The tokenizer of the first run, and what is no piece of it, or looks like one that no text has."""
+    book = list(read_documents(*resolve_text_paths(["builtin:moby_dick"])))[:40]
+    ours = SentencePieceTokenizer(train_sentencepiece(iter(book), 2048, model_type=kind))
+    write_tokenizer_files(tmp_path, ours)
+    marks = [
+        "a <eod> b",
+        "<unk>x",
+        "<0x41>",
+        "<",
+        "<<é<eod>",
+        "\x00\x01",
+        "\r\n\r\n x",
+        "  lead",
+        "trail  ",
+        "\u00a0nb",
+    ]
+    assert_same(tmp_path, ours, ["Call me", *TEXTS, *marks, *book])
+
+
+def test_a_byte_tokenizer_of_more_ids_keeps_its_last_one(tmp_path: Path):
+    write_tokenizer_files(tmp_path, ByteTokenizer(300))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (theirs.eos_token_id, theirs("hé")["input_ids"]) == (300, [104, 195, 169])
+    assert theirs.decode([104, 300], skip_special_tokens=True) == "h"
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_written_files_are_the_same_tokenizer_and_are_found_again(
     kind: str, files: dict[str, TokenizerConfig], tmp_path: Path
 ):
     before = load_tokenizer(files[kind])
     assert before is not None
-    flags = carry(files[kind], tmp_path / "copy", tmp_path / "copy")
-    for config in (flags, find_tokenizer(tmp_path / "copy")):
-        after = load_tokenizer(config)
-        assert after is not None
-        assert (after.identity, after.eod) == (before.identity, before.eod)
+    for name, content in before.files.items():
+        (tmp_path / name).write_bytes(content)
+    after = load_tokenizer(find_tokenizer(tmp_path))
+    assert after is not None
+    assert (after.identity, after.eod, after.files) == (before.identity, before.eod, before.files)
 
 
 def test_what_a_folder_says_about_text_goes_both_ways(files: dict[str, TokenizerConfig], tmp_path: Path):
-    source = tmp_path / "source"
-    model = files["huggingface"].tokenizer_model
-    assert model is not None
-    carry(TokenizerConfig(tokenizer_model=model), source, source)
+    source, output = tmp_path / "source", tmp_path / "output"
+    source.mkdir()
+    output.mkdir()
+    shutil.copy(str(files["huggingface"].tokenizer_model), source / "tokenizer.json")
     said = {
         "tokenizer_config.json": {"eos_token": {"content": "Ċ"}, "chat_template": "x"},
         "generation_config.json": {"temperature": 0.5},
@@ -75,13 +126,10 @@ def test_what_a_folder_says_about_text_goes_both_ways(files: dict[str, Tokenizer
     for name, values in said.items():
         (source / name).write_text(json.dumps(values))
     (source / "model.safetensors").write_text("weights")
-    flags = carry(find_tokenizer(source), tmp_path / "kept", tmp_path / "kept")
-    tokenizer = load_tokenizer(flags)
+    tokenizer = load_tokenizer(find_tokenizer(source))
     assert tokenizer is not None
     assert tokenizer.decode([tokenizer.eod or 0]) == "\n"
-    output = tmp_path / "output"
-    output.mkdir()
-    assert carry_out(flags, output, tokenizer.eod) == {"bos_token_id": 7, "eos_token_id": [8, 9]}
+    assert write_tokenizer_files(output, tokenizer) == {"bos_token_id": 7, "eos_token_id": [8, 9]}
     assert sorted(file.name for file in output.iterdir()) == [
         "generation_config.json",
         "tokenizer.json",
@@ -90,9 +138,33 @@ def test_what_a_folder_says_about_text_goes_both_ways(files: dict[str, Tokenizer
     assert json.loads((output / "tokenizer_config.json").read_text()) == said["tokenizer_config.json"]
 
 
-def test_without_files_there_is_nothing_to_carry(tmp_path: Path):
+def test_files_of_somebody_else_beside_a_tokenizer_stay_where_they_are(
+    files: dict[str, TokenizerConfig], tmp_path: Path
+):
+    for name in ("my.model", "my.json", "config.json", "generation_config.json", "special_tokens_map.json"):
+        (tmp_path / name).write_text('{"eos_token_id": 3}')
+    shutil.copy(str(files["bpe"].tokenizer_model), tmp_path / "my.model")
+    shutil.copy(str(files["huggingface"].tokenizer_model), tmp_path / "my.json")
+    for name, kept in (("my.model", "tokenizer.model"), ("my.json", "tokenizer.json")):
+        tokenizer = load_tokenizer(TokenizerConfig(tokenizer_model=str(tmp_path / name)))
+        assert tokenizer is not None
+        assert list(tokenizer.files) == [kept]
+
+
+def test_where_transformers_does_something_else_it_is_said(tmp_path: Path):
+    normalizing = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.splitlines()), model_writer=normalizing, vocab_size=30, minloglevel=2
+    )
+    (line,) = find_differences(SentencePieceTokenizer(normalizing.getvalue()))
+    assert "normalizes texts" in line
+    definition = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1}, "<s>"))
+    definition.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    (line,) = find_differences(HFTokenizer(definition.to_str()))
+    assert line.startswith("transformers puts 1 special token(s) around a text")
+
+
+def test_without_files_there_is_nothing_to_find(tmp_path: Path):
     assert find_tokenizer(tmp_path) == TokenizerConfig()
-    null = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=300)
-    assert carry_out(null, tmp_path, 300) == {"bos_token_id": 300, "eos_token_id": 300}
-    assert carry_out(TokenizerConfig(), tmp_path, None) == {"bos_token_id": None, "eos_token_id": None}
+    assert write_tokenizer_files(tmp_path, None) == {"bos_token_id": None, "eos_token_id": None}
     assert not list(tmp_path.iterdir())

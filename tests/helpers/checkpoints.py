@@ -131,6 +131,7 @@ def template(job: Job) -> RunRecord:
         schedule=schedule().state_dict(),
         flags=dataclasses.asdict(job.case.model) | {"optimizer": "adam", "optimizer_backend": "torch"},
         vocab_size=job.case.vocab_size,
+        tokenizer="ids",
         layout={},
     )
 

@@ -19,7 +19,9 @@ from helpers.hf_models import edit_config, file_tensors, make_llama, save
 from helpers.megatron_files import make_weights, write_megatron
 from helpers.program import run_forked
 
+from megazpp.checkpoint.tokenizer import read_tokenizer
 from megazpp.convert import native, safetensors_file
+from megazpp.data.tokenizer import load_tokenizer
 from megazpp.model.config import GPTConfig
 
 TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
@@ -57,7 +59,7 @@ def test_generate_continues_as_transformers_does(home: Path):
 def test_training_goes_on_from_it_and_the_result_goes_out_with_its_tokenizer(home: Path):
     # fmt: off
     flags = [
-        "--load", home / "ours", "--finetune", "--use-checkpoint-args", "--tokenizer-model", home / "ours/tokenizer",
+        "--load", home / "ours", "--finetune", "--use-checkpoint-args",
         "--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "16", "--micro-batch-size", "2",
         "--train-iters", "2", "--lr", "1e-3", "--text-path", home / "text.txt", "--split", "1,0,0",
         "--data-cache-path", home / "cache", "--run-dir", home / "run", "--save", home / "save",
@@ -73,6 +75,36 @@ def test_training_goes_on_from_it_and_the_result_goes_out_with_its_tokenizer(hom
     change = max(float((before[name] - after[name]).abs().max()) for name in before)
     assert 1e-4 < change < 1e-2  # two steps of Adam
     assert generate_there(out, "Call me", 3).startswith("Call me")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_the_first_run_is_all_that_another_machine_needs(tmp_path: Path):
+    """The tokenizer was trained on the shipped text and lay in a cache: neither is there now."""
+    # fmt: off
+    flags = [
+        "@configs/gpt_tiny.args", "--num-layers", "1", "--hidden-size", "32", "--train-iters", "1", "--nproc", "2",
+        "--eval-iters", "0", "--sample-tokens", "0", "--data-cache-path", tmp_path / "cache",
+        "--run-dir", tmp_path / "run", "--save", tmp_path / "save",
+    ]
+    # fmt: on
+    code, output = run_forked("pretrain_gpt.py", *map(str, flags), folder=tmp_path)
+    assert code == 0, output
+    shutil.rmtree(tmp_path / "cache")
+    there = (tmp_path / "save").rename(tmp_path / "elsewhere")
+    (kept,) = there.glob("tokenizer-*")
+    say = ("--prompt", "Call me", "--temperature", "0", "--sample-tokens", "3")
+    code, output = run_forked("tools/generate.py", "--load", str(there), *say, folder=tmp_path)
+    assert code == 0, output
+    assert f"note: the tokenizer is that of --load {there}: {kept.name}" in output
+    assert not (tmp_path / "cache").exists()
+    assert convert_checkpoint.main(["--input", str(there), "--output", str(tmp_path / "out")]) == 0
+    ours = load_tokenizer(read_tokenizer(there, kept.name))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert ours is not None
+    assert len(theirs) == ours.vocab_size == 2048
+    for text in ("Call me", "  naïve\n🐳 <eod>", TEXT):
+        assert theirs(text)["input_ids"] == ours.encode(text)
+    assert generate_there(tmp_path / "out", "Call me", 3) in output
 
 
 def test_the_format_is_found_or_said_and_the_iteration_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

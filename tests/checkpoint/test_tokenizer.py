@@ -1,0 +1,116 @@
+"""The tokenizer's files beside the checkpoints: once, whole, checked, and found again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.checkpoints import Job, template
+from helpers.training import Case
+
+from megazpp.checkpoint.checksums import DamagedError
+from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.tokenizer import read_tokenizer, write_tokenizer
+from megazpp.checkpoint.write import Writer
+from megazpp.convert.native import alone
+from megazpp.data.tokenizer import SentencePieceTokenizer, load_tokenizer
+from megazpp.data.tokenizer_training import train_sentencepiece
+from megazpp.parallel.axis import MeshAxis
+
+TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> SentencePieceTokenizer:
+    return SentencePieceTokenizer(train_sentencepiece(iter([TEXT]), 288))
+
+
+def content(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Of every file below, and when it was written."""
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def save(path: Path, iteration: int, files: dict[str, bytes]) -> dict[str, object]:
+    """A checkpoint of one process; its run.json."""
+    folder = CheckpointFolder(path, "--save")
+    folder.lock()
+    writer = Writer(folder=folder, axis=MeshAxis("all"), keep_last=None, retain_interval=None, tokenizer=files)
+    record = template(Job(case=Case(), steps=0, flags={}))
+    with alone():
+        writer.write(dataclasses.replace(record, progress=Progress(iteration=iteration)), {"x": torch.zeros(2)})
+    folder.unlock()
+    return json.loads((folder.of(iteration) / "run.json").read_text())
+
+
+def test_every_checkpoint_names_the_tokenizer_that_is_there_once(tmp_path: Path, tokenizer: SentencePieceTokenizer):
+    name = save(tmp_path, 1, tokenizer.files)["tokenizer_folder"]
+    before = content(tmp_path / str(name))
+    assert set(before) == {"tokenizer.model", "checksums.txt"}
+    assert save(tmp_path, 2, tokenizer.files)["tokenizer_folder"] == name
+    assert content(tmp_path / str(name)) == before
+    other = SentencePieceTokenizer(train_sentencepiece(iter([TEXT]), 289))
+    second = save(tmp_path, 3, other.files)["tokenizer_folder"]
+    assert sorted(path.name for path in tmp_path.glob("tokenizer*")) == sorted([str(name), str(second)])
+    assert content(tmp_path / str(name)) == before
+    assert save(tmp_path, 4, {})["tokenizer_folder"] is None
+
+
+def test_it_is_read_back_as_the_same_one_wherever_the_folder_is(tmp_path: Path, tokenizer: SentencePieceTokenizer):
+    (tmp_path / "save").mkdir()
+    name = write_tokenizer(tmp_path / "save", tokenizer.files)
+    assert name is not None
+    (tmp_path / "save").rename(tmp_path / "elsewhere")
+    found = load_tokenizer(read_tokenizer(tmp_path / "elsewhere", name))
+    assert found is not None
+    assert (found.identity, found.files) == (tokenizer.identity, tokenizer.files)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.model", "checksums.txt"])
+def test_damage_is_named_and_the_next_save_keeps_it_aside(tmp_path: Path, tokenizer: SentencePieceTokenizer, file: str):
+    name = write_tokenizer(tmp_path, tokenizer.files)
+    assert name is not None
+    damaged = tmp_path / name / file
+    damaged.write_bytes(damaged.read_bytes()[:-3])
+    with pytest.raises(DamagedError, match=f"{name}/{file} is damaged"):
+        read_tokenizer(tmp_path, name)
+    kept = content(tmp_path / name)
+    assert write_tokenizer(tmp_path, tokenizer.files) == name
+    read_tokenizer(tmp_path, name)
+    assert content(tmp_path / f"{name}.replaced-1") == kept
+
+
+def test_a_folder_that_is_missing_or_none_of_a_tokenizer_is_refused(tmp_path: Path, tokenizer: SentencePieceTokenizer):
+    name = write_tokenizer(tmp_path, tokenizer.files)
+    assert name is not None
+    shutil.move(tmp_path / name, tmp_path / "outside")
+    with pytest.raises(DamagedError, match=f"{name} is missing.*--tokenizer-model"):
+        read_tokenizer(tmp_path, name)
+    for other in ("outside", "../x", str(tmp_path / "outside"), f"{name}/../outside"):
+        with pytest.raises(DamagedError, match="is no folder of a tokenizer"):
+            read_tokenizer(tmp_path, other)
+
+
+def test_what_ends_half_way_leaves_nothing_that_counts(
+    tmp_path: Path, tokenizer: SentencePieceTokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="No space left"):
+            write_tokenizer(tmp_path, tokenizer.files)
+    assert not list(tmp_path.iterdir())
+    left = tmp_path / "tokenizer-0123456789abcdef.partial"  # of a process that was killed
+    left.mkdir()
+    assert CheckpointFolder(tmp_path, "--save").recover() == [f"removed {left}, which was not finished"]
