@@ -17,7 +17,6 @@ import os
 import random
 import select
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -36,6 +35,7 @@ from megazpp.parallel.gloo import share_gloo_device
 from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, LaunchConfig, Place
 from megazpp.parallel.malloc import keep_freed_memory
 from megazpp.parallel.orphans import end_with
+from megazpp.parallel.rendezvous import is_on_one_machine, open_store
 
 ECHO_SECONDS = 1.0
 WATCHDOG_SECONDS = 30.0  # collectives time out that much after the watchdog's limit, so that it can speak first
@@ -93,17 +93,16 @@ def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None
         end_with(int(os.environ[LAUNCHER_PID]))
     if place.world_size > 1:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C must not wait for a blocked collective
-    _set_missing_rendezvous(place)
     if "OMP_NUM_THREADS" not in os.environ:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
     device = _pick_device(place.local_rank)
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(minutes=config.distributed_timeout_minutes, seconds=WATCHDOG_SECONDS)
-    share_gloo_device()
+    store, rank, world_size = open_store(place, timeout)
+    share_gloo_device(loopback=is_on_one_machine(place), lazy=backend != "gloo")
     if device.type == "cpu":
         keep_freed_memory()
-    store, rank, world_size = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     dist.init_process_group(
         backend,
         store=store,
@@ -199,21 +198,3 @@ def _pick_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _set_missing_rendezvous(place: Place) -> None:
-    """Give `env://` an address where the launcher has not: a single process, or srun."""
-    env = os.environ
-    if place.world_size == 1:
-        env.setdefault("MASTER_ADDR", "127.0.0.1")
-        env.setdefault("MASTER_PORT", "0")
-    elif "SLURM_PROCID" in env:
-        if "MASTER_ADDR" not in env:
-            hosts = subprocess.run(
-                ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout.split()
-            env["MASTER_ADDR"] = hosts[0]
-        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
