@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -150,6 +151,13 @@ def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
     torch.manual_seed(mixed)
+
+
+def threads_on(device: torch.device, num_threads: int, name: str) -> ThreadPoolExecutor:
+    """Threads that work on `device`: CUDA's current device is each thread's own, and in a new one the first GPU."""
+    if device.type != "cuda":
+        return ThreadPoolExecutor(num_threads, name)
+    return ThreadPoolExecutor(num_threads, name, initializer=torch.cuda.set_device, initargs=(device,))
 
 
 def _report_once(error: BaseException, store: dist.Store, rank: int) -> int:
