@@ -43,6 +43,7 @@ from megazpp.training.anomalies import Guard
 from megazpp.training.console import Console
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.flops import device_name, mfu_convention
+from megazpp.training.garbage import GarbageCollector
 from megazpp.training.loop import train
 from megazpp.training.metrics import Meter
 from megazpp.training.not_finite import NotFinite
@@ -203,13 +204,16 @@ def build_and_train(
     wait_share = 0.0
     if datasets.train is not None and not config.stop.skip_train:
         watchdog = Watchdog(worker, dims, config.launch, folder.path if folder else None)
+        garbage = GarbageCollector(config.garbage)
+        built.sharding.compile_kernels(device)
         observers = (
+            garbage,
             profiler,
             timers,
             Straggler(config.straggler, dims, interval=config.tracking.log_interval, say=console.say),
             StepTimeline(config.timeline, dims, folder=folder, say=console.say),
         )
-        with load(datasets.train, ramp_up=True) as batches, watchdog, profiler:
+        with load(datasets.train, ramp_up=True) as batches, watchdog, profiler, garbage:
             progress = train(
                 step,
                 batches,

@@ -28,6 +28,7 @@ from megazpp.topology.cluster import ClusterConfig
 from megazpp.training.anomalies import AnomalyConfig
 from megazpp.training.batches import BatchConfig
 from megazpp.training.evaluate import EvalConfig
+from megazpp.training.garbage import GarbageConfig
 from megazpp.training.profiler import ProfilerConfig
 from megazpp.training.setup import ModelSpec
 from megazpp.training.step_timeline import TimelineConfig
@@ -69,6 +70,7 @@ class RunConfig:
     timeline: TimelineConfig
     profiler: ProfilerConfig
     straggler: StragglerConfig
+    garbage: GarbageConfig
     sample: SampleConfig
 
     @property

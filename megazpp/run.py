@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megazpp.arguments import RunConfig
 from megazpp.exit_codes import EXIT_USER_ERROR
+from megazpp.parallel.environment import prepare_environment
 from megazpp.parallel.launch import LaunchConfig, Place, find_place, launched_rank
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.survey import settle_cluster
@@ -40,6 +41,10 @@ def run_on_ranks(prepare: Callable[[], Job | int]) -> int:
     """
     try:
         with user_errors():
+            notices = prepare_environment()
+            if launched_rank() == 0:
+                for notice in notices:
+                    print(f"note: {notice}", file=sys.stderr)
             job = prepare()
     except UserError as error:
         if launched_rank() == 0:

@@ -1,7 +1,8 @@
 """A run's checkpoints: what the training loop calls.
 
 With --async-save everything after a copy of the tensors happens in a thread, in a process group of its own, while
-training goes on; the next save and the end of the run wait for it.
+training goes on; the next save and the end of the run wait for it. The copies' memory is kept from one save to the
+next, pinned where the tensors are on a GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import dataclasses
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
@@ -23,7 +27,7 @@ from megazpp.checkpoint.together import together
 from megazpp.checkpoint.write import Writer
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.worker import user_errors
+from megazpp.parallel.worker import threads_on, user_errors
 
 GIGA = 1e9
 
@@ -54,7 +58,8 @@ class Checkpoints:
         self._config, self._state, self._record, self._axis, self._say = config, state, record, axis, say
         self._folder = None if config.save is None else CheckpointFolder(config.save, "--save")
         self._saved: int | None = None
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if config.async_save else None
+        self._thread = threads_on(state.device, 1, "checkpoint") if config.async_save else None
+        self._stager = _stager(state.device) if config.async_save else None
         self._writing: Future[str] | None = None
 
     def open(self) -> None:
@@ -111,8 +116,9 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait for a save that is still being written, and give the folder back."""
         self._finish_writing()
-        if self._thread is not None:
+        if self._thread is not None and self._stager is not None:
             self._thread.shutdown()
+            self._stager.close()
         if self._folder is not None:
             self._folder.unlock()
 
@@ -149,11 +155,12 @@ class Checkpoints:
             tokenizer=self._tokenizer,
         )
         self._saved = iteration
-        if self._thread is None:
+        if self._thread is None or self._stager is None:
             with user_errors():
                 self._say(writer.write(record, tensors))
             return
-        copies = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
+        copies = self._stager.stage(tensors)
+        assert isinstance(copies, dict), "it does not stage in a thread"
         self._writing = self._thread.submit(writer.write, record, copies)
         self._say(
             f"  scheduled an async checkpoint save at iteration {iteration:7d} to {folder.path}"
@@ -165,6 +172,15 @@ class Checkpoints:
             writing, self._writing = self._writing, None
             with user_errors():
                 self._say(writing.result())
+
+
+def _stager(device: torch.device) -> DefaultStager:
+    """Copies a dict of tensors to the CPU and waits until it is done."""
+    on_gpu = device.type == "cuda"
+    options = StagingOptions(
+        use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+    )
+    return DefaultStager(options)
 
 
 def _check_shared(folder: CheckpointFolder) -> None:

@@ -74,7 +74,7 @@ class TrainState:
                 found |= {f"optimizer.state.{name}.{key}": value for key, value in moments.items()}
             found |= self._feedback()
         if rng:
-            states = rng_states(self.model.shared_generator, self._device)
+            states = rng_states(self.model.shared_generator, self.device)
             found |= {f"{self._rng_prefix}.{key}": state for key, state in states.items()}
         return found
 
@@ -114,7 +114,7 @@ class TrainState:
             states = {key.removeprefix(prefix): state for key, state in loaded.items() if key.startswith(prefix)}
             dims, shared = self.dims, self.model.shared_generator
             if states:
-                set_rng_states(states, shared, self._device)
+                set_rng_states(states, shared, self.device)
             else:
                 ranks = {"data_rank": dims.data_rank, "data_size": dims.data_size, "tp_rank": dims.tp.rank}
                 reseed(shared, seed=self._seed, iteration=iteration, **ranks)
@@ -182,7 +182,7 @@ class TrainState:
         return f"rng.{dims.data_size}x{dims.tp.size}.{dims.data_rank}x{dims.tp.rank}"
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from megazpp.parallel.axis import MeshAxis, make_groups
+from megazpp.parallel.axis import MeshAxis, make_group
 from megazpp.parallel.dims import ParallelDims
 
 T = TypeVar("T")
@@ -19,7 +19,7 @@ def open_axis(dims: ParallelDims) -> MeshAxis:
     world = dims.world
     group: dist.ProcessGroup | None = None
     if world.size > 1:
-        group = make_groups([world.ranks], "checkpoint", backend="gloo")[world.ranks]
+        group = make_group([world.ranks], "checkpoint", backend="gloo")
     return MeshAxis("checkpoint", ranks=world.ranks, rank=world.rank, group=group, wire="world")
 
 

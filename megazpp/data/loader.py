@@ -19,6 +19,7 @@ import torch
 
 from megazpp.data.batch import MicroBatch
 from megazpp.data.dataset import Dataset
+from megazpp.parallel.worker import threads_on
 
 _STEPS_AHEAD = 2
 
@@ -57,7 +58,7 @@ class BatchLoader:
         self._dataset, self._make_batch, self._device = dataset, make_batch, device
         self._micro_batch_size, self._data_rank, self._data_size = micro_batch_size, data_rank, data_size
         self._batch_size_at = batch_size_at
-        self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="batch") if num_workers > 0 else None
+        self._workers = threads_on(device, num_workers, "batch") if num_workers > 0 else None
         self._ahead: dict[_Step, list[Future[MicroBatch]]] = {}
         self.wait_seconds = 0.0
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -175,26 +175,51 @@ class MeshAxis:
         self.counter.add(self.wire, self.name, collective, sent_bytes)
 
 
-def make_groups(
-    partition: Iterable[tuple[int, ...]], name: str, options: Any = None, *, backend: str | None = None
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A new process group for each part, whose rank i is the part's i-th rank.
+class SilentAxis(MeshAxis):
+    """Stands for an axis of the same ranks in a rehearsal: its collectives send nothing and bring zeros."""
+
+    def __init__(self, axis: MeshAxis) -> None:
+        super().__init__(axis.name, ranks=axis.ranks, rank=axis.rank, group=axis.group, wire=axis.wire)
+
+    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
+        return x.new_zeros((self.size * x.shape[0], *x.shape[1:])) if out is None else out
+
+    def all_to_all(self, x: torch.Tensor, *, of: str = "") -> torch.Tensor:
+        return torch.zeros_like(x)
+
+
+def make_group(
+    partition: Sequence[tuple[int, ...]], name: str, options: Any = None, *, backend: str | None = None
+) -> dist.ProcessGroup:
+    """This rank's group of a partition of all ranks; rank i of a group is the i-th rank of its part.
 
     Every rank calls this with the same parts in the same order. Parts that do not ascend need torch 2.13's new_group.
+    NCCL's first communicator is split into all parts at once, because splitting off one part takes all ranks, and one
+    by one a thousand ranks would take a minute. A part of one rank gets a group that only this rank knows of.
 
     Args:
         options: the back end's, for the one group that this rank is in.
         backend: another one than the first group's.
     """
-    groups = {}
-    for ranks in partition:
-        if list(ranks) == sorted(ranks):
-            groups[ranks] = dist.new_group(list(ranks), backend=backend, pg_options=options, group_desc=name)
-        else:
-            groups[ranks] = dist.new_group(
-                list(ranks), backend=backend, pg_options=options, group_desc=name, sort_ranks=False
-            )
-    return groups
+    mine = next(ranks for ranks in partition if dist.get_rank() in ranks)
+    ascending = all(list(ranks) == sorted(ranks) for ranks in partition)
+    world, nccl = dist.group.WORLD, dist.get_backend() == "nccl"
+    assert world is not None
+    group: dist.ProcessGroup | None = None
+    if options is backend is None and mine == tuple(range(dist.get_world_size())):
+        group = world
+    elif len(mine) == 1:
+        own = "gloo" if nccl else None  # not a communicator that nobody talks through
+        group = dist.new_group(list(mine), backend=own, group_desc=name, use_local_synchronization=True)
+    elif backend is None and ascending and nccl and world.bound_device_id is not None:
+        group = dist.split_group(split_ranks=[list(r) for r in partition], pg_options=options, group_desc=name)
+    else:
+        for ranks in partition:
+            order: dict[str, Any] = {} if ascending else {"sort_ranks": False}
+            made = dist.new_group(list(ranks), backend=backend, pg_options=options, group_desc=name, **order)
+            group = made if ranks == mine else group
+    assert group is not None
+    return group
 
 
 def can_order_groups() -> bool:

@@ -8,15 +8,15 @@
 | cross     | the part of shard across nodes                | the slow hop, once per optimizer step     |
 | replicate | hold equal copies (HSDP, ZeRO-0)              | reduced gradients, once per optimizer step|
 
-A rank's index along shard is cross index x local size + local index. Each rank is in exactly one group per axis, every
-group is made once, by all ranks in the same order, and the number of groups does not grow with the model.
+A rank's index along shard is cross index x local size + local index. Each rank is in at most one group per axis (an
+axis of one rank has none), every group is made once, by all ranks in the same order, and the number of groups does not
+grow with the model.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
-from megazpp.parallel.axis import MeshAxis, TrafficCounter, can_order_groups, make_groups
-from megazpp.parallel.nccl import NcclConfig, axis_options
+from megazpp.parallel.axis import MeshAxis, TrafficCounter, can_order_groups, make_group
+from megazpp.parallel.environment import check_connections
+from megazpp.parallel.nccl import NcclConfig, axis_options, order_launches
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
@@ -100,7 +101,7 @@ class ParallelDims:
         timeout: of every collective; None: torch's, 10 minutes on NCCL and 30 on gloo.
     Attributes:
         layout: the integers.
-        mesh: DeviceMesh [replicate, shard, tp].
+        mesh: DeviceMesh [replicate, shard, tp], without replicate and tp where they have one rank.
         tp, shard, local, cross, replicate: this rank's axes; they share `counter`.
         timeline: where all axes record what they do.
         world: the axis of all ranks, for logging and barriers; it counts on the "world" wire.
@@ -114,13 +115,14 @@ class ParallelDims:
         nccl: NcclConfig | None = None,
         timeout: timedelta | None = None,
     ) -> None:
+        if device_type == "cuda":
+            check_connections()
+            order_launches(layout)
         self.layout, self._nccl = layout, nccl or NcclConfig()
         self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
         self.mesh = _make_mesh(layout, device_type, self._nccl)
-        self.tp, self.shard, self.replicate = (
-            self._axis(name, self.mesh.get_group(name)) for name in ("tp", "shard", "replicate")
-        )
-        self.local, self.cross = (self._axis(name, self._part_of_shard(name)) for name in ("local", "cross"))
+        self.tp, self.shard, self.replicate = (self._axis(name) for name in ("tp", "shard", "replicate"))
+        self.local, self.cross = (self._axis(name) for name in ("local", "cross"))
         world = tuple(range(layout.cluster.world_size))
         self.world = MeshAxis(
             "world",
@@ -135,28 +137,27 @@ class ParallelDims:
                 if axis.group is not None:
                     _set_pg_timeout(timeout, axis.group)  # new groups do not take it from the first one
 
-    def _axis(self, name: str, group: dist.ProcessGroup) -> MeshAxis:
+    def _axis(self, name: str) -> MeshAxis:
         rank = dist.get_rank()
         ranks = self.layout.axis_ranks(name, rank)
         return MeshAxis(
             name,
             ranks=ranks,
             rank=ranks.index(rank),
-            group=group if len(ranks) > 1 else None,
+            group=self._group(name) if len(ranks) > 1 else None,
             counter=self.counter,
             wire=self.layout.wire(name, rank),
             timeline=self.timeline,
         )
 
-    def _part_of_shard(self, name: str) -> dist.ProcessGroup:
-        """The group of the local or the cross axis.
-
-        Shard's own where nothing runs in the axis's lane: it has one rank, or no rank is on another node.
-        """
-        mine = self.layout.axis_ranks(name, dist.get_rank())
-        if len(mine) == 1 or self.layout.cross == 1:
+    def _group(self, name: str) -> dist.ProcessGroup:
+        """The mesh's group; local and cross have their own, but where no rank is on another node, which is shard."""
+        if name in MESH_AXES:
+            return self.mesh.get_group(name)
+        if self.layout.cross == 1:
             return self.mesh.get_group("shard")
-        return make_groups(self.layout.axis_groups(name), name, axis_options(name, self.layout, self._nccl))[mine]
+        options = axis_options(name, self.layout, self._nccl)
+        return make_group(list(self.layout.axis_groups(name)), name, options)
 
     @property
     def data_mesh(self) -> DeviceMesh:
@@ -178,15 +179,11 @@ class ParallelDims:
 
 
 def _make_mesh(layout: Layout, device_type: str, nccl: NcclConfig) -> DeviceMesh:
-    """The mesh whose groups number their ranks as the axes do; FSDP2 takes shard indices from its group's ranks."""
-    ranks = torch.tensor(layout.mesh_ranks()).view([layout.axis_size(axis) for axis in MESH_AXES])
-    options = [axis_options(axis, layout, nccl) for axis in MESH_AXES]
-    if layout.groups_ascend:  # DeviceMesh sorts the ranks of its groups
-        override: dict[str, Any] = {"backend_override": tuple((None, own) for own in options)} if any(options) else {}
-        return DeviceMesh(device_type, ranks, mesh_dim_names=MESH_AXES, **override)
-    rank = dist.get_rank()
-    groups = [
-        make_groups(layout.axis_groups(axis), axis, own)[layout.axis_ranks(axis, rank)]
-        for axis, own in zip(MESH_AXES, options, strict=True)
-    ]
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=MESH_AXES)
+    """The mesh whose groups number their ranks as the axes do; FSDP2 takes shard indices from its group's ranks.
+
+    An axis of one rank is no dim of it, but for shard, which FSDP2 cannot do without.
+    """
+    names = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
+    ranks = torch.tensor(layout.mesh_ranks()).view([layout.axis_size(axis) for axis in names])
+    groups = [make_group(list(layout.axis_groups(axis)), axis, axis_options(axis, layout, nccl)) for axis in names]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)

@@ -24,20 +24,30 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
-def share_gloo_device() -> None:
-    """From here on the gloo groups of this process share a device; without gloo in torch this does nothing."""
+def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
+    """From here on the gloo groups of this process share a device; without gloo in torch this does nothing.
+
+    Args:
+        loopback: listen there and nowhere else, unless GLOO_SOCKET_IFNAME names interfaces: no other machine takes
+            part.
+        lazy: connect two ranks when one first sends to the other, rather than each rank with all at once, which are a
+            million connections among 1024 ranks. For groups that only pass small messages to and from one rank.
+    """
     if dist.is_gloo_available():
-        distributed_c10d.ProcessGroupGloo = _one_device_groups()  # type: ignore[misc]
+        distributed_c10d.ProcessGroupGloo = _one_device_groups(loopback, lazy)  # type: ignore[misc]
 
 
-def _one_device_groups() -> Any:
+def _one_device_groups(loopback: bool, lazy: bool) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # as torch reads it
+    own = lazy or None  # None: as TORCH_GLOO_LAZY_INIT says
     with _threads_that_wait_their_turn():
         if interfaces:
-            devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
+            devices = [gloo.create_device(interface=name, lazy_init=own) for name in interfaces.split(",")]
+        elif loopback:
+            devices = [gloo.create_device(hostname="127.0.0.1", lazy_init=own)]
         else:
-            devices = [gloo.create_default_device()]
+            devices = [gloo.create_default_device(lazy_init=own)]
 
     class OneDeviceGroup(abc.ABC):  # noqa: B024 (the registry of isinstance is all that is used)
         """Makes gloo groups, and is what they are instances of."""

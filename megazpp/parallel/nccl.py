@@ -13,18 +13,25 @@ has none.
 | others| normal        | NCCL's   | plain ZeRO's ring over all data ranks, all-reduces between copies              |
 
 Where all data ranks share an island, the shard axis is the local one and is treated like it.
+
+Groups of several axes have collectives in flight beside each other. Each holds SMs until its peers have come, so two
+GPUs that start two of them in another order can wait for each other for ever. NCCL_LAUNCH_ORDER_IMPLICIT (NCCL 2.26)
+makes the order in which the host launches them, which is the same on all ranks, that of the device.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from megazpp.flags import flag
-from megazpp.topology.layout import Layout
+from megazpp.topology.layout import AXES, Layout
 
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 MOST_CTAS = 64  # of NCCL 2.25 and newer; 32 before
 
 
@@ -86,6 +93,15 @@ def group_settings(axis: str, layout: Layout, config: NcclConfig) -> GroupSettin
             cga_cluster_size=config.nccl_cross_cga_cluster_size,
         )
     return GroupSettings()
+
+
+def order_launches(layout: Layout, env: MutableMapping[str, str] = os.environ) -> None:
+    """Have NCCL keep the order of launches where several axes have more than one rank, unless the user has said.
+
+    For a process before its first collective, when NCCL reads it.
+    """
+    if sum(layout.axis_size(axis) > 1 for axis in AXES) > 1:
+        env.setdefault(LAUNCH_ORDER, "1")
 
 
 def axis_options(axis: str, layout: Layout, config: NcclConfig) -> Any:

@@ -17,10 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from torch.distributed import TCPStore
-
 from megazpp.exit_codes import EXIT_ECHO, EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_USER_ERROR
 from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, STOP_SIGNALS
+from megazpp.parallel.rendezvous import agent_variables, loopback_store
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0  # for the rank that failed first, when all that is seen is that another rank's collective broke
@@ -41,8 +40,8 @@ def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0)
     try:
         with _passing_signals_to(workers) as passed:
             for attempt in range(max_restarts + 1):
-                store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-                env = {LAUNCHER_PID: str(os.getpid()), RESTART_COUNT: str(attempt), **_rendezvous(store.port)}
+                store = loopback_store()
+                env = {LAUNCHER_PID: str(os.getpid()), RESTART_COUNT: str(attempt), **agent_variables(store)}
                 failures = _run(command, nproc, env, workers)
                 if not failures:
                     return 0
@@ -106,10 +105,6 @@ def _passing_signals_to(workers: list[subprocess.Popen[bytes]]) -> Iterator[list
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def _rendezvous(port: int) -> dict[str, str]:
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def _ended_by(signum: signal.Signals) -> int:

@@ -2,17 +2,17 @@
 
 The launcher's environment is enough to refuse wrong flags before workers start; where the ranks really are, and what
 joins their GPUs, only they can say. They say it through the process group's store, which works also while ranks
-disagree about devices and back ends.
+disagree about devices and back ends; as JSON, because others may reach that store (parallel/rendezvous.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,16 @@ from megazpp.parallel.worker import Worker
 from megazpp.topology.cluster import Cluster, ClusterConfig, detect_cluster
 from megazpp.topology.hosts import HostInfo, Nic, cluster_from_hosts, describe_hosts
 from megazpp.topology.parts import known_links
+from megazpp.topology.plain import from_json, to_json
 
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
+
+class Answer(NamedTuple):
+    """What rank 0 makes of all hosts: a cluster, or what is wrong with them."""
+
+    cluster: Cluster | None = None
+    problem: str = ""
 
 
 def settle_cluster(worker: Worker, config: ClusterConfig, announced: Cluster, *, tp: int) -> Cluster:
@@ -51,21 +59,22 @@ def share_survey(store: dist.Store, rank: int, world_size: int, info: HostInfo) 
         ValueError: on all ranks, with the same words.
     """
     store = dist.PrefixStore("megazpp/survey", store)
-    store.set(f"host/{rank}", pickle.dumps(info))  # type: ignore[arg-type]  # bytes are fine
+    store.set(f"host/{rank}", to_json(info))
     if rank == 0:
-        infos = [pickle.loads(store.get(f"host/{other}")) for other in range(world_size)]
-        store.set("cluster", pickle.dumps(_put_together(infos)))  # type: ignore[arg-type]
-    cluster = pickle.loads(store.get("cluster"))
-    if isinstance(cluster, ValueError):
-        raise cluster
-    return cluster
+        try:
+            infos = [from_json(HostInfo, store.get(f"host/{other}")) for other in range(world_size)]
+            answer = Answer(cluster=_put_together(infos))
+        except ValueError as error:
+            answer = Answer(problem=str(error))
+        store.set("cluster", to_json(answer))
+    answer = from_json(Answer, store.get("cluster"))
+    if answer.cluster is None:
+        raise ValueError(answer.problem)
+    return answer.cluster
 
 
-def _put_together(infos: Sequence[HostInfo]) -> Cluster | ValueError:
-    try:
-        cluster = cluster_from_hosts(infos)
-    except ValueError as error:
-        return error
+def _put_together(infos: Sequence[HostInfo]) -> Cluster:
+    cluster = cluster_from_hosts(infos)
     notices = dict.fromkeys(info.notice for info in infos if info.notice)
     return dataclasses.replace(cluster, links=known_links(infos, cluster), notices=(describe_hosts(infos), *notices))
 

@@ -17,11 +17,11 @@ import os
 import random
 import select
 import signal
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +36,7 @@ from megazpp.parallel.gloo import share_gloo_device
 from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, LaunchConfig, Place
 from megazpp.parallel.malloc import keep_freed_memory
 from megazpp.parallel.orphans import end_with
+from megazpp.parallel.rendezvous import is_on_one_machine, open_store
 
 ECHO_SECONDS = 1.0
 WATCHDOG_SECONDS = 30.0  # collectives time out that much after the watchdog's limit, so that it can speak first
@@ -93,17 +94,16 @@ def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None
         end_with(int(os.environ[LAUNCHER_PID]))
     if place.world_size > 1:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C must not wait for a blocked collective
-    _set_missing_rendezvous(place)
     if "OMP_NUM_THREADS" not in os.environ:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
     device = _pick_device(place.local_rank)
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(minutes=config.distributed_timeout_minutes, seconds=WATCHDOG_SECONDS)
-    share_gloo_device()
+    store, rank, world_size = open_store(place, timeout)
+    share_gloo_device(loopback=is_on_one_machine(place), lazy=backend != "gloo")
     if device.type == "cpu":
         keep_freed_memory()
-    store, rank, world_size = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     dist.init_process_group(
         backend,
         store=store,
@@ -153,6 +153,13 @@ def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:
     torch.manual_seed(mixed)
 
 
+def threads_on(device: torch.device, num_threads: int, name: str) -> ThreadPoolExecutor:
+    """Threads that work on `device`: CUDA's current device is each thread's own, and in a new one the first GPU."""
+    if device.type != "cuda":
+        return ThreadPoolExecutor(num_threads, name)
+    return ThreadPoolExecutor(num_threads, name, initializer=torch.cuda.set_device, initargs=(device,))
+
+
 def _report_once(error: BaseException, store: dist.Store, rank: int) -> int:
     """Print the traceback if this is the first rank to fail; returns the exit code."""
     if _broke_in_a_collective(error):
@@ -199,21 +206,3 @@ def _pick_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _set_missing_rendezvous(place: Place) -> None:
-    """Give `env://` an address where the launcher has not: a single process, or srun."""
-    env = os.environ
-    if place.world_size == 1:
-        env.setdefault("MASTER_ADDR", "127.0.0.1")
-        env.setdefault("MASTER_PORT", "0")
-    elif "SLURM_PROCID" in env:
-        if "MASTER_ADDR" not in env:
-            hosts = subprocess.run(
-                ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout.split()
-            env["MASTER_ADDR"] = hosts[0]
-        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))

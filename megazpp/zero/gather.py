@@ -10,13 +10,14 @@ again for backward). Source: ZeRO++ (arXiv 2306.10209) sections 3.1 and 3.2.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 import torch.distributed as dist
 
-from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.axis import MeshAxis, SilentAxis
 from megazpp.parallel.lane import Ticket
 from megazpp.zero.comms import AllGather, FreshBuffers, Pending
 from megazpp.zero.schedule import GatherSchedule, Lanes
@@ -88,6 +89,20 @@ class TwoHopGather(FreshBuffers, AllGather):
     def message_bytes(self) -> int:
         """Of a shard, as it travels."""
         return self._codec.layout.message_bytes
+
+    @property
+    def kind(self) -> Hashable:
+        """Units of the same kind use the same kernels."""
+        return self._codec.layout, self._codec.dtype
+
+    def rehearse(self, device: torch.device) -> None:
+        """Pack and unpack zeros as a use does, which compiles its kernels; sends nothing and changes nothing."""
+        twin, codec, size = copy.copy(self), self._codec, self._codec.layout.size
+        twin._cross, twin._local = SilentAxis(self._cross), SilentAxis(self._local)
+        middle = codec.empty(self._cross.size, device=device)
+        twin._hop_across(middle, lambda: torch.zeros(size, dtype=codec.dtype, device=device))
+        output = torch.empty(self._cross.size * self._local.size * size, dtype=codec.dtype, device=device)
+        twin._unpack(Ticket(twin._hop_inside(middle)), output)
 
     def start_early(self) -> None:
         """Start the cross hop if the weights have changed and the shards are at hand."""

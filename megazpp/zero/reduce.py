@@ -10,11 +10,13 @@ Source: ZeRO++ (arXiv 2306.10209) section 3.3, with the cross hop moved out of t
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Hashable
 
 import torch
 
-from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.axis import MeshAxis, SilentAxis
 from megazpp.parallel.lane import Ticket
 from megazpp.zero.comms import SummingReduce
 from megazpp.zero.schedule import Lanes, ReduceSchedule
@@ -88,6 +90,23 @@ class TwoHopReduce(SummingReduce):
         if self._feedback and self._errors is None:
             self._errors = self._cross_codec.new_errors(self._cross.size, device=device)
         return self._errors or []
+
+    @property
+    def kind(self) -> Hashable:
+        """Units of the same kind use the same kernels."""
+        codecs = (self._local_codec, self._cross_codec)
+        return tuple((codec.layout, codec.dtype) for codec in codecs)
+
+    def rehearse(self, device: torch.device) -> None:
+        """Reduce zeros as two micro-batches do, which compiles the kernels; sends nothing and changes nothing."""
+        twin, codec = copy.copy(self), self._local_codec
+        twin._cross, twin._local = SilentAxis(self._cross), SilentAxis(self._local)
+        twin._middle = twin._errors = None
+        size = codec.layout.size
+        gradients = torch.zeros(self._cross.size * self._local.size * size, dtype=codec.dtype, device=device)
+        twin._hop_inside(gradients, keep=not self._every_micro_batch)
+        inside = Ticket(twin._hop_inside(gradients, keep=False))
+        twin._hop_across(inside, torch.empty(size, dtype=codec.dtype, device=device))
 
     def _hop_inside(self, gradients: torch.Tensor, *, keep: bool) -> torch.Tensor:
         """[N L S] in FSDP2's rank order -> [N, S]: the node's sum, added to the middle of earlier micro-batches."""

@@ -73,6 +73,22 @@ class Sharding:
         for reduce in self._reduces:
             reduce.last_micro_batch = last
 
+    def compile_kernels(self, device: torch.device) -> None:
+        """Have the kernels of quantized messages compiled for `device` now, and not in the first step.
+
+        On CUDA each kind of unit needs some that the others do not; elsewhere they are compiled already.
+        """
+        if device.type == "cuda":
+            self.rehearse(device)
+
+    def rehearse(self, device: torch.device) -> None:
+        """Pack and unpack zeros once for each kind of unit; nobody else is needed, and nothing changes."""
+        hops: list[TwoHopGather | TwoHopReduce] = [*self._gathers, *self._reduces]
+        one_of_each = {(type(hop), hop.kind): hop for hop in hops}
+        with torch.no_grad():
+            for hop in one_of_each.values():
+                hop.rehearse(device)
+
     def free_gathered(self) -> None:
         """Drop gathered parameters, so that the next forward reads the shards; call after an evaluation."""
         for module in self._modules:

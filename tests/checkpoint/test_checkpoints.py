@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.checkpoints import Attempt, Job, run
 from helpers.ranks import ranks
 from helpers.training import Case
+from torch.distributed.checkpoint.staging import StagingOptions
 
+from megazpp.checkpoint import checkpoints
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.zero.config import ZeroConfig
 
@@ -116,3 +119,22 @@ def test_a_folder_that_another_job_uses_is_refused_on_all_ranks(tmp_path: Path, 
     for said in ranks(2).run(begin, Job(case=CASE, steps=1, flags={"save": str(tmp_path)})):
         assert said.startswith(f"--save {tmp_path} is in use by process ")
     other.unlock()
+
+
+def test_copies_are_staged_pinned_for_a_gpu_and_in_the_same_memory_each_time(monkeypatch: pytest.MonkeyPatch):
+    asked: list[StagingOptions] = []
+    monkeypatch.setattr(checkpoints, "DefaultStager", asked.append)
+    for name in ("cuda", "cpu"):
+        checkpoints._stager(torch.device(name))
+    assert [(options.use_pinned_memory, options.use_non_blocking_copy) for options in asked] == [
+        (True, True),
+        (False, False),
+    ]
+    assert not any(options.use_async_staging or options.use_shared_memory for options in asked)
+    monkeypatch.undo()
+    stager, tensors = checkpoints._stager(torch.device("cpu")), {"weight": torch.arange(4.0)}
+    first = stager.stage(tensors)["weight"]
+    tensors["weight"].add_(1)  # training goes on
+    assert first.tolist() == [0, 1, 2, 3]
+    assert stager.stage(tensors)["weight"].data_ptr() == first.data_ptr()
+    assert first.tolist() == [1, 2, 3, 4]

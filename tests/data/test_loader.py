@@ -14,6 +14,7 @@ import torch
 
 from megazpp.data.batch import make_micro_batch
 from megazpp.data.loader import BatchLoader
+from megazpp.parallel.worker import threads_on
 
 MAKE = partial(make_micro_batch, eod=None)
 
@@ -156,3 +157,15 @@ def test_batches_arrive_on_the_gpu() -> None:
             step = batches.step(consumed, 8)
             assert step[0].tokens.is_cuda
             assert [i for part in samples(step) for i in part] == list(range(consumed, consumed + 8))
+
+
+def test_threads_work_on_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatch):
+    """CUDA's current device is each thread's own; on the CPU nothing is asked."""
+    chosen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: chosen.append((threading.current_thread().name, d)))
+    device = torch.device("cuda", 3)
+    with threads_on(device, 1, "batch") as threads:
+        threads.submit(int).result()
+    with threads_on(torch.device("cpu"), 1, "batch") as threads:
+        threads.submit(int).result()
+    assert chosen == [("batch_0", device)]

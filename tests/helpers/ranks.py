@@ -124,21 +124,13 @@ def _share_groups_between_cases() -> None:
     """
     from megazpp.parallel import dims
 
-    make_mesh, make_groups = dims.DeviceMesh, dims.make_groups
-    meshes: dict[Any, Any] = {}
+    make_group = dims.make_group
     groups: dict[Any, Any] = {}
 
-    def shared_mesh(device_type: str, ranks: Any, *, mesh_dim_names: tuple[str, ...]) -> Any:
-        key = (device_type, str(ranks.tolist()), mesh_dim_names)
-        if key not in meshes:
-            meshes[key] = make_mesh(device_type, ranks, mesh_dim_names=mesh_dim_names)
-        return meshes[key]
-
-    def shared_groups(partition: Any, name: str, options: Any = None) -> Any:
+    def shared_group(partition: Any, name: str, options: Any = None) -> Any:
         key = (tuple(partition), name)
         if key not in groups:
-            groups[key] = make_groups(key[0], name, options)
+            groups[key] = make_group(partition, name, options)
         return groups[key]
 
-    shared_mesh.from_group = make_mesh.from_group  # takes groups that make_groups has made
-    dims.DeviceMesh, dims.make_groups = shared_mesh, shared_groups
+    dims.make_group = shared_group

@@ -26,7 +26,10 @@ def places(config: ParallelConfig, cluster: Cluster) -> dict[str, Any]:
     dims = ParallelDims(plan_dims(config, cluster, zero_stage=3), device_type="cpu")
     rank = dist.get_rank()
     found: dict[str, Any] = {"data": (dims.data_rank, dims.tp.rank), "coordinate": tuple(dims.mesh.get_coordinate())}
-    found["expected coordinate"] = (dims.replicate.rank, dims.shard.rank, dims.tp.rank)
+    found["expected coordinate"] = tuple(getattr(dims, name).rank for name in dims.mesh.mesh_dim_names)
+    assert [name for name in ("replicate", "shard", "tp") if getattr(dims, name).size > 1 or name == "shard"] == list(
+        dims.mesh.mesh_dim_names
+    )
     for name in AXES:
         axis = getattr(dims, name)
         assert axis.ranks == dims.layout.axis_ranks(name, rank)

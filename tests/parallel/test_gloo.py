@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import ranks
+from torch.distributed import distributed_c10d
 
 from megazpp.parallel import gloo
 
@@ -74,3 +75,46 @@ def test_the_interface_that_the_environment_names_is_used() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "no-such-interface" in done.stderr
+
+
+def listening_addresses(*, loopback: bool) -> set[str]:
+    """Where the group of one process listens, as the kernel writes addresses."""
+    program = (
+        "import os, torch.distributed as dist\n"
+        "from pathlib import Path\n"
+        "from megazpp.parallel.gloo import share_gloo_device\n"
+        f"share_gloo_device(loopback={loopback}, lazy=True)\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "own = {os.readlink(file) for file in Path('/proc/self/fd').iterdir() if file.exists() or file.is_symlink()}\n"
+        "for table in ('tcp', 'tcp6'):\n"
+        "    for row in Path('/proc/net', table).read_text().splitlines()[1:]:\n"
+        "        words = row.split()\n"
+        "        if words[3] == '0A' and f'socket:[{words[9]}]' in own: print(words[1].split(':')[0])\n"
+        "import sys; sys.stdout.flush(); os._exit(0)\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env)
+    return set(done.stdout.split())
+
+
+@pytest.mark.slow
+def test_on_one_machine_gloo_listens_on_the_loopback_only() -> None:
+    assert listening_addresses(loopback=True) == {"0100007F"}
+
+
+def lazily_connected(count: int) -> list[object]:
+    make = distributed_c10d.ProcessGroupGloo
+    gloo.share_gloo_device(lazy=True)
+    try:
+        group = dist.new_group(list(range(count)), backend="gloo")
+    finally:
+        distributed_c10d.ProcessGroupGloo = make
+    values: list[object] = [None] * count if dist.get_rank() == 0 else []
+    dist.gather_object(dist.get_rank(), values or None, dst=0, group=group)
+    box = [values]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return box[0]
+
+
+def test_ranks_that_connect_when_they_first_send_pass_objects_all_the_same() -> None:
+    assert ranks(4).run(lazily_connected, 4) == [[0, 1, 2, 3]] * 4

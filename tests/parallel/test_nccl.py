@@ -9,7 +9,16 @@ import pytest
 import torch.distributed as dist
 
 from megazpp.parallel import nccl
-from megazpp.parallel.nccl import GroupSettings, NcclConfig, axis_options, check_nccl, group_settings, nccl_options
+from megazpp.parallel.axis import make_group
+from megazpp.parallel.nccl import (
+    GroupSettings,
+    NcclConfig,
+    axis_options,
+    check_nccl,
+    group_settings,
+    nccl_options,
+    order_launches,
+)
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
 
@@ -93,3 +102,63 @@ def test_torch_s_own_options_take_every_setting():
 def test_values_that_nccl_refuses_are_refused_by_the_flag_s_name(config: NcclConfig, message: str):
     with pytest.raises(ValueError, match=message):
         check_nccl(config)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tp", "expected"),
+    [(2, 2, {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}), (1, 4, {}), (1, 2, {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"})],
+)
+def test_launches_keep_their_order_where_several_axes_have_ranks(nodes: int, tp: int, expected: dict[str, str]):
+    env: dict[str, str] = {}
+    order_launches(layout(nodes, tp), env)
+    assert env == expected
+    env = {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+    order_launches(layout(nodes, tp), env)
+    assert env == {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+
+
+class Calls(list[tuple[str, Any]]):
+    """What would make groups, as it is called on rank 2 of 4."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, bound: bool) -> None:
+        super().__init__()
+        world = SimpleNamespace(bound_device_id="cuda:2" if bound else None)
+        monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+        monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+        monkeypatch.setattr(dist, "get_rank", lambda: 2)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+        monkeypatch.setattr(dist, "split_group", self.split)
+        monkeypatch.setattr(dist, "new_group", self.new)
+        self.world = world
+
+    def split(self, *, split_ranks: list[list[int]], pg_options: Any, group_desc: str) -> str:
+        self.append(("split", split_ranks))
+        return "split"
+
+    def new(self, ranks: list[int], **options: Any) -> str:
+        self.append(("new", ranks))
+        assert options.get("use_local_synchronization", False) == (len(ranks) == 1)
+        assert options["backend"] == ("gloo" if len(ranks) == 1 else None)
+        return f"group of {ranks}"
+
+
+def test_bound_nccl_is_split_once_for_all_groups_of_an_axis(monkeypatch: pytest.MonkeyPatch):
+    calls = Calls(monkeypatch, bound=True)
+    assert make_group([(0, 2), (1, 3)], "tp", "options") == "split"
+    assert calls == [("split", [[0, 2], [1, 3]])]
+
+
+def test_without_a_device_or_in_another_order_groups_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch):
+    calls = Calls(monkeypatch, bound=False)
+    assert make_group([(0, 1), (2, 3)], "tp", "options") == "group of [2, 3]"
+    assert calls == [("new", [0, 1]), ("new", [2, 3])]
+    calls = Calls(monkeypatch, bound=True)
+    assert make_group([(0, 1), (3, 2)], "tp", "options") == "group of [3, 2]"  # split_group would sort them
+    assert calls == [("new", [0, 1]), ("new", [3, 2])]
+
+
+def test_all_ranks_have_their_group_already_and_one_rank_gets_no_communicator(monkeypatch: pytest.MonkeyPatch):
+    calls = Calls(monkeypatch, bound=True)
+    assert make_group([(0, 1, 2, 3)], "shard") is calls.world
+    assert make_group([(0,), (1,), (2,), (3,)], "shard") == "group of [2]"
+    assert calls == [("new", [2])]

@@ -14,6 +14,7 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, buil
 
 from megazpp.model.config import GPTConfig
 from megazpp.training.evaluate import Evaluator
+from megazpp.zero import wire
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.gather import StaleWeightsError
 from megazpp.zero.precision import PrecisionConfig
@@ -334,3 +335,51 @@ def step_with_a_nan(case: Case, poisoned_rank: int) -> tuple[bool, bool, bool]:
 def test_a_nan_on_one_rank_skips_the_step_everywhere_and_is_forgotten_after_it(zero: ZeroConfig, poisoned_rank: int):
     """Error feedback included: the step after the bad one is finite."""
     assert ranks(4).run(step_with_a_nan, Case(nodes=2, zero=zero), poisoned_rank) == [(True, True, True)] * 4
+
+
+def rehearsed(case: Case) -> dict[str, Any]:
+    """Two steps without rehearsals, then with one before each: losses, and the calls of kernels that each made."""
+    calls: set[Any] = set()
+    patch = pytest.MonkeyPatch()
+    for name in ("quantize_blockwise", "dequantize_blockwise", "dequantize_sum"):
+        patch.setattr(wire, name, functools.partial(_noted, calls, name, getattr(wire, name)))
+    results = []
+    for rehearse in (False, True):
+        step, dims = build_step(case)
+        size, losses, silent = case.global_batch // dims.data_size // case.micro_batches, [], True
+        for index in range(2):
+            calls.clear()
+            if rehearse:
+                before = dims.counter.table()
+                step.sharding.rehearse(torch.device("cpu"))
+                silent = silent and dims.counter.table() == before
+            foreseen = set(calls)
+            calls.clear()
+            batches = [
+                case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(case.micro_batches)
+            ]
+            losses.append(step(batches, learning_rate=1e-2, weight_decay=0.0).loss)
+        feedback = {name: buffer.tolist() for name, buffer in step.sharding.error_feedback().items()}
+        results.append((losses, feedback))
+    patch.undo()
+    return {"same": results[0] == results[1], "silent": silent, "unforeseen": calls - foreseen, "calls": len(calls)}
+
+
+def _noted(calls: set[Any], name: str, kernel: Any, *tensors: Any, **others: Any) -> None:
+    """What decides which kernel is compiled: types, strides, alignment, switches."""
+    given = [*tensors, *others.values()]
+    calls.add((name, *(_traits(x) for x in given)))
+    kernel(*tensors, **others)
+
+
+def _traits(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.dtype, tuple(x.shape), x.stride(), x.storage_offset() * x.element_size() % 16
+    return [_traits(part) for part in x].__repr__() if isinstance(x, tuple) else repr(x)
+
+
+def test_a_rehearsal_asks_for_every_kernel_of_a_step_sends_nothing_and_changes_nothing():
+    case = Case(nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))
+    for found in ranks(4).run(rehearsed, case):
+        assert found["calls"] > 0
+        assert found == {"same": True, "silent": True, "unforeseen": set(), "calls": found["calls"]}

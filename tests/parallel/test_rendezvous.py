@@ -1,0 +1,131 @@
+"""The store of a job on one machine cannot be reached from elsewhere, and what lies in a store is never run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megazpp.parallel import rendezvous
+from megazpp.parallel.launch import Place
+from megazpp.parallel.rendezvous import agent_variables, is_on_one_machine, loopback_store, open_store
+from megazpp.parallel.survey import share_survey
+from megazpp.topology.hosts import HostInfo
+
+LISTEN = "0A"  # in /proc/net/tcp
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+TIMEOUT = timedelta(seconds=10)
+
+
+class Evil:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def addresses_of(port: int) -> set[str]:
+    """On which of this machine's addresses somebody listens, as the kernel writes them."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            address, number = line.split()[1].split(":")
+            if int(number, 16) == port and line.split()[3] == LISTEN:
+                found.add(address)
+    return found
+
+
+def own_address() -> str:
+    """An address of this machine that is not the loopback's; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no network")
+        return str(probe.getsockname()[0])
+
+
+def test_the_launchers_store_cannot_be_reached_from_the_network():
+    store = loopback_store()
+    found = addresses_of(store.port)
+    assert found
+    assert found <= LOOPBACK
+    with pytest.raises(OSError, match=r"refused|timed out"):
+        socket.create_connection((own_address(), store.port), timeout=5)
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=TIMEOUT)
+    client.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_workers_of_the_launcher_find_its_store(monkeypatch: pytest.MonkeyPatch):
+    store = loopback_store()
+    for name, value in agent_variables(store).items():
+        monkeypatch.setenv(name, value)
+    opened, rank, size = open_store(Place(started=True, world_size=2, rank=1), TIMEOUT)
+    opened.set("key", "value")
+    assert (store.get("key"), rank, size) == (b"value", 1, 2)
+    assert is_on_one_machine(Place(started=True, world_size=2, rank=1))
+
+
+def test_a_single_process_listens_nowhere():
+    store, rank, size = open_store(Place(started=True, world_size=1), TIMEOUT, {})
+    assert isinstance(store, dist.HashStore)
+    assert (rank, size) == (0, 1)
+
+
+@pytest.mark.parametrize(("hosts", "address"), [("host0\n", "127.0.0.1"), ("host0\nhost1\n", "host0")])
+def test_srun_on_one_node_meets_on_the_loopback(hosts: str, address: str, monkeypatch: pytest.MonkeyPatch):
+    class Done:
+        stdout = hosts
+
+    monkeypatch.setattr(rendezvous.subprocess, "run", lambda *args, **kwargs: Done())
+    env = {"SLURM_PROCID": "1", "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "20007"}
+    rendezvous._set_missing_address(env)
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (address, "20007")
+    assert is_on_one_machine(Place(started=True, world_size=4, rank=1), env) == (address == "127.0.0.1")
+
+
+def test_rank_0_that_has_to_open_the_store_at_the_loopback_listens_there_only():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    store, _, _ = open_store(Place(started=True, world_size=2, rank=0), TIMEOUT, env)
+    assert isinstance(store, dist.TCPStore)
+    assert addresses_of(port) <= LOOPBACK
+
+
+def planted(key: str, value: bytes) -> dist.Store:
+    """A store that somebody has written to before the ranks do."""
+    store = dist.HashStore()
+    dist.PrefixStore("megazpp/survey", store).set(key, value)  # type: ignore[arg-type]
+    return store
+
+
+def test_a_pickle_in_the_store_is_an_error_and_is_not_run(tmp_path: Path):
+    bomb = pickle.dumps(Evil(tmp_path / "was here"))
+    pickle.loads(pickle.dumps(Evil(tmp_path / "would run")))
+    assert (tmp_path / "would run").exists()
+
+    with pytest.raises(ValueError, match="is no Answer"):
+        share_survey(planted("cluster", bomb), 1, 2, HostInfo(host="a"))
+    with pytest.raises(ValueError, match="is no HostInfo"):
+        share_survey(planted("host/1", bomb), 0, 2, HostInfo(host="a"))
+    assert not (tmp_path / "was here").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong", [b"", b"\xff\xfe", b"[" * 100000, b"{}", json.dumps({"cluster": 1, "problem": ""}).encode()]
+)
+def test_what_is_no_answer_is_an_error(wrong: bytes):
+    with pytest.raises(ValueError, match="is no Answer"):
+        share_survey(planted("cluster", wrong), 1, 2, HostInfo(host="a"))
