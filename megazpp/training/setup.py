@@ -24,7 +24,7 @@ from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
-from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_
+from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_, share_parameters_
 from megazpp.training.batches import BatchPlan
 from megazpp.training.evaluate import EvalConfig
 from megazpp.training.run_folder import RunFolder
@@ -62,11 +62,13 @@ class Built(NamedTuple):
 
 
 def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:
-    """Build on the meta device, shard, then allocate and initialise this rank's shards only."""
+    """Build on the meta device, shard, then allocate and initialise this rank's shards only; copies are equal."""
     built = shard_on_meta(spec, dims, device)
     materialize(built.model, device)
     draw_device = torch.device("cpu") if spec.config.use_cpu_initialization else device
     initialize_parameters_(built.model, seed=spec.seed, draw_device=draw_device)
+    with dims.counter.paused():  # no step sends this
+        share_parameters_(built.model, tp=dims.tp, replicate=dims.replicate)
     return built
 
 
