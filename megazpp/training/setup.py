@@ -19,6 +19,7 @@ from megazpp.data.batch import make_micro_batch
 from megazpp.data.dataset import DataConfig, Dataset, Splits, batch_options, build_datasets
 from megazpp.data.loader import BatchLoader
 from megazpp.data.tokenizer import Tokenizer
+from megazpp.model.attention_kernels import find_document_kernel
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
@@ -81,6 +82,7 @@ def shard_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
             tp=dims.tp,
             sequence_parallel=spec.sequence_parallel,
             shared_generator=SharedGenerator(device, seed=spec.seed, data_rank=dims.data_rank),
+            document_kernel=find_document_kernel(spec.config, device, spec.precision.param_dtype),
         )
     if dims.tp.size > 1:
         distribute_parameters(model, dims.mesh["tp"])
