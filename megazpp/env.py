@@ -25,6 +25,7 @@ import megazpp
 from kernels.block_quant import backend, native
 from kernels.c_library import CLibraryError
 from megazpp.data.cache import default_cache_dir
+from megazpp.model.attention_kernels import causal_kernels
 from megazpp.optim.apex import check_apex
 from megazpp.optim.backends import optimizer_backends
 from megazpp.optim.optimizer import OptimizerConfig
@@ -170,16 +171,8 @@ def _back_ends() -> Section:
     library = native.library()
     compiled = f"no: {library}" if isinstance(library, CLibraryError) else f"compiled by {library.compiler}"
     found["C library"] = compiled
-    kinds = {"flash": True, "plain": True}
-    if device == "cuda":
-        cuda = torch.backends.cuda
-        kinds = {
-            "flash": cuda.flash_sdp_enabled(),
-            "memory-efficient": cuda.mem_efficient_sdp_enabled(),
-            "cuDNN": cuda.cudnn_sdp_enabled(),
-            "plain": cuda.math_sdp_enabled(),
-        }
-    found["attention"] = f"torch scaled_dot_product_attention: {' or '.join(kind for kind, on in kinds.items() if on)}"
+    order = ", ".join(causal_kernels(torch.device(device)))
+    found["attention"] = f"torch scaled_dot_product_attention: {order}, the first that can"
     found["cache"] = str(default_cache_dir())
     return found
 

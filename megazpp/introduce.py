@@ -31,7 +31,14 @@ def introduce(console: Console, parsed: ParsedRun, plan: RunPlan, worker: Worker
         console.say(layout.cluster.links.describe())
     console.say(plan.wire.describe())
     device_type = worker.device.type
-    rows = [*optimizer_backends(config.optimizer, device_type), *model_backends(config.model, layout.tp)]
+    model = model_backends(
+        config.model,
+        layout.tp,
+        device=worker.device,
+        dtype=config.precision.param_dtype,
+        documents=config.data.reset_attention_mask,
+    )
+    rows = [*optimizer_backends(config.optimizer, device_type), *model]
     console.say(backend_table([*rows, *wire_backends(plan.wire, device_type)]))
 
 

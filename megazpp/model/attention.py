@@ -1,4 +1,4 @@
-"""Self attention: fused projection, rotary positions, torch's scaled_dot_product_attention.
+"""Self attention: fused projection, rotary positions, torch's attention kernels (attention_kernels.py says which).
 
 S sequence, B batch, H hidden, G query groups (key and value heads) and Q = heads / G query heads per group on this
 tp rank, D channels per head. The fused projection's rows are ordered [group, (Q queries, key, value), D], so a slice
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megazpp.model.attention_kernels import DocumentKernel, masked_attention
 from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import LayerCache
 from megazpp.parallel.axis import MeshAxis
@@ -26,12 +27,15 @@ class AttentionInputs:
 
     Attributes:
         rotary: (cos, sin), each [S, B or 1, 1, rotated channels] fp32; None without rotary positions.
-        mask: [B, 1, S, keys] bool, True where a query may look; None for plain causal attention.
+        mask: [B, 1, S, keys] bool, True where a query may look; None without one.
+        document_starts: [documents + 1] int32 offsets into the B x S flattened tokens, for a document kernel; None
+            without documents, or where `mask` keeps them apart. With neither, attention is plainly causal.
         places: [B, S] where keys and values go in a cache; None without one.
     """
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None
     mask: torch.Tensor | None
+    document_starts: torch.Tensor | None = None
     places: torch.Tensor | None = None
 
 
@@ -49,13 +53,14 @@ class SelfAttention(nn.Module):
         sequence_parallel: bool,
         output_std: float,
         recompute_core: bool,
+        document_kernel: DocumentKernel | None = None,
     ) -> None:
         super().__init__()
         self.head_size = config.head_size
         self.groups = config.query_groups // tp.size
         self.queries_per_group = config.heads // config.query_groups
         self.dropout = config.attention_dropout
-        self.recompute_core = recompute_core
+        self.recompute_core, self.document_kernel = recompute_core, document_kernel
         self.qkv = ColumnParallelLinear(
             config.hidden,
             config.query_groups * (self.queries_per_group + 2) * self.head_size,
@@ -85,24 +90,34 @@ class SelfAttention(nn.Module):
             assert inputs.places is not None, "a cache needs places"
             k, v = cache.extend((k, v), inputs.places, inputs.mask)
         if self.recompute_core and self.training:
-            context = checkpoint(self._core, q, k, v, inputs.mask, use_reentrant=False)
+            context = checkpoint(self._core, q, k, v, inputs, use_reentrant=False)
         else:
-            context = self._core(q, k, v, inputs.mask)
+            context = self._core(q, k, v, inputs)
         return self.proj(context)
 
-    def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """[S, B, heads, D], 2 x [keys, B, groups, D] -> [S, B, heads x D]."""
+        if inputs.document_starts is not None:
+            return self._inside_documents(q, k, v, inputs.document_starts)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, heads, S, D]
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None,
-            enable_gqa=self.queries_per_group > 1,
-        )
+        dropout = self.dropout if self.training else 0.0
+        if inputs.mask is not None:
+            out = masked_attention(q, k, v, inputs.mask, dropout=dropout)
+        else:
+            grouped = self.queries_per_group > 1
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
         return out.permute(2, 0, 1, 3).flatten(2, 3)
+
+    def _inside_documents(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor
+    ) -> torch.Tensor:
+        """As `_core`; rows of the batch are laid one after the other, which copies where there are several."""
+        assert self.document_kernel is not None, "document_starts need a document kernel"
+        seq, batch = q.shape[:2]
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [B x S, heads, D]
+        # no document is longer than a row; how long the longest is, the host does not know without waiting
+        out = self.document_kernel(q, k, v, starts, seq)
+        return out.view(batch, seq, -1).transpose(0, 1)
 
 
 def rotary_angles(position_ids: torch.Tensor, *, channels: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,7 +63,7 @@ class GPTConfig:
     )
     recompute_num_layers: int | None = flag(None, "layers to recompute with --recompute-method block")
     use_cpu_initialization: bool = flag(
-        False, "draw the initial weights on the CPU, so that they are the same on every kind of device"
+        False, "draw the initial weights on the CPU, so that runs on other kinds of devices start with the same ones"
     )
     compile: bool = flag(False, "torch.compile each layer (slower start, faster steps)")
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles
+from megazpp.model.attention_kernels import DocumentKernel, attention_backend
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.embedding import Embedding
@@ -41,6 +42,7 @@ class GPTModel(nn.Module):
         tp: the tensor-parallel axis.
         sequence_parallel: keep activations between layers split along the sequence.
         shared_generator: where tp ranks draw the dropout masks they must agree on; None when there is no dropout.
+        document_kernel: computes attention inside documents; None for a mask.
     """
 
     def __init__(
@@ -51,9 +53,11 @@ class GPTModel(nn.Module):
         tp: MeshAxis,
         sequence_parallel: bool = False,
         shared_generator: SharedGenerator | None = None,
+        document_kernel: DocumentKernel | None = None,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size, self.tp = config, vocab_size, tp
+        self.document_kernel = document_kernel
         self.sequence_parallel = sequence_parallel and tp.size > 1
         # tp ranks hold the same residual stream only without sequence parallelism
         shared = shared_generator if tp.size > 1 and not self.sequence_parallel else None
@@ -61,7 +65,14 @@ class GPTModel(nn.Module):
         padded = config.padded_vocab_size(vocab_size, tp.size)
         self.embedding = Embedding(config, vocab_size, padded, tp, self.sequence_parallel, shared)
         self.layers = nn.ModuleList(
-            TransformerLayer(config, index, tp=tp, sequence_parallel=self.sequence_parallel, shared=shared)
+            TransformerLayer(
+                config,
+                index,
+                tp=tp,
+                sequence_parallel=self.sequence_parallel,
+                shared=shared,
+                document_kernel=document_kernel,
+            )
             for index in range(config.layers)
         )
         self.final_norm = make_norm(config, tp, self.sequence_parallel)
@@ -100,7 +111,8 @@ class GPTModel(nn.Module):
             tokens: [B, S] int64.
             labels: [B, S] int64, the next token of each position.
             position_ids: [B, S] int64; None counts from 0 in every row.
-            document_starts: [D + 1] offsets into the flattened tokens; attention stays inside a document.
+            document_starts: [D + 1] offsets into the flattened tokens, int32 for a document kernel; attention stays
+                inside a document.
             cache: what came before `tokens`, of which it also keeps keys and values; for generation, without
                 sequence parallelism, position_ids and document_starts.
             logits_at: [B] the place in each row whose logits are wanted; None for all.
@@ -156,8 +168,9 @@ class GPTModel(nn.Module):
         batch, seq = position_ids.shape
         if cache is not None:
             return AttentionInputs(rotary=rotary, mask=cache.mask(position_ids), places=position_ids)
-        mask = None if starts is None else document_mask(starts, batch=batch, seq=seq)
-        return AttentionInputs(rotary=rotary, mask=mask)
+        if starts is not None and self.document_kernel is None:
+            return AttentionInputs(rotary=rotary, mask=document_mask(starts, batch=batch, seq=seq))
+        return AttentionInputs(rotary=rotary, mask=None, document_starts=starts)
 
 
 class TransformerLayer(nn.Module):
@@ -176,6 +189,7 @@ class TransformerLayer(nn.Module):
         tp: MeshAxis,
         sequence_parallel: bool,
         shared: SharedGenerator | None,
+        document_kernel: DocumentKernel | None = None,
     ) -> None:
         super().__init__()
         # Megatron's scaled init: the residual stream sums 2 x layers outputs
@@ -189,6 +203,7 @@ class TransformerLayer(nn.Module):
             sequence_parallel=sequence_parallel,
             output_std=output_std,
             recompute_core=config.recompute == "selective",
+            document_kernel=document_kernel,
         )
         self.mlp_norm = make_norm(config, tp, sequence_parallel)
         self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, output_std=output_std)
@@ -220,8 +235,15 @@ def make_norm(config: GPTConfig, tp: MeshAxis, sequence_parallel: bool) -> Norm:
     )
 
 
-def model_backends(config: GPTConfig, tp_size: int) -> list[tuple[str, str, str]]:
-    """Rows (piece, implementation, why) for the table of back ends."""
+def model_backends(
+    config: GPTConfig, tp_size: int, *, device: torch.device, dtype: torch.dtype, documents: bool
+) -> list[tuple[str, str, str]]:
+    """Rows (piece, implementation, why) for the table of back ends.
+
+    Args:
+        dtype: what the layers compute in.
+        documents: attention stays inside documents.
+    """
     norm = {"LayerNorm": "torch layer_norm", "RMSNorm": "torch rms_norm"}[config.normalization]
     loss = (
         ("torch cross_entropy", "the vocabulary is whole on every rank")
@@ -229,11 +251,7 @@ def model_backends(config: GPTConfig, tp_size: int) -> list[tuple[str, str, str]
         else ("vocab-parallel cross entropy", "the logits are split over tp and never gathered")
     )
     return [
-        (
-            "attention",
-            "torch scaled_dot_product_attention",
-            "flash, memory-efficient or plain by device and mask",
-        ),
+        ("attention", *attention_backend(config, device, dtype, documents=documents)),
         ("norms", norm, "one fused kernel per device"),
         ("cross entropy", *loss),
         ("layers", "torch.compile" if config.compile else "eager", f"--{'' if config.compile else 'no-'}compile"),

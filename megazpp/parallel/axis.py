@@ -140,6 +140,14 @@ class MeshAxis:
         self.count("all_to_all", self.ring_bytes(x))
         return out
 
+    def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
+        """Replace `x` in place by that of the axis's first rank and return it."""
+        if self.size > 1:
+            with self.timeline.span(self.name, "broadcast"):
+                dist.broadcast(x, src=self.ranks[0], group=self.group)
+            self.count("broadcast", self.ring_bytes(x))
+        return x
+
     def gather_objects(self, value: object) -> list[Any]:
         """The picklable `value` of every rank on the axis's first rank, in axis order; elsewhere nothing."""
         if self.size == 1:

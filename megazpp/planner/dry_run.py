@@ -6,7 +6,8 @@ Only two things are pretended. The process groups are torch's back end "fake", o
 nothing; our axes count what they hand it as ever. And tensors have shapes and no memory (FakeTensorMode on top of the
 meta device, because FSDP2 refuses parameters that are on it), so a step of any model fits anywhere, and the values that
 the host asks for are 1. The process is a CPU's, whatever the plan is for: which bytes are sent does not depend on that.
-Not run: data loading, checkpoints, comparing kept weights, and attention within documents.
+Not run: data loading, checkpoints, and comparing kept weights. With --reset-attention-mask every sample is one
+document, and attention inside it takes a CPU's way, a mask.
 """
 
 from __future__ import annotations
@@ -156,6 +157,9 @@ def _run_step(
         )
         samples = torch.zeros(plan.batches.micro_batch_size, seq_length + 1, dtype=torch.int64)
         batch = make_micro_batch(samples, eod=None)
+        if config.data.reset_attention_mask:
+            ends = torch.arange(0, samples.shape[0] * seq_length + 1, seq_length, dtype=torch.int32)
+            batch = batch._replace(document_starts=ends)
         step([batch], learning_rate=1.0, weight_decay=0.0)
         rest, sent = max(micro_batches - SIMULATED_MICRO_BATCHES, 0), []
         for count in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES) if rest else (micro_batches,):

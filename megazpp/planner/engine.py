@@ -45,7 +45,8 @@ class PaperFSDP:
         on_cpu: bool,
     ) -> None:
         self._simulation, self._shard, self._replicate = simulation, axes["shard"], axes["replicate"]
-        self._costs, self._stage, self._precision, self._plugs = costs, zero.stage, precision, plugs
+        self._costs, self._precision, self._plugs = costs, precision, plugs
+        self._stage = zero.stage_over(self._shard.size)
         self._on_cpu = on_cpu
         self._keeps_middle = not zero.zero_cross_every_microbatch
         self._clocks = [simulation.new_clock(name) for name in ("gathers", "reductions", "copies")]

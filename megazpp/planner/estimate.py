@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import torch
 
 from megazpp.arguments import RunConfig
 from megazpp.checks import RunPlan, check_run_config
+from megazpp.model.attention_kernels import FIRST_CAPABILITY, capability, mask_reason
 from megazpp.planner.costs import ClusterCosts, Costs, NoCosts
 from megazpp.planner.memory import MemoryPlan, usable_gigabytes
 from megazpp.planner.speed import measure
@@ -17,6 +20,7 @@ from megazpp.topology.cost import shares_for
 from megazpp.training.flops import model_flops_per_token
 
 WIRES = ("tp", "local", "cross")
+BEFORE_AMPERE = ("P100", "V100", "T4", "RTX 20", "TITAN")  # how the names of devices without flash attention begin
 
 
 class Estimate(NamedTuple):
@@ -96,7 +100,8 @@ class Estimator:
             ValueError: the flags do not fit each other or the cluster.
         """
         plan = check_run_config(config, self.cluster, device_type=self._device_type)
-        trace, count = self._trace(config, plan), plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
+        trace = self._trace(config, plan, on_cpu=self._on_cpu)
+        count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
         step = self.paper_step(config, plan, ClusterCosts(plan.layout, self._shares) if self._timed else NoCosts())
         traffic, seconds, busy = measure(step, count)
         hidden = {}
@@ -128,7 +133,7 @@ class Estimator:
     ) -> PaperStep:
         """The run's step on one rank."""
         return PaperStep(
-            self._trace(config, plan),
+            self._trace(config, plan, on_cpu=on_cpu or self._on_cpu),
             layout=plan.layout,
             wire=plan.wire,
             zero=config.zero,
@@ -139,11 +144,17 @@ class Estimator:
             moments=2 if config.optimizer.optimizer == "adam" else 1,
         )
 
-    def _trace(self, config: RunConfig, plan: RunPlan) -> Trace:
+    @property
+    def _on_cpu(self) -> bool:
+        """Whether no GPU is planned for: neither the cluster file's nor this machine's."""
+        return self.cluster.device is None and self._device_type == "cpu"
+
+    def _trace(self, config: RunConfig, plan: RunPlan, *, on_cpu: bool) -> Trace:
         assert config.data.seq_length is not None
         sequence_parallel = config.parallel.sequence_parallel and plan.layout.tp > 1
-        size = plan.batches.micro_batch_size
-        key = (config.model, plan.layout.tp, size, config.data.seq_length, sequence_parallel, config.precision)
+        size, documents = plan.batches.micro_batch_size, self._documents(config, on_cpu)
+        shape = (config.model, plan.layout.tp, size, config.data.seq_length, sequence_parallel, config.precision)
+        key = (shape, documents, on_cpu)
         if key not in self._traces:
             self._traces[key] = trace_model(
                 config.model,
@@ -153,8 +164,22 @@ class Estimator:
                 layout=plan.layout,
                 sequence_parallel=sequence_parallel,
                 dtype=config.precision.param_dtype,
+                documents=documents,
+                on_cpu=on_cpu,
             )
         return self._traces[key]
+
+    def _documents(self, config: RunConfig, on_cpu: bool) -> Literal["kernel", "mask"] | None:
+        """How attention stays inside documents on the device that is planned for."""
+        if not config.data.reset_attention_mask:
+            return None
+        found = None
+        if self.cluster.device is not None:
+            found = (7, 0) if self.cluster.device.name.startswith(BEFORE_AMPERE) else FIRST_CAPABILITY
+        elif self._device_type == "cuda":
+            found = capability(torch.device("cuda"))
+        reason = mask_reason(config.model, capability=None if on_cpu else found, dtype=config.precision.param_dtype)
+        return "mask" if reason else "kernel"
 
     def _node_bytes(self, plan: RunPlan, traffic: TrafficTable) -> int:
         """Counted on rank 0's axes: every rank sends as much on an axis, over the network those whose link is one."""

@@ -17,6 +17,7 @@ from torch.autograd import Variable
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megazpp.model.attention_kernels import repeated
 from megazpp.model.gpt import GPTModel
 from megazpp.planner.live import LiveBytes
 
@@ -59,9 +60,9 @@ class Segment(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every operation and every storage, by segment."""
+    """Notes every operation and every storage, by segment of the model that it watches."""
 
-    def __init__(self, model: GPTModel) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._work: dict[tuple[str, int], list[Work]] = defaultdict(list)
         self._kept: dict[tuple[str, int], int] = defaultdict(int)
@@ -69,6 +70,9 @@ class Recorder(TorchDispatchMode):
         self._gradients: dict[tuple[str, int], int] = defaultdict(int)
         self._now = (FORWARD, 0)
         self._live, self._before = LiveBytes(), 0
+
+    def watch(self, model: GPTModel) -> None:
+        """Call once, before `model` runs."""
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._accumulated)
         for index, module in enumerate([model.embedding, *model.layers]):
@@ -125,30 +129,54 @@ def backward(loss: torch.Tensor) -> None:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention as the fused kernels do it, which meta tensors do not choose: nothing of size S x S is kept."""
+    """Attention as the fused kernels do it, which meta tensors do not choose: no scores of S x S are kept.
 
-    def __init__(self, recorder: Recorder) -> None:
+    A mask is kept, in the dtype of the queries.
+
+    Args:
+        on_cpu: of which device the kernels are: CUDA's take no groups beside a mask.
+    """
+
+    def __init__(self, recorder: Recorder, *, on_cpu: bool) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._recorder, self._on_cpu = recorder, on_cpu
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            assert kwargs is not None
-            return _Attention.apply(*args[:3], self._recorder, 0.5 if kwargs["is_causal"] else 1.0)
-        return func(*args, **(kwargs or {}))
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        q, k, v = args[:3]
+        mask = kwargs.get("attn_mask")
+        if mask is not None and not self._on_cpu:
+            k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
+        return _Attention.apply(q, k, v, mask, self._recorder, 0.5 if mask is None else 1.0)
+
+    def inside_documents(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int
+    ) -> torch.Tensor:
+        """A DocumentKernel: as if every document were `longest` tokens long."""
+        batch = q.shape[0] // longest
+        q, k, v = (x.unflatten(0, (batch, longest)).transpose(1, 2) for x in (q, k, v))
+        return _Attention.apply(q, k, v, None, self._recorder, 0.5).transpose(1, 2).flatten(0, 1)
 
 
 class _Attention(torch.autograd.Function):
-    """q [B, heads, S, D], k, v [B, groups, S, D] -> [B, heads, S, D]; keeps these and one fp32 per query."""
+    """q [B, heads, S, D], k, v [B, groups, S, D] -> [B, heads, S, D]; keeps these, one fp32 per query, and the mask."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recorder: Recorder, share: float
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        recorder: Recorder,
+        share: float,
     ) -> torch.Tensor:
         batch, heads, seq, channels = q.shape
         out = torch.empty_like(q)  # as q lies in memory, so the output layer needs no copy of it
         normalizer = q.new_empty(batch, heads, seq, dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, normalizer)
+        bias = None if mask is None else q.new_empty(mask.shape)
+        ctx.save_for_backward(q, k, v, out, normalizer, bias)
         ctx.recorder, ctx.share = recorder, share
         for _ in range(2):  # scores, weighted sum
             recorder.product(seq, seq, channels, batch * heads * share, _nbytes([q, k]))
@@ -156,11 +184,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        q, k, v, _, _ = ctx.saved_tensors
+        q, k, v = ctx.saved_tensors[:3]
         batch, heads, seq, channels = q.shape
         for _ in range(5):  # scores again, and the gradients of scores, q, k and v
             ctx.recorder.product(seq, seq, channels, batch * heads * ctx.share, _nbytes([q, k]))
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None, None
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

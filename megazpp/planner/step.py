@@ -71,8 +71,8 @@ class PaperStep:
         on_cpu: bool = False,
         moments: int = 2,
     ) -> None:
-        self.trace, self._stage, self._moments, self._costs = trace, zero.stage, moments, costs or NoCosts()
-        self._on_cpu = on_cpu
+        self.trace, self._moments, self._costs = trace, moments, costs or NoCosts()
+        self._stage, self._on_cpu = zero.stage_over(layout.axis_size("shard")), on_cpu
         self.counter, self.simulation, self.ledger = TrafficCounter(), Simulation(), Ledger()
         self._axes = {
             name: PaperAxis(layout, name, rank=rank, counter=self.counter, cost=self._sending(name)) for name in AXES

@@ -7,7 +7,7 @@ traffic and activations are those of the code and not of a formula beside it. La
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -49,25 +49,38 @@ def trace_model(
     layout: Layout,
     sequence_parallel: bool,
     dtype: torch.dtype,
+    documents: Literal["kernel", "mask"] | None = None,
+    on_cpu: bool = False,
 ) -> Trace:
     """Run one micro-batch on paper.
 
     Args:
         layout: whose tensor parallelism it is.
         dtype: what the layers compute in.
+        documents: how attention stays inside documents, each of which is as long as a sample; None if it need not.
+        on_cpu: whether the attention kernels are a CPU's.
     """
     tp = PaperAxis(layout, "tp", rank=0, counter=TrafficCounter())
     shape = dataclasses.replace(config, num_layers=min(config.layers, 2))
     if config.recompute_method == "block":  # the first layer is run again, the second is not
         shape = dataclasses.replace(shape, recompute_num_layers=1)
+    recorder = Recorder()
+    attention = FusedAttention(recorder, on_cpu=on_cpu)
     with torch.device("meta"):
-        model = GPTModel(shape, vocab_size=vocab_size, tp=tp, sequence_parallel=sequence_parallel).to(dtype)
+        model = GPTModel(
+            shape,
+            vocab_size=vocab_size,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            document_kernel=attention.inside_documents if documents == "kernel" else None,
+        ).to(dtype)
+        starts = torch.empty(micro_batch_size + 1, dtype=torch.int32) if documents else None
         tokens = torch.empty(micro_batch_size, seq_length, dtype=torch.int64)
         mask = torch.empty(micro_batch_size, seq_length)
-    recorder = Recorder(model)
+    recorder.watch(model)
     tp.observe(recorder.sent)
-    with recorder, FusedAttention(recorder):
-        losses = model(tokens, tokens)
+    with recorder, attention:
+        losses = model(tokens, tokens, document_starts=starts)
         loss = (losses * mask).sum()
         recorder.enter((BACKWARD, shape.layers + 1))
         backward(loss)

@@ -5,7 +5,9 @@ sharding, `distribute_parameters` turns each into a DTensor on the tp mesh (spli
 FSDP2, gradient clipping and resharding checkpoints compose with. Forward code reads them through `local`.
 
 Initial values depend on (seed, parameter name) alone: each parameter is drawn in full from its own generator and
-then sliced, so weights do not change with the number of ranks or how they are arranged.
+then sliced, so weights do not change with the number of ranks or how they are arranged. Devices of different models
+draw different numbers from one seed (CUDA cuts a tensor by its multiprocessors), so what several ranks hold alike,
+`share_parameters_` takes from one of them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from megazpp.parallel.axis import MeshAxis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +95,20 @@ def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.de
             parameter.to_local().copy_(placed.to_local())
         else:
             parameter.copy_(full)
+
+
+@torch.no_grad()
+def share_parameters_(model: nn.Module, *, tp: MeshAxis, replicate: MeshAxis) -> None:
+    """Give every copy of a drawn parameter the values of its first rank; constants are the same by themselves.
+
+    A rank sends its shard over `replicate` once, and over `tp` what that axis does not split.
+    """
+    for _, module, attribute, spec in owned_parameters(model):
+        if spec.std > 0.0:
+            values = local(getattr(module, attribute).detach())
+            if spec.split is None:
+                tp.broadcast_(values)
+            replicate.broadcast_(values)
 
 
 def draw_parameter(

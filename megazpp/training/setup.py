@@ -19,12 +19,13 @@ from megazpp.data.batch import make_micro_batch
 from megazpp.data.dataset import DataConfig, Dataset, Splits, batch_options, build_datasets
 from megazpp.data.loader import BatchLoader
 from megazpp.data.tokenizer import Tokenizer
+from megazpp.model.attention_kernels import find_document_kernel
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
-from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_
+from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_, share_parameters_
 from megazpp.training.batches import BatchPlan
 from megazpp.training.evaluate import EvalConfig
 from megazpp.training.run_folder import RunFolder
@@ -62,11 +63,13 @@ class Built(NamedTuple):
 
 
 def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:
-    """Build on the meta device, shard, then allocate and initialise this rank's shards only."""
+    """Build on the meta device, shard, then allocate and initialise this rank's shards only; copies are equal."""
     built = shard_on_meta(spec, dims, device)
     materialize(built.model, device)
     draw_device = torch.device("cpu") if spec.config.use_cpu_initialization else device
     initialize_parameters_(built.model, seed=spec.seed, draw_device=draw_device)
+    with dims.counter.paused():  # no step sends this
+        share_parameters_(built.model, tp=dims.tp, replicate=dims.replicate)
     return built
 
 
@@ -79,6 +82,7 @@ def shard_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
             tp=dims.tp,
             sequence_parallel=spec.sequence_parallel,
             shared_generator=SharedGenerator(device, seed=spec.seed, data_rank=dims.data_rank),
+            document_kernel=find_document_kernel(spec.config, device, spec.precision.param_dtype),
         )
     if dims.tp.size > 1:
         distribute_parameters(model, dims.mesh["tp"])

@@ -70,6 +70,14 @@ class ZeroConfig:
             return self.zero_stage
         return 1 if self.use_distributed_optimizer else 3
 
+    def stage_over(self, num_ranks: int) -> int:
+        """The stage in which shards of `num_ranks` ranks run.
+
+        One rank has nobody to gather from: instead of casting its weights anew for each use, as stage 3 would, it
+        keeps them in the compute format until they change, as stage 2 does.
+        """
+        return min(self.stage, 2) if num_ranks == 1 else self.stage
+
 
 class GatherPlan(NamedTuple):
     """How weights travel: `fmt` None for the compute format; `keep` the middle."""

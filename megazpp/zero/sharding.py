@@ -7,6 +7,7 @@
 | 2     | gathered once per optimizer step  | sharded, reduced every micro-batch    | sharded |
 | 3     | gathered for each use             | sharded, reduced every micro-batch    | sharded |
 
+A shard of one rank has nothing to gather: there stage 3 keeps weights as stage 2 does (`ZeroConfig.stage_over`).
 All four are `fully_shard` with other settings (stage 0: a mesh of replicas with shards of one rank), so mixed
 precision, parameter types and checkpoints are the same everywhere. ZeRO++ is stage 3 with other comms plugged in
 (gather.py, reduce.py). Communication only sums: the caller divides the loss by the global number of tokens.
@@ -176,10 +177,11 @@ def shard_model(
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )
+    stage = zero.stage_over(dims.shard.size)
     for unit in [*units, [model]]:
         target = unit[0] if len(unit) == 1 else list(unit)
-        fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=zero.stage == 3, mp_policy=policy)
-    return _plug_in(model, dims, plan, zero, precision)
+        fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
+    return _plug_in(model, dims, plan, zero, precision, stage=stage)
 
 
 def attach_zeropp(
@@ -197,23 +199,24 @@ def attach_zeropp(
         TypeError: `model` was not wrapped.
     """
     zero, precision = zero or ZeroConfig(zeropp=True), precision or PrecisionConfig()
-    return _plug_in(model, dims, plan_wire(zero, dims.layout), zero, precision)
+    return _plug_in(model, dims, plan_wire(zero, dims.layout), zero, precision, stage=zero.stage)
 
 
 def _plug_in(
-    model: nn.Module, dims: ParallelDims, plan: WirePlan, zero: ZeroConfig, precision: PrecisionConfig
+    model: nn.Module, dims: ParallelDims, plan: WirePlan, zero: ZeroConfig, precision: PrecisionConfig, *, stage: int
 ) -> Sharding:
     units = find_units(model, dims)
     plugs = Plugs(cross=dims.cross, local=dims.local, shard=dims.shard, plan=plan, zero=zero, precision=precision)
     for unit in units:
         for module in map(_as_fsdp, unit.modules):
-            module.set_gradient_divide_factor(1.0)
+            if dims.data_size > 1:  # for one rank FSDP2 divides by nothing, unless told by what
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if dims.replicate.size > 1:
                 module.set_all_reduce_hook(count_all_reduce(dims.replicate))
         if dims.shard.size > 1:  # FSDP2 calls no collectives for one rank
             plugs.plug_into(unit)
-    return Sharding(model, units, zero.stage, plugs.gathers, plugs.reduces, plugs.all_reduces)
+    return Sharding(model, units, stage, plugs.gathers, plugs.reduces, plugs.all_reduces)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -80,3 +80,20 @@ def test_schemes_differ_from_the_run_in_nothing_but_how_it_shards_and_sends():
     for other in found.values():
         assert (other.model, other.batches, other.precision) == (run.model, run.batches, run.precision)
         assert other.zero.zero_gradient_bits == (8, 8)
+
+
+V100, H100 = (DEVICE._replace(name=name) for name in ("V100-SXM3-32GB", "H100-SXM5-80GB"))
+
+
+@pytest.mark.parametrize(("device", "flags", "how"), [
+    (H100, ["--attention-dropout", "0"], "kernel"),
+    (H100, ["--attention-dropout", "0.1"], "mask"),
+    (V100, ["--attention-dropout", "0"], "mask"),
+    (None, ["--attention-dropout", "0"], "mask"),
+])  # fmt: skip
+def test_documents_are_planned_as_the_device_will_keep_them_apart(device: Device | None, flags: list[str], how: str):
+    made = estimator(Cluster(num_nodes=2, ranks_per_node=2, device=device))
+    flags = [*flags, "--micro-batch-size", "1"]
+    plain, own = (made.estimate(config(*flags, *more)).memory.total for more in ([], ["--reset-attention-mask"]))
+    mask = 128 * 128 * 2 * 2  # of two layers, in bf16
+    assert own - plain == 0 if how == "kernel" else own - plain >= mask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ COMBINATIONS = {
     "--fp16 --zeropp LLAMA --recompute-granularity full --no-overlap-grad-reduce": -0.24,
     "--bf16 --zeropp TP --sequence-parallel --recompute-granularity selective K4": -0.16,
     "--bf16 --zeropp --zero-accumulate-in-bf16 --optimizer sgd K4": -0.03,
+    "--bf16 --reset-attention-mask": 0.0,
+    "--bf16 --reset-attention-mask LLAMA K4": 1.16,
     "--bf16 --zeropp --no-zero-error-feedback --zero-cross-every-microbatch": -0.09,
 }
 
@@ -188,3 +191,18 @@ def test_the_ledger_remembers_its_fullest_moment_by_kind():
 def test_nine_tenths_of_a_device_are_usable():
     assert usable_gigabytes(Device("a GPU", 1.0, 80.0, 1.0)) == 72.0
     assert usable_gigabytes(None) is None
+
+
+# ---- one rank -------------------------------------------------------------------------------------------------------
+
+ALONE = {"--bf16": 0.0, "--bf16 K4": 0.0, "--fp16 --zero-stage 2 K4": 0.0, "LLAMA K4": 0.0}
+
+
+@pytest.mark.parametrize(("flags", "recorded"), ALONE.items(), ids=ALONE)
+def test_planned_memory_of_one_rank_holds_the_weights_it_keeps(flags: str, recorded: float):
+    run = combination(flags)
+    samples = 2 * (4 if "K4" in flags else 1)
+    run = dataclasses.replace(run, batches=dataclasses.replace(run.batches, global_batch_size=samples))
+    dry = dry_run(run, Cluster(num_nodes=1, ranks_per_node=1), rank=0)
+    error = 100 * (dry.memory.total / dry.live_bytes - 1)
+    assert error == pytest.approx(recorded, abs=0.5)

@@ -21,16 +21,17 @@ from megazpp.training.flops import model_flops_per_token
 VOCAB, SEQ, SAMPLES = 64, 16, 3
 
 
-def trace(config: GPTConfig, *, tp: int = 1) -> Trace:
+def trace(config: GPTConfig, *, tp: int = 1, samples: int = SAMPLES, **documents: Any) -> Trace:
     layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp), tp=tp, replicas=1)
     return trace_model(
         config,
         vocab_size=VOCAB,
         seq_length=SEQ,
-        micro_batch_size=SAMPLES,
+        micro_batch_size=samples,
         layout=layout,
         sequence_parallel=False,
         dtype=torch.bfloat16,
+        **documents,
     )
 
 
@@ -85,3 +86,38 @@ def test_what_a_forward_keeps_its_backward_frees():
     assert found.num_segments == 7
     assert {phase for phase, _ in found.segments} == {FORWARD, BACKWARD}
     assert 0 <= kept - gradients < 4096  # the loss, positions
+
+
+def kept_by_a_layer(found: Trace) -> int:
+    return found.segments[FORWARD, 2].kept
+
+
+@pytest.mark.parametrize("config", [GPT2_STYLE, LLAMA_STYLE], ids=["gpt", "llama"])
+def test_documents_by_offsets_cost_a_row_as_much_as_plain_causal_attention(config: GPTConfig):
+    """One row: nothing is copied, nothing of S x S is kept."""
+    plain, documents = trace(like(config), samples=1), trace(like(config), samples=1, documents="kernel")
+    assert kept_by_a_layer(documents) == kept_by_a_layer(plain)
+    assert flops(documents) == flops(plain)
+
+
+@pytest.mark.parametrize("config", [GPT2_STYLE, LLAMA_STYLE], ids=["gpt", "llama"])
+def test_of_several_rows_a_copy_side_by_side_is_kept(config: GPTConfig):
+    """What comes out of the kernel lies row by row, and the output layer keeps it as the layer lies."""
+    plain, documents = trace(like(config)), trace(like(config), documents="kernel")
+    context = 2 * SAMPLES * SEQ * config.heads * config.head_size
+    assert kept_by_a_layer(documents) <= kept_by_a_layer(plain) + context
+    assert flops(documents) == flops(plain)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("config", [GPT2_STYLE, LLAMA_STYLE], ids=["gpt", "llama"])
+def test_a_mask_is_kept_by_every_layer_and_on_cuda_repeated_groups_are_too(config: GPTConfig, on_cpu: bool):
+    plain, documents = trace(like(config)), trace(like(config), documents="mask", on_cpu=on_cpu)
+    mask = 2 * SAMPLES * SEQ**2
+    group = 2 * SAMPLES * SEQ * config.head_size  # of keys or values
+    extra = mask
+    if not on_cpu and config.heads > config.query_groups:
+        groups = config.query_groups  # keys, and the fused projection of which values were a part, are not needed then
+        extra += (2 * config.heads - groups - (config.heads + 2 * groups)) * group
+    assert kept_by_a_layer(documents) - kept_by_a_layer(plain) == extra
+    assert flops(documents) > flops(plain)  # the half above the diagonal is computed too

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel import parameters
 from megazpp.tensor_parallel.parameters import (
     ParameterSpec,
     draw_parameter,
@@ -25,6 +27,7 @@ from megazpp.tensor_parallel.parameters import (
     local,
     owned_parameters,
 )
+from megazpp.zero.verify import verify_weights
 
 VOCAB = 101
 STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}
@@ -213,3 +216,39 @@ def local_of_a_dtensor() -> tuple[bool, torch.Tensor, bool]:
     inside = local(wrapped)
     (inside * 4.0).sum().backward()
     return not isinstance(inside, DTensor), wrapped.grad.to_local(), isinstance(wrapped.grad, DTensor)
+
+
+def weights_of_another_device_on_each_rank(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, int], bool]:
+    """Local shards by name, where the rank is, and whether gathered weights agree, if no two ranks draw alike."""
+
+    def draw(name: str, shape: tuple[int, ...], spec: ParameterSpec, *, seed: int, device: torch.device) -> Any:
+        return draw_parameter(name, shape, spec, seed=seed + torch.distributed.get_rank(), device=device)
+
+    with mock.patch.object(parameters, "draw_parameter", draw):
+        model, sharding, dims = build_on_ranks(case)
+    place = {name: getattr(dims, name).rank for name in ("tp", "shard")}
+    shards = {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
+    verify_weights(sharding, dims)  # raises where they do not
+    return shards, place, not dims.counter.table()
+
+
+SHARING = {
+    "stage 0": (2, Case(stage=0, model=GPT2_STYLE)),
+    "HSDP": (4, Case(replicas=2, model=GPT2_STYLE)),
+    "HSDP, uneven": (6, Case(replicas=2, model=LLAMA_STYLE, global_batch=18)),
+    "tp": (2, Case(tp=2, model=GPT2_STYLE)),  # learned positions are whole on each tp rank
+    "tp, HSDP": (4, Case(tp=2, replicas=2, model=LLAMA_STYLE)),
+}
+
+
+@pytest.mark.parametrize(("size", "case"), SHARING.values(), ids=SHARING)
+def test_copies_start_with_the_same_weights_also_where_devices_draw_other_numbers(size: int, case: Case):
+    first: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+    found = ranks(size).run(weights_of_another_device_on_each_rank, case)
+    for shards, place, nothing_counted in found:
+        assert nothing_counted
+        for name, shard in first.setdefault((place["tp"], place["shard"]), shards).items():
+            assert torch.equal(shards[name], shard), name
+    if case.tp > 1 and case.model is GPT2_STYLE:
+        assert torch.equal(*(shards["embedding.position.weight"] for shards, _, _ in found))
+        assert not torch.equal(*(shards["layers.0.mlp.fc1.weight"] for shards, _, _ in found))

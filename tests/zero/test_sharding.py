@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from helpers.ranks import ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
+from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import Sharding, shard_model
 
 RATE = 0.1
@@ -49,13 +52,15 @@ def plain_weights() -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def build(stage: int, replicas: int = 1) -> tuple[Odd, Sharding, ParallelDims]:
+def build(
+    stage: int, replicas: int = 1, precision: PrecisionConfig | None = None
+) -> tuple[Odd, Sharding, ParallelDims]:
     cluster = Cluster(num_nodes=1, ranks_per_node=torch.distributed.get_world_size())
     config = ParallelConfig(num_distributed_optimizer_instances=replicas)
     dims = ParallelDims(plan_dims(config, cluster, zero_stage=stage), device_type="cpu")
     model = Odd()
     units = [[model.first], [model.frozen, model.last]]
-    return model, shard_model(model, units, dims, zero=ZeroConfig(zero_stage=stage)), dims
+    return model, shard_model(model, units, dims, zero=ZeroConfig(zero_stage=stage), precision=precision), dims
 
 
 def train(stage: int, micro_batches: int) -> dict[str, torch.Tensor]:
@@ -105,6 +110,50 @@ def test_after_an_evaluation_the_next_forward_reads_the_shards(stage: int):
     for result in ranks(2).run(freed_after_evaluation, stage):
         assert result["gathered"] is (stage < 3)  # stage 3 frees after each use by itself
         assert result["seen"] == pytest.approx(expected, rel=1e-6)
+
+
+class Counted(TorchDispatchMode):
+    """How often an operation with a tensor result ran, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.name().split(".")[0]
+        if name == "aten::_to_copy" and isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16:
+            name = "to bf16"
+        self.counts[name] += 1
+        return result
+
+
+def one_step(replicas: int) -> Counter[str]:
+    """Operations of a step of three micro-batches in bf16 under stage 3."""
+    model, sharding, _ = build(3, replicas, precision=PrecisionConfig(bf16=True))
+    batches = [samples(0, index * 4, 4).bfloat16() for index in range(3)]
+    with Counted() as ran:
+        for index, batch in enumerate(batches):
+            sharding.begin_micro_batch(last=index == 2)
+            model(batch).backward()
+    assert isinstance(model.first.weight, DTensor)  # after the last one the update finds the shards
+    return ran.counts
+
+
+def test_one_rank_casts_its_weights_once_per_step_and_divides_by_nothing():
+    (counts,) = ranks(1).run(one_step, 1)
+    assert counts["to bf16"] == 8  # parameters, of which two are used by nobody
+    assert not any("div" in name for name in counts)
+
+
+def test_copies_of_one_rank_each_cast_their_weights_once_per_step():
+    for counts in ranks(2).run(one_step, 2):
+        assert counts["to bf16"] == 8
+
+
+def test_the_stage_of_one_rank_is_at_most_two():
+    assert [ZeroConfig(zero_stage=stage).stage_over(1) for stage in (0, 1, 2, 3)] == [0, 1, 2, 2]
+    assert [ZeroConfig(zero_stage=stage).stage_over(2) for stage in (0, 1, 2, 3)] == [0, 1, 2, 3]
 
 
 def test_the_stage_follows_from_the_flags():

@@ -1,6 +1,7 @@
 """Part "attention" of tools/gpu_check.py: the kernels among which torch chooses, in the layout of model/attention.py.
 
-torch tries its kernels in a fixed order, whatever the device. Whether another order would be faster is seen here.
+torch tries its kernels in an order that depends on the device: cuDNN first on sm_90 and sm_100, else flash. The row of
+torch's choice names the order here; whether another would be faster is seen beside it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from benchmark_kernels import Piece, time_on
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu_parts.part import Report, Task, run_part
+from megazpp.model.attention_kernels import causal_kernels
 from megazpp.training.flops import TERA
 
 
@@ -52,6 +54,8 @@ def measure(task: Task, report: Report) -> None:
         run = layer(shape, task.device)
         flops = 7 * shape.batch * shape.heads * shape.seq**2 * shape.head_size  # 2 products forward, 5 backward, half
         for name, backend in BACKENDS.items():
+            if backend is None:
+                name += f" ({', '.join(causal_kernels(torch.device(task.device)))})"
             with only(backend):
                 try:
                     run()

@@ -1,0 +1,361 @@
+"""Which attention kernels are asked: no mask for cuDNN, documents without anything of S x S, names as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.tensor_parallel import build_gpt, local_gradients
+from helpers.training import EOD, GPT2_STYLE, LLAMA_STYLE
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import megazpp.model.attention_kernels as module
+from megazpp.data.batch import MicroBatch, make_micro_batch
+from megazpp.model.attention_kernels import DocumentKernel, find_document_kernel, mask_reason, variable_length
+from megazpp.model.config import GPTConfig
+from megazpp.model.gpt import GPTModel, model_backends
+from megazpp.model.kv_cache import KVCache
+from megazpp.parallel.axis import MeshAxis
+
+VOCAB, SEQ, BATCH = 101, 16, 3
+STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}  # llama's heads are grouped
+WIDE = {name: dataclasses.replace(style, kv_channels=8) for name, style in STYLES.items()}
+A100, H100 = (8, 0), (9, 0)
+
+
+def packed(seq: int = SEQ) -> MicroBatch:
+    """Rows of one to four documents, one of them a single token."""
+    ids = torch.randint(EOD + 1, VOCAB, (BATCH, seq + 1), generator=torch.Generator().manual_seed(4))
+    for row, end in [(0, 0), (0, 5), (0, 6), (1, seq - 1), (2, 3)]:
+        ids[row, end] = EOD
+    return make_micro_batch(ids, eod=EOD, reset_position_ids=True, reset_attention_mask=True)
+
+
+# ---- what torch is asked --------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    masked: bool
+    causal: bool
+    enabled: frozenset[SDPBackend]
+    grouped: bool
+
+
+class Calls(TorchFunctionMode):
+    """Every call of torch's attention, with the kernels that it may choose from at that moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Call] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            enabled = frozenset(_cur_sdpa_kernel_backends())
+            q, k, v = args[:3]
+            grouped = q.shape[1] != k.shape[1] or q.shape[1] != v.shape[1]
+            self.seen.append(Call(kwargs.get("attn_mask") is not None, bool(kwargs.get("is_causal")), enabled, grouped))
+        return func(*args, **(kwargs or {}))
+
+
+def train_documents(model: GPTModel) -> torch.Tensor:
+    data = packed()
+    return model(data.tokens, data.labels, position_ids=data.position_ids, document_starts=data.document_starts)
+
+
+def generate_two_tokens(model: GPTModel) -> torch.Tensor:
+    cache = KVCache(len(model.layers), BATCH, SEQ)
+    with torch.no_grad():
+        model(packed().tokens[:, :5], cache=cache)
+        cache.add([5, 3, 4])
+        return model(packed().tokens[:, 5:6], cache=cache)
+
+
+@pytest.mark.parametrize("run", [train_documents, generate_two_tokens])
+@pytest.mark.parametrize("style", STYLES)
+def test_a_mask_on_cuda_goes_to_the_memory_efficient_or_the_plain_kernel_and_heads_are_not_grouped(
+    style: str, run: Callable[[GPTModel], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+):
+    """A CPU whose tensors say that they are CUDA's: fp32, 1e-5. All kernels are allowed again afterwards."""
+    gpt, before = build_gpt(STYLES[style], MeshAxis("tp"), vocab_size=VOCAB), _cur_sdpa_kernel_backends()
+    expected = run(gpt)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with Calls() as calls:
+        torch.testing.assert_close(run(gpt), expected, rtol=1e-5, atol=1e-5)
+    masked = [call for call in calls.seen if call.masked]
+    assert len(masked) == STYLES[style].layers
+    for call in masked:
+        assert call.enabled == {SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH}
+        assert not call.grouped
+    for call in calls.seen:
+        if not call.masked:  # the prompt of a generation: torch's own choice
+            assert call.causal
+            assert call.enabled == set(before) >= {SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION}
+    assert _cur_sdpa_kernel_backends() == before
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_repeated_groups_and_chosen_kernels_give_the_attention_of_any_other_way(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """What CUDA is asked, asked of a CPU: fp64, so 1e-12. The kernels of before are allowed again afterwards."""
+    q, k, v = (torch.randn(2, heads, 7, 4, dtype=torch.float64, requires_grad=training) for heads in (6, 2, 2))
+    mask = torch.ones(2, 1, 7, 7).tril().bool()
+    before = _cur_sdpa_kernel_backends()
+    expected = module.masked_attention(q, k, v, mask, dropout=0.0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    out = module.masked_attention(q, k, v, mask, dropout=0.0)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    assert _cur_sdpa_kernel_backends() == before
+    if training:
+        upstream = torch.randn_like(out)
+        grads, wanted = (torch.autograd.grad(y, (q, k, v), upstream) for y in (out, expected))
+        for grad, want in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-12)
+
+
+# ---- documents ------------------------------------------------------------------------------------------------------
+
+
+class ByLoops:
+    """Stands in for torch's varlen_attn: checks what it is given, and computes it one document and head at a time."""
+
+    def __init__(self, seq: int) -> None:
+        self.seq, self.calls = seq, 0
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seq_q: torch.Tensor,
+        cu_seq_k: torch.Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        self.calls += 1
+        tokens, heads, channels = query.shape
+        groups = key.shape[1]
+        assert key.shape == value.shape == (tokens, groups, channels)
+        assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+        assert enable_gqa is (groups != heads)
+        assert window_size == (-1, 0)  # causal
+        assert cu_seq_q is cu_seq_k
+        assert cu_seq_q.dtype == torch.int32
+        starts = cu_seq_q.tolist()
+        assert starts[0] == 0
+        assert starts[-1] == tokens
+        assert max_q == max_k == self.seq
+        assert max(b - a for a, b in itertools.pairwise(starts)) <= max_q
+        out = []
+        for first, stop in itertools.pairwise(starts):
+            for head in range(heads):
+                group = head * groups // heads
+                for at in range(first, stop):
+                    scores = key[first : at + 1, group] @ query[at, head] / math.sqrt(channels)
+                    out.append(scores.softmax(0) @ value[first : at + 1, group])
+        lengths = [stop - first for first, stop in itertools.pairwise(starts)]
+        parts = torch.stack(out).split([length * heads for length in lengths])
+        return torch.cat([part.view(heads, -1, channels).transpose(0, 1) for part in parts]).contiguous()
+
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "full": {"recompute_granularity": "full"},
+    "selective": {"recompute_granularity": "selective"},
+}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize("style", STYLES)
+def test_documents_by_offsets_give_the_losses_and_gradients_of_the_mask(
+    style: str, recompute: str, monkeypatch: pytest.MonkeyPatch
+):
+    """fp64 up to the losses, which are fp32: 1e-6."""
+    by_loops = ByLoops(SEQ)
+    monkeypatch.setattr(module, "varlen_attn", by_loops)
+    config, data = dataclasses.replace(STYLES[style], **RECOMPUTED[recompute]), packed()
+    found = []
+    for kernel in (None, variable_length):
+        gpt = with_kernel(build_gpt(config, MeshAxis("tp"), vocab_size=VOCAB).double(), kernel)
+        losses = gpt(data.tokens, data.labels, position_ids=data.position_ids, document_starts=data.document_starts)
+        losses.mean().backward()
+        found.append((losses.detach(), local_gradients(gpt)))
+    assert by_loops.calls == config.layers * (1 if recompute == "kept" else 2)
+    (losses, grads), (ours, our_grads) = found
+    torch.testing.assert_close(ours, losses, rtol=1e-6, atol=0)  # the loss itself is fp32
+    for name, grad in grads.items():
+        torch.testing.assert_close(our_grads[name], grad, rtol=1e-6, atol=1e-6 * float(grad.abs().max()))
+
+
+def with_kernel(gpt: GPTModel, kernel: DocumentKernel | None) -> GPTModel:
+    gpt.document_kernel = kernel
+    for layer in gpt.layers:
+        layer.attention.document_kernel = kernel
+    return gpt
+
+
+def meta_gpt(config: GPTConfig, kernel: DocumentKernel | None) -> GPTModel:
+    with torch.device("meta"):
+        model = GPTModel(config, vocab_size=VOCAB, tp=MeshAxis("tp"), document_kernel=kernel)
+    return model.to(torch.bfloat16)
+
+
+class MadeShapes(TorchDispatchMode):
+    """The shapes of all that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.shapes += [leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        return result
+
+
+def is_square(shape: torch.Size, seq: int) -> bool:
+    return shape.count(seq) > 1 or shape.count(BATCH * seq) > 1
+
+
+@pytest.mark.parametrize("style", WIDE)
+def test_with_torchs_kernel_nothing_of_s_by_s_is_made_or_kept_for_backward(style: str):
+    """Shapes only, through torch's own function, whose arguments are checked by it; the mask keeps one per layer."""
+    seq = 512  # no other size of the model
+    square: dict[bool, list[tuple[int, ...]]] = {}
+    for by_offsets in (True, False):
+        gpt, kept = meta_gpt(WIDE[style], variable_length if by_offsets else None), []
+        tokens = torch.zeros(BATCH, seq, dtype=torch.int64, device="meta")
+        starts = torch.zeros(9, dtype=torch.int32, device="meta")
+
+        def keep(tensor: torch.Tensor, kept: list[torch.Tensor] = kept) -> torch.Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with MadeShapes() as made:
+            with saved_tensors_hooks(keep, lambda tensor: tensor):
+                losses = gpt(tokens, tokens, document_starts=starts)
+            losses.sum().backward()
+        assert all(parameter.grad is not None for name, parameter in gpt.named_parameters() if "position" not in name)
+        square[by_offsets] = [tuple(t.shape) for t in kept if is_square(t.shape, seq)]
+        assert any(is_square(shape, seq) for shape in made.shapes) is not by_offsets
+    assert square[True] == []
+    assert len(square[False]) >= WIDE[style].layers
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_takes_documents_in_one_graph():
+    gpt = meta_gpt(WIDE["llama"], variable_length)
+    layer = torch.compile(gpt.layers[0]._run, backend="aot_eager", fullgraph=True)
+    x = torch.zeros(SEQ, BATCH, 24, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    for documents in (4, 7, 9):
+        starts = torch.zeros(documents + 1, dtype=torch.int32, device="meta")
+        positions = torch.zeros(BATCH, SEQ, dtype=torch.int64, device="meta")
+        layer(x, gpt._attention_inputs(positions, starts, None)).sum().backward()
+
+
+@pytest.mark.parametrize(("changes", "capability", "dtype", "words"), [
+    ({}, A100, torch.bfloat16, None),
+    ({}, H100, torch.float16, None),
+    ({}, None, torch.bfloat16, "only CUDA has a kernel for documents"),
+    ({}, (7, 5), torch.float16, "needs compute capability 8.0, not 7.5"),
+    ({}, A100, torch.float32, "computes in 16 bit, not in torch.float32: see --bf16"),
+    ({"kv_channels": 12}, A100, torch.bfloat16, "up to 192 channels per head, not 12"),
+    ({"kv_channels": 256}, A100, torch.bfloat16, "up to 192 channels per head, not 256"),
+    ({"attention_dropout": 0.1}, A100, torch.bfloat16, "no dropout: --attention-dropout is 0.1"),
+])  # fmt: skip
+@pytest.mark.parametrize("style", WIDE)
+def test_what_the_kernel_cannot_do_is_said_and_takes_a_mask(
+    style: str, changes: dict[str, Any], capability: tuple[int, int] | None, dtype: torch.dtype, words: str | None
+):
+    reason = mask_reason(dataclasses.replace(WIDE[style], **changes), capability=capability, dtype=dtype)
+    assert reason is None if words is None else words in str(reason)
+
+
+def without_groups(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, window_size: Any) -> None:
+    raise NotImplementedError
+
+
+def without_window(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, is_causal: bool) -> None:
+    raise NotImplementedError
+
+
+def test_a_torch_whose_function_lacks_an_argument_takes_a_mask(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "varlen_attn", without_groups)
+    assert mask_reason(WIDE["gpt2"], capability=H100, dtype=torch.bfloat16) is None
+    assert "varlen_attn has no enable_gqa" in str(mask_reason(WIDE["llama"], capability=H100, dtype=torch.bfloat16))
+    monkeypatch.setattr(module, "varlen_attn", without_window)
+    assert "has no window_size" in str(mask_reason(WIDE["gpt2"], capability=H100, dtype=torch.bfloat16))
+
+
+def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel(monkeypatch: pytest.MonkeyPatch):
+    assert find_document_kernel(WIDE["llama"], torch.device("cpu"), torch.bfloat16) is None
+    monkeypatch.setattr(module, "capability", lambda device: H100)
+    assert find_document_kernel(WIDE["llama"], torch.device("cuda"), torch.bfloat16) is variable_length
+    assert find_document_kernel(WIDE["llama"], torch.device("cuda"), torch.float32) is None
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_named_in_the_order_in_which_torch_tries_them(monkeypatch: pytest.MonkeyPatch):
+    flash, cudnn, plain = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
+    efficient = SDPBackend.EFFICIENT_ATTENTION
+    with sdpa_kernel([cudnn, flash, efficient, plain], set_priority=True):  # as torch orders them on sm_90
+        assert module._enabled_in_order() == ("cuDNN", "flash", "memory-efficient", "plain")
+    with sdpa_kernel([flash, efficient, plain, cudnn], set_priority=True):  # as on sm_80: cuDNN is never reached
+        assert module._enabled_in_order() == ("flash", "memory-efficient", "plain")
+    with sdpa_kernel([cudnn, flash], set_priority=True):
+        assert module._enabled_in_order() == ("cuDNN", "flash")
+    assert module.causal_kernels(torch.device("cpu")) == ("flash", "plain")
+
+
+def row(documents: bool, capability: tuple[int, int] | None, config: GPTConfig = WIDE["llama"]) -> tuple[str, ...]:
+    device = torch.device("cpu" if capability is None else "cuda")
+    return model_backends(config, 1, device=device, dtype=torch.bfloat16, documents=documents)[0]
+
+
+def test_the_table_of_back_ends_names_what_attention_will_be(monkeypatch: pytest.MonkeyPatch):
+    assert row(False, None)[1:] == ("torch scaled_dot_product_attention", "flash, plain: the first that can")
+    assert row(True, None)[2] == "only CUDA has a kernel for documents"
+    monkeypatch.setattr(module, "causal_kernels", lambda device: ("cuDNN", "flash"))
+    monkeypatch.setattr(module, "capability", lambda device: H100)
+    assert row(False, H100)[2] == "cuDNN, flash: the first that can"
+    assert row(True, H100)[1] == "torch varlen_attn"
+    dropout = row(True, H100, dataclasses.replace(WIDE["llama"], attention_dropout=0.1))
+    assert dropout[1:] == (
+        "torch scaled_dot_product_attention with a mask of S x S",
+        "varlen_attn has no dropout: --attention-dropout is 0.1",
+    )
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("style", WIDE)
+def test_on_a_gpu_the_kernel_gives_the_losses_and_gradients_of_the_mask(style: str):
+    """bf16: a few roundings of 2^-8 in different places."""
+    data, found = packed(128).to("cuda"), []
+    for kernel in (None, variable_length):
+        gpt = build_gpt(dataclasses.replace(WIDE[style], max_position_embeddings=128), MeshAxis("tp"), vocab_size=VOCAB)
+        gpt = with_kernel(gpt.to("cuda", torch.bfloat16), kernel)
+        losses = gpt(data.tokens, data.labels, position_ids=data.position_ids, document_starts=data.document_starts)
+        losses.mean().backward()
+        found.append((losses.detach(), local_gradients(gpt)))
+    (losses, grads), (ours, our_grads) = found
+    torch.testing.assert_close(ours, losses, rtol=2e-2, atol=2e-2)
+    for name, grad in grads.items():
+        torch.testing.assert_close(our_grads[name], grad, rtol=5e-2, atol=5e-2 * float(grad.abs().max()))
