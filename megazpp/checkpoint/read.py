@@ -93,14 +93,19 @@ class Reader:
         problem = DamagedError("no checkpoint")
         for iteration in candidates:
             try:
-                checkpoint, axis = source.folder.of(iteration), self._axis
-                verify = functools.partial(verify_files, checkpoint, rank=axis.rank, num_ranks=axis.size)
-                return iteration, together(axis, verify)
+                verify = functools.partial(self._verify, source.folder.of(iteration))
+                return iteration, together(self._axis, verify)
             except DamagedError as error:
                 if source.fallback:
                     self._say(f"WARNING: {error}")
                 problem = error
         raise problem
+
+    def _verify(self, checkpoint: Path) -> int:
+        size = verify_files(checkpoint, rank=self._axis.rank, num_ranks=self._axis.size)
+        if self._axis.rank == 0:
+            read_record(checkpoint)
+        return size
 
     def _check(self, source: Source, record: RunRecord, schedule: Schedule, checkpoint: Path) -> Schedule:
         own = self._own

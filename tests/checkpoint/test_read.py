@@ -105,6 +105,17 @@ def test_when_all_checkpoints_are_damaged_fallback_says_so(saved: Path, tmp_path
     assert not changed
 
 
+def test_a_checkpoint_under_another_iteration_s_name_is_damaged_too(saved: Path, tmp_path: Path):
+    shutil.copytree(saved, tmp_path / "copy")
+    (tmp_path / "copy/iter_0000002").rename(tmp_path / "copy/iter_0000012")
+    (tmp_path / "copy/latest_checkpointed_iteration.txt").write_text("12")
+    load = {"load": str(tmp_path / "copy")}
+    (said, changed), (other, _) = ranks(2).run(try_loads, [load, load | {"load_fallback": True}])[1]
+    assert re.search(r"DamagedError: .*run.json is of iteration 2, the folder's name says 12", said)
+    assert not changed
+    assert "at Progress(iteration=1," in other
+
+
 def write_index(checkpoint: Path, content: bytes) -> None:
     """With checksums that are right: they guard against accidents, not against people."""
     (checkpoint / ".metadata").write_bytes(content)
