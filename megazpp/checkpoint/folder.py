@@ -118,7 +118,9 @@ class CheckpointFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / "lock").open("a+")
         except OSError as error:
-            raise ValueError(f"{self.name} cannot be written to: {error.strerror}") from error
+            nowhere = self.path.is_symlink() and not self.path.exists()
+            reason = f"it is a link to {self.path.readlink()}, which is not there" if nowhere else error.strerror
+            raise ValueError(f"{self.name} cannot be written to: {reason}") from error
         deadline = time.monotonic() + patience_seconds
         while True:
             try:

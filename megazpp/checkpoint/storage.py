@@ -71,7 +71,10 @@ class _SummingFiles(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         assert mode == "wb", f"a writer opens {path} in mode {mode}"
         with _SummingFile(path) as stream:
-            yield stream
+            try:
+                yield stream
+            except Exception as error:
+                raise (stream.failure or error) from None
         self.sums[Path(path).name] = FileSum(stream.size, stream.crc)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -80,13 +83,20 @@ class _SummingFiles(FileSystem):
 
 
 class _SummingFile(io.BufferedWriter):
+    """A file that knows its size, its checksum, and why it could not be written: torch.save says where instead."""
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(path, "wb"))
         self.size = self.crc = 0
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.crc = zlib.crc32(data, self.crc)
-        count = super().write(data)
+        try:
+            count = super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
         self.size += count
         return count
 

@@ -103,8 +103,10 @@ def _open_files(folder: Path) -> dict[str, Deferred]:
             raise ValueError(f"{folder} holds pytorch_model.bin; only safetensors are read (transformers saves them)")
         return open_tensors(folder / WHOLE)
     places = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) and "/" not in file for file in places.values()):
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise ValueError(f"{folder / INDEX} has no weight_map of files")
+    if outside := [file for file in places.values() if "/" in file or file in ("", ".", "..")]:
+        raise ValueError(f"{folder / INDEX} names {outside[0]!r}, which is no file of this folder")
     found: dict[str, Deferred] = {}
     for file in sorted(set(places.values())):
         tensors = open_tensors(folder / file)

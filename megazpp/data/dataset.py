@@ -39,14 +39,12 @@ class DataConfig:
         (), "prefixes of .bin/.idx pairs, each optionally preceded by its weight: 0.3 A 0.7 B", nargs="*"
     )
     text_path: tuple[str, ...] = flag(
-        (),
-        "text files or JSON lines to tokenize (cached), or builtin:moby_dick, instead of --data-path",
-        nargs="*",
+        (), "text files or JSON lines to tokenize (cached), or builtin:moby_dick, instead of --data-path", nargs="*"
     )
     train_data_path: tuple[str, ...] = flag((), "as --data-path, for training alone", nargs="*")
     valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation alone", nargs="*")
     test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test alone", nargs="*")
-    split: str = flag("969, 30, 1", "proportions of the documents for training, validation and test")
+    split: str = flag("969, 30, 1", "shares of the documents (of the tokens, if those are few) for each use")
     data_cache_path: str | None = flag(
         None, "directory for indices and trained tokenizers (default: megazpp in the user's cache directory)"
     )
@@ -173,7 +171,7 @@ def build_datasets(
     Returns:
         The datasets; None where no samples are asked for, or --split gives that use nothing.
     Raises:
-        ValueError: flags contradict each other, a file is missing or damaged, or a split is too small.
+        ValueError: flags contradict each other, a file is missing or damaged, or a split has too few tokens.
     """
     check_data(config)
     check_eod(**batch_options(config, tokenizer))
@@ -253,7 +251,9 @@ def _open_splits(
         blend = SourceBlend((source,), None)
     else:
         blend = open_sources(config.data_path, flag_name="--data-path")
-    return Splits(blend, blend, blend), parse_split(config.split)
+    split = parse_split(config.split)
+    blend = blend.fit_for(split, announce)
+    return Splits(blend, blend, blend), split
 
 
 def _paths_per_split(config: DataConfig) -> Splits[tuple[str, ...]]:

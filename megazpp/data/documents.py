@@ -13,12 +13,14 @@ block by block, in any process. A line that is no document is a `BadLine`: its r
 
 from __future__ import annotations
 
-import gzip
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Literal, NamedTuple, cast
+from typing import IO, Literal, NamedTuple
+
+from megazpp.data.compression import COMPRESSED, check_signature, decompressed, read_head
 
 Kind = Literal["json lines", "parquet", "text"]
 
@@ -31,8 +33,16 @@ _KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
     ".txt": "text",
 }
-_COMPRESSED = (".gz", ".zst")
 _BOM = b"\xef\xbb\xbf"
+_JSON_TYPES = {
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
 
 
 class Block(NamedTuple):
@@ -68,19 +78,19 @@ class BadLine(NamedTuple):
 
 def kind_of(path: Path) -> Kind:
     """What is in a file; see the top of this file."""
-    known = _KINDS.get(Path(path.stem if path.suffix in _COMPRESSED else path.name).suffix)
+    known = _KINDS.get(Path(path.stem if path.suffix in COMPRESSED else path.name).suffix)
     if known is not None:
         return known
-    with open(path, "rb") as file, _decompressed(path, file) as plain:
-        return "json lines" if plain.read(256).removeprefix(_BOM).lstrip().startswith(b"{") else "text"
+    with open(path, "rb") as file, decompressed(path, file) as plain:
+        return "json lines" if read_head(plain).removeprefix(_BOM).lstrip().startswith(b"{") else "text"
 
 
 def check_readable(path: Path, keys: Sequence[str]) -> None:
     """Refuse a file that cannot be opened, before the work begins.
 
     Raises:
-        ValueError: it does not exist, is damaged at its start, has no such columns or not several texts to a document,
-            or a package is missing.
+        ValueError: it does not exist, is damaged at its start or of another kind than its name says, has no such
+            columns or not several texts to a document, or a package is missing.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give its files, {path}/*")
@@ -90,7 +100,7 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
             if kind == "parquet":
                 _check_columns(_pyarrow_parquet().ParquetFile(file).schema_arrow.names, keys)
             else:
-                _decompressed(path, file).read(1)
+                check_signature(read_head(decompressed(path, file)))
     except Exception as error:  # each decompressor has exceptions of its own
         raise ValueError(f"{path} cannot be read: {error}") from error
     if kind == "text" and len(keys) != 1:
@@ -98,7 +108,7 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
 
 
 def read_blocks(path: Path, keys: Sequence[str], *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """The file in order; if it turns out to be damaged, the last block says so.
+    """The file in order; if it turns out to be damaged, the last block says so, after the lines that are whole.
 
     Args:
         keys: columns to read of a Parquet file.
@@ -114,7 +124,8 @@ def read_blocks(path: Path, keys: Sequence[str], *, block_bytes: int = BLOCK_BYT
             else:
                 pieces = _line_pieces(path, file, None if kind == "text" else block_bytes)
             for content, num_lines, reached in pieces:
-                yield Block(path, kind, line, content, None, reached - position)
+                if content:
+                    yield Block(path, kind, line, content, None, reached - position)
                 line, position = line + num_lines, reached
         except Exception as error:  # each decompressor has exceptions of its own
             reason = f"the file cannot be read from here on: {type(error).__name__}: {error}"
@@ -161,12 +172,25 @@ def stop_or_skip(on_error: Literal["stop", "skip"], announce: Callable[[str], No
 
 
 def _line_pieces(path: Path, file: IO[bytes], block_bytes: int | None) -> Iterator[tuple[bytes, int, int]]:
-    """(lines, their number, position in the file), all of it at once if `block_bytes` is None."""
-    plain = _decompressed(path, file)
-    while content := plain.read(block_bytes if block_bytes is not None else -1):
-        if block_bytes is not None:
+    """(lines, their number, position in the file), all of it at once if `block_bytes` is None.
+
+    Of a damaged file's last line there is nothing, nor of its only document, but their lines are counted.
+    """
+    plain, damage = decompressed(path, file), None
+    limit = sys.maxsize if block_bytes is None else block_bytes
+    while damage is None:
+        content = bytearray()
+        try:  # read1, because in a damaged file read loses what it has read already
+            while len(content) < limit and (piece := plain.read1(min(BLOCK_BYTES, limit - len(content)))):
+                content += piece
             content += plain.readline()
-        yield content, content.count(b"\n"), file.tell()
+        except Exception as error:  # each decompressor has exceptions of its own
+            damage = error
+        if not content and damage is None:
+            return
+        whole = len(content) if damage is None else 0 if block_bytes is None else content.rfind(b"\n") + 1
+        yield bytes(content[:whole]), content.count(b"\n"), file.tell()
+    raise damage
 
 
 def _row_pieces(path: Path, file: IO[bytes], keys: Sequence[str]) -> Iterator[tuple[list[dict[str, object]], int, int]]:
@@ -201,41 +225,28 @@ def _json_value(line: str) -> object:
 
 def _texts(record: object, keys: Sequence[str]) -> tuple[str, ...]:
     if not isinstance(record, dict):
-        raise ValueError(f"a JSON {type(record).__name__}, not an object")
+        raise ValueError(f"{_named_type(record)}, not an object")
     texts = []
     for key in keys:
         text = record.get(key)
         if not isinstance(text, str):
             if key not in record:
                 raise ValueError(f"there is no {key!r}")
-            raise ValueError(f"{key!r} is a {type(text).__name__}, not a string")
+            raise ValueError(f"{key!r} is {_named_type(text)}, not a string")
         if not text.isascii():
             text.encode()  # half a surrogate pair, which JSON can write, is no text
         texts.append(text)
     return tuple(texts)
 
 
+def _named_type(value: object) -> str:
+    return _JSON_TYPES.get(type(value), f"of type {type(value).__name__}")  # Parquet has more types
+
+
 def _check_columns(columns: Sequence[str], keys: Sequence[str]) -> None:
     for key in keys:
         if key not in columns:
             raise ValueError(f"it has no column {key!r}, only {', '.join(columns)}")
-
-
-def _decompressed(path: Path, file: IO[bytes]) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(file))
-    return _zstd().open(file) if path.suffix == ".zst" else file
-
-
-def _zstd() -> ModuleType:
-    try:
-        from compression import zstd  # Python 3.14
-    except ImportError:
-        try:
-            from backports import zstd  # optional
-        except ImportError as error:
-            raise ValueError("it needs the package backports.zstd: pip install backports.zstd") from error
-    return zstd
 
 
 def _pyarrow_parquet() -> ModuleType:

@@ -1,13 +1,13 @@
 """From sources of sequences to the samples of one split.
 
-A source is a .bin/.idx pair or made-up documents. A split takes the same share of each source's sequences, samples it
-with a `GPTDataset`, and blends if there are several. The blend is planned first, so that each source builds exactly
-as many samples as are taken from it.
+A source is a .bin/.idx pair or made-up documents. A split takes the same share of each source's sequences (of its
+tokens, where there are too few sequences for that), samples it with a `GPTDataset`, and blends if there are several.
+The blend is planned first, so that each source builds exactly as many samples as are taken from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,11 +28,13 @@ class Source(NamedTuple):
         sequences: the ids.
         name: in messages.
         fingerprint: equal for equal sequences, for cache keys; None if indices are not to be cached.
+        by_tokens: splits take shares of its tokens and cut sequences, not shares of its sequences.
     """
 
     sequences: Sequences
     name: str
     fingerprint: tuple[str | int, ...] | None
+    by_tokens: bool = False
 
 
 class SourceBlend(NamedTuple):
@@ -40,6 +42,25 @@ class SourceBlend(NamedTuple):
 
     sources: tuple[Source, ...]
     weights: tuple[float, ...] | None
+
+    def fit_for(self, split: Sequence[tuple[float, float]], announce: Callable[[str], None]) -> SourceBlend:
+        """The same, in which sources with too few sequences for some share are cut by tokens; each is announced.
+
+        Whether that share is then used does not matter: another run on the same data trains on the same tokens.
+        """
+
+        def prepare(source: Source) -> Source:
+            count = len(source.sequences.lengths)
+            edges = [_edges(bounds, count) for bounds in split if bounds[0] < bounds[1]]
+            if all(start < stop for start, stop in edges):
+                return source
+            announce(
+                f"note: --split: {source.name} has too few documents ({count}) to give each use whole ones;"
+                " it is split inside documents, by tokens"
+            )
+            return source._replace(by_tokens=True)
+
+        return self._replace(sources=tuple(map(prepare, self.sources)))
 
 
 class Sampling(NamedTuple):
@@ -95,15 +116,14 @@ def build_split(
     Args:
         use: "train", "valid" or "test", for messages.
         blend: what to sample.
-        bounds: the share of each source's sequences at which the split begins and ends.
+        bounds: the share of each source's sequences (or tokens) at which the split begins and ends.
         sampling: how.
     Raises:
-        ValueError: the split gets no sequences of a source, or too few ids for one sample.
+        ValueError: the split gets too few ids of a source for one sample.
     """
-    ranges = [_sequence_range(use, source, bounds) for source in blend.sources]
-    if len(blend.sources) == 1:
-        return _sample(use, blend.sources[0], ranges[0], sampling)
-    pairs = list(zip(blend.sources, ranges, strict=True))
+    pairs = [_take(source, bounds) for source in blend.sources]
+    if len(pairs) == 1:
+        return _sample(use, *pairs[0], sampling)
     weights = blend.weights or tuple(float(_num_windows(*pair, sampling.seq_length)) for pair in pairs)
     indices = _blend_indices(weights, sampling)
     taken = np.bincount(indices.datasets, minlength=len(pairs)).tolist()
@@ -111,16 +131,44 @@ def build_split(
     return BlendedDataset(datasets, indices)
 
 
-def _sequence_range(use: str, source: Source, bounds: tuple[float, float]) -> tuple[int, int]:
-    """Megatron's rounding: each edge to the nearest sequence."""
-    count = len(source.sequences.lengths)
-    start, stop = (round(bound * count) for bound in bounds)
-    if start == stop:
-        raise ValueError(
-            f"--split leaves {use} none of the {count} documents of {source.name}; give it a larger share, or 0 to"
-            " do without"
-        )
-    return start, stop
+class TokenRange:
+    """Ids `start` to `stop` of the line that the sequences make: the first and the last of them may be cut.
+
+    Args:
+        sequences: where the ids are.
+        start, stop: 0 <= start <= stop <= the sum of their lengths.
+    """
+
+    def __init__(self, sequences: Sequences, start: int, stop: int) -> None:
+        ends = np.cumsum(sequences.lengths, dtype=np.int64)
+        begins = ends - sequences.lengths
+        self._sequences = sequences
+        self._first = int(np.searchsorted(ends, start, side="right"))
+        used = slice(self._first, int(np.searchsorted(begins, stop, side="left")))
+        self._offset = start - int(begins[self._first]) if start < stop else 0
+        self.lengths = (np.minimum(ends, stop) - np.maximum(begins, start))[used].astype(np.int32)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` ids (default: all the rest) of sequence `index` from its id number `offset`."""
+        cut = self._offset if index == 0 else 0
+        length = int(self.lengths[index]) - offset if length is None else length
+        return self._sequences.get(self._first + index, cut + offset, length)
+
+
+def _take(source: Source, bounds: tuple[float, float]) -> tuple[Source, tuple[int, int]]:
+    """A split's share of a source: what to read, and which of its sequences."""
+    lengths = source.sequences.lengths
+    if not source.by_tokens:
+        return source, _edges(bounds, len(lengths))
+    start, stop = _edges(bounds, int(lengths.sum(dtype=np.int64)))
+    part = TokenRange(source.sequences, start, stop)
+    fingerprint = None if source.fingerprint is None else (*source.fingerprint, "tokens", start, stop)
+    return source._replace(sequences=part, fingerprint=fingerprint), (0, len(part.lengths))
+
+
+def _edges(bounds: tuple[float, float], count: int) -> tuple[int, int]:
+    """Megatron's rounding: each edge to the nearest of `count`."""
+    return round(bounds[0] * count), round(bounds[1] * count)
 
 
 def _num_windows(source: Source, span: tuple[int, int], seq_length: int) -> int:

@@ -43,7 +43,10 @@ def read_documents(path: Path, *, flag_name: str = _FLAG) -> Iterator[str]:
     def refuse(bad: BadLine) -> None:
         raise ValueError(f"{flag_name} {bad}")
 
-    check_readable(path, (_KEY,))
+    try:
+        check_readable(path, (_KEY,))
+    except ValueError as error:
+        raise ValueError(f"{flag_name} {error}") from error
     yield from filter(None, read_texts(path, _KEY, refuse))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from megazpp.flags import flag
 MAX_CHARACTERS = 100_000_000  # more text does not make a better vocabulary, only a slower one
 _MAX_LINE_CHARACTERS = 4096
 _SECONDS_BETWEEN_LINES = 5.0
+_IN_SENTENCEPIECE = re.compile(r"^INTERNAL: src/\S+\(\d+\) \[.*?\](?= |$)")  # which of its checks failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +80,12 @@ def train_sentencepiece(
     Args:
         min_log_level: of SentencePiece's log on stderr: 0 all of it, 1 warnings, 2 errors.
     Raises:
-        ValueError: the text does not support `vocab_size` pieces.
+        ValueError: the text does not support `vocab_size` pieces. What `documents` raises comes out as it is.
     """
-    model = io.BytesIO()
+    model, lines = io.BytesIO(), _TrainingLines(documents)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_training_lines(documents),
+            sentence_iterator=iter(lines),
             model_writer=model,
             model_type=model_type,
             vocab_size=vocab_size,
@@ -101,7 +103,10 @@ def train_sentencepiece(
             minloglevel=min_log_level,
         )
     except RuntimeError as error:
-        raise ValueError(f"--vocab-size {vocab_size} does not suit this text: {error}") from error
+        if lines.error is not None:
+            raise lines.error from None
+        reason = "it is blank" if lines.blank else _IN_SENTENCEPIECE.sub("", str(error)).strip() or str(error)
+        raise ValueError(f"--vocab-size {vocab_size} does not suit this text: {reason}") from error
     return model.getvalue()
 
 
@@ -148,8 +153,26 @@ def _texts(paths: Sequence[Path], config: TrainTokenizerConfig, announce: Callab
     announce(f"read {read:,} characters in {seconds:.1f} s; training {config.vocab_size} pieces takes a while")
 
 
-def _training_lines(documents: Iterable[str]) -> Iterator[str]:
-    for text in documents:
-        for line in text.splitlines():
-            for start in range(0, len(line), _MAX_LINE_CHARACTERS):
-                yield line[start : start + _MAX_LINE_CHARACTERS]
+class _TrainingLines:
+    """The lines of the documents, in pieces that SentencePiece takes, which makes a RuntimeError of what they raise.
+
+    Attributes:
+        error: what they raised.
+        blank: they had no line with anything in it so far.
+    """
+
+    def __init__(self, documents: Iterable[str]) -> None:
+        self._documents = documents
+        self.error: Exception | None = None
+        self.blank = True
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            for text in self._documents:
+                for line in text.splitlines():
+                    for start in range(0, len(line), _MAX_LINE_CHARACTERS):
+                        self.blank = False
+                        yield line[start : start + _MAX_LINE_CHARACTERS]
+        except Exception as error:
+            self.error = error
+            raise

@@ -183,6 +183,15 @@ def test_a_tracker_that_names_what_is_missing_is_an_error(folder: CheckpointFold
         folder.latest()
 
 
+def test_a_link_to_nowhere_is_refused_as_such(tmp_path: Path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match=rf"--save {link} cannot be written to: it is a link to {tmp_path / 'gone'}, "):
+        CheckpointFolder(link, "--save").lock()
+    (tmp_path / "gone").mkdir()
+    CheckpointFolder(link, "--save").lock()
+
+
 def test_two_jobs_cannot_have_the_same_folder(folder: CheckpointFolder):
     folder.lock()
     second = CheckpointFolder(folder.path, "--save")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import io
 import multiprocessing
 import random
 import shutil
@@ -24,7 +26,7 @@ from helpers.training import Case
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.storage import SafeReader
+from megazpp.checkpoint.storage import SafeReader, SummingWriter
 from megazpp.checkpoint.write import Writer
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.worker import UserError
@@ -93,6 +95,28 @@ def test_thirty_kills_at_random_moments_of_load_and_save_lose_nothing_that_was_c
     assert sum(count > 1 for count in killed_in) > 10  # while saving
     left = [path.name for path in tmp_path.iterdir() if path.is_dir()]
     assert len(left) <= 4  # two that are kept, one that was about to be deleted, one that was being written
+
+
+@pytest.mark.parametrize("room", [0, 2_000, 9_000, 20_000])
+def test_a_file_for_which_there_is_no_space_says_so_and_nothing_of_where_torch_s_archive_stands(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, room: int
+):
+    class FullFile(io.FileIO):
+        def write(self, data: Any) -> int:
+            if self.tell() + len(memoryview(data).cast("B")) > room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    def write_tensors() -> None:
+        with writer.fs.create_stream(tmp_path / "file", "wb") as stream:
+            for size in (100, 2_000, 4_000):
+                torch.save(torch.zeros(size), stream)
+
+    monkeypatch.setattr("megazpp.checkpoint.storage.io.FileIO", FullFile)
+    writer = SummingWriter(tmp_path)
+    with pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device$"):
+        write_tensors()
+    assert writer.sums == {}
 
 
 @pytest.fixture

@@ -166,6 +166,14 @@ def test_what_we_do_not_have_is_refused_by_the_key_of_the_config(case: str, fold
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("file", ["..", ".", "", "../model.safetensors", "/model.safetensors"])
+def test_an_index_that_names_what_is_outside_its_folder_is_refused(file: str, folders: dict[str, Path], tmp_path: Path):
+    (tmp_path / "config.json").write_text((folders["gpt2"] / "config.json").read_text())
+    (tmp_path / huggingface.INDEX).write_text(json.dumps({"weight_map": {"wte.weight": file}}))
+    with pytest.raises(ValueError, match=re.escape(f"index.json names {file!r}, which is no file of this folder")):
+        open_model(tmp_path)
+
+
 LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "disable_bias_linear": True}
 
 

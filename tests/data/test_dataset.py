@@ -21,6 +21,7 @@ from megazpp.data.dataset import (
     unigram_entropy,
 )
 from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megazpp.data.text import read_documents, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TokenizerConfig
 
 
@@ -85,11 +86,60 @@ def test_a_use_without_share_or_samples_has_no_dataset(tmp_path: Path) -> None:
     assert (valid, test) == (None, None)
 
 
-def test_a_share_too_small_for_one_document_is_refused_if_samples_are_asked_for(tmp_path: Path) -> None:
+def test_a_source_with_too_few_documents_for_its_split_is_split_inside_documents(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "a", np.uint16) as builder:  # two documents, of the ids 0 to 99, 100 to 199
+        for d in range(2):
+            builder.add_document(np.arange(100 * d, 100 * d + 100))
+        builder.finalize()
+    said: list[str] = []
+    config = DataConfig(
+        data_path=(str(tmp_path / "a"),), split="80,12,8", seq_length=8, data_cache_path=str(tmp_path / "cache")
+    )
+    train, valid, test = build_datasets(
+        config, ByteTokenizer(), num_samples=Splits(19, 2, 1), seed=1, announce=said.append
+    )
+    assert ids(train) <= set(range(160))
+    assert len(ids(train)) >= 153  # windows of 8 + 1 ids of the two parts
+    assert ids(valid) <= set(range(160, 184))
+    assert ids(test) <= set(range(184, 200))
+    notes = [line for line in said if "note:" in line]
+    assert notes == [
+        f"note: --split: {tmp_path / 'a'} has too few documents (2) to give each use whole ones; it is split inside"
+        " documents, by tokens"
+    ]
+
+
+def test_where_a_split_is_cut_does_not_depend_on_what_a_run_uses_of_it(tmp_path: Path) -> None:
     a = write(tmp_path / "a", first_id=0)
-    with pytest.raises(ValueError, match=r"--split leaves test none of the 10 documents of .*a"):
-        build(tmp_path, data_path=(a,), split="969, 30, 1", num_samples=(3, 0, 1))
-    assert build(tmp_path, data_path=(a,), split="969, 30, 1", num_samples=(3, 0, 0)).test is None
+    all_of_it = build(tmp_path, data_path=(a,), split="90,5,5")
+    training_alone = build(tmp_path, data_path=(a,), split="90,5,5", num_samples=(20, 0, 0))
+    assert training_alone.test is None
+    assert ids(training_alone.train) == ids(all_of_it.train) == set(range(9))
+    assert ids(all_of_it.valid) == ids(all_of_it.test) == {9}
+    assert [row.tolist() for row in training_alone.train] == [row.tolist() for row in all_of_it.train]
+
+
+def test_a_split_by_tokens_with_too_few_of_them_is_refused(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", first_id=0, documents=1, length=100)
+    with pytest.raises(ValueError, match=r"a \(valid\) has 3 tokens, too few for one sample of --seq-length 8 \+ 1"):
+        build(tmp_path, data_path=(a,), split="96,3,1")
+
+
+@pytest.mark.parametrize("split", ["900,100,0", "80,12,8"])
+def test_one_text_of_100_kilobytes_is_enough_for_a_tokenizer_and_every_use(tmp_path: Path, split: str) -> None:
+    shipped = next(read_documents(path) for path in resolve_text_paths(["builtin:moby_dick"]))
+    text = " ".join(shipped)[:100_000]
+    file = tmp_path / "my_text.txt"
+    file.write_text(text, encoding="utf-8")
+    config = DataConfig(text_path=(str(file),), data_cache_path=str(tmp_path), seq_length=128, split=split)
+    tokenizer = build_tokenizer(TokenizerConfig(vocab_size=8000), config, announce=lambda _: None)
+    wanted = Splits(300, 128, 128)
+    datasets = build_datasets(config, tokenizer, num_samples=wanted, seed=1, announce=lambda _: None)
+    for dataset, count in zip(datasets, wanted, strict=True):
+        assert dataset is None or len(dataset) >= count
+    assert datasets.valid is not None
+    assert tokenizer.decode(datasets.train[0][:-1]) in text
+    assert tokenizer.decode(datasets.valid[0][:-1]) in text[80_000:]
 
 
 def test_weights_are_proportions_of_samples_whatever_the_sizes(tmp_path: Path) -> None:

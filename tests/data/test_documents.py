@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
+import contextlib
 import gzip
 import json
+import lzma
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pyarrow
@@ -12,6 +17,7 @@ import pytest
 from backports import zstd
 from pyarrow import parquet
 
+from megazpp.data.compression import decompressed
 from megazpp.data.documents import BadLine, Block, check_readable, kind_of, parse_block, read_blocks, read_texts
 
 TEXTS = ["one\ntwo", "", "naïve—日本語 🐳", "line\u2028separator", "a\x00b", "x" * 5000]
@@ -66,7 +72,7 @@ def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
     check_readable(path, ["text"])
     got = documents(path)
     assert got[:6] == [(text,) for text in TEXTS]
-    assert got[6] == BadLine(path, 7, "'text' is a NoneType, not a string")
+    assert got[6] == BadLine(path, 7, "'text' is null, not a string")
     assert got[7:] == [("z",)] * 3000
     blocks = list(read_blocks(path, ["text"]))
     assert [block.first_line for block in blocks] == [1, 1025, 2049]
@@ -110,11 +116,12 @@ def test_an_empty_file_has_no_documents(tmp_path: Path, name: str) -> None:
         (b'{"text": "\xff"}', "not UTF-8: .* 0xff in position 10"),
         ('{"text": "a"}'.encode("utf-16"), "not UTF-8"),
         (b'{"txt": "a"}', "there is no 'text'"),
-        (b'{"text": 5}', "'text' is a int, not a string"),
-        (b'{"text": null}', "'text' is a NoneType"),
-        (b'{"text": ["a"]}', "'text' is a list"),
-        (b'["text"]', "a JSON list, not an object"),
-        (b'"text"', "a JSON str"),
+        (b'{"text": 5}', "'text' is a number, not a string"),
+        (b'{"text": null}', "'text' is null, not a string"),
+        (b'{"text": ["a"]}', "'text' is an array, not a string"),
+        (b'{"text": true}', "'text' is true or false, not a string"),
+        (b'["text"]', "an array, not an object"),
+        (b'"text"', "a string, not an object"),
         (b'{"text": "\\ud800"}', "surrogates not allowed"),
         (b'{"text": ' + b"[" * 100_000, "not JSON: .*recursion"),
         (b"\x00\x01\x02", "not JSON"),
@@ -147,24 +154,50 @@ def test_a_line_of_ten_megabytes_is_a_document(tmp_path: Path) -> None:
     assert documents(write(tmp_path / "a.jsonl", lines.encode()), block_bytes=1 << 16) == [(text,) for text in texts]
 
 
+def numbered_lines(count: int) -> list[bytes]:
+    return [json.dumps({"text": f"{i} {i * i} {i**3}"}).encode() + b"\n" for i in range(count)]
+
+
+def packed(content: bytes, suffix: str) -> bytes:
+    checksum = {zstd.CompressionParameter.checksum_flag: 1}
+    return gzip.compress(content) if suffix == ".gz" else zstd.compress(content, options=checksum)
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-@pytest.mark.parametrize("damage", ["cut", "overwritten"])
-def test_a_file_damaged_in_the_middle_gives_what_is_before_and_says_so(
-    tmp_path: Path, suffix: str, damage: str
+@pytest.mark.parametrize("block_bytes", [1, 1000, 1 << 20])
+def test_a_file_that_was_cut_gives_all_whole_lines_before_and_names_the_next(
+    tmp_path: Path, suffix: str, block_bytes: int
 ) -> None:
-    lines = [json.dumps({"text": f"{i} {i * i} {i**3}"}).encode() + b"\n" for i in range(20_000)]
-    plain = b"".join(lines)
-    with_checksum = {zstd.CompressionParameter.checksum_flag: 1}
-    whole = gzip.compress(plain) if suffix == ".gz" else zstd.compress(plain, options=with_checksum)
+    lines = numbered_lines(20_000)
+    whole = packed(b"".join(lines), suffix)
+    for cut in (len(whole) // 3, len(whole) - 1):
+        path = write(tmp_path / f"a.jsonl{suffix}", whole[:cut])
+        with open(path, "rb") as file, decompressed(path, file) as plain, contextlib.suppress(EOFError):
+            readable = 0
+            while piece := plain.read1(1 << 16):
+                readable += piece.count(b"\n")
+        *before, bad = documents(path, block_bytes=block_bytes)
+        assert before == [(json.loads(line)["text"],) for line in lines[:readable]]
+        assert isinstance(bad, BadLine)
+        assert bad.number == readable + 1 > 4000
+        assert bad.reason.startswith("the file cannot be read from here on: EOFError: ")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_file_that_was_overwritten_in_the_middle_is_found_out(tmp_path: Path, suffix: str) -> None:
+    whole = packed(b"".join(numbered_lines(20_000)), suffix)
     third = len(whole) // 3
-    content = whole[:third] + (b"" if damage == "cut" else b"\xff" * 100 + whole[third + 100 :])
-    path = write(tmp_path / f"a.jsonl{suffix}", content)
-    *before, bad = documents(path, block_bytes=1000)
+    path = write(tmp_path / f"a.jsonl{suffix}", whole[:third] + b"\xff" * 100 + whole[third + 100 :])
+    *_, bad = documents(path, block_bytes=1000)  # what was made of the damage may come before
     assert isinstance(bad, BadLine)
     assert "cannot be read from here on" in bad.reason
-    if damage == "cut":  # else the checksum at the end says it, and what was made of the damage comes before
-        assert before == [(json.loads(line)["text"],) for line in lines[: len(before)]]
-        assert bad.number == len(before) + 1 > 1000
+
+
+def test_a_text_that_was_cut_is_no_document_and_is_named_by_the_line(tmp_path: Path) -> None:
+    whole = gzip.compress(b"".join(b"%d\n" % (i * i) for i in range(10_000)))
+    (bad,) = documents(write(tmp_path / "a.txt.gz", whole[:-1]))
+    assert isinstance(bad, BadLine)
+    assert bad.number == 10_001
 
 
 @pytest.mark.parametrize(
@@ -187,6 +220,21 @@ def test_the_name_and_else_the_beginning_say_what_a_file_holds(
     assert kind_of(write(tmp_path / name, content)) == kind
 
 
+def write_foreign(folder: Path) -> None:
+    """Texts in what is not read, or not under such a name."""
+    for name in ("zip.jsonl", "inside.zip"):
+        with zipfile.ZipFile(folder / name, "w") as archive:
+            archive.writestr("a.jsonl", JSON_LINES)
+    write(folder / "zip.jsonl.gz", gzip.compress((folder / "inside.zip").read_bytes()))
+    with tarfile.open(folder / "tar.gz", "w:gz") as archive:
+        archive.add(write(folder / "a.jsonl", JSON_LINES))
+    write(folder / "bz2.txt", bz2.compress(JSON_LINES))
+    write(folder / "xz", lzma.compress(JSON_LINES))
+    write(folder / "gzip.jsonl", gzip.compress(JSON_LINES))
+    write(folder / "zstd.txt", zstd.compress(JSON_LINES))
+    write_parquet(folder / "parquet.data", text=TEXTS)
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "reason"),
     [
@@ -195,6 +243,14 @@ def test_the_name_and_else_the_beginning_say_what_a_file_holds(
         ("junk.jsonl.gz", ["text"], "gzip"),
         ("junk.jsonl.zst", ["text"], "cannot be read"),
         ("junk.parquet", ["text"], "Parquet"),
+        ("zip.jsonl", ["text"], "it is a zip archive: unpack it"),
+        ("zip.jsonl.gz", ["text"], "it is a zip archive: unpack it"),
+        ("tar.gz", ["text"], "it is a tar archive: unpack it"),
+        ("bz2.txt", ["text"], "it is compressed with bzip2: unpack it, or use gzip or zstd"),
+        ("xz", ["text"], "it is compressed with xz: "),
+        ("gzip.jsonl", ["text"], r"it is compressed with gzip: its name has to end in \.gz"),
+        ("zstd.txt", ["text"], r"it is compressed with zstd: its name has to end in \.zst"),
+        ("parquet.data", ["text"], r"it is a Parquet file: its name has to end in \.parquet"),
         ("a.parquet", ["text", "body"], "no column 'text', only title, body"),
         ("a.txt", ["text", "title"], "plain text: it has one text to a document, not text and title"),
     ],
@@ -206,6 +262,7 @@ def test_files_that_cannot_be_opened_are_refused_beforehand(
     for junk in ("junk.jsonl.gz", "junk.jsonl.zst", "junk.parquet", "a.txt"):
         write(tmp_path / junk, b"junk junk junk")
     write_parquet(tmp_path / "a.parquet", title=["a"], body=["b"])
+    write_foreign(tmp_path)
     with pytest.raises(ValueError, match=reason) as raised:
         check_readable(tmp_path / name, keys)
     assert str(tmp_path / name) in str(raised.value)

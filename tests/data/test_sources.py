@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
 import numpy as np
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megazpp.data.blend import BlendedDataset
 from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
-from megazpp.data.sources import Sampling, Source, SourceBlend, build_split, indexed_source, open_sources
+from megazpp.data.sources import Sampling, TokenRange, build_split, indexed_source, open_sources
 
 
 def write(prefix: Path, *, documents: int, length: int = 16) -> Path:
@@ -66,7 +68,63 @@ def test_edges_of_a_split_are_rounded_to_the_nearest_document(tmp_path: Path) ->
     assert documents == [{0, 1}, {2, 3, 4, 5}, {6}]
 
 
-def test_a_share_of_no_document_is_refused(tmp_path: Path) -> None:
-    source: Source = indexed_source(write(tmp_path / "a", documents=7), "--data-path")
-    with pytest.raises(ValueError, match=r"--split leaves test none of the 7 documents of .*a; give it a larger"):
-        build_split("test", SourceBlend((source,), None), (0.99, 1.0), sampling(tmp_path, 4))
+SPLIT = ((0.0, 0.5), (0.5, 0.97), (0.97, 1.0))
+
+
+def test_sources_of_a_blend_are_cut_by_tokens_each_by_its_own_number_of_documents(tmp_path: Path) -> None:
+    many, few = write(tmp_path / "many", documents=50), write(tmp_path / "few", documents=7)
+    said: list[str] = []
+    blend = open_sources([str(many), str(few)], flag_name="--data-path").fit_for(SPLIT, said.append)
+    assert [source.by_tokens for source in blend.sources] == [False, True]
+    assert len(said) == 1
+    assert f"{few} has too few documents (7)" in said[0]
+    dataset = build_split("valid", blend, SPLIT[1], sampling(tmp_path, 40))
+    assert isinstance(dataset, BlendedDataset)
+    assert [part.tokens_per_epoch for part in dataset.datasets] == [
+        23 * 16,
+        53,
+    ]  # documents 25 to 47, tokens 56 to 108 of 112
+
+
+def test_a_share_that_is_empty_on_purpose_wants_no_document(tmp_path: Path) -> None:
+    blend = open_sources([str(write(tmp_path / "a", documents=2))], flag_name="--data-path")
+    assert blend.fit_for(((0.0, 0.5), (0.5, 1.0), (1.0, 1.0)), lambda _: None) == blend
+
+
+def test_parts_cut_by_tokens_have_indices_of_their_own(tmp_path: Path) -> None:
+    blend = open_sources([str(write(tmp_path / "a", documents=1, length=90))], flag_name="--data-path")
+    blend = blend.fit_for(SPLIT, lambda _: None)
+    for bounds in (SPLIT[0], SPLIT[1], SPLIT[0]):
+        build_split("train", blend, bounds, sampling(tmp_path, 3))
+    assert len(list((tmp_path / "cache" / "indices").glob("[!.]*"))) == 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=st.lists(st.integers(0, 9), max_size=8), data=st.data())
+def test_a_range_of_tokens_is_that_part_of_the_line_of_documents(lengths: list[int], data: st.DataObject) -> None:
+    line = list(range(sum(lengths)))
+    ends = list(itertools.accumulate(lengths))
+    start = data.draw(st.integers(0, len(line)))
+    stop = data.draw(st.integers(start, len(line)))
+    part = TokenRange(Line(lengths), start, stop)
+    read = [part.get(i).tolist() for i in range(len(part.lengths))]
+    assert list(itertools.chain.from_iterable(read)) == line[start:stop]
+    assert [len(ids) for ids in read] == part.lengths.tolist()
+    assert {ids[-1] + 1 for ids in read if ids} <= {*ends, stop}  # documents end where they did
+    for i, ids in enumerate(read):
+        for offset in range(len(ids)):
+            assert part.get(i, offset).tolist() == ids[offset:]
+            assert part.get(i, offset, 1).tolist() == ids[offset : offset + 1]
+
+
+class Line:
+    """Sequences whose ids count up from the first's first."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = np.array(lengths, dtype=np.int32)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        size = int(self.lengths[index]) - offset if length is None else length
+        assert 0 <= offset <= offset + size <= self.lengths[index]
+        start = int(self.lengths[:index].sum()) + offset
+        return np.arange(start, start + size)

@@ -91,8 +91,8 @@ def test_a_tokenizer_learns_from_lines_of_any_length(tmp_path: Path) -> None:
     [
         (b'{"text": "a"}\n{"text": \n', "line 2: not JSON"),
         (b'{"txt": "a"}\n', "line 1: there is no 'text'"),
-        (b"[1]\n", "line 1: a JSON list, not an object"),
-        (b'{"text": 5}\n', "line 1: 'text' is a int"),
+        (b"[1]\n", "line 1: an array, not an object"),
+        (b'{"text": 5}\n', "line 1: 'text' is a number"),
         (b'{"text": "\xff"}\n', "not UTF-8"),
     ],
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 import pytest
 
 from megazpp.data.tokenizer_training import first_characters, train_sentencepiece
@@ -14,10 +17,30 @@ def test_training_twice_gives_the_same_bytes() -> None:
     assert train_sentencepiece([TEXT], 299) != train_sentencepiece([TEXT], 300)
 
 
-def test_a_vocabulary_the_text_cannot_fill_is_refused() -> None:
-    for size in (100_000, 10):
-        with pytest.raises(ValueError, match=f"--vocab-size {size} does not suit this text"):
-            train_sentencepiece(iter([TEXT]), size)
+@pytest.mark.parametrize(
+    ("text", "size", "reason"),
+    [
+        (TEXT, 100_000, "Vocabulary size too high (100000). Please set it to a value <= "),
+        (TEXT, 10, "Vocabulary size is smaller than required_chars. 10 vs "),
+        ("\n\n", 300, "it is blank"),
+    ],
+)
+def test_a_vocabulary_the_text_cannot_fill_is_refused_without_sentencepiece_s_own_files_and_lines(
+    text: str, size: int, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"--vocab-size {size} does not suit this text: {reason}")) as raised:
+        train_sentencepiece(iter([text]), size)
+    assert "INTERNAL" not in str(raised.value)
+    assert "trainer_interface" not in str(raised.value)
+
+
+def test_what_is_wrong_with_a_line_is_not_blamed_on_the_vocabulary() -> None:
+    def texts() -> Iterator[str]:
+        yield TEXT
+        raise ValueError("a.jsonl, line 2: there is no 'text'")
+
+    with pytest.raises(ValueError, match=r"^a\.jsonl, line 2: there is no 'text'$"):
+        train_sentencepiece(texts(), 300)
 
 
 @pytest.mark.parametrize(
