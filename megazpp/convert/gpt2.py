@@ -40,7 +40,7 @@ def read(settings: Settings) -> dict[str, Any]:
     return {
         "num_layers": settings.count(key["n_layer"], 12),
         "hidden_size": hidden,
-        "ffn_hidden_size": settings.count("n_inner", 4 * hidden),
+        "ffn_hidden_size": settings.count("n_inner") if "n_inner" in settings else 4 * hidden,
         "num_attention_heads": settings.count(key["n_head"], 12),
         "max_position_embeddings": settings.count(key["n_positions"], 1024),
         "norm_epsilon": settings.positive("layer_norm_epsilon", 1e-5),

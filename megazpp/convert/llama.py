@@ -33,7 +33,7 @@ _LLAMA3 = {
 def read(settings: Settings, *, kind: str) -> dict[str, Any]:
     """Fields of GPTConfig; what a config.json of `kind` leaves out is what transformers takes, or an error."""
     settings.only("hidden_act", "silu", "swish")
-    settings.each("layer_types", "full_attention")
+    settings.each("layer_types", *(() if kind == "mistral" else ("full_attention",)))  # with any, it is a Ministral
     llama = kind == "llama"
     hidden, heads = settings.count("hidden_size"), settings.count("num_attention_heads")
     groups = settings.count("num_key_value_heads", heads if llama else None)

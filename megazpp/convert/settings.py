@@ -86,8 +86,8 @@ class Settings:
         items = self._get(key, [])
         others = [item for item in items if item not in allowed] if isinstance(items, list) else [items]
         if others:
-            known = ", ".join(map(str, allowed))
-            raise ValueError(f"{self.where}: {key} {others[0]!r} is not supported here (only {known})")
+            known = f" (only {', '.join(map(str, allowed))})" if allowed else ""
+            raise ValueError(f"{self.where}: {key} {others[0]!r} is not supported here{known}")
 
     def nothing_but(self, *keys: str) -> None:
         """No other keys than these have a value."""
