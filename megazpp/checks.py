@@ -149,6 +149,8 @@ def _check_parallel(config: RunConfig, cluster: Cluster) -> Layout:
 def _check_model(model: GPTConfig, tp_size: int, seq_length: int) -> None:
     if model.num_query_groups != 1 and not model.group_query_attention:
         raise ValueError(f"--num-query-groups {model.num_query_groups} needs --group-query-attention")
+    if model.rope_scaling_factor != 8.0 and not model.use_rope_scaling:
+        raise ValueError(f"--rope-scaling-factor {model.rope_scaling_factor} needs --use-rope-scaling")
     check_gpt_config(model, tp_size=tp_size, seq_length=seq_length)
 
 

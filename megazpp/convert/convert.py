@@ -140,9 +140,9 @@ def bring_in(imported: Imported, target: Path, given: TokenizerConfig, say: Call
 
 def _import_huggingface(source: Path) -> Imported:
     model = open_model(source)
-    length = model.config.max_position_embeddings
+    length, window = model.config.max_position_embeddings, model.config.window
     assert length is not None
-    return Imported(model, Progress(), length, find_tokenizer(source), padded=False)
+    return Imported(model, Progress(), min(length, window or length), find_tokenizer(source), padded=False)
 
 
 def _flags(model: Model, seq_length: int, tokenizer: TokenizerConfig) -> dict[str, Any]:

@@ -21,22 +21,29 @@ _ACTIVATIONS: dict[str, dict[str, bool]] = {
     "gelu": {},
     "relu2": {"squared_relu": True},
 }
+_ALIASES = {
+    "n_layer": "num_hidden_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
 _MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")  # older files hold the causal mask
 
 
 def read(settings: Settings) -> dict[str, Any]:
     """Fields of GPTConfig."""
-    settings.absent("scale_attn_by_inverse_layer_idx", "add_cross_attention", "quantization_config")
+    settings.absent("scale_attn_by_inverse_layer_idx", "add_cross_attention")
     settings.only("scale_attn_weights", True)
     activation = settings.only("activation_function", *_ACTIVATIONS)
-    hidden = settings.count("n_embd", 768)
+    key = {name: settings.one_of(name, alias) for name, alias in _ALIASES.items()}
+    hidden = settings.count(key["n_embd"], 768)
     return {
-        "num_layers": settings.count("n_layer", 12),
+        "num_layers": settings.count(key["n_layer"], 12),
         "hidden_size": hidden,
-        "ffn_hidden_size": settings.count("n_inner", 4 * hidden),
-        "num_attention_heads": settings.count("n_head", 12),
-        "max_position_embeddings": settings.count("n_positions", 1024),
-        "norm_epsilon": settings.number("layer_norm_epsilon", 1e-5),
+        "ffn_hidden_size": settings.count("n_inner") if "n_inner" in settings else 4 * hidden,
+        "num_attention_heads": settings.count(key["n_head"], 12),
+        "max_position_embeddings": settings.count(key["n_positions"], 1024),
+        "norm_epsilon": settings.positive("layer_norm_epsilon", 1e-5),
         "untie_embeddings_and_output_weights": not settings.truth("tie_word_embeddings", True),
         "init_method_std": settings.number("initializer_range", 0.02),
         "hidden_dropout": settings.number("resid_pdrop", 0.1),
@@ -53,6 +60,8 @@ def write(config: GPTConfig) -> dict[str, Any]:
             f"--position-embedding-type {config.positions}": config.positions != "learned_absolute",
             f"--normalization {config.normalization}": config.normalization != "LayerNorm",
             "--apply-layernorm-1p": config.apply_layernorm_1p,
+            "--qk-layernorm": config.qk_layernorm,
+            f"--window-size {config.window_size}": config.window is not None,
             "--swiglu": config.swiglu,
             "--disable-bias-linear": config.disable_bias_linear,
             f"--num-query-groups {config.query_groups}": config.query_groups != config.heads,

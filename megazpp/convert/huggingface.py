@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megazpp.convert.architecture import Architecture
 from megazpp.convert.gpt2 import GPT2
-from megazpp.convert.llama import LLAMA
-from megazpp.convert.model import Model, model_shapes
+from megazpp.convert.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from megazpp.convert.model import WORDS, Model, model_shapes
 from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
 from megazpp.convert.settings import Settings
 from megazpp.convert.tensors import Deferred, join_all, split_all
@@ -20,11 +22,11 @@ from megazpp.model.config import GPTConfig
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILE_BYTES = 5 * 10**9  # as transformers has cut files for years
-_ARCHITECTURES = (GPT2, LLAMA)
+_ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
 
 
 def open_model(folder: Path) -> Model:
-    """The model of a folder; nothing but shapes is read yet.
+    """The model of a folder; nothing but shapes is read yet, and a tied output matrix that the files hold once more.
 
     Raises:
         ValueError: something is missing, damaged, or a model that we do not have.
@@ -35,11 +37,16 @@ def open_model(folder: Path) -> Model:
     architecture = next((a for a in _ARCHITECTURES if a.model_type == kind), None)
     if architecture is None:
         raise ValueError(f"{folder / CONFIG}: model_type {kind!r} is not one that can be converted ({known})")
+    settings.absent("quantization_config", "per_layer_config")
+    settings.only("is_causal", True)
     config = GPTConfig(**architecture.read(settings))
     rows = settings.count("vocab_size", 50257 if architecture is GPT2 else None)
-    tensors = _named(_open_files(folder), architecture, config)
+    files = _open_files(folder)
+    tensors = {name: entry for raw, entry in files.items() if (name := architecture.their_name(raw)) is not None}
+    shapes = model_shapes(config, rows, str(folder / CONFIG), num_tensors=len(tensors))
     pieces = architecture.pieces(config)
-    shapes = model_shapes(config, rows, str(folder / CONFIG))
+    if config.tied:
+        _drop_tied_copy(tensors, pieces[WORDS].theirs[0], str(folder))
     return Model(config, rows, join_all(pieces, tensors, shapes, str(folder)))
 
 
@@ -72,9 +79,16 @@ def choose_architecture(config: GPTConfig) -> Architecture:
     """The one that holds such a model.
 
     Raises:
-        ValueError: names the flags that neither has.
+        ValueError: names the flags that it has not.
     """
-    architecture = LLAMA if config.positions == "rope" else GPT2
+    if config.positions != "rope":
+        architecture = GPT2
+    elif config.qk_layernorm:
+        architecture = QWEN3
+    elif config.window is not None:
+        architecture = MISTRAL
+    else:
+        architecture = QWEN2 if config.qkv_bias and not config.linear_bias else LLAMA
     architecture.write(config)
     return architecture
 
@@ -89,7 +103,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no settings")
@@ -117,12 +131,20 @@ def _open_files(folder: Path) -> dict[str, Deferred]:
     return found
 
 
-def _named(files: Mapping[str, Deferred], architecture: Architecture, config: GPTConfig) -> dict[str, Deferred]:
-    """The weights by the names of `Architecture.pieces`."""
-    named = {name: entry for raw, entry in files.items() if (name := architecture.their_name(raw)) is not None}
-    if config.tied:
-        named.pop("lm_head.weight", None)  # some files hold the tied matrix twice
-    return named
+def _drop_tied_copy(tensors: dict[str, Deferred], words: str, where: str) -> None:
+    """Some files hold the tied matrix twice; one that differs is used by some versions of transformers and not by all.
+
+    Raises:
+        ValueError: it differs.
+    """
+    copy, original = tensors.pop("lm_head.weight", None), tensors.get(words)
+    if copy is None or original is None:
+        return
+    if copy[:2] != original[:2] or not torch.equal(copy.read(), original.read()):
+        raise ValueError(
+            f"{where}: tie_word_embeddings is true, but lm_head.weight is not {words}; "
+            "write false into config.json to keep both, or take lm_head.weight out of the files"
+        )
 
 
 def _part_name(number: int, count: int) -> str:

@@ -1,4 +1,13 @@
-"""Hugging Face's Llama: rotary positions, RMSNorm, SwiGLU, queries, keys and values apart."""
+"""Hugging Face's Llama and its relatives: rotary positions, RMSNorm, SwiGLU, queries, keys and values apart.
+
+| model_type | differs from llama in                             | which here is                             |
+|------------|---------------------------------------------------|-------------------------------------------|
+| mistral    | tokens look back over a window at most; no biases | --window-size                             |
+| qwen2      | biases on queries, keys and values only           | --add-qkv-bias with --disable-bias-linear |
+| qwen3      | normalised queries and keys; no biases            | --qk-layernorm                            |
+
+Without a window a Mistral is a Llama, and becomes one.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +18,27 @@ from typing import Any
 from megazpp.convert.architecture import Architecture, refuse
 from megazpp.convert.settings import Settings
 from megazpp.convert.tensors import Piece, fuse_qkv, same, split_qkv
+from megazpp.model.attention import HIGH_TURNS, LOW_TURNS, ORIGINAL_CONTEXT
 from megazpp.model.config import GPTConfig
 
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # in older files
+_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor")
+_LLAMA3 = {
+    "low_freq_factor": LOW_TURNS,
+    "high_freq_factor": HIGH_TURNS,
+    "original_max_position_embeddings": ORIGINAL_CONTEXT,
+}
 
 
-def read(settings: Settings) -> dict[str, Any]:
-    """Fields of GPTConfig."""
-    settings.absent("quantization_config")
+def read(settings: Settings, *, kind: str) -> dict[str, Any]:
+    """Fields of GPTConfig; what a config.json of `kind` leaves out is what transformers takes, or an error."""
     settings.only("hidden_act", "silu", "swish")
+    settings.each("layer_types", *(() if kind == "mistral" else ("full_attention",)))  # with any, it is a Ministral
+    llama = kind == "llama"
     hidden, heads = settings.count("hidden_size"), settings.count("num_attention_heads")
-    groups = settings.count("num_key_value_heads", heads)
-    head_size = settings.count("head_dim", max(hidden // heads, 1))
-    bias = settings.truth("attention_bias", False)
-    if settings.truth("mlp_bias", False) != bias:
-        raise ValueError(f"{settings.where}: attention_bias and mlp_bias differ, here linear layers have biases or not")
+    groups = settings.count("num_key_value_heads", heads if llama else None)
+    head_size = settings.count("head_dim", None if kind == "qwen3" else max(hidden // heads, 1))
+    positions = settings.count("max_position_embeddings", 2048 if llama else None)
     return {
         "num_layers": settings.count("num_hidden_layers"),
         "hidden_size": hidden,
@@ -32,43 +47,77 @@ def read(settings: Settings) -> dict[str, Any]:
         "kv_channels": None if head_size * heads == hidden else head_size,
         "group_query_attention": groups != heads,
         "num_query_groups": groups if groups != heads else 1,
-        "max_position_embeddings": settings.count("max_position_embeddings", 2048),
+        "max_position_embeddings": positions,
         "position_embedding_type": "rope",
-        "rotary_base": _read_rotary_base(settings),
+        **_read_rotary(settings, positions),
+        "window_size": _read_window(settings, kind),
         "normalization": "RMSNorm",
-        "norm_epsilon": settings.number("rms_norm_eps", 1e-6),
+        "norm_epsilon": settings.positive("rms_norm_eps", 1e-6),
+        "qk_layernorm": kind == "qwen3",
         "swiglu": True,
         "untie_embeddings_and_output_weights": not settings.truth("tie_word_embeddings", False),
-        "disable_bias_linear": not bias,
+        "disable_bias_linear": not _read_bias(settings, kind),
+        "add_qkv_bias": kind == "qwen2",
         "init_method_std": settings.number("initializer_range", 0.02),
         "hidden_dropout": 0.0,
         "attention_dropout": settings.number("attention_dropout", 0.0),
     }
 
 
-def _read_rotary_base(settings: Settings) -> float:
-    """From `rope_theta` and `rope_scaling`, or from `rope_parameters`, which transformers 5 has instead."""
-    scaling, parameters = settings.part("rope_scaling"), settings.part("rope_parameters")
-    for name in ("rope_type", "type"):
-        scaling.only(f"rope_scaling.{name}", "default")
-        parameters.only(f"rope_parameters.{name}", "default")
-    parameters.only("rope_parameters.partial_rotary_factor", 1.0)
-    return parameters.number("rope_parameters.rope_theta", settings.number("rope_theta", 10000.0))
+def _read_bias(settings: Settings, kind: str) -> bool:
+    """Whether all linear layers have biases, which only Llama's may."""
+    if kind != "llama":
+        settings.absent("attention_bias", "mlp_bias")
+        return False
+    bias = settings.truth("attention_bias", False)
+    if settings.truth("mlp_bias", False) != bias:
+        raise ValueError(f"{settings.where}: attention_bias and mlp_bias differ, here linear layers have biases or not")
+    return bias
 
 
-def write(config: GPTConfig) -> dict[str, Any]:
+def _read_window(settings: Settings, kind: str) -> str | None:
+    """Mistral's `sliding_window` counts the token itself, and is 4096 where nothing is said; null is none."""
+    if kind == "mistral":
+        return None if settings.is_null("sliding_window") else f"{settings.count('sliding_window', 4096) - 1},0"
+    settings.absent("sliding_window" if kind == "llama" else "use_sliding_window")  # which turns a Qwen's on
+    return None
+
+
+def _read_rotary(settings: Settings, positions: int) -> dict[str, Any]:
+    """From `rope_scaling` or else `rope_parameters`, as transformers 5 does, with `rope_theta` beside them."""
+    name = next((name for name in ("rope_scaling", "rope_parameters") if settings.part(name)), "rope_parameters")
+    rope, prefix = settings.part(name), f"{name}."
+    rope.nothing_but(*(prefix + key for key in (*_ROPE_KEYS, *_LLAMA3)))
+    kind = rope.only(prefix + ("rope_type" if prefix + "rope_type" in rope else "type"), "default", "llama3")
+    for holder, key in ((settings, "partial_rotary_factor"), (rope, f"{prefix}partial_rotary_factor")):
+        holder.only(key, 1.0)
+    base = rope.positive(f"{prefix}rope_theta", settings.positive("rope_theta", 10000.0))
+    if kind == "default":
+        return {"rotary_base": base}
+    settings.absent("original_max_position_embeddings", empty=(None, ORIGINAL_CONTEXT))
+    for key, value in _LLAMA3.items():
+        rope.only(prefix + key, value, default=positions if value == ORIGINAL_CONTEXT else None)
+    factor = rope.positive(f"{prefix}factor")
+    return {"rotary_base": base, "use_rope_scaling": True, "rope_scaling_factor": factor}
+
+
+def write(config: GPTConfig, *, kind: str) -> dict[str, Any]:
     """config.json without the vocabulary."""
     refuse(
-        "LlamaForCausalLM",
+        _CLASSES[kind],
         {
             f"--position-embedding-type {config.positions}": config.positions != "rope",
             f"--rotary-percent {config.rotary_percent}": config.rotary_percent != 1.0,
             f"--normalization {config.normalization}": config.normalization != "RMSNorm",
             "--apply-layernorm-1p": config.apply_layernorm_1p,
             "--no-swiglu": not config.swiglu,
-            "--add-qkv-bias and --disable-bias-linear": config.qkv_bias != config.linear_bias,
+            f"--window-size {config.window_size}": config.window is not None and kind != "mistral",
+            "--qk-layernorm": config.qk_layernorm and kind != "qwen3",
+            "--no-disable-bias-linear": config.linear_bias and kind != "llama",
+            "--add-qkv-bias": config.qkv_bias and not config.linear_bias and kind != "qwen2",
         },
     )
+    scaling = {"rope_type": "llama3", "factor": config.rope_scaling, **_LLAMA3}
     return {
         "num_hidden_layers": config.layers,
         "hidden_size": config.hidden,
@@ -79,12 +128,13 @@ def write(config: GPTConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position_embeddings,
         "rope_theta": config.rotary_base,
+        "rope_scaling": scaling if config.rope_scaling is not None else None,
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tied,
-        "attention_bias": config.linear_bias,
-        "mlp_bias": config.linear_bias,
         "initializer_range": config.init_method_std,
         "attention_dropout": config.attention_dropout,
+        **({"attention_bias": config.linear_bias, "mlp_bias": config.linear_bias} if kind == "llama" else {}),
+        **({"sliding_window": config.window} if kind == "mistral" else {}),
     }
 
 
@@ -96,16 +146,19 @@ def pieces(config: GPTConfig) -> dict[str, Piece]:
     }
     if not config.tied:
         found["output.weight"] = same("lm_head.weight")
+    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if config.qk_layernorm:
+        norms |= {f"attention.{letter}_norm": f"self_attn.{letter}_norm" for letter in "qk"}
     linears = {"attention.proj": "self_attn.o_proj", "mlp.gate": "mlp.gate_proj", "mlp.fc1": "mlp.up_proj"}
     linears["mlp.fc2"] = "mlp.down_proj"
     join = functools.partial(fuse_qkv, groups=config.query_groups, head_size=config.head_size)
     split = functools.partial(split_qkv, groups=config.query_groups, head_size=config.head_size)
     for layer in range(config.layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-        found[f"{ours}.attention_norm.weight"] = same(f"{theirs}.input_layernorm.weight")
-        found[f"{ours}.mlp_norm.weight"] = same(f"{theirs}.post_attention_layernorm.weight")
+        found |= {f"{ours}.{norm}.weight": same(f"{theirs}.{name}.weight") for norm, name in norms.items()}
         for kind in ("weight", "bias") if config.linear_bias else ("weight",):
             found |= {f"{ours}.{linear}.{kind}": same(f"{theirs}.{name}.{kind}") for linear, name in linears.items()}
+        for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
             names = tuple(f"{theirs}.self_attn.{letter}_proj.{kind}" for letter in "qkv")
             found[f"{ours}.attention.qkv.{kind}"] = Piece(names, join, split)
     return found
@@ -115,6 +168,21 @@ def their_name(name: str) -> str | None:
     return None if _FREQUENCIES.fullmatch(name) else name
 
 
-LLAMA = Architecture(
-    model_type="llama", class_name="LlamaForCausalLM", read=read, write=write, pieces=pieces, their_name=their_name
-)
+def _relative(kind: str) -> Architecture:
+    return Architecture(
+        model_type=kind,
+        class_name=_CLASSES[kind],
+        read=functools.partial(read, kind=kind),
+        write=functools.partial(write, kind=kind),
+        pieces=pieces,
+        their_name=their_name,
+    )
+
+
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+LLAMA, MISTRAL, QWEN2, QWEN3 = map(_relative, _CLASSES)

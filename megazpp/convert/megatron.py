@@ -58,12 +58,14 @@ def open_megatron(folder: Path, iteration: int | None) -> Imported:
     for name in parts[0]:
         join = _join(name, config, version, len(ranks))
         tensors |= _merge(name, [part[name] for part in parts], join, swiglu=config.swiglu)
+    if config.use_rope_scaling and "language_model" in ranks[0]["model"]:
+        raise ValueError(f"{where}: args: use_rope_scaling True is not supported here with the legacy model")
     if config.tied:
         tensors.pop(OUTPUT, None)  # a copy
     if WORDS not in tensors:
         raise ValueError(f"{where} has no word_embeddings")
     rows = tensors[WORDS].shape[0]
-    expected = model_shapes(config, rows, where)
+    expected = model_shapes(config, rows, where, num_tensors=len(tensors))
     check_tensors({name: entry.shape for name, entry in tensors.items()}, expected, where)
     done = ranks[0].get("iteration")
     consumed = getattr(arguments, "consumed_train_samples", 0)
@@ -138,9 +140,7 @@ def _read_config(settings: Settings) -> dict[str, Any]:
     settings.absent(
         "apply_residual_connection_post_layernorm",
         "multi_latent_attention",
-        "qk_layernorm",
         "rotary_interleaved",
-        "use_rope_scaling",
         "num_experts",
         "window_size",
     )
@@ -152,6 +152,7 @@ def _read_config(settings: Settings) -> dict[str, Any]:
     # Megatron's fused bias and GeLU, its default, computes the tanh approximation
     tanh = settings.truth("openai_gelu", False) or settings.truth("bias_gelu_fusion", True)
     bias = settings.truth("add_bias_linear", True)
+    scaled = settings.truth("use_rope_scaling", False)
     return {
         "num_layers": settings.count("num_layers"),
         "hidden_size": settings.count("hidden_size"),
@@ -165,6 +166,12 @@ def _read_config(settings: Settings) -> dict[str, Any]:
         "use_rotary_position_embeddings": settings.truth("use_rotary_position_embeddings", False),
         "rotary_base": settings.number("rotary_base", 10000.0),
         "rotary_percent": settings.number("rotary_percent", 1.0),
+        **(
+            {"use_rope_scaling": True, "rope_scaling_factor": settings.number("rope_scaling_factor", 8.0)}
+            if scaled
+            else {}
+        ),
+        "qk_layernorm": settings.truth("qk_layernorm", False),
         "normalization": settings.only("normalization", "LayerNorm", "RMSNorm"),
         "norm_epsilon": settings.number("norm_epsilon" if "norm_epsilon" in settings else "layernorm_epsilon", 1e-5),
         "apply_layernorm_1p": settings.truth("apply_layernorm_1p", False),

@@ -28,6 +28,8 @@ _LAYER_NAMES = {
     "attention.query_key_value": "attention.qkv",
     "self_attention.query_key_value": "attention.qkv",
     "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.q_layernorm": "attention.q_norm",
+    "self_attention.k_layernorm": "attention.k_norm",
     "attention.dense": "attention.proj",
     "self_attention.dense": "attention.proj",
     "self_attention.linear_proj": "attention.proj",

@@ -54,18 +54,23 @@ class Imported(NamedTuple):
     padded: bool
 
 
-def model_shapes(config: GPTConfig, rows: int, where: str) -> dict[str, tuple[int, ...]]:
+def model_shapes(config: GPTConfig, rows: int, where: str, *, num_tensors: int) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of the model, whole.
 
+    Args:
+        where: what the settings are of, for messages.
+        num_tensors: that are there; a model of more layers is not built.
     Raises:
-        ValueError: the settings, which are those of `where`, describe no model.
+        ValueError: the settings describe no model.
     """
+    if config.layers > num_tensors:
+        raise ValueError(f"{where} describes a model of {config.layers} layers, but there are {num_tensors} tensors")
     unpadded = dataclasses.replace(config, make_vocab_size_divisible_by=1)
     try:
         check_gpt_config(unpadded, tp_size=1, seq_length=1)
         with torch.device("meta"):
             model = GPTModel(unpadded, vocab_size=rows, tp=MeshAxis("tp"))
-    except (ValueError, RuntimeError, TypeError) as error:  # torch's, of sizes beyond any machine
+    except (ValueError, RuntimeError, TypeError, OverflowError) as error:  # torch's, of sizes beyond any machine
         raise ValueError(f"{where} describes no model: {str(error).splitlines()[0]}") from error
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 

@@ -7,6 +7,7 @@ of its rows is a set of whole groups.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from megazpp.model.attention_kernels import DocumentKernel, masked_attention
 from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import LayerCache
+from megazpp.model.norms import make_norm
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+# of --use-rope-scaling: the tokens of Llama 3's first training, and how often what is slowed down turns in them
+ORIGINAL_CONTEXT, LOW_TURNS, HIGH_TURNS = 8192, 1.0, 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,8 @@ class AttentionInputs:
 class SelfAttention(nn.Module):
     """[S, B, H] -> [S, B, H] ([S/T, B, H] at both ends with sequence parallelism).
 
-    Collectives on tp: those of one ColumnParallelLinear and one RowParallelLinear.
+    Collectives on tp: those of one ColumnParallelLinear and one RowParallelLinear; with --qk-layernorm two small
+    backward all-reduces, because each rank's heads give a part of the gradients of weights that all heads share.
     """
 
     def __init__(
@@ -69,6 +75,8 @@ class SelfAttention(nn.Module):
             bias=config.qkv_bias,
             sequence_parallel=sequence_parallel,
         )
+        self.q_norm = make_norm(config, self.head_size, tp=tp, split=True) if config.qk_layernorm else None
+        self.k_norm = make_norm(config, self.head_size, tp=tp, split=True) if config.qk_layernorm else None
         self.proj = RowParallelLinear(
             config.heads * self.head_size,
             config.hidden,
@@ -84,6 +92,8 @@ class SelfAttention(nn.Module):
         heads = qkv.view(seq, batch, self.groups, self.queries_per_group + 2, self.head_size)
         q, k, v = heads.split((self.queries_per_group, 1, 1), dim=3)
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)  # [S, B, heads or groups, D]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if inputs.rotary is not None:
             q, k = rotate(q, *inputs.rotary), rotate(k, *inputs.rotary)
         if cache is not None:
@@ -120,16 +130,32 @@ class SelfAttention(nn.Module):
         return out.view(batch, seq, -1).transpose(0, 1)
 
 
-def rotary_angles(position_ids: torch.Tensor, *, channels: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_angles(
+    position_ids: torch.Tensor, *, channels: int, base: float, scaling: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of the rotary angles, [S, B, 1, channels] fp32 each, for position_ids [B, S].
 
     Channel i and channel i + channels/2 turn together by position x base^(-2i/channels) (RoFormer; the half-split
-    order of Llama and Megatron).
+    order of Llama and Megatron), and slower by `scaled_frequencies` if `scaling` is given.
     """
     exponent = torch.arange(0, channels, 2, dtype=torch.float32, device=position_ids.device) / channels
-    angle = position_ids.t().unsqueeze(-1) * base**-exponent  # [S, B, channels / 2]
+    frequency = base**-exponent
+    if scaling is not None:
+        frequency = scaled_frequencies(frequency, scaling)
+    angle = position_ids.t().unsqueeze(-1) * frequency  # [S, B, channels / 2]
     angle = torch.cat((angle, angle), dim=-1).unsqueeze(2)
     return angle.cos(), angle.sin()
+
+
+def scaled_frequencies(frequency: torch.Tensor, factor: float) -> torch.Tensor:
+    """Llama 3.1's frequencies for a longer context, in radians per token.
+
+    What turns less than once in the original context is `factor` times slower, what turns more than four times stays,
+    and between the two the share that stays grows with the turns.
+    """
+    turns = frequency * (ORIGINAL_CONTEXT / (2.0 * math.pi))
+    kept = ((turns - LOW_TURNS) / (HIGH_TURNS - LOW_TURNS)).clamp(0.0, 1.0)
+    return frequency * (kept + (1.0 - kept) / factor)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

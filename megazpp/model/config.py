@@ -7,6 +7,7 @@ computed by properties and never written back.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,9 +34,19 @@ class GPTConfig:
     use_rotary_position_embeddings: bool = flag(False, "old spelling of --position-embedding-type rope")
     rotary_base: float = flag(10000.0, "base of the rotary frequencies")
     rotary_percent: float = flag(1.0, "share of each head that is rotated, 0 to 1")
+    use_rope_scaling: bool = flag(
+        False, "slow down low rotary frequencies as Llama 3.1 does, for more than 8192 tokens"
+    )
+    rope_scaling_factor: float = flag(8.0, "how much slower the lowest frequencies are with --use-rope-scaling")
+    window_size: str | None = flag(
+        None,
+        "tokens before and after its own that a token may look at; samples beyond the window are refused",
+        metavar="LEFT,0",
+    )
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "which norm")
     norm_epsilon: float = flag(1e-5, "added to the variance inside the norms", aliases=("--layernorm-epsilon",))
+    qk_layernorm: bool = flag(False, "normalise queries and keys, each head by itself, before they are rotated")
     apply_layernorm_1p: bool = flag(False, "norm weights are stored as w - 1, so that weight decay pulls to 1")
     swiglu: bool = flag(False, "SwiGLU instead of GeLU in the MLP")
     squared_relu: bool = flag(False, "squared ReLU instead of GeLU in the MLP")
@@ -101,6 +112,25 @@ class GPTConfig:
         return "rope" if self.use_rotary_position_embeddings else self.position_embedding_type
 
     @property
+    def rope_scaling(self) -> float | None:
+        """By how much the lowest rotary frequencies are slowed down; None for not at all."""
+        return self.rope_scaling_factor if self.use_rope_scaling else None
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a token may look at, its own and those before it; None for all.
+
+        Raises:
+            ValueError: --window-size is no pair of numbers, or looks ahead.
+        """
+        if self.window_size is None:
+            return None
+        sides = re.fullmatch(r"\(?(-1|\d+), *0\)?", self.window_size)
+        _require(sides is not None, f"--window-size {self.window_size} is not LEFT,0, with LEFT -1 for all tokens")
+        assert sides is not None
+        return None if sides[1] == "-1" else int(sides[1]) + 1
+
+    @property
     def tied(self) -> bool:
         return not self.untie_embeddings_and_output_weights
 
@@ -157,17 +187,16 @@ def check_gpt_config(config: GPTConfig, *, tp_size: int, seq_length: int) -> Non
         ("--attention-dropout", config.attention_dropout),
     ):
         _require(0.0 <= rate < 1.0, f"{name} {rate} is not in [0, 1)")
-    _require(0.0 < config.rotary_percent <= 1.0, f"--rotary-percent {config.rotary_percent} is not in (0, 1]")
-    if config.positions == "rope":
-        rotated = int(config.head_size * config.rotary_percent)
-        _require(
-            rotated % 2 == 0 and rotated > 0,
-            f"--rotary-percent {config.rotary_percent} of {config.head_size} channels per head is {rotated}, "
-            "which is not a positive even number",
-        )
+    _check_rotary(config)
     if config.positions == "learned_absolute" or config.max_position_embeddings is not None:
         limit = _given("--max-position-embeddings", config.max_position_embeddings)
         _require(seq_length <= limit, f"--seq-length {seq_length} is longer than --max-position-embeddings {limit}")
+    window = config.window
+    _require(
+        window is None or seq_length <= window,
+        f"--seq-length {seq_length} is longer than the {window} tokens of --window-size {config.window_size}: "
+        "attention here is over the whole sample",
+    )
     _require(not (config.swiglu and config.squared_relu), "--swiglu and --squared-relu exclude each other")
     _require(
         not (config.openai_gelu and (config.swiglu or config.squared_relu)),
@@ -190,6 +219,21 @@ def _check_sizes(config: GPTConfig) -> None:
         ("--rotary-base", config.rotary_base),
     ):
         _require(0 < value < math.inf, f"{name} {value} is not positive")
+
+
+def _check_rotary(config: GPTConfig) -> None:
+    _require(0.0 < config.rotary_percent <= 1.0, f"--rotary-percent {config.rotary_percent} is not in (0, 1]")
+    if config.positions != "rope":
+        _require(not config.use_rope_scaling, "--use-rope-scaling needs --position-embedding-type rope")
+        return
+    factor = config.rope_scaling_factor
+    _require(1.0 <= factor < math.inf, f"--rope-scaling-factor {factor} is not a number from 1 on")
+    rotated = int(config.head_size * config.rotary_percent)
+    _require(
+        rotated % 2 == 0 and rotated > 0,
+        f"--rotary-percent {config.rotary_percent} of {config.head_size} channels per head is {rotated}, "
+        "which is not a positive even number",
+    )
 
 
 def _check_recompute(config: GPTConfig) -> None:

@@ -20,7 +20,7 @@ from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.embedding import Embedding
 from megazpp.model.kv_cache import KVCache, LayerCache
 from megazpp.model.mlp import MLP
-from megazpp.model.norms import Norm
+from megazpp.model.norms import make_norm
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megazpp.tensor_parallel.layers import ColumnParallelLinear
@@ -75,7 +75,7 @@ class GPTModel(nn.Module):
             )
             for index in range(config.layers)
         )
-        self.final_norm = make_norm(config, tp, self.sequence_parallel)
+        self.final_norm = make_norm(config, config.hidden, tp=tp, split=self.sequence_parallel)
         self.output = (
             None
             if config.tied
@@ -164,7 +164,8 @@ class GPTModel(nn.Module):
         rotary = None
         if self.config.positions == "rope":
             channels = int(self.config.head_size * self.config.rotary_percent)
-            rotary = rotary_angles(position_ids, channels=channels, base=self.config.rotary_base)
+            base, scaling = self.config.rotary_base, self.config.rope_scaling
+            rotary = rotary_angles(position_ids, channels=channels, base=base, scaling=scaling)
         batch, seq = position_ids.shape
         if cache is not None:
             return AttentionInputs(rotary=rotary, mask=cache.mask(position_ids), places=position_ids)
@@ -177,8 +178,8 @@ class TransformerLayer(nn.Module):
     """Pre-norm attention and MLP around the residual stream: [S, B, H] -> [S, B, H] ([S/T, B, H] when split).
 
     Collectives on tp: forward 2 all-reduces, backward 2; with sequence parallelism each is an all-gather plus a
-    reduce-scatter, and backward has a small all-reduce for each norm and each of the two row-parallel biases. Full
-    recomputation repeats the forward's.
+    reduce-scatter, and backward has a small all-reduce for each norm and each of the two row-parallel biases. The
+    norms of queries and keys have theirs always. Full recomputation repeats the forward's.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class TransformerLayer(nn.Module):
         output_std = config.init_method_std / math.sqrt(2.0 * config.layers)
         self.recompute = config.recomputes_layer(index)
         self.shared = shared
-        self.attention_norm = make_norm(config, tp, sequence_parallel)
+        self.attention_norm = make_norm(config, config.hidden, tp=tp, split=sequence_parallel)
         self.attention = SelfAttention(
             config,
             tp=tp,
@@ -205,7 +206,7 @@ class TransformerLayer(nn.Module):
             recompute_core=config.recompute == "selective",
             document_kernel=document_kernel,
         )
-        self.mlp_norm = make_norm(config, tp, sequence_parallel)
+        self.mlp_norm = make_norm(config, config.hidden, tp=tp, split=sequence_parallel)
         self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, output_std=output_std)
         self.dropout = Dropout(config.hidden_dropout, shared)
         # compiled below FSDP2's hooks and around no checkpoint, hence the inner function
@@ -222,17 +223,6 @@ class TransformerLayer(nn.Module):
     def _run(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> torch.Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), inputs, cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
-
-
-def make_norm(config: GPTConfig, tp: MeshAxis, sequence_parallel: bool) -> Norm:
-    return Norm(
-        config.hidden,
-        kind=config.normalization,
-        epsilon=config.norm_epsilon,
-        one_plus=config.apply_layernorm_1p,
-        tp=tp,
-        sequence_parallel=sequence_parallel,
-    )
 
 
 def model_backends(

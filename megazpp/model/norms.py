@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import sum_gradients
@@ -16,30 +17,30 @@ from megazpp.tensor_parallel.regions import sum_gradients
 class Norm(nn.Module):
     """Normalise the last dim: [..., H] -> [..., H].
 
-    Collectives on tp: none; with sequence parallelism each rank sees a slice of the sequence, so backward sums the
-    gradients of weight and bias in one all-reduce.
+    Collectives on tp: none; with `split` backward sums the gradients of weight and bias in one all-reduce.
 
     Args:
+        split: each tp rank normalises other vectors: a slice of the sequence (sequence parallelism), or its own heads.
         one_plus: the weight is stored as w - 1 (Megatron's layernorm-1p).
     """
 
     def __init__(
         self,
-        hidden_size: int,
+        size: int,
         *,
         kind: Literal["LayerNorm", "RMSNorm"],
         epsilon: float,
         one_plus: bool,
         tp: MeshAxis,
-        sequence_parallel: bool,
+        split: bool,
     ) -> None:
         super().__init__()
         self.kind, self.epsilon, self.one_plus = kind, epsilon, one_plus
-        self.tp, self.sum_gradients = tp, sequence_parallel and tp.size > 1
-        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.tp, self.sum_gradients = tp, split and tp.size > 1
+        self.weight = nn.Parameter(torch.empty(size))
         self.specs = {"weight": ParameterSpec(value=0.0 if one_plus else 1.0)}
         if kind == "LayerNorm":
-            self.bias = nn.Parameter(torch.empty(hidden_size))
+            self.bias = nn.Parameter(torch.empty(size))
             self.specs["bias"] = ParameterSpec()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,3 +51,15 @@ class Norm(nn.Module):
         if self.kind == "RMSNorm":
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
         return F.layer_norm(x, weight.shape, weight, parameters[1], self.epsilon)
+
+
+def make_norm(config: GPTConfig, size: int, *, tp: MeshAxis, split: bool) -> Norm:
+    """The model's kind of norm over `size` channels; `split` as in `Norm`."""
+    return Norm(
+        size,
+        kind=config.normalization,
+        epsilon=config.norm_epsilon,
+        one_plus=config.apply_layernorm_1p,
+        tp=tp,
+        split=split,
+    )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hf_models import (
+    LLAMA3,
     SEQ,
     TOKENS,
     VOCAB,
@@ -20,6 +21,9 @@ from helpers.hf_models import (
     logits,
     make_gpt2,
     make_llama,
+    make_mistral,
+    make_qwen2,
+    make_qwen3,
     save,
 )
 from helpers.ranks import ranks
@@ -27,7 +31,7 @@ from helpers.training import Case, build_on_ranks
 from safetensors.torch import save_file
 
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.record import shape_of
+from megazpp.checkpoint.record import read_record, shape_of
 from megazpp.checkpoint.weights import find_weights, load_weights
 from megazpp.convert import huggingface
 from megazpp.convert.convert import ConvertConfig, convert
@@ -47,6 +51,14 @@ MODELS: dict[str, Callable[[], Any]] = {
         tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=12, num_key_value_heads=4
     ),
     "llama one key head, bf16": lambda: make_llama(num_key_value_heads=1).bfloat16(),
+    "llama 3.2": lambda: make_llama(rope_scaling=dict(LLAMA3), head_dim=16, tie_word_embeddings=True),
+    "mistral with a window": lambda: make_mistral(sliding_window=SEQ),
+    "qwen2": make_qwen2,
+    "qwen2 tied, wide heads, scaled frequencies": lambda: make_qwen2(
+        tie_word_embeddings=True, head_dim=12, rope_scaling=dict(LLAMA3)
+    ),
+    "qwen3": make_qwen3,
+    "qwen3 tied, bf16": lambda: make_qwen3(tie_word_embeddings=True).bfloat16(),
 }
 
 
@@ -78,9 +90,26 @@ def test_a_round_trip_keeps_every_bit_and_the_logits_are_transformers(name: str,
         assert torch.equal(tensor, after[key]), key
     expected = logits(theirs)
     assert torch.equal(logits(back), expected)
+    model_type = json.loads((theirs / "config.json").read_text())["model_type"]
+    assert json.loads((back / "config.json").read_text())["model_type"] == model_type
     for tp in (1, 2) if name != "llama one key head, bf16" else (1,):
         for found in ranks(tp).run(logits_on_ranks, str(ours), tp):
             torch.testing.assert_close(found, expected, atol=SAME, rtol=0)
+
+
+def test_a_mistral_without_a_window_is_a_llama(tmp_path: Path):
+    theirs = save(make_mistral(sliding_window=None), tmp_path / "theirs")
+    back = turn(turn(theirs, tmp_path / "ours"), tmp_path / "back")
+    assert json.loads((back / "config.json").read_text())["model_type"] == "llama"
+    torch.testing.assert_close(logits(back), logits(theirs), atol=SAME, rtol=0)
+
+
+def test_the_window_of_a_mistral_bounds_the_samples(tmp_path: Path):
+    theirs = save(make_mistral(sliding_window=6), tmp_path / "theirs")
+    ours = turn(theirs, tmp_path / "ours")
+    record = read_record(ours / "iter_0000000")
+    assert record.flags["seq_length"] == 6
+    assert GPTConfig(**shape_of(record.flags)).window == 6
 
 
 def test_a_model_in_several_files_is_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -124,17 +153,23 @@ def test_the_rotary_base_is_found_where_each_version_keeps_it(style: str, tmp_pa
 
 # fmt: off
 UNKNOWN = {
-    "model_type": ("gpt2", {"model_type": "mistral"}, "model_type 'mistral' is not one that can be converted"),
+    "model_type": ("gpt2", {"model_type": "gemma"}, "model_type 'gemma' is not one that can be converted"),
     "activation": ("gpt2", {"activation_function": "relu"}, "activation_function 'relu' is not supported"),
     "scale": ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights False is not supported"),
     "inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
-    "too large": ("gpt2", {"n_embd": 4 * 10**18}, "config.json describes no model: "),
+    "too large": ("gpt2", {"n_embd": 2 * 10**9}, "config.json describes no model: "),
+    "far too large": ("gpt2", {"n_embd": 4 * 10**18}, "n_embd 4000000000000000000 is larger than any model's"),
     "no layers": ("gpt2", {"n_layer": 0}, "n_layer 0 is not a positive integer"),
     "heads": ("gpt2", {"n_head": 5}, "--hidden-size 32 is not divisible by --num-attention-heads 5"),
     "rope_scaling": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type 'linear'"),
     "rope_parameters": (
-        "llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope_parameters.rope_type 'llama3'"
+        "llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5}}, "rope_parameters.rope_type 'yarn'"
     ),
+    "no factor": (
+        "llama", {"rope_parameters": {**LLAMA3, "factor": None, "rope_theta": 5e5}}, "rope_parameters.factor is missing"
+    ),
+    "a factor below one": ("llama", {"rope_scaling": LLAMA3 | {"factor": 0.5}}, "--rope-scaling-factor 0.5"),
+    "layers of their own": ("llama", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config"),
     "act": ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported here (only silu, swish)"),
     "bias": ("llama", {"attention_bias": True}, "attention_bias and mlp_bias differ"),
     "quantized": ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -187,7 +222,11 @@ LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu"
         ({"group_query_attention": True, "num_query_groups": 2}, "--num-query-groups 2"),
         ({"position_embedding_type": "none"}, "--position-embedding-type none"),
         (LLAMA | {"rotary_percent": 0.5}, "LlamaForCausalLM cannot hold a model with --rotary-percent 0.5"),
-        (LLAMA | {"add_qkv_bias": True}, "--add-qkv-bias and --disable-bias-linear"),
+        (LLAMA | {"add_qkv_bias": True, "qk_layernorm": True}, "Qwen3ForCausalLM cannot hold .* --add-qkv-bias"),
+        (LLAMA | {"add_qkv_bias": True, "window_size": "3,0"}, "MistralForCausalLM cannot hold .* --add-qkv-bias"),
+        (LLAMA | {"qk_layernorm": True, "window_size": "3,0"}, "Qwen3ForCausalLM cannot hold .* --window-size 3,0"),
+        (LLAMA | {"qk_layernorm": True, "disable_bias_linear": False}, "with --no-disable-bias-linear"),
+        ({"qk_layernorm": True, "window_size": "3,0"}, "GPT2LMHeadModel .* --qk-layernorm, --window-size 3,0"),
         (LLAMA | {"swiglu": False, "normalization": "LayerNorm"}, "--normalization LayerNorm, --no-swiglu"),
     ],
 )

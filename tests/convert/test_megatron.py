@@ -28,6 +28,7 @@ GPT = GPTConfig(
     openai_gelu=True,
 )
 LLAMA = dataclasses.replace(LLAMA_STYLE, make_vocab_size_divisible_by=128)
+SCALED = dataclasses.replace(LLAMA, qk_layernorm=True, use_rope_scaling=True, rope_scaling_factor=32.0)
 
 
 def assert_same_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -50,6 +51,15 @@ def test_the_ranks_of_gpt_make_the_whole_model(tp: int, version: float, names: s
 def test_the_ranks_of_llama_make_the_whole_model(tp: int, names: str, tmp_path: Path):
     weights = make_weights(LLAMA)
     assert_same_model(write_megatron(tmp_path, weights, LLAMA, tp=tp, names=names), weights)
+
+
+def test_head_norms_and_scaled_frequencies_of_the_core_are_taken_over(tmp_path: Path):
+    weights = make_weights(SCALED)
+    more = {"qk_layernorm": True, "use_rope_scaling": True, "rope_scaling_factor": 32.0}
+    folder = write_megatron(tmp_path, weights, SCALED, tp=2, names="core", args=arguments(SCALED, 2, **more))
+    assert_same_model(folder, weights)
+    found = open_megatron(folder, None).model.config
+    assert (found.qk_layernorm, found.rope_scaling) == (True, 32.0)
 
 
 def test_files_of_torch_before_1_6_and_other_places_are_read(tmp_path: Path):
@@ -91,7 +101,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint_version": 4.0}, "checkpoint_version 4.0 is not known"),
     ({"model": {"language_model": {"pooler": torch.zeros(2)}}}, "language_model.pooler has no place"),
     ({"args": arguments(GPT, 2, num_experts=8)}, "num_experts 8 is not supported"),
-    ({"args": arguments(GPT, 2, use_rope_scaling=True)}, "use_rope_scaling True is not supported"),
+    ({"args": arguments(GPT, 2, use_rope_scaling=True)}, "use_rope_scaling True is not supported here with the legacy"),
+    ({"args": arguments(GPT, 2, window_size=(4, 0))}, "window_size .* is not supported"),
+    ({"args": arguments(dataclasses.replace(GPT, num_layers=10**9), 2)}, "describes a model of 1000000000 layers"),
     ({"args": arguments(GPT, 2, apply_residual_connection_post_layernorm=True)}, "post_layernorm True"),
     ({"args": arguments(dataclasses.replace(GPT, num_layers=3), 2)}, "layers.2.attention_norm.weight"),
     ({"args": arguments(dataclasses.replace(GPT, hidden_size=28), 2)}, "has shape"),

@@ -13,26 +13,47 @@ import transformers
 VOCAB, SEQ = 107, 24
 TOKENS = torch.randint(VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(0))
 
+_LLAMA_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": SEQ,
+    "rope_theta": 5e5,
+}
+LLAMA3 = {  # the frequencies of Llama 3.2
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 
 def make_gpt2(**settings: Any) -> transformers.GPT2LMHeadModel:
     """In eval mode, with biases and norms off their constants."""
     sizes = {"vocab_size": VOCAB, "n_positions": SEQ, "n_embd": 32, "n_layer": 2, "n_head": 4}
     ids = {"bos_token_id": 5, "eos_token_id": 5}
-    return _randomized(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | ids | settings)))
+    return randomized(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | ids | settings)))
 
 
 def make_llama(**settings: Any) -> transformers.LlamaForCausalLM:
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 44,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": SEQ,
-        "rope_theta": 5e5,
-    }
-    return _randomized(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | settings)))
+    return randomized(transformers.LlamaForCausalLM(transformers.LlamaConfig(**_LLAMA_SIZES | settings)))
+
+
+def make_mistral(**settings: Any) -> transformers.MistralForCausalLM:
+    return randomized(transformers.MistralForCausalLM(transformers.MistralConfig(**_LLAMA_SIZES | settings)))
+
+
+def make_qwen2(**settings: Any) -> transformers.Qwen2ForCausalLM:
+    return randomized(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_LLAMA_SIZES | settings)))
+
+
+def make_qwen3(**settings: Any) -> transformers.Qwen3ForCausalLM:
+    sizes = _LLAMA_SIZES | {"head_dim": 12}
+    return randomized(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes | settings)))
 
 
 def save(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> Path:
@@ -60,7 +81,7 @@ def edit_config(folder: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def _randomized(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+def randomized(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

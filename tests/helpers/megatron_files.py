@@ -33,6 +33,7 @@ NAMES = {
     },
     "core": {
         "attention_norm": "self_attention.linear_qkv.layer_norm_", "attention.qkv": "self_attention.linear_qkv",
+        "attention.q_norm": "self_attention.q_layernorm", "attention.k_norm": "self_attention.k_layernorm",
         "attention.proj": "self_attention.linear_proj", "mlp_norm": "mlp.linear_fc1.layer_norm_",
         "mlp.fc1": "mlp.linear_fc1", "mlp.fc2": "mlp.linear_fc2",
     },

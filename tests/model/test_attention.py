@@ -9,6 +9,8 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.tensor_parallel import counted, draw, part, tp_axis
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles, rotate
 from megazpp.model.config import GPTConfig
@@ -46,6 +48,23 @@ def test_rotary_positions_turn_pairs_of_channels_as_complex_numbers(percent: flo
     torch.testing.assert_close(rotate(x.float(), cos, sin).double(), expected, rtol=0, atol=tolerance)
     if percent < 1.0:
         assert torch.equal(rotate(x.float(), cos, sin)[..., channels:], x.float()[..., channels:])
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+@pytest.mark.parametrize("base", [10000.0, 500000.0])
+def test_scaled_angles_are_those_of_llama_3_1(base: float, factor: float):
+    """fp32, at positions of up to 100000 radians: 6e-3 there, and 3e-7 of the frequency at position 1."""
+    rope = {"rope_type": "llama3", "rope_theta": base, "factor": factor, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=rope)
+    positions = torch.tensor([[0, 1, 777, 8192, 100000]])
+    expected = LlamaRotaryEmbedding(config)(torch.empty(1), positions)
+    for ours, theirs in zip(rotary_angles(positions, channels=128, base=base, scaling=factor), expected, strict=True):
+        torch.testing.assert_close(ours[:, 0, 0], theirs[0], rtol=0, atol=2e-2)
+        torch.testing.assert_close(ours[:2, 0, 0], theirs[0, :2], rtol=0, atol=1e-6)
+    plain, scaled = (rotary_angles(positions, channels=128, base=base, scaling=s)[1][4, 0, 0] for s in (None, factor))
+    assert torch.equal(plain[:8], scaled[:8])  # what turns often stays
+    assert float((plain - scaled).abs().max()) > 0.5
 
 
 @pytest.mark.parametrize("percent", [1.0, 0.5])
@@ -92,6 +111,14 @@ def test_a_query_looks_at_earlier_tokens_of_its_own_document_only(starts: list[i
             assert mask[row, 0, query].tolist() == allowed
 
 
+def head_norm(x: torch.Tensor, weights: dict[str, torch.Tensor], letter: str, config: GPTConfig) -> torch.Tensor:
+    """RMSNorm or LayerNorm of one head [S, B, D]."""
+    if config.normalization == "LayerNorm":
+        x = x - x.mean(-1, keepdim=True)
+    normal = x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt()
+    return normal * weights[f"{letter}_norm.weight"] + weights.get(f"{letter}_norm.bias", 0.0)
+
+
 def attention_by_loops(
     x: torch.Tensor, weights: dict[str, torch.Tensor], config: GPTConfig, mask: torch.Tensor
 ) -> torch.Tensor:
@@ -104,6 +131,8 @@ def attention_by_loops(
     for head in range(config.heads):
         first = head // per_group * (per_group + 2)
         q, k, v = (blocks[:, :, i] for i in (first + head % per_group, first + per_group, first + per_group + 1))
+        if config.qk_layernorm:
+            q, k = head_norm(q, weights, "q", config), head_norm(k, weights, "k", config)
         for row in range(batch):
             for query in range(seq):
                 scores = [float(q[query, row] @ k[key, row]) / math.sqrt(channels) for key in range(seq)]
@@ -118,6 +147,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "multi-query": {"group_query_attention": True, "num_query_groups": 1},
     "kv-channels": {"kv_channels": 3},
     "qkv-bias-only": {"disable_bias_linear": True, "add_qkv_bias": True},
+    "head norms": {"qk_layernorm": True, "normalization": "RMSNorm", "disable_bias_linear": True},
+    "grouped head norms": {"qk_layernorm": True, "group_query_attention": True, "num_query_groups": 2},
     "no-bias": {"disable_bias_linear": True, "group_query_attention": True, "num_query_groups": 2, "kv_channels": 5},
 }
 
@@ -133,6 +164,10 @@ def whole_weights(config: GPTConfig) -> dict[str, torch.Tensor]:
         weights["qkv.bias"] = draw(3, rows)
     if config.linear_bias:
         weights["proj.bias"] = draw(4, 8)
+    if config.qk_layernorm:
+        kinds = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+        names = [f"{letter}_norm.{kind}" for letter in "qk" for kind in kinds]
+        weights |= {name: draw(seed, config.head_size) for seed, name in enumerate(names, start=5)}
     return weights
 
 
@@ -180,7 +215,7 @@ def run_split(name: str, mask: str, sequence_parallel: bool) -> list[Any]:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("name", "mask"), [
     ("multi-head", "causal"), ("grouped", "documents"), ("kv-channels", "documents"),
-    ("qkv-bias-only", "causal"), ("no-bias", "causal"),
+    ("qkv-bias-only", "causal"), ("no-bias", "causal"), ("head norms", "documents"), ("grouped head norms", "causal"),
 ])  # fmt: skip
 def test_attention_split_over_heads_is_the_whole_one(name: str, mask: str, sequence_parallel: bool):
     """Outputs and all gradients, fp64."""
@@ -197,9 +232,10 @@ def test_attention_split_over_heads_is_the_whole_one(name: str, mask: str, seque
             whole = layer.get_parameter(parameter).grad
             dim = {"qkv.weight": 0, "qkv.bias": 0, "proj.weight": 1}.get(parameter)
             torch.testing.assert_close(grad, whole if dim is None else whole.chunk(2, dim)[rank], **exact)
+        sums = 2 * ("q_norm.weight" in grads)  # of gradients of weights that both ranks' heads share
         if sequence_parallel:
-            bias = {"all_reduce": 1} if "proj.bias" in grads else {}
+            sums += "proj.bias" in grads
             assert forward == {"all_gather": 1, "reduce_scatter": 1}
-            assert backward == {"all_gather": 1, "reduce_scatter": 1, **bias}
+            assert backward == {"all_gather": 1, "reduce_scatter": 1, **({"all_reduce": sums} if sums else {})}
         else:
-            assert (forward, backward) == ({"all_reduce": 1}, {"all_reduce": 1})
+            assert (forward, backward) == ({"all_reduce": 1}, {"all_reduce": 1 + sums})

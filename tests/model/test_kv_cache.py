@@ -18,6 +18,7 @@ STYLES = {
     "gpt2": GPT2_STYLE,
     "llama": LLAMA_STYLE,
     "part of each head rotated": dataclasses.replace(LLAMA_STYLE, rotary_percent=0.5),
+    "head norms, scaled frequencies": dataclasses.replace(LLAMA_STYLE, qk_layernorm=True, use_rope_scaling=True),
     "no positions": dataclasses.replace(GPT2_STYLE, position_embedding_type="none"),
 }
 

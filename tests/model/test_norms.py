@@ -29,7 +29,7 @@ def by_formula(
 
 
 def build(kind: Kind, one_plus: bool, tp: MeshAxis, sequence_parallel: bool = False) -> Norm:
-    norm = Norm(HIDDEN, kind=kind, epsilon=0.1, one_plus=one_plus, tp=tp, sequence_parallel=sequence_parallel).double()
+    norm = Norm(HIDDEN, kind=kind, epsilon=0.1, one_plus=one_plus, tp=tp, split=sequence_parallel).double()
     with torch.no_grad():
         for seed, parameter in enumerate(norm.parameters(), start=1):
             parameter.copy_(draw(seed, HIDDEN))

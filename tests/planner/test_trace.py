@@ -67,7 +67,11 @@ def test_of_a_block_only_the_first_layers_are_run_again():
     assert kept[0] == kept[1] < kept[2] == kept[3] == kept[4]
 
 
-@pytest.mark.parametrize("config", [GPT2_STYLE, LLAMA_STYLE], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "config",
+    [GPT2_STYLE, LLAMA_STYLE, dataclasses.replace(LLAMA_STYLE, qk_layernorm=True, add_qkv_bias=True)],
+    ids=["tied", "untied", "head norms and biases"],
+)
 def test_units_hold_every_parameter_once_under_its_name(config: GPTConfig):
     found = trace(like(config))
     with torch.device("meta"):

@@ -84,6 +84,13 @@ def test_the_program_on_one_rank_equals_the_plain_process(style: str, stage: int
     assert_equal_to_plain(Case(model=STYLES[style], stage=stage, micro_batches=2), world_size=1)
 
 
+@pytest.mark.parametrize(("tp", "sequence_parallel", "stage"), [(2, False, 3), (2, True, 1), (4, True, 3)])
+def test_norms_of_heads_that_ranks_share_out_equal_one_process(tp: int, sequence_parallel: bool, stage: int):
+    model = dataclasses.replace(LLAMA_STYLE, qk_layernorm=True, add_qkv_bias=True, use_rope_scaling=True)
+    case = Case(model=model, tp=tp, sequence_parallel=sequence_parallel, stage=stage, micro_batches=2)
+    assert_equal_to_plain(case, world_size=4)
+
+
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective"},
     "full": {"recompute_granularity": "full"},

@@ -1,0 +1,234 @@
+"""Every config.json gives the logits that transformers computes from it, or is refused by its key; never others."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from helpers.hf_models import LLAMA3, SEQ, TOKENS, VOCAB, file_tensors, randomized
+from safetensors.torch import save_file
+
+from megazpp.convert.huggingface import open_model
+from megazpp.model.config import check_gpt_config
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis
+
+CLOSE = 1e-4  # absolute, on logits of about 1
+ABSENT = object()
+Values = dict[str, Any]
+
+# fmt: off
+SIZES: dict[str, Values] = {
+    "gpt2": {"n_positions": SEQ, "n_embd": 24, "n_layer": 2, "n_head": 4},
+    **{kind: {
+        "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": SEQ, "sliding_window": None,
+    } for kind in ("llama", "mistral", "qwen2", "qwen3")},
+}
+
+
+class Value(NamedTuple):
+    """Keys of a config.json. `refused` is in the message; None for what is exact."""
+
+    keys: Values
+    refused: str | None = None
+
+
+def rope(**keys: Any) -> Values:
+    return {"rope_scaling": keys}
+
+
+ROTARY = [
+    Value({}),
+    Value({"rope_theta": 50.0}),
+    Value({"rope_theta": 70, **rope(rope_type="default", rope_theta=50.0)}),
+    Value({"rope_theta": 70.0, **rope(type="default")}),
+    Value({"rope_theta": 70.0, "rope_scaling": {}, "rope_parameters": {"rope_theta": 50.0}}),
+    Value({"rope_parameters": {"rope_theta": 9.0, "rope_type": "default"}, **rope(rope_theta=50.0)}),
+    Value({"rope_theta": 5e5, **rope(**LLAMA3)}),
+    Value({"rope_parameters": LLAMA3 | {"rope_theta": 5e5, "factor": 8}}),
+    Value({"rope_theta": 5e5, **rope(**LLAMA3 | {"low_freq_factor": 2.0})}, "rope_scaling.low_freq_factor 2.0"),
+    Value({"rope_theta": 5e5, **rope(**LLAMA3 | {"original_max_position_embeddings": 16})}, "embeddings 16"),
+    Value({"original_max_position_embeddings": 16, **rope(**LLAMA3)}, "original_max_position_embeddings 16"),
+    Value({"rope_parameters": {k: LLAMA3[k] for k in LLAMA3 if "max" not in k}}, f"max_position_embeddings {SEQ}"),
+    Value(rope(rope_type="linear", factor=2.0), "rope_scaling.rope_type 'linear'"),
+    Value(rope(type="dynamic", factor=2.0), "rope_scaling.type 'dynamic'"),
+    Value(rope(rope_type="yarn", factor=2.0, original_max_position_embeddings=8), "rope_scaling.rope_type 'yarn'"),
+    Value({"rope_theta": 50.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    Value(rope(rope_type="default", partial_rotary_factor=0.5), "rope_scaling.partial_rotary_factor 0.5"),
+    Value(rope(full_attention={"rope_type": "default", "rope_theta": 50.0}), "rope_scaling.full_attention"),
+]
+FEW_ROTARY = [ROTARY[index] for index in (1, 2, 6, 12)]
+COMMON = [
+    [Value({}), Value({"tie_word_embeddings": True})],
+    [Value({}), Value({"num_key_value_heads": 4}), Value({"num_key_value_heads": 1}), Value({"head_dim": 10}),
+     Value({"head_dim": 7}, "is 7, which is not a positive even number")],
+    [Value({}), Value({"rms_norm_eps": 0.3}), Value({"rms_norm_eps": ABSENT}),
+     Value({"rms_norm_eps": -1}, "rms_norm_eps -1.0 is not positive"),
+     Value({"rms_norm_eps": float("nan")}, "rms_norm_eps nan is not a finite number"),
+     Value({"hidden_act": "gelu"}, "hidden_act 'gelu'"), Value({"is_causal": False}, "is_causal False")],
+]
+FULL = {"layer_types": ["full_attention"] * 2}
+LAYERS = [Value({}), Value(FULL),
+          Value({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types 'sliding_attention'")]
+QWEN = [Value({}), Value({"sliding_window": 5}), Value({"use_sliding_window": False, "max_window_layers": 1}),
+        Value({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, "use_sliding_window True")]
+BIASED = Value({"attention_bias": True}, "attention_bias")
+AXES: dict[str, list[list[Value]]] = {
+    "gpt2": [
+        [Value({}), Value({"tie_word_embeddings": False})],
+        [Value({}), Value({"n_inner": 20}), Value({"activation_function": "gelu"}),
+         Value({"activation_function": "relu"}, "activation_function 'relu'"),
+         Value({"scale_attn_weights": False}, "scale_attn_weights False"), Value({"is_causal": False}, "is_causal")],
+        [Value({}), Value({"layer_norm_epsilon": 0.3}), Value({"layer_norm_epsilon": -0.3}, "layer_norm_epsilon -0.3"),
+         Value({"layer_norm_epsilon": 0}, "layer_norm_epsilon 0.0")],
+        [Value({}), Value({"n_head": ABSENT, "num_attention_heads": 2}), Value({"n_head": ABSENT}),
+         Value({"num_attention_heads": 4}),
+         Value({"num_attention_heads": 2}, "n_head 4 and num_attention_heads 2 are two values"),
+         Value({"n_embd": ABSENT, "hidden_size": 48, "n_layer": ABSENT, "num_hidden_layers": 1, "n_positions": ABSENT,
+                "max_position_embeddings": 30})],
+    ],
+    "llama": [ROTARY, *COMMON, LAYERS,
+        [Value({}), Value({"attention_bias": True, "mlp_bias": True}), BIASED, Value({"mlp_bias": True}, "mlp_bias")],
+        [Value({}), Value({"sliding_window": 5}, "sliding_window 5")],
+    ],
+    "mistral": [FEW_ROTARY, *COMMON,
+        [Value({}), Value({"num_key_value_heads": ABSENT}, "num_key_value_heads is missing"),
+         Value(FULL, "layer_types 'full_attention'")],
+        [Value({}), Value({"sliding_window": SEQ}), Value({"sliding_window": 4096}), Value({"sliding_window": ABSENT}),
+         Value({"sliding_window": 5}, "longer than the 5 tokens of --window-size 4,0")],
+    ],
+    "qwen2": [FEW_ROTARY, *COMMON, LAYERS, QWEN],
+    "qwen3": [FEW_ROTARY, *COMMON, LAYERS, QWEN,
+        [Value({}), BIASED, Value({"head_dim": ABSENT}, "head_dim is missing")],
+    ],
+}
+# fmt: on
+
+
+def write_folder(folder: Path, kind: str, values: Values) -> Any:
+    """A model of transformers' making, in a folder with exactly this config.json."""
+    folder.mkdir(exist_ok=True)
+    write_config(folder, kind, values)
+    model = randomized(transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)))
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def write_config(folder: Path, kind: str, values: Values) -> None:
+    config = {"model_type": kind, "vocab_size": VOCAB} | SIZES[kind] | values
+    given = {key: value for key, value in config.items() if value is not ABSENT}
+    (folder / "config.json").write_text(json.dumps(given))
+
+
+def our_logits(folder: Path, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    """What our model makes of a folder, in one process: [B, S, V]."""
+    model = open_model(folder)
+    config = dataclasses.replace(model.config, make_vocab_size_divisible_by=1)
+    check_gpt_config(config, tp_size=1, seq_length=tokens.shape[1])
+    ours = GPTModel(config, vocab_size=model.rows, tp=MeshAxis("tp")).eval()
+    ours.load_state_dict({name: entry.read() for name, entry in model.tensors.items()})
+    with torch.no_grad():
+        return ours(tokens)
+
+
+def check(folder: Path, kind: str, *settings: Value) -> bool:
+    """Whether such a config.json gives transformers' logits; else it is refused, by one of its keys."""
+    values = {key: value for setting in settings for key, value in setting.keys.items()}
+    reasons = [setting.refused for setting in settings if setting.refused is not None]
+    if not reasons:
+        with torch.no_grad():
+            expected = write_folder(folder, kind, values)(TOKENS).logits
+        difference = float((our_logits(folder) - expected).abs().max())
+        assert difference < CLOSE, values
+        return True
+    write_config(folder, kind, values)
+    with pytest.raises(ValueError, match="|".join(map(re.escape, reasons))) as caught:
+        our_logits(folder)
+    assert "\n" not in str(caught.value)
+    return False
+
+
+@pytest.mark.parametrize("kind", AXES)
+def test_every_setting_is_exact_or_refused_by_its_key(kind: str, tmp_path: Path):
+    write_folder(tmp_path, kind, {})
+    exact = [check(tmp_path, kind, value) for axis in AXES[kind] for value in axis]
+    assert sum(exact) >= 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", AXES)
+def test_every_pair_of_settings_is_exact_or_refused_by_its_key(kind: str, tmp_path: Path):
+    write_folder(tmp_path, kind, {})
+    exact = [
+        check(tmp_path, kind, *pair)
+        for axes in itertools.combinations(AXES[kind], 2)
+        for pair in itertools.product(*axes)
+    ]
+    assert sum(exact) >= 50
+
+
+def test_a_sample_that_fits_into_the_window_is_exact(tmp_path: Path):
+    theirs = write_folder(tmp_path, "mistral", {"sliding_window": 5})
+    with torch.no_grad():
+        whole, short = theirs(TOKENS).logits, theirs(TOKENS[:, :5]).logits
+    torch.testing.assert_close(our_logits(tmp_path, TOKENS[:, :5]), short, atol=CLOSE, rtol=0)
+    assert not torch.allclose(whole[:, 5:], short[:, -1:])  # the window does something beyond it
+    with pytest.raises(ValueError, match="--seq-length 6 is longer than the 5 tokens of --window-size 4,0"):
+        our_logits(tmp_path, TOKENS[:, :6])
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_tied_output_matrix_that_is_not_the_embedding_is_refused(kind: str, tmp_path: Path):
+    write_folder(tmp_path, kind, {"tie_word_embeddings": True})
+    words = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}[kind]
+    tensors, same = file_tensors(tmp_path), our_logits(tmp_path)
+    for copy, accepted in (
+        (tensors[words].clone(), True),
+        (tensors[words] + 1e-3, False),
+        (tensors[words].bfloat16(), False),
+        (tensors[words][1:].clone(), False),
+    ):
+        save_file(tensors | {"lm_head.weight": copy}, tmp_path / "model.safetensors")
+        if accepted:
+            assert torch.equal(our_logits(tmp_path), same)
+        else:
+            with pytest.raises(ValueError, match=f"tie_word_embeddings is true, but lm_head.weight is not {words}"):
+                open_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("gpt2", {"n_layer": 10**9}, "describes a model of 1000000000 layers, but there are 28 tensors"),
+        ("llama", {"num_hidden_layers": 10**9}, "describes a model of 1000000000 layers, but there are 21 tensors"),
+        ("llama", {"num_hidden_layers": 10**4}, "describes a model of 10000 layers"),
+        ("gpt2", {"n_embd": 10**9}, "describes no model: "),
+        ("gpt2", {"n_inner": 10**9}, "has shape"),
+        ("gpt2", {"n_positions": 10**30}, f"n_positions {10**30} is larger than any model's"),
+        (
+            "qwen3",
+            {"head_dim": 10**9, "num_attention_heads": 10**9, "num_key_value_heads": 10**9},
+            "describes no model",
+        ),
+        ("llama", {"max_position_embeddings": 10**18}, "is larger than any model's"),
+        ("llama", {"rope_theta": 10**400}, "is not a finite number"),
+    ],
+)
+def test_absurd_sizes_are_refused_at_once(kind: str, values: Values, message: str, tmp_path: Path):
+    """Without a limit of time: a model that is built for its shapes would take minutes and all the memory."""
+    write_folder(tmp_path, kind, {})
+    write_config(tmp_path, kind, values)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        open_model(tmp_path)
+    assert "\n" not in str(caught.value)
