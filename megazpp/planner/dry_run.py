@@ -5,8 +5,9 @@ Of many micro-batches a first, a middle and a last one are run: the others are l
 Only two things are pretended. The process groups are torch's back end "fake", of any size in one process, which sends
 nothing; our axes count what they hand it as ever. And tensors have shapes and no memory (FakeTensorMode on top of the
 meta device, because FSDP2 refuses parameters that are on it), so a step of any model fits anywhere, and the values that
-the host asks for are 1. The process is a CPU's, whatever the plan is for: which bytes are sent does not depend on that; RMSNorm keeps what CUDA's
-kernel keeps. Not run: data loading, checkpoints, comparing kept weights, and attention within documents.
+the host asks for are 1. The process is a CPU's, whatever the plan is for: which bytes are sent does not depend on that,
+and RMSNorm keeps what CUDA's kernel keeps. Not run: data loading, checkpoints, comparing kept weights, and attention
+within documents.
 """
 
 from __future__ import annotations
