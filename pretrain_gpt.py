@@ -27,6 +27,7 @@ from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.dataset import build_tokenizer, cache_dir, check_inputs, unigram_entropy
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.exit_codes import EXIT_ERROR
+from megazpp.flag_checks import check_positive
 from megazpp.inference.text import continue_texts
 from megazpp.introduce import introduce, run_shape
 from megazpp.optim.loss_scale import build_loss_scaler
@@ -79,8 +80,10 @@ def prepare() -> Job | int:
     if show.print_config:
         print(parsed.report())
         return 0
+    check_positive(show, "price_per_gpu_hour")
     if show.plan:
-        print(plan_report(parsed.config, planned_cluster(parsed.config), device_type=device_type()))
+        cluster, price = planned_cluster(parsed.config), show.price_per_gpu_hour
+        print(plan_report(parsed.config, cluster, device_type=device_type(), price=price))
         return 0
     if show.dry_run:
         dry = dry_run(parsed.config, planned_cluster(parsed.config), rank=show.dry_run_rank)

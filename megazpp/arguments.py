@@ -98,6 +98,7 @@ class ShowConfig:
     plan: bool = flag(
         False, "print memory, bytes and time of the run, what else would fit, and stop; see --cluster-file"
     )
+    price_per_gpu_hour: float | None = flag(None, "what a GPU costs for an hour, in any currency: --plan adds it up")
     dry_run: bool = flag(
         False,
         "be one rank of a cluster that is not there for one step without data, compare what it sends with the plan",

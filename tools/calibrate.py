@@ -1,7 +1,7 @@
 """Fit what programs reach of data sheets to the published rows for calibration, and show the errors on all rows.
 
-python tools/calibrate.py           fit (minutes), then the table
-python tools/calibrate.py --table   the table with the recorded shares
+python tools/calibrate.py           fit (minutes), then the tables
+python tools/calibrate.py --table   the tables with the recorded shares
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import argparse
 from entry import leave_with
 
 from megazpp.planner.published import ROWS, Study, errors, fit, median_errors, predict
-from megazpp.topology.cost import DGX2_SHARES, H800_SHARES, Shares
+from megazpp.planner.published_fsdp2 import SPEED_ROWS, fit_matrix, planned_speed
+from megazpp.topology.shares import ASSUMED_SHARES, DGX2_SHARES, H100_SHARES, H800_SHARES, Shares
 
 RECORDED: dict[Study, Shares] = {"ZeRO++": DGX2_SHARES, "SDP4Bit": H800_SHARES}
 STUDIES: tuple[Study, ...] = ("ZeRO++", "SDP4Bit")
@@ -20,7 +21,13 @@ STUDIES: tuple[Study, ...] = ("ZeRO++", "SDP4Bit")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="do not fit: use the recorded shares")
-    shares = RECORDED if parser.parse_args().table else {study: fit(study, print) for study in STUDIES}
+    table = parser.parse_args().table
+    show_schemes(RECORDED if table else {study: fit(study, print) for study in STUDIES})
+    show_speeds(fitted=not table)
+
+
+def show_schemes(shares: dict[Study, Shares]) -> None:
+    """Schemes against each other, on V100 and H800."""
     for study in STUDIES:
         print(f"{study}: {shares[study]}")
     print("study    model  tp  Gbit/s  tokens  measured        planned         error           ratio        error")
@@ -35,6 +42,22 @@ def main() -> None:
         )
     ratio, figures = median_errors(shares)
     print(f"median error on the rows that were not fitted: ratio {ratio:.1%}, TFLOP/s {figures:.1%}")
+
+
+def show_speeds(*, fitted: bool) -> None:
+    """FSDP2 on A100 and H100."""
+    h100 = H100_SHARES
+    if fitted:
+        h100 = fit_matrix(next(row for row in SPEED_ROWS if row.calibrates), ASSUMED_SHARES)
+    print(f"H100: {h100}")
+    print("GPU              model        GPUs  tokens  recomputed  measured  planned tokens/s per GPU  error")
+    for row in SPEED_ROWS:
+        planned = planned_speed(row, h100 if row.device.shares == "h100" else ASSUMED_SHARES)
+        print(
+            f"{row.device.name:15}  {row.name:11}  {8 * row.nodes:4}  {row.seq * row.samples:6}  "
+            f"{row.recomputed:10.0%}  {row.measured:8.0f}  {planned:24.0f}  {planned / row.measured - 1:+6.1%}"
+            f"{'  calibration' if row.calibrates else ''}"
+        )
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from megazpp.planner.recorder import Work
-from megazpp.topology.cost import AxisCost, DeviceCost, Shares
+from megazpp.topology.cost import AxisCost, DeviceCost
 from megazpp.topology.layout import AXES, Layout
+from megazpp.topology.shares import Shares
 
 
 class Costs(Protocol):

@@ -5,9 +5,9 @@ Of many micro-batches a first, a middle and a last one are run: the others are l
 Only two things are pretended. The process groups are torch's back end "fake", of any size in one process, which sends
 nothing; our axes count what they hand it as ever. And tensors have shapes and no memory (FakeTensorMode on top of the
 meta device, because FSDP2 refuses parameters that are on it), so a step of any model fits anywhere, and the values that
-the host asks for are 1. The process is a CPU's, whatever the plan is for: which bytes are sent does not depend on that.
-Not run: data loading, checkpoints, and comparing kept weights. With --reset-attention-mask every sample is one
-document, and attention inside it takes a CPU's way, a mask.
+the host asks for are 1. The process is a CPU's, whatever the plan is for: which bytes are sent does not depend on that,
+and RMSNorm keeps what CUDA's kernel keeps. Not run: data loading, checkpoints, and comparing kept weights. With
+--reset-attention-mask every sample is one document, and attention inside it takes a CPU's way, a mask.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from megazpp.planner.costs import NoCosts
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.live import PeakBytes
 from megazpp.planner.memory import MemoryPlan
+from megazpp.planner.recorder import FusedNorm
 from megazpp.planner.report import MEGA, describe_plan, needed_vocab_size, with_data
 from megazpp.planner.speed import SIMULATED_MICRO_BATCHES, extended, measure, traffic_between
 from megazpp.planner.step import TrafficTable
@@ -146,7 +147,7 @@ def _run_step(
     built = shard_on_meta(eager.model_spec(vocab_size), dims, CPU)
     seq_length = config.data.seq_length
     assert seq_length is not None
-    with FakeTensorMode(allow_non_fake_inputs=True), _Answers(), PeakBytes() as live:
+    with FakeTensorMode(allow_non_fake_inputs=True), FusedNorm(), _Answers(), PeakBytes() as live:
         materialize(built.model, CPU)
         step = TrainStep(
             *built,

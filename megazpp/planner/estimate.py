@@ -16,7 +16,7 @@ from megazpp.planner.speed import measure
 from megazpp.planner.step import PaperStep, TrafficTable
 from megazpp.planner.trace import Trace, trace_model
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.cost import shares_for
+from megazpp.topology.shares import Shares, calibration_for
 from megazpp.training.flops import model_flops_per_token
 
 WIRES = ("tp", "local", "cross")
@@ -68,12 +68,18 @@ class Estimate(NamedTuple):
         return self.plan.batches.global_batch_size * self.config.data.seq_length
 
     @property
+    def days(self) -> float:
+        """Of all samples of the run at this speed, without evaluations, checkpoints and restarts."""
+        batches = self.plan.batches
+        return (self.seconds or 0.0) * batches.total_samples / batches.global_batch_size / 86400
+
+    @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def teraflops(self) -> float:
-        """Model TFLOP/s of a GPU."""
+        """Model TFLOP/s of a GPU: forward and backward once, however much is recomputed (training/flops.py)."""
         return 1e-12 * self.flops_per_token * self.tokens_per_second / self.plan.layout.cluster.world_size
 
 
@@ -84,30 +90,43 @@ class Estimator:
         cluster: nodes, links and device.
         vocab_size: tokens of the tokenizer.
         device_type: whose checks apply.
+
+    Attributes:
+        calibration: what the device and the wires reach of their data sheets.
     """
 
     def __init__(self, cluster: Cluster, *, vocab_size: int, device_type: str) -> None:
         self.cluster, self._vocab_size = cluster, vocab_size
-        self._device_type, self._shares = device_type, shares_for(cluster.device)
+        self.device_type, self.calibration = device_type, calibration_for(cluster.device)
         self._traces: dict[object, Trace] = {}
 
-    def estimate(self, config: RunConfig, *, exposed: bool = False) -> Estimate:
+    def estimates(self, config: RunConfig) -> tuple[Estimate, ...]:
+        """One, or the fastest and the slowest where the shares were not checked for so few tokens per rank."""
+        first = self.estimate(config)
+        if first.seconds is None:
+            return (first,)
+        tokens = first.tokens / first.micro_batches / self.cluster.world_size
+        return first, *(self.estimate(config, shares=shares) for shares in self.calibration.ends(tokens)[1:])
+
+    def estimate(self, config: RunConfig, *, exposed: bool = False, shares: Shares | None = None) -> Estimate:
         """Bytes, memory and time of a run with these flags.
 
         Args:
             exposed: also find out what each axis costs the step.
+            shares: None for those of the calibration.
         Raises:
             ValueError: the flags do not fit each other or the cluster.
         """
-        plan = check_run_config(config, self.cluster, device_type=self._device_type)
+        plan = check_run_config(config, self.cluster, device_type=self.device_type)
         trace = self._trace(config, plan, on_cpu=self._on_cpu)
         count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
-        step = self.paper_step(config, plan, ClusterCosts(plan.layout, self._shares) if self._timed else NoCosts())
+        shares = shares or self.calibration.shares
+        step = self.paper_step(config, plan, ClusterCosts(plan.layout, shares) if self._timed else NoCosts())
         traffic, seconds, busy = measure(step, count)
         hidden = {}
         if exposed and self._timed:
             for axis in sorted({axis for _, axis, _ in traffic}):
-                free = ClusterCosts(plan.layout, self._shares, free=(axis,))
+                free = ClusterCosts(plan.layout, shares, free=(axis,))
                 hidden[axis] = seconds - measure(self.paper_step(config, plan, free), count).seconds
         wires = {wire: sum(t.sent_bytes for key, t in traffic.items() if key[0] == wire) for wire in WIRES}
         return Estimate(
@@ -147,7 +166,7 @@ class Estimator:
     @property
     def _on_cpu(self) -> bool:
         """Whether no GPU is planned for: neither the cluster file's nor this machine's."""
-        return self.cluster.device is None and self._device_type == "cpu"
+        return self.cluster.device is None and self.device_type == "cpu"
 
     def _trace(self, config: RunConfig, plan: RunPlan, *, on_cpu: bool) -> Trace:
         assert config.data.seq_length is not None
@@ -176,7 +195,7 @@ class Estimator:
         found = None
         if self.cluster.device is not None:
             found = (7, 0) if self.cluster.device.name.startswith(BEFORE_AMPERE) else FIRST_CAPABILITY
-        elif self._device_type == "cuda":
+        elif self.device_type == "cuda":
             found = capability(torch.device("cuda"))
         reason = mask_reason(config.model, capability=None if on_cpu else found, dtype=config.precision.param_dtype)
         return "mask" if reason else "kernel"
@@ -222,3 +241,9 @@ def schemes(config: RunConfig) -> dict[str, RunConfig]:
         "qgZ": switched(zero_quantized_gradients=True),
         "--zeropp": switched(zeropp=True),
     }
+
+
+def scheme_name(config: RunConfig) -> str:
+    """The run's own scheme by its name in `schemes`; "as given" where it is none of these."""
+    own = (dataclasses.replace(config.zero, zero_stage=3) if config.zero.stage == 3 else config.zero, config.parallel)
+    return next((name for name, other in schemes(config).items() if (other.zero, other.parallel) == own), "as given")

@@ -86,6 +86,10 @@ class Recorder(TorchDispatchMode):
     def product(self, m: int, n: int, k: int, batch: float, touched: int) -> None:
         self._work[self._now].append(Work("matrix", touched, m, n, k, batch))
 
+    def memory_pass(self, touched: int) -> None:
+        """One kernel that reads and writes `touched` bytes."""
+        self._work[self._now].append(Work("memory", touched))
+
     def segment(self, key: tuple[str, int]) -> Segment:
         return Segment(tuple(self._work[key]), self._kept[key], self._peak[key], self._gradients[key])
 
@@ -118,7 +122,7 @@ class Recorder(TorchDispatchMode):
             a, b = inputs[-2:]
             self.product(a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]), _nbytes(inputs + outputs))
         elif not func.is_view and name not in FREE and (fresh or func._schema.is_mutable):
-            self._work[self._now].append(Work("memory", _nbytes(inputs + fresh)))
+            self.memory_pass(_nbytes(inputs + fresh))
         return result
 
 
@@ -189,6 +193,47 @@ class _Attention(torch.autograd.Function):
         for _ in range(5):  # scores again, and the gradients of scores, q, k and v
             ctx.recorder.product(seq, seq, channels, batch * heads * ctx.share, _nbytes([q, k]))
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None, None
+
+
+class FusedNorm(TorchFunctionMode):
+    """RMSNorm as CUDA's fused kernel does it: its input and one fp32 per row are kept.
+
+    Meta and CPU tensors take torch's composite, which keeps four times as much.
+
+    Args:
+        memory_pass: told the bytes that a kernel reads and writes.
+    """
+
+    def __init__(self, memory_pass: Callable[[int], None] = lambda touched: None) -> None:
+        super().__init__()
+        self._memory_pass = memory_pass
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.rms_norm:
+            x, _, weight = (*args, *(kwargs or {}).values())[:3]
+            return _RmsNorm.apply(x, weight, self._memory_pass)
+        if func is torch.Tensor.backward:
+            with self:
+                return backward(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class _RmsNorm(torch.autograd.Function):
+    """x [..., H], weight [H] -> [..., H]; keeps these and [..., 1] in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, memory_pass: Callable[[int], None]) -> torch.Tensor:
+        out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.memory_pass = memory_pass
+        memory_pass(_nbytes([x, weight, out, scale]))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, scale = ctx.saved_tensors
+        ctx.memory_pass(_nbytes([*grads, x, weight, scale, x, weight]))  # the last two as large as the gradients
+        return torch.empty_like(x), torch.empty_like(weight), None
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

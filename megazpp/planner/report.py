@@ -3,36 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megazpp.arguments import RunConfig
 from megazpp.checks import RunPlan
 from megazpp.planner.estimate import WIRES, Estimate, Estimator, schemes
 from megazpp.planner.memory import KINDS, usable_gigabytes
-from megazpp.planner.search import RECOMPUTE, search, with_recompute
+from megazpp.planner.nearest import nearest_run
+from megazpp.planner.search import RECOMPUTE, memory_switches, search, with_recompute
 from megazpp.topology.cluster import Cluster
+from megazpp.topology.shares import CALIBRATIONS, LEAST
 from megazpp.topology.table import aligned
 
 GIGA, MEGA = 1e9, 1e6
-PAYS = 1.02  # ZeRO++ is said to pay from this much faster than ZeRO-3 on
+PAYS = 1.02  # ZeRO++ is said to pay from this much faster than the next scheme on
+SHOWN = 10  # candidates of the search
 
 
-def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str) -> str:
-    """Tables for the run on `cluster`: nothing is started, nothing is allocated.
+def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str, price: float | None = None) -> str:
+    """Tables for the run on `cluster`, or the nearest for which it has room: nothing is started or allocated.
 
+    Args:
+        price: of a GPU for an hour.
     Raises:
-        ValueError: flags that do not fit each other or the cluster, or no --vocab-size.
+        ValueError: flags that do not fit each other or any size of the cluster, or no --vocab-size.
     """
     config, vocab_size = with_data(config), needed_vocab_size(config, "--plan")
+    config, changes = nearest_run(config, cluster, device_type=device_type)
     estimator = Estimator(cluster, vocab_size=vocab_size, device_type=device_type)
     own = estimator.estimate(config, exposed=True)
     return "\n".join(
         [
+            *(f"note: {change}" for change in changes),
             *describe_plan(own.plan, own.micro_batches),
             "",
             *_memory(estimator, config),
             "",
-            *_this_run(own),
+            *_this_run(own, estimator, price),
             "",
             *_side_by_side(estimator, config),
             "",
@@ -84,62 +91,116 @@ def _memory(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     if usable is not None:
         rows.append((f"into {usable:.1f} GB", *("fits" if e.fits else "does not fit" for e in estimates)))
     yield from aligned(rows)
+    if not estimator.estimate(config).fits and (found := memory_switches(estimator, config)) is not None:
+        flags, changed = found
+        yield f"with {flags}: {changed.gigabytes:.1f} GB, which {'fits' if changed.fits else 'does not fit either'}"
 
 
-def _this_run(own: Estimate) -> Iterator[str]:
+def _this_run(own: Estimate, estimator: Estimator, price: float | None) -> Iterator[str]:
     sent = ", ".join(f"{wire} {own.wires[wire] / MEGA:.3f} MB" for wire in WIRES)
     yield f"a rank sends per optimizer step: {sent}; a node to others {own.node_cross_bytes / MEGA:.3f} MB"
     if own.seconds is None:
         yield "no times: the cluster file names no links or no device"
         return
-    yield f"a step takes {own.seconds:.3f} s, of which {own.busy.get('compute', 0.0):.3f} s compute"
+    ends, gpus = estimator.estimates(own.config), estimator.cluster.world_size
+    yield f"times rest on {estimator.calibration.rests_on}"
+    if len(ends) > 1:
+        yield (
+            "which was not checked for this device or so few tokens per rank and micro-batch: times are a range, whose "
+            f"slower end is {CALIBRATIONS[LEAST].rests_on}"
+        )
+    yield (
+        f"a step takes {_range([e.seconds or 0.0 for e in ends], '.3f')} s, of which "
+        f"{_range([e.busy.get('compute', 0.0) for e in ends], '.3f')} s compute"
+    )
     rows = [("axis", "busy", "hidden", "exposed")]
     for axis, exposed in own.exposed.items():
         busy = own.busy.get(axis, 0.0)
         rows.append((axis, f"{busy:.3f} s", f"{max(busy - exposed, 0.0):.3f} s", f"{max(exposed, 0.0):.3f} s"))
     yield from aligned(rows)
+    cost = (
+        ""
+        if price is None
+        else f", {_range([24 * price * gpus * e.days for e in ends], ',.0f')} at {price:g} a GPU-hour"
+    )
+    yield (
+        f"{own.plan.batches.total_samples:,} samples take {_range([e.days for e in ends], '.1f')} days on {gpus} GPU(s)"
+        f"{cost}; evaluations, checkpoints and restarts come on top"
+    )
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    """One figure, or the least and the most."""
+    least, most = f"{min(values):{form}}", f"{max(values):{form}}"
+    return least if least == most else f"{least} to {most}"
 
 
 def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     """Every scheme with the same batch, and whether ZeRO++ pays."""
     rows = [("scheme", "MB between nodes", "GB", "s per step", "tokens/s", "TFLOP/s per GPU", "MFU", "to ZeRO-3")]
-    speeds: dict[str, float] = {}
+    device, speeds, fitting = estimator.cluster.device, dict[str, list[float]](), dict[str, list[float]]()
     for name, other in schemes(config).items():
         try:
-            estimate = estimator.estimate(other)
+            ends = estimator.estimates(other)
         except ValueError as error:
             rows.append((name, str(error), "", "", "", "", "", ""))
             continue
-        size = f"{estimate.gigabytes:.1f}" + ("" if estimate.fits else " (too much)")
-        times = ("-",) * 5
-        if estimate.seconds is not None:
-            speeds[name] = estimate.tokens_per_second
-            device = estimator.cluster.device
+        estimate, times = ends[0], ("-",) * 5
+        if estimate.seconds is not None and device is not None:
+            speeds[name] = [end.tokens_per_second for end in ends]
+            if estimate.fits:
+                fitting[name] = speeds[name]
             times = (
-                f"{estimate.seconds:.3f}",
-                f"{estimate.tokens_per_second:.0f}",
-                f"{estimate.teraflops:.1f}",
-                f"{100 * estimate.teraflops / device.teraflops:.1f} %" if device else "-",
-                f"{speeds[name] / speeds['ZeRO-3']:.2f}" if "ZeRO-3" in speeds else "-",
+                _range([end.seconds or 0.0 for end in ends], ".3f"),
+                _range(speeds[name], ".0f"),
+                _range([end.teraflops for end in ends], ".1f"),
+                _range([100 * end.teraflops / device.teraflops for end in ends], ".1f") + " %",
+                _range(_ratios(speeds[name], speeds["ZeRO-3"]), ".2f") if "ZeRO-3" in speeds else "-",
             )
+        size = f"{estimate.gigabytes:.1f}" + ("" if estimate.fits else " (too much)")
         rows.append((name, f"{estimate.node_cross_bytes / MEGA:.1f}", size, *times))
     yield from aligned(rows)
-    if "ZeRO-3" in speeds and "--zeropp" in speeds:
-        rest = {name: speed for name, speed in speeds.items() if name != "--zeropp"}
-        rival, ratio = max(rest, key=rest.__getitem__), speeds["--zeropp"] / max(rest.values())
-        if ratio >= PAYS:
-            yield f"ZeRO++ pays: {ratio:.2f} times as fast as the next, {rival}"
-        else:
-            yield f"ZeRO++ does not pay here: {rival} is {1 / ratio:.2f} times as fast as --zeropp"
+    if speeds and device is not None:
+        yield (
+            "TFLOP/s and MFU count what the model needs: forward and backward once, half of the attention matrix, no "
+            f"recomputation; MFU is their share of {device.teraflops:g} TFLOP/s, the device's dense 16-bit peak"
+        )
+        yield _verdict(fitting)
+
+
+def _ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(one, other, strict=True)]
+
+
+def _verdict(speeds: dict[str, list[float]]) -> str:
+    """Whether ZeRO++ pays, of the schemes that fit."""
+    if "--zeropp" not in speeds:
+        others = f"{', '.join(speeds)} would" if speeds else "no scheme does"
+        return f"--zeropp does not fit into memory as it is; {others}"
+    if len(speeds) == 1:
+        return "--zeropp is the only scheme that fits into memory"
+    rivals = {name: _ratios(speeds["--zeropp"], speed) for name, speed in speeds.items() if name != "--zeropp"}
+    rival = min(rivals, key=lambda name: min(rivals[name]))
+    ratios = rivals[rival]
+    if min(ratios) >= PAYS:
+        return f"ZeRO++ pays: {_range(ratios, '.2f')} times as fast as the next that fits, {rival}"
+    if max(ratios) < PAYS:
+        return (
+            f"ZeRO++ does not pay here: {rival} is {_range([1 / r for r in ratios], '.2f')} times as fast as --zeropp"
+        )
+    return f"ZeRO++ may pay: {_range(ratios, '.2f')} times as fast as {rival}"
 
 
 def _best(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     choices = search(estimator, config)
     first = choices[0]
     if first.verdict or first.estimate is None:
-        yield "nothing that was tried fits:"
+        yield "nothing that was tried fits; the smallest:"
     elif first.estimate.seconds is None:
         yield "without links and a device nothing says what is fastest:"
     else:
-        yield f"best with these flags otherwise: {first.name}, {first.estimate.tokens_per_second:.0f} tokens/s"
-    yield from (f"  {choice.name}: {choice.verdict or 'taken'}" for choice in choices)
+        speeds = [end.tokens_per_second for end in estimator.estimates(first.estimate.config)]
+        yield f"best with these flags otherwise: {first.name}, {_range(speeds, '.0f')} tokens/s"
+    yield from (f"  {choice.name}: {choice.verdict or 'taken'}" for choice in choices[:SHOWN])
+    if len(choices) > SHOWN:
+        yield f"  and {len(choices) - SHOWN} more that are slower, too large or cannot run"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from megazpp.arguments import RunConfig
 from megazpp.planner.estimate import Estimate, Estimator, schemes
+from megazpp.planner.nearest import with_tp
 from megazpp.topology.cluster import Cluster
 
 MAX_TP = 8
@@ -19,6 +20,7 @@ class Scaled(NamedTuple):
 
     Attributes:
         teraflops: model TFLOP/s per GPU.
+        least: the same, at the least; another one where shares were not checked for so few tokens.
         gigabytes: of rank 0.
         fits: whether that is in its memory.
         cross_gigabytes: that a node sends to others per optimizer step.
@@ -30,6 +32,13 @@ class Scaled(NamedTuple):
     gigabytes: float
     fits: bool
     cross_gigabytes: float
+    least: float | None = None
+
+    @property
+    def speed(self) -> str:
+        """As text."""
+        between = self.least is not None and self.least < self.teraflops
+        return f"{self.least:.1f} to {self.teraflops:.1f}" if between else f"{self.teraflops:.1f}"
 
 
 def scale(
@@ -58,7 +67,7 @@ def scale(
             if names is not None and name not in names:
                 continue
             try:
-                yield _scaled(name, estimator.estimate(other))
+                yield _scaled(name, estimator.estimates(other))
             except ValueError:  # HSDP on one node
                 continue
 
@@ -76,7 +85,7 @@ def choose(
         sized = _sized(_with_tp(config, tp), estimator.cluster, micro_batches=micro_batches)
         for name, other in _in_copies(sized, nodes):
             try:
-                found = _scaled(f"TP {tp}, {name}" if tp > 1 else name, estimator.estimate(other))
+                found = _scaled(f"TP {tp}, {name}" if tp > 1 else name, estimator.estimates(other))
             except ValueError:
                 continue
             if found.fits and (best is None or found.teraflops > best.teraflops):
@@ -92,7 +101,7 @@ def scaling_table(found: Sequence[Scaled], choices: Sequence[Scaled | None] = ()
     """
     names = list(dict.fromkeys(point.scheme for point in found))
     sizes = list(dict.fromkeys(point.gpus for point in found))
-    chosen = [f"{choice.teraflops:.1f}: {choice.scheme}" if choice else "nothing fits" for choice in choices]
+    chosen = [f"{choice.speed}: {choice.scheme}" if choice else "nothing fits" for choice in choices]
     extra = ["chosen"] if choices else []
     lines = ["| GPUs | " + " | ".join([*names, *extra]) + " |", "|---|" + "---|" * (len(names) + len(extra))]
     for index, gpus in enumerate(sizes):
@@ -101,7 +110,7 @@ def scaling_table(found: Sequence[Scaled], choices: Sequence[Scaled | None] = ()
         cells = []
         for name in names:
             point = row.get(name)
-            text = "-" if point is None else f"{point.teraflops:.1f}" if point.fits else f"({point.teraflops:.1f})"
+            text = "-" if point is None else point.speed if point.fits else f"({point.speed})"
             cells.append(f"**{text}**" if point is not None and point is fastest else text)
         lines.append(f"| {gpus} | " + " | ".join([*cells, *chosen[index : index + 1]]) + " |")
     return "\n".join(lines)
@@ -124,9 +133,8 @@ def _sized(config: RunConfig, cluster: Cluster, *, micro_batches: int) -> RunCon
 def _with_tp(config: RunConfig, tp: int) -> RunConfig:
     before, size = config.parallel.tensor_model_parallel_size, config.batches.micro_batch_size
     assert size is not None
-    parallel = dataclasses.replace(config.parallel, tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
     batches = dataclasses.replace(config.batches, micro_batch_size=max(size * tp // before, 1))
-    return dataclasses.replace(config, parallel=parallel, batches=batches)
+    return dataclasses.replace(with_tp(config, tp), batches=batches)
 
 
 def _in_copies(config: RunConfig, nodes: int) -> Iterator[tuple[str, RunConfig]]:
@@ -141,7 +149,8 @@ def _in_copies(config: RunConfig, nodes: int) -> Iterator[tuple[str, RunConfig]]
             copies *= COPIES_STEP
 
 
-def _scaled(name: str, estimate: Estimate) -> Scaled:
+def _scaled(name: str, estimates: Sequence[Estimate]) -> Scaled:
+    estimate = estimates[0]
     return Scaled(
         estimate.plan.layout.cluster.world_size,
         name,
@@ -149,4 +158,5 @@ def _scaled(name: str, estimate: Estimate) -> Scaled:
         estimate.gigabytes,
         estimate.fits,
         estimate.node_cross_bytes / 1e9,
+        estimates[-1].teraflops,
     )

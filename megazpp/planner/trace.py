@@ -15,7 +15,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.paper import PaperAxis
-from megazpp.planner.recorder import BACKWARD, FORWARD, FusedAttention, Recorder, Segment, backward
+from megazpp.planner.recorder import BACKWARD, FORWARD, FusedAttention, FusedNorm, Recorder, Segment, backward
 from megazpp.topology.layout import Layout
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]  # name and shape on one tensor-parallel rank
@@ -79,7 +79,7 @@ def trace_model(
         mask = torch.empty(micro_batch_size, seq_length)
     recorder.watch(model)
     tp.observe(recorder.sent)
-    with recorder, attention:
+    with recorder, attention, FusedNorm(recorder.memory_pass):
         losses = model(tokens, tokens, document_starts=starts)
         loss = (losses * mask).sum()
         recorder.enter((BACKWARD, shape.layers + 1))

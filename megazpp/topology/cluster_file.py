@@ -22,6 +22,8 @@ device:                   # optional, all of it: what one rank computes with; --
   teraflops: 989          # dense 16-bit peak
   gigabytes: 80           # memory
   gigabytes_per_second: 3350
+  shares: h100            # optional: what published runs have reached of all these figures (v100, a100, h100, h800:
+                          # megazpp/topology/shares.py); without it --plan gives times as a range
   source: NVIDIA H100 Tensor Core GPU data sheet
 """
 
@@ -36,6 +38,7 @@ import yaml
 
 from megazpp.topology.device import Device
 from megazpp.topology.links import LINK_KINDS, Link, Links
+from megazpp.topology.shares import CALIBRATIONS
 
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device")
 DEVICE_FIGURES = ("teraflops", "gigabytes", "gigabytes_per_second")
@@ -137,12 +140,15 @@ class _Reader:
         return Link(speed / 8 if speeds[0] == "gigabits_per_second" else speed, latency, source)
 
     def _device(self, value: Any) -> Device:
-        given = self._mapping("device", value, ("name", *DEVICE_FIGURES, "source"))
+        given = self._mapping("device", value, ("name", *DEVICE_FIGURES, "shares", "source"))
         for key in ("name", *DEVICE_FIGURES):
             if key not in given:
                 self._fail(f"key device.{key} is missing")
         figures = {key: self._positive(f"device.{key}", given[key]) for key in DEVICE_FIGURES}
-        return Device(name=str(given["name"]), **figures, source=str(given.get("source", self._path)))
+        shares = given.get("shares")
+        if shares is not None and str(shares) not in CALIBRATIONS:
+            self._fail(f"device.shares {shares!r} is not one of {', '.join(CALIBRATIONS)}")
+        return Device(str(given["name"]), **figures, source=str(given.get("source", self._path)), shares=shares)
 
     def _mapping(self, where: str, value: Any, keys: Collection[str]) -> dict[str, Any]:
         if not isinstance(value, dict):

@@ -25,7 +25,7 @@ def cluster_text(cluster: Cluster) -> str:
         known = {kind: link for kind in LINK_KINDS if (link := cluster.links.get(kind)) is not None}
         content |= {"links": {kind: _link(link) for kind, link in known.items()}} if known else {}
     if cluster.device is not None:
-        content["device"] = cluster.device._asdict()
+        content["device"] = {key: value for key, value in cluster.device._asdict().items() if value is not None}
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
     return text if cluster.device is not None else text + NO_DEVICE
 

@@ -1,7 +1,8 @@
 """What wires and devices take: alpha-beta for every collective, a roofline for every operation.
 
 A collective of n ranks is so many messages one after the other, each with a latency, and so many bytes that each rank
-sends, at the rate of the slowest wire it rides. Ranks of a node that send over the network at once share its adapters.
+sends, at the rate of the slowest wire it rides. Ranks of a node that send over the network at once share its adapters;
+each brings its bytes there on a path of its own, first the one, then the other.
 
     ring        all-gather, reduce-scatter    n - 1 messages,        (n - 1)/n of the buffer
                 all-reduce                    2 (n - 1) messages,    twice that
@@ -24,11 +25,11 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megazpp.topology.device import Device
 from megazpp.topology.layout import Layout
 from megazpp.topology.links import Link, LinkKind
+from megazpp.topology.shares import Shares
 
 TILE = 128  # cuBLAS's usual thread block; NVIDIA, Matrix Multiplication Background User's Guide, "tile quantization"
 
@@ -37,50 +38,6 @@ TILE = 128  # cuBLAS's usual thread block; NVIDIA, Matrix Multiplication Backgro
 RING_MICROSECONDS = {"domain": 3.4, "node": 5.7, "network": 14.0}
 TREE_MICROSECONDS = {"domain": 4.0, "node": 6.0, "network": 14.0}
 CALL_MICROSECONDS = 8.4  # of every collective (the same file, baseLat)
-
-
-class Shares(NamedTuple):
-    """What a program reaches of what data sheets promise: the constants that calibration sets.
-
-    Attributes:
-        matrix: of the peak, in a product of full tiles.
-        memory: of the memory's rate, in a pass over it.
-        domain, node, network: of the wires' rates, in a long message.
-        beside: of the device, that a collective takes from what it computes meanwhile: NCCL's kernels occupy
-            multiprocessors for as long as they run.
-        uplink: no share: GB/s that the ranks of a node bring to their adapters, however many those are.
-    """
-
-    matrix: float = 1.0
-    memory: float = 1.0
-    domain: float = 1.0
-    node: float = 1.0
-    network: float = 1.0
-    beside: float = 0.0
-    uplink: float = math.inf
-
-    def of(self, kind: LinkKind) -> float:
-        return {"domain": self.domain, "node": self.node, "network": self.network}[kind]
-
-
-# 83 TFLOP/s of 125: Markidis et al., NVIDIA Tensor Core Programmability, Performance & Precision (arXiv 1803.04014).
-V100_MATRIX_SHARE = 0.664
-NCCL_BLOCKS = 32  # most that a collective runs on, a multiprocessor each (MAXCHANNELS); V100 has 80, H100 132
-# For everything else nothing has been measured. Products and the network are taken to reach what they do on V100,
-# memory and fast wires four fifths of their data sheets.
-ASSUMED_SHARES = Shares(
-    matrix=V100_MATRIX_SHARE, memory=0.8, domain=0.8, node=0.8, network=0.8, beside=round(NCCL_BLOCKS / 132, 3)
-)
-# Fitted to published rows by `python tools/calibrate.py`, which also prints the errors on all rows. Few figures fix
-# them, so each is what makes those come out, not what a benchmark of that part would show: "memory" holds every pass
-# over memory that DeepSpeed makes and FSDP2 does not, H800's "matrix" everything that is no product.
-DGX2_SHARES = ASSUMED_SHARES._replace(memory=0.147, network=0.82, beside=NCCL_BLOCKS / 80, uplink=19.863)
-H800_SHARES = ASSUMED_SHARES._replace(matrix=0.152, network=0.179)  # of eight adapters of 400 Gbit/s
-
-
-def shares_for(device: Device | None) -> Shares:
-    """The calibration for a cluster's device: its own, or the assumed one."""
-    return DGX2_SHARES if device is not None and device.name.startswith("V100") else ASSUMED_SHARES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +74,11 @@ class AxisCost:
         self._byte_seconds = 0.0
         for kind in counts:
             link = _known(layout, kind, axis)
-            rate = link.gigabytes_per_second
-            if not link.is_measured:
-                rate = min(rate * shares.of(kind), shares.uplink if kind == "network" else math.inf)
             senders = max(counts[kind] / layout.cluster.num_nodes, 1.0) if kind == "network" else 1.0
-            self._byte_seconds = max(self._byte_seconds, 1e-9 * senders / rate)
+            byte_seconds = senders / (link.gigabytes_per_second * (1.0 if link.is_measured else shares.of(kind)))
+            if kind == "network" and not link.is_measured:
+                byte_seconds += 1.0 / shares.uplink
+            self._byte_seconds = max(self._byte_seconds, 1e-9 * byte_seconds)
         ranks = layout.axis_ranks(axis, 0)
         hops = Counter(layout.cluster.link_between(*pair) for pair in itertools.pairwise(ranks))
         self._ring = sum(hops[kind] * _latency(layout, kind, axis, RING_MICROSECONDS) for kind in hops)

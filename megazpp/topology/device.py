@@ -14,6 +14,7 @@ class Device(NamedTuple):
         gigabytes: memory (1e9 bytes).
         gigabytes_per_second: of that memory.
         source: where the figures come from.
+        shares: what programs reach of them: a calibration of topology/shares.py; None where nothing was compared.
     """
 
     name: str
@@ -21,3 +22,4 @@ class Device(NamedTuple):
     gigabytes: float
     gigabytes_per_second: float
     source: str = ""
+    shares: str | None = None

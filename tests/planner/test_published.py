@@ -6,7 +6,7 @@ import pytest
 
 from megazpp.planner import published
 from megazpp.planner.published import FITTED, ROWS, errors, gathers_to_fsdp2, median_errors, predict
-from megazpp.topology.cost import DGX2_SHARES, H800_SHARES, Shares
+from megazpp.topology.shares import DGX2_SHARES, H800_SHARES, Shares
 
 SHARES = {"ZeRO++": DGX2_SHARES, "SDP4Bit": H800_SHARES}
 

@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 
 from megazpp.arguments import parse_run_config
-from megazpp.planner.estimate import Estimator
-from megazpp.planner.search import BITS_PAY, Choice, search, with_recompute
+from megazpp.planner.estimate import Estimate, Estimator
+from megazpp.planner.search import (
+    BITS_PAY,
+    MEMORY_SWITCHES,
+    Choice,
+    memory_switches,
+    search,
+    with_recompute,
+)
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.device import Device
 from megazpp.topology.links import Link, Links
@@ -36,27 +43,57 @@ def test_the_fastest_that_fits_is_taken_and_every_other_says_why_not():
     slower = [choice for choice in others if "slower than the best" in choice.verdict]
     assert slower
     assert all(speed(best) >= speed(choice) for choice in slower)
-    assert {choice.name.split(", micro")[0] for choice in choices} == {"tp 1, local domain 2", "tp 2, local domain 1"}
-    assert best.name.startswith("tp 1, local domain 2")
+    assert {choice.name.split(", micro")[0] for choice in choices} >= {
+        "--zeropp, tp 1, local domain 2",
+        "--zeropp, tp 2, local domain 1",
+    }
+    assert best.name.startswith("--zeropp, tp 1, local domain 2")
     assert best.estimate is not None
     assert best.estimate.plan.layout.local == 2
 
 
+def test_the_scheme_is_varied_and_the_best_one_taken():
+    choices = found(gigabytes=1.0)  # ZeRO-3 on a slow network
+    assert {choice.name.split(",")[0] for choice in choices} == {"ZeRO-3", "HSDP", "--zeropp"}
+    assert choices[0].name.startswith("--zeropp, ")
+
+
+def test_a_batch_that_does_not_divide_is_the_nearest_that_does():
+    names = [choice.name for choice in found("--global-batch-size", "18", gigabytes=1.0)]
+    assert any("tp 1, local domain 2, micro-batch 4 of batch 16," in name for name in names)
+    assert not any("tp 1, local domain 2, micro-batch 8" in name for name in names)  # 32 samples at once
+
+
 def test_what_cannot_run_is_rejected_with_the_flags_that_say_so():
-    verdicts = {choice.name: choice.verdict for choice in found("--global-batch-size", "16", gigabytes=1.0)}
-    assert "--global-batch-size 16" in verdicts["tp 1, local domain 2, micro-batch 8, recompute none"]
-    assert "tp 1, local domain 2, micro-batch 8, recompute full" not in verdicts  # more work would not help
+    verdicts = {choice.name: choice.verdict for choice in found("--num-attention-heads", "1", gigabytes=1.0)}
+    assert any("--num-attention-heads 1" in verdict for name, verdict in verdicts.items() if "tp 2" in name)
 
 
 def test_what_does_not_fit_says_what_it_needs_and_more_recomputation_is_tried():
-    roomy = found("--global-batch-size", "4", gigabytes=1.0)
-    sizes = {choice.name: choice.estimate.memory.total / 1e9 for choice in roomy if choice.estimate}
-    plain = sizes["tp 1, local domain 2, micro-batch 1, recompute none"]
-    choices = found("--global-batch-size", "4", gigabytes=0.95 * plain / 0.9)
-    tried = [choice for choice in choices if choice.name.startswith("tp 1, local domain 2, micro-batch 1,")]
-    verdict = next(choice.verdict for choice in tried if choice.name.endswith("none"))
-    assert verdict == f"needs {plain:.1f} GB, a rank has {0.95 * plain:.1f}"
-    assert len(tried) > 1
+    name = "ZeRO-3, tp 1, local domain 2, micro-batch 1, recompute none"
+    roomy = {choice.name: choice for choice in found("--global-batch-size", "4", gigabytes=1.0)}[name]
+    assert roomy.estimate is not None
+    plain = roomy.estimate.gigabytes
+    choices = {choice.name: choice for choice in found("--global-batch-size", "4", gigabytes=0.95 * plain / 0.9)}
+    assert choices[name].verdict == f"needs {plain:.1f} GB, a rank has {0.95 * plain:.1f}"
+    assert name.replace("none", "full") in choices
+
+
+def test_the_fewest_memory_switches_that_let_a_run_fit_are_found():
+    def switches(flags: str, gigabytes: float) -> tuple[str, Estimate] | None:
+        config = parse_run_config(["@configs/gpt_tiny.args", "--bf16", *flags.split()], ROOT).config
+        device = Device("a GPU", teraflops=10.0, gigabytes=gigabytes / 0.9, gigabytes_per_second=100.0)
+        cluster = Cluster(num_nodes=2, ranks_per_node=2, links=SLOW, device=device)
+        return memory_switches(Estimator(cluster, vocab_size=2048, device_type="cpu"), config)
+
+    assert switches("", 1e-6) is None
+    everything = switches("--zeropp", 1e-6)
+    assert everything is not None
+    assert everything[0].split() == [flag for flag, _ in MEMORY_SWITCHES]
+    assert not everything[1].fits
+    enough = switches("--zeropp", 1.001 * everything[1].gigabytes)
+    assert enough is not None
+    assert enough[1].fits
 
 
 @pytest.mark.parametrize("asked", [(8, 8), (8, 4)])

@@ -60,6 +60,17 @@ def test_recomputation_adds_the_layers_forward_and_keeps_less():
     assert full.segments[FORWARD, 3].kept < plain.segments[FORWARD, 3].kept / 4
 
 
+@pytest.mark.parametrize("again", [None, "full"])
+def test_rmsnorm_keeps_its_input_and_a_scale_per_row_as_the_kernel_of_cuda_does(again: str | None):
+    """Of LayerNorm the kernel keeps one more fp32 per row, the mean, and its bias's gradient comes at the end."""
+    kept = {
+        kind: trace(dataclasses.replace(LLAMA_STYLE, normalization=kind, recompute_granularity=again)).segments
+        for kind in ("LayerNorm", "RMSNorm")
+    }
+    layer, mean = (FORWARD, 1), 2 * SAMPLES * SEQ * 4  # two norms
+    assert kept["LayerNorm"][layer].kept - kept["RMSNorm"][layer].kept == (mean if again is None else 0)
+
+
 def test_of_a_block_only_the_first_layers_are_run_again():
     block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
     found = trace(like(GPT2_STYLE, **block))

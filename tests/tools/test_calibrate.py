@@ -6,7 +6,7 @@ import calibrate
 import pytest
 
 from megazpp.planner.published import ROWS
-from megazpp.topology.cost import DGX2_SHARES
+from megazpp.topology.shares import DGX2_SHARES
 
 
 def test_the_table_shows_recorded_shares_and_each_row_s_errors(

@@ -22,9 +22,9 @@ from compare_plan import (
 )
 
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.cost import Shares
 from megazpp.topology.layout import plan_layout
 from megazpp.topology.links import Link, Links
+from megazpp.topology.shares import Shares
 
 SHAPE = {
     "nodes": 2,

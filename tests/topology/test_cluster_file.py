@@ -32,8 +32,16 @@ def test_the_docstring_example(tmp_path: Path):
             node=Link(31.5, None, str(path)),
             network=Link(12.5, 5.0, str(path)),
         ),
-        device=Device("H100", 989.0, 80.0, 3350.0, "NVIDIA H100 Tensor Core GPU data sheet"),
+        device=Device("H100", 989.0, 80.0, 3350.0, "NVIDIA H100 Tensor Core GPU data sheet", "h100"),
     )
+
+
+@pytest.mark.parametrize("shares", ["V100", "[v100]", "1"])
+def test_shares_that_nobody_has_measured_are_refused_with_those_that_were(shares: str, tmp_path: Path):
+    device = f"{{name: X, teraflops: 1, gigabytes: 2, gigabytes_per_second: 3, shares: {shares}}}"
+    path = write(tmp_path, f"nodes: 1\nranks_per_node: 1\ndevice: {device}\n")
+    with pytest.raises(ValueError, match=r"cluster\.yaml: device\.shares .* is not one of v100, a100, h100, h800"):
+        read_cluster_file(path)
 
 
 def test_a_device_needs_all_its_figures(tmp_path: Path):

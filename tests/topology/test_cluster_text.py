@@ -18,6 +18,7 @@ CLUSTERS = {
     "ordered": Cluster(num_nodes=2, ranks_per_node=4, domain_size=2, order=(0, 2, 4, 6, 1, 3, 5, 7)),
     "measured": Cluster(num_nodes=2, ranks_per_node=4, links=LINKS),
     "known": Cluster(num_nodes=2, ranks_per_node=4, links=LINKS, device=DEVICE),
+    "calibrated": Cluster(num_nodes=2, ranks_per_node=4, links=LINKS, device=DEVICE._replace(shares="h100")),
 }
 
 

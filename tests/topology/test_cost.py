@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.cost import (
-    ASSUMED_SHARES,
-    CALL_MICROSECONDS,
-    DGX2_SHARES,
-    AxisCost,
-    DeviceCost,
-    Shares,
-    shares_for,
-)
+from megazpp.topology.cost import CALL_MICROSECONDS, AxisCost, DeviceCost
 from megazpp.topology.device import Device
 from megazpp.topology.layout import plan_layout
 from megazpp.topology.links import Link, Links
+from megazpp.topology.shares import ASSUMED_SHARES, DGX2_SHARES, H100_SHARES, H800_SHARES, Shares, calibration_for
 
 LINKS = Links(domain=Link(100.0, 2.0), network=Link(10.0, 5.0))
 CALL = 1e-6 * CALL_MICROSECONDS
@@ -53,11 +47,21 @@ def test_a_share_of_the_wire_makes_it_slower_and_an_axis_of_one_rank_costs_nothi
     assert cost("tp").seconds("all_reduce", 10**9) == 0.0
 
 
-def test_a_node_brings_no_more_to_its_adapters_than_its_uplink():
-    for network, rate in ((1.0, 6.0), (0.5, 5.0)):
-        shares = Shares(network=network, uplink=6.0)
-        assert cost("cross", shares=shares).seconds("all_to_all", 10**9) == pytest.approx(CALL + 15e-6 + 8 / rate)
-        assert cost("local", shares=shares).seconds("all_gather", 10**9) == pytest.approx(CALL + 14e-6 + 0.01)
+def test_a_byte_takes_its_rank_s_path_to_the_adapters_and_then_its_share_of_them():
+    shares = Shares(network=0.5, uplink=20.0)
+    assert cost("cross", shares=shares).seconds("all_to_all", 10**9) == pytest.approx(CALL + 15e-6 + 8 / 5.0 + 0.05)
+    assert cost("local", shares=shares).seconds("all_gather", 10**9) == pytest.approx(CALL + 14e-6 + 0.01)
+
+
+@pytest.mark.parametrize("axis", ["shard", "cross"])
+def test_more_adapters_are_always_faster_though_a_rank_s_path_stays(axis: str):
+    taken = []
+    for gigabits in (100, 200, 400, 800):
+        links = Links(domain=Link(150.0), network=Link(gigabits / 8))
+        layout = plan_layout(Cluster(num_nodes=4, ranks_per_node=16, links=links), tp=1, replicas=1)
+        taken.append(AxisCost(layout, axis, DGX2_SHARES).seconds("all_gather", 10**9))
+    assert all(more < 0.95 * fewer for fewer, more in itertools.pairwise(taken))
+    assert all(more > 0.5 * fewer for fewer, more in itertools.pairwise(taken))
 
 
 def test_a_measured_rate_is_what_programs_reach():
@@ -81,6 +85,15 @@ def test_a_product_takes_its_full_tiles_or_its_bytes():
     assert device.matrix_seconds(1, 1, 1, 1.0, 10**9) == pytest.approx(1e-3)
 
 
-def test_only_the_calibrated_device_has_shares_of_its_own():
-    assert shares_for(DEVICE._replace(name="V100-SXM3-32GB")) == DGX2_SHARES
-    assert shares_for(DEVICE) == shares_for(None) == ASSUMED_SHARES
+def test_a_device_has_the_calibration_that_it_names_whatever_its_own_name_is():
+    for name in ("V100-SXM3-32GB", "Tesla V100", "v100"):
+        assert calibration_for(DEVICE._replace(name=name, shares="v100")).shares == DGX2_SHARES
+        assert calibration_for(DEVICE._replace(name=name)) == calibration_for(None)
+    assert calibration_for(DEVICE._replace(shares="h100")).shares == H100_SHARES
+
+
+def test_shares_are_one_set_where_they_were_checked_and_two_elsewhere():
+    h100 = calibration_for(DEVICE._replace(shares="h100"))
+    assert h100.ends(h100.tokens) == (H100_SHARES,)
+    assert h100.ends(h100.tokens - 1) == (H100_SHARES, H800_SHARES)
+    assert calibration_for(DEVICE).ends(10**9) == (ASSUMED_SHARES, H800_SHARES)
