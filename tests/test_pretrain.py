@@ -117,7 +117,7 @@ def test_the_main_job_says_what_runs_and_what_came_out(main_job: Run, home: Home
         "trained 6 iterations in ",
         "of the time waiting for data",
         "; unigram entropy of the validation text: ",
-        "a sample of text:\n",
+        "a sample of text:\nCall me",
         f"records of this run: {home.path / 'main'}\n",
         f"tokenizer and data indices: {home.path / 'cache'}\n",
     ):
@@ -180,7 +180,7 @@ def test_args_json_holds_every_flag_s_value(main_job: Run):
     assert values["train_iters"] == 6
     assert values["zero_stage"] == 3
     assert values["nproc"] == 2
-    assert values["micro_batch_size"] * 2 <= values["global_batch_size"] == 32
+    assert values["micro_batch_size"] * 2 <= values["global_batch_size"] == 16
     assert len(values) > 100
 
 
@@ -294,7 +294,7 @@ def test_tensor_parallel_workers_started_from_another_folder_give_the_same_losse
 @pytest.mark.slow
 def test_zeropp_on_two_nodes_of_two_shows_what_it_saves_between_them(main_job: Run, home: Home):
     """Its losses follow ZeRO-3's (the main job) to 0.5 %, with a tenth of the traffic."""
-    run = home.pretrain(*MAIN_JOB, "--zeropp", "--micro-batch-size", "4", run="zeropp", nproc=4)
+    run = home.pretrain(*MAIN_JOB, "--zeropp", "--micro-batch-size", "2", run="zeropp", nproc=4)
     assert run.code == 0, run.output
     assert run.losses() == pytest.approx(main_job.losses()[:3], rel=5e-3)
     assert re.search(r"^block quantization +(C, compiled by|the reference in torch)", run.output, re.MULTILINE)
