@@ -135,7 +135,7 @@ def test_sequence_parallel_without_tensor_parallel_is_a_notice() -> None:
         ("--adam-beta2 1.0", 1, "--adam-beta2 1.0 is not in [0, 1)"),
         ("--loss-scale -1", 1, "--loss-scale -1"),
         ("--optimizer-backend apex", 1, "--optimizer-backend apex"),
-        ("--nccl-cross-min-ctas 9", 1, "--nccl-cross-min-ctas 9 is more than --nccl-cross-max-ctas 8"),
+        ("--nccl-cross-max-ctas 65", 1, "--nccl-cross-max-ctas 65 is not a number from 1 to 64"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_names_and_values_of_the_flags(

@@ -181,13 +181,19 @@ def _encode_all(
     settings: dict[str, Any] = {"keys": config.json_keys, "append_eod": config.append_eod}
     if config.workers == 1:
         return (encode_block(block, loaded, **settings) for block in blocks)
-    return map_in_processes(functools.partial(_load_encoder, tokenizer, settings), blocks, config.workers)
+    return map_in_processes(functools.partial(_load_and_encode, config=tokenizer, **settings), blocks, config.workers)
 
 
-def _load_encoder(tokenizer: TokenizerConfig, settings: dict[str, Any]) -> Callable[[Block], Encoded]:
-    loaded = load_tokenizer(tokenizer)
+def _load_and_encode(block: Block, *, config: TokenizerConfig, keys: Sequence[str], append_eod: bool) -> Encoded:
+    return encode_block(block, _load_once(config), keys=keys, append_eod=append_eod)
+
+
+@functools.lru_cache(maxsize=1)
+def _load_once(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer of a worker process."""
+    loaded = load_tokenizer(config)
     assert loaded is not None
-    return functools.partial(encode_block, tokenizer=loaded, **settings)
+    return loaded
 
 
 def _clock(seconds: float) -> str:

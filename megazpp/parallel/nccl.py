@@ -9,7 +9,7 @@ has none.
 |-------|---------------|----------|--------------------------------------------------------------------------------|
 | tp    | high priority | NCCL's   | the next matmul waits for it, several times per layer                          |
 | local | high priority | NCCL's   | just in time for the next layer                                                |
-| cross | normal        | limited  | has a whole step's time; must not take SMs from matmuls for as long as it runs |
+| cross | normal        | flags'   | has a whole step's time; must not take SMs from matmuls for as long as it runs |
 | others| normal        | NCCL's   | plain ZeRO's ring over all data ranks, all-reduces between copies              |
 
 Where all data ranks share an island, the shard axis is the local one and is treated like it.
@@ -41,16 +41,16 @@ class NcclConfig:
 
     A CTA of NCCL's is a channel and occupies an SM for as long as its collective runs; NCCL takes up to 32 or 64 of the
     132 SMs of an H100. A rank's share of the network is a small part of NVLink's rate (50 GB/s for an adapter of
-    400 Gbit/s, 450 GB/s for NVLink), so the cross axis gets a small part of the CTAs: 8, six in a hundred SMs. That is
-    an argument, not a measurement: with more than one fast adapter per GPU try 16, and --measure-links shows what the
-    cross axis reaches.
+    400 Gbit/s, 450 GB/s for NVLink), so the cross axis may need few of them: with --zeropp try
+    --nccl-cross-max-ctas 8, six in a hundred SMs. Nothing is set by default, because no value has been measured;
+    --measure-links shows what the cross axis reaches.
     """
 
     nccl_high_priority: bool = flag(
         True, "streams of high priority for tensor-parallel and node-local groups: their kernels start first"
     )
     nccl_cross_max_ctas: int | None = flag(
-        8, "SMs that a collective between nodes may occupy; more may be faster and takes them from the matmuls"
+        None, "SMs that a collective between nodes may occupy; fewer leave more to the matmuls (NCCL decides)"
     )
     nccl_cross_min_ctas: int | None = flag(None, "SMs that a collective between nodes takes at least (NCCL decides)")
     nccl_cross_cga_cluster_size: int | None = flag(

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 
 from megazpp.data.workers import map_in_processes
 
 
-def double_slowly_at_first() -> Callable[[int], tuple[int, int]]:
-    def double(number: int) -> tuple[int, int]:
-        time.sleep(0.3 if number == 0 else 0.0)
-        return 2 * number, os.getpid()
-
-    return double
+def double_slowly_at_first(number: int) -> tuple[int, int]:
+    time.sleep(0.3 if number == 0 else 0.0)
+    return 2 * number, os.getpid()
 
 
-def send_much() -> Callable[[int], bytes]:
-    return lambda number: bytes([number]) * (1 << 26)  # far more than a pipe holds
+def send_much(number: int) -> bytes:
+    return bytes([number]) * (1 << 24)  # far more than a pipe holds
 
 
-def fail_at_three() -> Callable[[int], float]:
-    return lambda number: 1 / (3 - number)
+def fail_at_three(number: int) -> float:
+    return 1 / (3 - number)
+
+
+def print_own_and_wait(_: int) -> None:
+    print(os.getpid(), flush=True)
+    time.sleep(100)
 
 
 def test_results_come_in_the_order_of_the_items_whoever_is_slow_and_items_are_not_read_far_ahead(
@@ -52,13 +58,11 @@ def test_no_items_need_no_results() -> None:
     assert list(map_in_processes(double_slowly_at_first, [], 1)) == []
 
 
-def test_a_worker_killed_in_the_middle_of_a_message_is_noticed(
+def test_workers_killed_while_they_hand_over_much_are_noticed(
     new_children: Callable[[], list[BaseProcess]],
 ) -> None:
     results = map_in_processes(send_much, range(100), 2)
     next(results)
-    # the others now stand in the middle of sending: nobody reads until the next result is asked for
-    time.sleep(0.2)
     for process in new_children():
         process.kill()
     with pytest.raises(ValueError, match="--workers: one was killed"):
@@ -66,10 +70,36 @@ def test_a_worker_killed_in_the_middle_of_a_message_is_noticed(
     assert new_children() == []
 
 
-def test_a_worker_that_fails_shows_its_traceback_and_ends_the_work(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="failed as it says above"):
+def test_what_a_worker_raises_is_raised_here_with_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
         list(map_in_processes(fail_at_three, range(9), 1))
-    assert "ZeroDivisionError" in capfd.readouterr().err
+    assert "in fail_at_three" in str(caught.value.__cause__)
+
+
+def test_files_that_cannot_be_written_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ValueError, match=r"--workers: .*/0: No space left on device; TMPDIR names another folder"):
+        list(map_in_processes(fail_at_three, range(9), 1))
+
+
+def test_workers_end_with_a_main_process_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text(
+        "from test_workers import map_in_processes, print_own_and_wait\n"
+        "if __name__ == '__main__':\n"
+        "    list(map_in_processes(print_own_and_wait, range(1), 1))\n"
+    )
+    paths = [str(Path(__file__).parent), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True) as main:
+        assert main.stdout is not None
+        worker = int(main.stdout.readline())
+        os.kill(worker, 0)  # it lives
+        main.kill()
+        assert main.stdout.read() == ""  # nobody holds its output open any more
 
 
 def test_who_stops_listening_ends_the_workers(

@@ -38,10 +38,10 @@ def recorded_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl.dist, "get_backend", lambda: "nccl")
 
 
-def test_tp_and_local_groups_go_first_and_the_cross_group_takes_few_channels():
+def test_tp_and_local_groups_go_first_and_nccl_decides_on_channels():
     found = {axis: group_settings(axis, layout(), NcclConfig()) for axis in ("tp", "local", "cross", "shard")}
     assert found["tp"] == found["local"] == GroupSettings(high_priority=True)
-    assert found["cross"] == GroupSettings(max_ctas=8)
+    assert found["cross"] == GroupSettings()
     assert found["shard"] == GroupSettings()  # plain ZeRO's ring: needs NVLink's bandwidth and the network's
 
 
@@ -52,18 +52,18 @@ def test_the_shard_axis_is_treated_like_the_local_axis_where_nothing_crosses_nod
 def test_flags_reach_the_cross_group_and_priorities_can_be_turned_off():
     config = NcclConfig(
         nccl_high_priority=False,
-        nccl_cross_max_ctas=None,
+        nccl_cross_max_ctas=8,
         nccl_cross_min_ctas=2,
         nccl_cross_cga_cluster_size=4,
     )
-    assert group_settings("cross", layout(), config) == GroupSettings(min_ctas=2, cga_cluster_size=4)
+    assert group_settings("cross", layout(), config) == GroupSettings(min_ctas=2, max_ctas=8, cga_cluster_size=4)
     assert group_settings("tp", layout(), config) == GroupSettings()
 
 
 @pytest.mark.usefixtures("recorded_options")
 def test_settings_become_torch_s_options_and_what_is_left_open_is_not_set():
     options = axis_options("cross", layout(), NcclConfig(nccl_cross_cga_cluster_size=0))
-    assert vars(options.config) == {"max_ctas": 8, "cga_cluster_size": 0}
+    assert vars(options.config) == {"cga_cluster_size": 0}
     assert not options.is_high_priority_stream
     options = axis_options("tp", layout(), NcclConfig())
     assert vars(options.config) == {}
@@ -95,7 +95,10 @@ def test_torch_s_own_options_take_every_setting():
     [
         (NcclConfig(nccl_cross_max_ctas=0), "--nccl-cross-max-ctas 0 is not a number from 1 to 64"),
         (NcclConfig(nccl_cross_min_ctas=65), "--nccl-cross-min-ctas 65 is not a number from 1 to 64"),
-        (NcclConfig(nccl_cross_min_ctas=9), "--nccl-cross-min-ctas 9 is more than --nccl-cross-max-ctas 8"),
+        (
+            NcclConfig(nccl_cross_min_ctas=9, nccl_cross_max_ctas=8),
+            "--nccl-cross-min-ctas 9 is more than --nccl-cross-max-ctas 8",
+        ),
         (NcclConfig(nccl_cross_cga_cluster_size=9), "--nccl-cross-cga-cluster-size 9 is not a number from 0 to 8"),
     ],
 )
