@@ -8,8 +8,8 @@ from typing import Any
 
 from megazpp.arguments import ParsedRun
 from megazpp.checkpoint.checksums import DamagedError
-from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.record import NAME, RunRecord, shape_of
+from megazpp.checkpoint.folder import RECORD, CheckpointFolder
+from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.tokenizer import read_tokenizer
 from megazpp.data.tokenizer import names_tokenizer
 from megazpp.flag_checks import spelling, wrong_types
@@ -28,7 +28,7 @@ def with_checkpoint_flags(parsed: ParsedRun, record: RunRecord, folder: Checkpoi
     config = parsed.config
     taken = [name for name in TAKEN if name != "tokenizer" or not names_tokenizer(config.tokenizer)]
     free = {name: value for name, value in record.flags.items() if name not in parsed.origins}
-    where = folder.of(record.progress.iteration) / NAME
+    where = folder.of(record.progress.iteration) / RECORD
     parts: dict[str, Any] = {name: _updated(getattr(config, name), free, where) for name in taken}
     seed = {name: free[name] for name in ("seed",) if name in free}
     parts["launch"] = _updated(config.launch, seed, where)

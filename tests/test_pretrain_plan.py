@@ -86,14 +86,14 @@ def test_a_cluster_file_that_says_nothing_is_one_line(program: Program, show: st
     assert said in err
 
 
-@pytest.mark.parametrize("show", ["--plan", "--dry-run"])
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("show", "flags", "said"),
     [
-        (["--tensor-model-parallel-size", "8"], "--tensor-model-parallel-size 8"),
-        (["--vocab-size", "none"], "needs --vocab-size"),
-        (["--micro-batch-size", "3"], "--global-batch-size"),
-        (["--num-attention-heads", "3"], "--num-attention-heads"),
+        ("--dry-run", ["--tensor-model-parallel-size", "8"], "--tensor-model-parallel-size 8"),
+        ("--dry-run", ["--micro-batch-size", "3"], "--global-batch-size"),
+        *((show, ["--vocab-size", "none"], "needs --vocab-size") for show in ("--plan", "--dry-run")),
+        *((show, ["--num-attention-heads", "3"], "--num-attention-heads") for show in ("--plan", "--dry-run")),
+        ("--plan", ["--price-per-gpu-hour", "-1"], "--price-per-gpu-hour -1.0 is not positive"),
     ],
 )
 def test_flags_that_do_not_fit_the_cluster_are_one_line(program: Program, show: str, flags: list[str], said: str):

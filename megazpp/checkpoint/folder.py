@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import IO
 
 from megazpp.checkpoint.checksums import DamagedError, write_durably
-from megazpp.checkpoint.record import NAME as RECORD
 from megazpp.data.files import first_free, sync_directory
 
-TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER, RECORD = "latest_checkpointed_iteration.txt", "run.json"
 _COMPLETE = re.compile(r"iter_(\d{7,})")
 _PARTIAL = re.compile(r"(iter_\d{7,}|tokenizer-[0-9a-f]{16})\.partial")
 

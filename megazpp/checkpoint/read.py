@@ -12,9 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from megazpp.checkpoint.checksums import DamagedError, verify_files
 from megazpp.checkpoint.config import CheckpointConfig
-from megazpp.checkpoint.folder import TRACKER
+from megazpp.checkpoint.folder import RECORD, TRACKER
 from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.record import NAME as RECORD
 from megazpp.checkpoint.record import (
     RunRecord,
     agreed_schedule,

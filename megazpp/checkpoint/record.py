@@ -14,13 +14,12 @@ from typing import Any
 
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.config import CheckpointConfig
-from megazpp.checkpoint.folder import iteration_of
+from megazpp.checkpoint.folder import RECORD, iteration_of
 from megazpp.checkpoint.progress import Progress
 from megazpp.flag_checks import wrong_types
 from megazpp.model.config import GPTConfig
 from megazpp.optim.schedule import Schedule
 
-NAME = "run.json"
 FORMAT = 2  # 1: without the tokenizer
 
 
@@ -74,7 +73,7 @@ def read_record(checkpoint: Path) -> RunRecord:
         DamagedError: it cannot be read, or is not that of the iteration that the checkpoint's name says.
         ValueError: a later version has written it.
     """
-    path = checkpoint / NAME
+    path = checkpoint / RECORD
     try:
         values = json.loads(path.read_bytes())
         later = values["format"] > FORMAT

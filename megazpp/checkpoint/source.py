@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from megazpp.checkpoint.checksums import DamagedError, verify_files
 from megazpp.checkpoint.config import CheckpointConfig
-from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
-from megazpp.checkpoint.record import NAME, RunRecord, read_record
+from megazpp.checkpoint.folder import RECORD, TRACKER, CheckpointFolder
+from megazpp.checkpoint.record import RunRecord, read_record
 
 
 class Source(NamedTuple):
@@ -113,7 +113,7 @@ def peek(source: Source | None) -> RunRecord | None:
         return None
     for iteration in source.candidates():
         try:
-            verify_files(source.folder.of(iteration), names=[NAME])
+            verify_files(source.folder.of(iteration), names=[RECORD])
             return read_record(source.folder.of(iteration))
         except DamagedError:
             if not source.fallback:

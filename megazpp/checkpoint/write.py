@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megazpp.checkpoint.checksums import FileSum, write_checksums, write_durably
-from megazpp.checkpoint.folder import CheckpointFolder, kept_iterations
-from megazpp.checkpoint.record import NAME, RunRecord
+from megazpp.checkpoint.folder import RECORD, CheckpointFolder, kept_iterations
+from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.storage import SummingWriter
 from megazpp.checkpoint.together import together
 from megazpp.checkpoint.tokenizer import write_tokenizer
@@ -67,7 +67,7 @@ class Writer:
         partial = folder.partial(iteration)
         sums = {name: part for of_rank in parts for name, part in of_rank.items()}
         record = replace(record, tokenizer_folder=write_tokenizer(folder.path, self.tokenizer))
-        sums[NAME] = write_durably(partial / NAME, record.as_json())
+        sums[RECORD] = write_durably(partial / RECORD, record.as_json())
         write_checksums(partial, sums)
         aside = folder.complete(iteration)
         kept = kept_iterations(

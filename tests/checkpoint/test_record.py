@@ -12,8 +12,9 @@ from helpers.checkpoints import Job, template
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
 
 from megazpp.checkpoint.checksums import DamagedError
+from megazpp.checkpoint.folder import RECORD as NAME
 from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.record import NAME, check_same_model, data_notes, found_from_anywhere, read_record, shape_of
+from megazpp.checkpoint.record import check_same_model, data_notes, found_from_anywhere, read_record, shape_of
 from megazpp.model.config import GPTConfig
 
 WHERE = Path("iter_0000007")

@@ -12,9 +12,9 @@ from helpers.training import Case
 
 from megazpp.checkpoint.checksums import DamagedError, write_checksums, write_durably
 from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.folder import RECORD as NAME
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
 from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.record import NAME
 from megazpp.checkpoint.source import Source, choose_source, peek
 
 
