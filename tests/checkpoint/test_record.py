@@ -61,6 +61,18 @@ def test_the_shape_makes_the_same_model():
     check_same_model(shape_of(dataclasses.asdict(LLAMA_STYLE)), LLAMA_STYLE, WHERE)
 
 
+@pytest.mark.parametrize(
+    "changes", [{"qk_layernorm": True}, {"use_rope_scaling": True}, {"window_size": "15,0"}, {"add_qkv_bias": True}]
+)
+def test_a_checkpoint_of_one_variant_is_not_loaded_as_the_other(changes: dict[str, Any]):
+    variant, (name,) = dataclasses.replace(LLAMA_STYLE, **changes), changes
+    check_same_model(dataclasses.asdict(variant), variant, WHERE)
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is"):
+        check_same_model(dataclasses.asdict(LLAMA_STYLE), variant, WHERE)
+    older = {key: value for key, value in dataclasses.asdict(LLAMA_STYLE).items() if key not in changes}
+    check_same_model(older, LLAMA_STYLE, WHERE)  # from before there was such a flag
+
+
 def test_other_data_gives_a_note_and_the_same_data_none():
     saved = {"seed": 1, "data_path": ["0.3", "a"], "train_iters": 10}
     now = {"seed": 1, "data_path": ("0.3", "a"), "train_iters": 10}

@@ -1,4 +1,4 @@
-"""GPT-2 and Llama in and out: the same bits, the same logits, on any tensor-parallel size."""
+"""GPT-2, Llama and its relatives in and out: the same bits, the same logits, on any tensor-parallel size."""
 
 from __future__ import annotations
 
