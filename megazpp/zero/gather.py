@@ -100,9 +100,11 @@ class TwoHopGather(FreshBuffers, AllGather):
         twin, codec, size = copy.copy(self), self._codec, self._codec.layout.size
         twin._cross, twin._local = SilentAxis(self._cross), SilentAxis(self._local)
         middle = codec.empty(self._cross.size, device=device)
-        twin._hop_across(middle, lambda: torch.zeros(size, dtype=codec.dtype, device=device))
-        output = torch.empty(self._cross.size * self._local.size * size, dtype=codec.dtype, device=device)
-        twin._unpack(Ticket(twin._hop_inside(middle)), output)
+        output = torch.zeros(self._cross.size * self._local.size, size, dtype=codec.dtype, device=device)
+        slot = output[self._cross.rank * self._local.size + self._local.rank]  # where FSDP2 puts the shard
+        for shard in (slot, torch.zeros_like(slot)):  # and where `start_early` does: other alignments, other kernels
+            twin._hop_across(middle, functools.partial(torch.Tensor.detach, shard))
+        twin._unpack(Ticket(twin._hop_inside(middle)), output.view(-1))
 
     def start_early(self) -> None:
         """Start the cross hop if the weights have changed and the shards are at hand."""
