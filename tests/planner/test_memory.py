@@ -53,7 +53,7 @@ COMBINATIONS = {
     "--bf16": -0.1,
     "": -0.17,
     "--bf16 --recompute-granularity full": -0.3,
-    "--bf16 --recompute-granularity selective LLAMA": 0.73,
+    "--bf16 --recompute-granularity selective LLAMA": -0.18,
     "--bf16 TP --sequence-parallel --optimizer sgd": -0.32,
     "--bf16 --hsdp --grad-reduce-in-bf16": -0.09,
     "--bf16 --hsdp TP LLAMA --recompute-granularity full": 1.62,

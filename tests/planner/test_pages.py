@@ -13,7 +13,8 @@ from megazpp.topology.cluster import read_cluster
 ROOT = Path(__file__).resolve().parents[2]
 QUOTED = re.compile(
     r"`python pretrain_gpt.py (?P<flags>@\S+ --zeropp) --plan --cluster-file (?P<folder>\S+/)(?P<fast>\w+\.yaml)`, "
-    r"`--zeropp` is (?P<fast_hsdp>[\d. to]+) times as fast as HSDP and (?P<fast_zero3>[\d. to]+) times as fast as ZeRO-3;"
+    r"`--zeropp` is (?P<fast_hsdp>[\d. to]+) times as fast as HSDP and "
+    r"(?P<fast_zero3>[\d. to]+) times as fast as ZeRO-3;"
     r".*?\(`(?P<slow>\w+\.yaml)`\) the plan says (?P<slow_hsdp>[\d. to]+) and (?P<slow_zero3>[\d. to]+)\. "
 )
 
