@@ -192,6 +192,7 @@ def scratch(tutorial: Followed) -> Scratch:
     return tutorial.scratch
 
 
+@pytest.mark.slow
 def test_the_tutorial_goes_from_a_folder_of_text_to_text_that_transformers_continues_alike(tutorial: Followed):
     path, printed = tutorial.scratch.path, "".join(tutorial.outputs)
     for name in ("book.model", "book_text_document.bin", "checkpoints", "runs/book/report.html", "book_gpt", "more"):
@@ -204,6 +205,7 @@ def test_the_tutorial_goes_from_a_folder_of_text_to_text_that_transformers_conti
     assert ours in tutorial.scratch.run("python load.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL])
 def test_a_page_s_commands_run(page: str, scratch: Scratch):
     scratch.run_page(page)
@@ -242,6 +244,7 @@ def test_the_readme_says_what_each_extra_is_for():
     assert named == extras.keys() - {"test"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_a_command_in_the_text_has_flags_that_its_program_knows(page: str, tutorial: Followed):
     for command in re.findall(r"`(python [^`]+)`", prose(page)):
@@ -292,6 +295,7 @@ def run_python(code: str) -> bool:
     return all(torch.isfinite(p.detach().to_local()).all() for p in model.parameters())  # type: ignore[operator]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL and blocks(page, "python")])
 def test_a_page_s_python_runs_on_four_ranks(page: str):
     for code in blocks(page, "python"):
@@ -315,6 +319,7 @@ def planned(name: str, nodes: int, *flags: str, recompute: str | None = None) ->
     return estimator.estimate(config)
 
 
+@pytest.mark.slow
 def test_the_memory_of_each_config_is_the_planner_s():
     rows = re.findall(r"^\| \[`(\w+)`\].*\| (\d+) x 8 \|(.*)\|$", (ROOT / "configs/README.md").read_text(), re.M)
     assert {name for name, *_ in rows} == {p.stem for p in (ROOT / "configs").glob("*.args")} - {"gpt_tiny"}

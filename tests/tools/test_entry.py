@@ -38,6 +38,7 @@ def test_a_tool_whose_reader_has_gone_ends_without_a_word(tmp_path: Path):
     assert unread("tools/show_topology.py", *flags, folder=tmp_path) == (141, "")
 
 
+@pytest.mark.slow
 def test_workers_whose_reader_has_gone_end_without_a_word(trained: Trained):
     flags = ["--load", str(trained.load), "--prompt", "The cat", "--sample-tokens", "30", "--nproc", "2"]
     code, error = unread("tools/generate.py", *flags, folder=trained.home)
