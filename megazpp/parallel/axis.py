@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megazpp.parallel.lane import Lane, StreamLane, ThreadLane
+from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue
 from megazpp.parallel.timeline import Timeline
 
 
@@ -69,7 +69,7 @@ class MeshAxis:
         group: the process group of exactly these ranks; None if and only if there is one rank.
         counter: where sent bytes are counted.
         wire: the wire under this rank's link to its successor: "tp", "local" (inside a node) or "cross".
-        timeline: where each collective is recorded, on the lane `name`.
+        timeline: where each collective is recorded, on the track `name`.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class MeshAxis:
         self.timeline = timeline or Timeline()
 
     @functools.cached_property
-    def lane(self) -> Lane:
+    def queue(self) -> CommQueue:
         """Where this axis's collectives run beside the compute; while tasks are pending there, nowhere else."""
         if self.timeline.device_type == "cuda":
-            return StreamLane(priority=0 if self.wire == "cross" else -1)  # slow hops have the whole step
-        return ThreadLane(self.name, self.timeline)
+            return StreamQueue(priority=0 if self.wire == "cross" else -1)  # slow hops have the whole step
+        return ThreadQueue(self.name, self.timeline)
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` in place over the axis and return it."""

@@ -1,7 +1,7 @@
 """FSDP2 on paper: when it gathers, prefetches, waits, reduces and frees (torch 2.13, _fsdp_param_group.py).
 
 The one thing of a step that is written down a second time. On CUDA the host runs ahead and streams keep the order; on a
-CPU the process does everything that no lane does.
+CPU the process does everything that no queue does.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class PaperFSDP:
         sharded.ready = clock.now
 
     def _gather_clock(self) -> Clock:
-        """On CUDA a stream; on a CPU the process, or with overlap something that only the lanes hold up."""
+        """On CUDA a stream; on a CPU the process, or with overlap something that only the queues hold up."""
         if not self._on_cpu:
             return self._clocks[0]
         if not self._plugs.overlap_gather:

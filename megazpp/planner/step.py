@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from megazpp.parallel.axis import Traffic, TrafficCounter
-from megazpp.planner.clock import SimulatedLane, Simulation
+from megazpp.planner.clock import SimulatedQueue, Simulation
 from megazpp.planner.comms import sharded_unit
 from megazpp.planner.costs import Costs, NoCosts
 from megazpp.planner.engine import PaperFSDP
@@ -79,7 +79,7 @@ class PaperStep:
         }
         hops = {name: self._axes[name] for name in ("cross", "local", "shard")}
         for name, axis in hops.items():
-            axis.lane = SimulatedLane(self.simulation, name, blocks_host=on_cpu)
+            axis.queue = SimulatedQueue(self.simulation, name, blocks_host=on_cpu)
         zero = dataclasses.replace(zero, zero_check_secondary=False)  # there is nothing to compare
         codec = functools.partial(PaperCodec, touch=self._touch)
         plugs = Plugs(**hops, plan=wire, zero=zero, precision=precision, codec=codec)
@@ -207,6 +207,6 @@ class PaperStep:
         return cost
 
     def _touch(self, what: str, touched_bytes: int) -> None:
-        """A pass over memory on the running clock; on a CPU the process that computes does it, in any lane."""
+        """A pass over memory on the running clock; on a CPU the process that computes does it, in any queue."""
         seconds = self._costs.memory(touched_bytes)
         self.simulation.spend(what, seconds, taken=seconds if self._on_cpu else 0.0)

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megazpp.parallel.axis import MeshAxis, SilentAxis
-from megazpp.parallel.lane import Ticket
+from megazpp.parallel.comm_queue import Work
 from megazpp.zero.comms import AllGather, FreshBuffers, Pending
-from megazpp.zero.schedule import GatherSchedule, Lanes
+from megazpp.zero.schedule import CommQueues, GatherSchedule
 from megazpp.zero.units import Fingerprint, Unit
 from megazpp.zero.wire import Codec
 
@@ -35,7 +35,7 @@ class TwoHopGather(FreshBuffers, AllGather):
     Args:
         unit: whose parameters; its fingerprint, equal on all ranks, is read at every use.
         cross, local: the two axes; FSDP2's flat rank is cross rank x L + local rank.
-        lanes: where the hops run.
+        queues: where the hops run.
         schedule: what else starts with them.
         codec: the unit's messages; its elements are FSDP2's compute dtype.
         keep: keep the middle for later uses (hpZ).
@@ -48,18 +48,18 @@ class TwoHopGather(FreshBuffers, AllGather):
         *,
         cross: MeshAxis,
         local: MeshAxis,
-        lanes: Lanes,
+        queues: CommQueues,
         schedule: GatherSchedule,
         codec: Codec,
         keep: bool,
         check: bool = False,
     ) -> None:
-        self._unit, self._cross, self._local, self._lanes = unit, cross, local, lanes
+        self._unit, self._cross, self._local, self._queues = unit, cross, local, queues
         self._schedule, self._codec, self._keep, self._check = schedule, codec, keep, check
         self._middle: torch.Tensor | None = None
         self._made_from: Fingerprint | None = None
-        self._crossed: Ticket[None] | None = None  # the middle has arrived
-        self._received: Ticket[torch.Tensor] | None = None  # a local hop that was started early
+        self._crossed: Work[None] | None = None  # the middle has arrived
+        self._received: Work[torch.Tensor] | None = None  # a local hop that was started early
         self.used = False
 
     def drop(self) -> None:
@@ -75,12 +75,12 @@ class TwoHopGather(FreshBuffers, AllGather):
         self.used = True
         received = self._received or self._start_local_hop(middle)
         self._received = None
-        done = self._lanes.local.submit(functools.partial(self._unpack, received, output_tensor))
+        done = self._queues.local.submit(functools.partial(self._unpack, received, output_tensor))
         if self._keep:
             self._schedule.prefetch_after(self)
         else:
             self._middle = self._made_from = None
-        if self._schedule.overlap and self._lanes.local.blocks_host:
+        if self._schedule.overlap and self._queues.local.blocks_host:
             return Pending(done)
         done.wait()  # on CUDA the gather stream waits, on which FSDP2 goes on
         return None
@@ -104,7 +104,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         slot = output[self._cross.rank * self._local.size + self._local.rank]  # where FSDP2 puts the shard
         for shard in (slot, torch.zeros_like(slot)):  # and where `start_early` does: other alignments, other kernels
             twin._hop_across(middle, functools.partial(torch.Tensor.detach, shard))
-        twin._unpack(Ticket(twin._hop_inside(middle)), output.view(-1))
+        twin._unpack(Work(twin._hop_inside(middle)), output.view(-1))
 
     def start_early(self) -> None:
         """Start the cross hop if the weights have changed and the shards are at hand."""
@@ -135,22 +135,22 @@ class TwoHopGather(FreshBuffers, AllGather):
     def _start_cross_hop(self, middle: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
         self._received, self.used = None, False
         self._made_from = self._unit.fingerprint()
-        self._crossed = self._lanes.cross.submit(functools.partial(self._hop_across, middle, shard))
+        self._crossed = self._queues.cross.submit(functools.partial(self._hop_across, middle, shard))
 
     def _hop_across(self, middle: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
         mine = middle[self._cross.rank]
         self._codec.pack(shard(), mine)
         self._cross.all_gather(mine.unsqueeze(0), out=middle, of=self._unit.name)
 
-    def _start_local_hop(self, middle: torch.Tensor) -> Ticket[torch.Tensor]:
+    def _start_local_hop(self, middle: torch.Tensor) -> Work[torch.Tensor]:
         assert self._crossed is not None
-        return self._lanes.local.submit(functools.partial(self._hop_inside, middle), after=(self._crossed,))
+        return self._queues.local.submit(functools.partial(self._hop_inside, middle), after=(self._crossed,))
 
     def _hop_inside(self, middle: torch.Tensor) -> torch.Tensor:
         """[N, M] -> [L, N, M]"""
         return self._local.all_gather(middle, of=self._unit.name).view(self._local.size, *middle.shape)
 
-    def _unpack(self, received: Ticket[torch.Tensor], output: torch.Tensor) -> None:
+    def _unpack(self, received: Work[torch.Tensor], output: torch.Tensor) -> None:
         """[L, N, M] -> [N L, S] in FSDP2's rank order, written through [L, N, S]."""
         shards = output.view(self._cross.size, self._local.size, -1).transpose(0, 1)
         self._codec.unpack(received.join(), shards)
@@ -163,8 +163,8 @@ class TwoHopGather(FreshBuffers, AllGather):
             self._codec.pack(shard, packed)
             return self._cross.max_((packed != middle[self._cross.rank]).any().to(torch.int32))
 
-        crossed = self._lanes.cross.submit(across)
-        if int(self._lanes.local.submit(lambda: self._local.max_(crossed.join()), after=(crossed,)).wait()):
+        crossed = self._queues.cross.submit(across)
+        if int(self._queues.local.submit(lambda: self._local.max_(crossed.join()), after=(crossed,)).wait()):
             raise StaleWeightsError(
                 "weights have changed since they were gathered, in a way that moves no version counter "
                 "(parameter.data or a foreach operation): call Sharding.weights_changed() after such a write"

@@ -1,4 +1,4 @@
-"""The comms of one model: made from the plan, sharing lanes and schedules, plugged into FSDP2 unit by unit.
+"""The comms of one model: made from the plan, sharing queues and schedules, plugged into FSDP2 unit by unit.
 
 The planner (megazpp/planner/step.py) makes its comms here too, on axes that exist on paper.
 """
@@ -12,14 +12,14 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.lane import Lane
+from megazpp.parallel.comm_queue import CommQueue
 from megazpp.zero.comms import CountedGather, CountedReduce, SummingReduce
 from megazpp.zero.config import GatherPlan, ReducePlan, WirePlan, ZeroConfig
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.layout import MessageLayout, plan_message
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
-from megazpp.zero.schedule import GatherSchedule, Lanes, ReduceSchedule
+from megazpp.zero.schedule import CommQueues, GatherSchedule, ReduceSchedule
 from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec
 
@@ -53,11 +53,11 @@ class Plugs:
     ) -> None:
         self._cross, self._local, self._shard, self._codec = cross, local, shard, codec
         self._plan, self._zero, self._precision = plan, zero, precision
-        two_hops, blocks_host = bool(plan.gather or plan.reduce), shard.lane.blocks_host
+        two_hops, blocks_host = bool(plan.gather or plan.reduce), shard.queue.blocks_host
         overlaps = two_hops or blocks_host  # FSDP2's own collectives run beside the compute on CUDA as they are
         self.overlap_gather, self.overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps
         beside = self.overlap_gather or self.overlap_reduce
-        self._lanes = Lanes(*(axis.lane if beside else Lane() for axis in (cross, local, shard)))
+        self._queues = CommQueues(*(axis.queue if beside else CommQueue() for axis in (cross, local, shard)))
         self._gather_schedule = GatherSchedule(overlap=self.overlap_gather, prefetch=blocks_host)
         self.reduce_schedule = ReduceSchedule(overlap=self.overlap_reduce, blocks_host=blocks_host)
         self.gathers: list[TwoHopGather] = []
@@ -77,9 +77,11 @@ class Plugs:
     def comms(self, unit: Unit) -> tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]:
         """What gathers the unit's parameters and what reduces its gradients."""
         gather: TwoHopGather | CountedGather = CountedGather(
-            self._shard, self._lanes.shard, overlap=self.overlap_gather and self._plan.gather is None, of=unit.name
+            self._shard, self._queues.shard, overlap=self.overlap_gather and self._plan.gather is None, of=unit.name
         )
-        reduce: TwoHopReduce | CountedReduce = CountedReduce(unit, self._shard, self._lanes.shard, self.reduce_schedule)
+        reduce: TwoHopReduce | CountedReduce = CountedReduce(
+            unit, self._shard, self._queues.shard, self.reduce_schedule
+        )
         if self._plan.gather is not None:
             gather = self._two_hop_gather(unit, self._plan.gather)
             self.gathers.append(gather)
@@ -95,7 +97,7 @@ class Plugs:
             unit,
             cross=self._cross,
             local=self._local,
-            lanes=self._lanes,
+            queues=self._queues,
             schedule=self._gather_schedule,
             codec=self._codec(plan_message(unit.segments, plan.fmt, exact_itemsize=dtype.itemsize), dtype),
             keep=plan.keep,
@@ -111,7 +113,7 @@ class Plugs:
             self.reduce_schedule,
             cross=self._cross,
             local=self._local,
-            lanes=self._lanes,
+            queues=self._queues,
             local_codec=self._codec(plan_message(segments, plan.local, exact_itemsize=dtype.itemsize), dtype),
             cross_codec=self._codec(plan_message(segments, plan.cross, exact_itemsize=middle.itemsize), middle),
             middle_dtype=middle,

@@ -17,9 +17,9 @@ from collections.abc import Hashable
 import torch
 
 from megazpp.parallel.axis import MeshAxis, SilentAxis
-from megazpp.parallel.lane import Ticket
+from megazpp.parallel.comm_queue import Work
 from megazpp.zero.comms import SummingReduce
-from megazpp.zero.schedule import Lanes, ReduceSchedule
+from megazpp.zero.schedule import CommQueues, ReduceSchedule
 from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec, Errors
 
@@ -31,7 +31,7 @@ class TwoHopReduce(SummingReduce):
         unit: whose gradients.
         schedule: when the result is due.
         cross, local: the two axes; FSDP2's flat rank is cross rank x L + local rank.
-        lanes: where the hops run.
+        queues: where the hops run.
         local_codec, cross_codec: the unit's messages on each hop.
         middle_dtype: of the sums that wait for the cross hop.
         feedback: keep the cross hop's quantization errors and add them the next time.
@@ -45,7 +45,7 @@ class TwoHopReduce(SummingReduce):
         *,
         cross: MeshAxis,
         local: MeshAxis,
-        lanes: Lanes,
+        queues: CommQueues,
         local_codec: Codec,
         cross_codec: Codec,
         middle_dtype: torch.dtype,
@@ -53,15 +53,15 @@ class TwoHopReduce(SummingReduce):
         every_micro_batch: bool,
     ) -> None:
         super().__init__(unit, schedule)
-        self._cross, self._local, self._lanes = cross, local, lanes
+        self._cross, self._local, self._queues = cross, local, queues
         self._local_codec, self._cross_codec = local_codec, cross_codec
         self._middle_dtype, self._feedback = middle_dtype, feedback
         self._every_micro_batch = every_micro_batch
-        self._middle: torch.Tensor | None = None  # touched by the local lane only
-        self._errors: Errors | None = None  # touched by the cross lane only
+        self._middle: torch.Tensor | None = None  # touched by the local queue only
+        self._errors: Errors | None = None  # touched by the cross queue only
         self.last_micro_batch = True
 
-    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Ticket[torch.Tensor] | None:
+    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
         size, planned = result.numel(), self._local_codec.layout.size
         if size != planned:
             raise RuntimeError(
@@ -69,11 +69,11 @@ class TwoHopReduce(SummingReduce):
                 f"gradient, which quantized reduction needs torch 2.13 for (this is {torch.__version__})"
             )
         cross = self.last_micro_batch or self._every_micro_batch
-        inside = self._lanes.local.submit(functools.partial(self._hop_inside, gradients, keep=not cross))
+        inside = self._queues.local.submit(functools.partial(self._hop_inside, gradients, keep=not cross))
         self._schedule.sent(inside)
         if not cross:
             return None
-        return self._lanes.cross.submit(functools.partial(self._hop_across, inside, result), after=(inside,))
+        return self._queues.cross.submit(functools.partial(self._hop_across, inside, result), after=(inside,))
 
     @property
     def unit_name(self) -> str:
@@ -105,7 +105,7 @@ class TwoHopReduce(SummingReduce):
         size = codec.layout.size
         gradients = torch.zeros(self._cross.size * self._local.size * size, dtype=codec.dtype, device=device)
         twin._hop_inside(gradients, keep=not self._every_micro_batch)
-        inside = Ticket(twin._hop_inside(gradients, keep=False))
+        inside = Work(twin._hop_inside(gradients, keep=False))
         twin._hop_across(inside, torch.empty(size, dtype=codec.dtype, device=device))
 
     def _hop_inside(self, gradients: torch.Tensor, *, keep: bool) -> torch.Tensor:
@@ -122,7 +122,7 @@ class TwoHopReduce(SummingReduce):
         self._middle = middle if keep else None
         return middle
 
-    def _hop_across(self, inside: Ticket[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
+    def _hop_across(self, inside: Work[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
         """[N, S] -> `result`, this rank's [S] summed over the nodes."""
         codec, middle = self._cross_codec, inside.join()
         sent = codec.empty(self._cross.size, device=middle.device)

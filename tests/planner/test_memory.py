@@ -129,7 +129,7 @@ def test_planned_memory_is_within_5_percent_of_the_live_tensors(
 
 # ---- real tensors ---------------------------------------------------------------------------------------------------
 
-# PeakBytes does not see what lanes allocate in their threads, so nothing overlaps here
+# PeakBytes does not see what queues allocate in their threads, so nothing overlaps here
 ALL = ZeroConfig(zeropp=True, overlap_param_gather=False, overlap_grad_reduce=False)
 GPT = GPTConfig(
     num_layers=4,
