@@ -1,4 +1,4 @@
-"""A sharding unit on paper: its comms, which zero/plugs.py makes, and what their buffers hold."""
+"""A sharding unit on paper: its comms, which zero/comm_factory.py makes, and what their buffers hold."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from megazpp.planner.memory import own_elements
 from megazpp.planner.paper import PaperAxis, PaperUnit, paper_unit
 from megazpp.planner.trace import Parameters
+from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.comms import CountedGather, SummingReduce
 from megazpp.zero.config import WirePlan, ZeroConfig
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.plugs import Plugs
 from megazpp.zero.reduce import TwoHopReduce
 
 
@@ -48,12 +48,12 @@ class ShardedUnit:
 
 
 def sharded_unit(
-    parameters: Parameters, plugs: Plugs, axes: dict[str, PaperAxis], wire: WirePlan, zero: ZeroConfig
+    parameters: Parameters, factory: CommFactory, axes: dict[str, PaperAxis], wire: WirePlan, zero: ZeroConfig
 ) -> ShardedUnit:
     """The unit of `parameters` with its comms."""
     shard, nodes, peers = axes["shard"], axes["cross"].size, axes["local"].size
     unit = paper_unit(parameters, shard.size)
-    gather, reduce = plugs.comms(unit)
+    gather, reduce = factory.comms(unit)
     made = ShardedUnit(
         unit=unit,
         gather=gather,

@@ -1,6 +1,6 @@
 """`--dry-run`: the program itself as one rank of a cluster that is not there, against its plan.
 
-What runs is what trains: the mesh and its groups, the model, FSDP2 with our comms plugged in, and one optimizer step.
+What runs is what trains: the mesh and its groups, the model, FSDP2 with our comms installed, and one optimizer step.
 Of many micro-batches a first, a middle and a last one are run: the others are like the middle one and count as it does.
 Only two things are pretended. The process groups are torch's back end "fake", of any size in one process, which sends
 nothing; our axes count what they hand it as ever. And tensors have shapes and no memory (FakeTensorMode on top of the

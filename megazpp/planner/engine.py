@@ -16,8 +16,8 @@ from megazpp.planner.comms import ShardedUnit
 from megazpp.planner.costs import Costs
 from megazpp.planner.memory import BUFFERS, GATHERED, GRADIENTS, MASTER_BYTES, MIDDLE, WHOLE_GRADIENTS, Ledger
 from megazpp.planner.paper import PaperAxis
+from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.config import ZeroConfig
-from megazpp.zero.plugs import Plugs
 from megazpp.zero.precision import PrecisionConfig
 
 
@@ -29,7 +29,7 @@ class PaperFSDP:
         axes: by name.
         costs: of passes over memory.
         zero, precision: of the run.
-        plugs: makes the units' comms.
+        factory: makes the units' comms.
         on_cpu: whether the process itself computes.
     """
 
@@ -41,11 +41,11 @@ class PaperFSDP:
         costs: Costs,
         zero: ZeroConfig,
         precision: PrecisionConfig,
-        plugs: Plugs,
+        factory: CommFactory,
         on_cpu: bool,
     ) -> None:
         self._simulation, self._shard, self._replicate = simulation, axes["shard"], axes["replicate"]
-        self._costs, self._precision, self._plugs = costs, precision, plugs
+        self._costs, self._precision, self._factory = costs, precision, factory
         self._stage = zero.stage_over(self._shard.size)
         self._on_cpu = on_cpu
         self._keeps_middle = not zero.zero_cross_every_microbatch
@@ -69,7 +69,7 @@ class PaperFSDP:
         """The root's last hook: wait for all reductions; their buffers go."""
         for clock in self._clocks[1:]:
             self._simulation.wait_until(clock.now)
-        self._plugs.reduce_schedule.end_backward()
+        self._factory.reduce_schedule.end_backward()
         self._ledger.set(BUFFERS, 0)
         self._sent_from = 0
 
@@ -93,7 +93,7 @@ class PaperFSDP:
         """On CUDA a stream; on a CPU the process, or with overlap something that only the queues hold up."""
         if not self._on_cpu:
             return self._clocks[0]
-        if not self._plugs.overlap_gather:
+        if not self._factory.overlap_gather:
             return self._simulation.compute
         clock = Clock("gathers")
         clock.now = self._simulation.compute.now
@@ -168,7 +168,7 @@ class PaperFSDP:
         self._ledger.pass_through(BUFFERS, sharded.reduce_buffer + middle + result_bytes)
         if last or not self._keeps_middle:
             self._ledger.pass_through(BUFFERS, sharded.cross_buffer + middle + result_bytes)
-            if self._plugs.overlap_reduce:  # at worst, sums and results of all units wait for the cross hop
+            if self._factory.overlap_reduce:  # at worst, sums and results of all units wait for the cross hop
                 self._ledger.add(BUFFERS, middle + result_bytes)
         if first or (self._stage <= 1 and last):
             self._ledger.add(GRADIENTS, MASTER_BYTES * sharded.unit.size)

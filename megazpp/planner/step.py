@@ -31,9 +31,9 @@ from megazpp.planner.paper import PaperAxis, PaperCodec
 from megazpp.planner.recorder import BACKWARD, FORWARD
 from megazpp.planner.trace import Trace
 from megazpp.topology.layout import AXES, Layout
+from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.config import WirePlan, ZeroConfig
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.plugs import Plugs
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
 
@@ -82,15 +82,15 @@ class PaperStep:
             axis.queue = SimulatedQueue(self.simulation, name, blocks_host=on_cpu)
         zero = dataclasses.replace(zero, zero_check_secondary=False)  # there is nothing to compare
         codec = functools.partial(PaperCodec, touch=self._touch)
-        plugs = Plugs(**hops, plan=wire, zero=zero, precision=precision, codec=codec)
-        self.units = [sharded_unit(parameters, plugs, self._axes, wire, zero) for parameters in trace.units]
+        factory = CommFactory(**hops, plan=wire, zero=zero, precision=precision, codec=codec)
+        self.units = [sharded_unit(parameters, factory, self._axes, wire, zero) for parameters in trace.units]
         self._fsdp = PaperFSDP(
             self.simulation,
             axes=self._axes,
             costs=self._costs,
             zero=zero,
             precision=precision,
-            plugs=plugs,
+            factory=factory,
             on_cpu=on_cpu,
         )
 

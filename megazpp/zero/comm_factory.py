@@ -1,6 +1,7 @@
-"""The comms of one model: made from the plan, sharing queues and schedules, plugged into FSDP2 unit by unit.
+"""The factory of a model's comms: it makes each unit's all-gather and reduce-scatter, and installs them in FSDP2.
 
-The planner (megazpp/planner/step.py) makes its comms here too, on axes that exist on paper.
+A unit is FSDP2's parameter group. The comms of all units share their queues and schedules. The planner
+(megazpp/planner/step.py) makes its comms here too, on axes that exist on paper.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec
 
 
-class Plugs:
-    """Makes and plugs comms.
+class CommFactory:
+    """Makes the custom collectives of a model's units.
 
     Args:
-        cross, local, shard: the axes.
-        plan: what replaces FSDP2's collectives.
+        cross, local, shard: the axes that the collectives run over.
+        plan: which of FSDP2's collectives are replaced, and by what.
         zero, precision: formats and switches.
-        codec: makes what packs messages.
+        codec: makes the codec that packs a unit's messages.
 
     Attributes:
         overlap_gather, overlap_reduce: whether collectives run beside the compute.
-        reduce_schedule: what is in flight during a backward.
-        gathers, reduces: the two-hop comms so far.
-        all_reduces: those and FSDP2's own.
+        reduce_schedule: the reductions in flight during a backward.
+        gathers, reduces: the two-hop comms that have been made.
+        all_reduces: `reduces` and FSDP2's own reductions.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class Plugs:
         self.reduces: list[TwoHopReduce] = []
         self.all_reduces: list[SummingReduce] = []
 
-    def plug_into(self, unit: Unit) -> None:
-        """Replace the collectives of the unit's modules."""
+    def install(self, unit: Unit) -> None:
+        """Make the unit's comms, and have FSDP2 call them for the unit's modules."""
         gather, reduce = self.comms(unit)
         for module in unit.modules:
             assert isinstance(module, FSDPModule)
@@ -75,7 +76,7 @@ class Plugs:
                 _reduce_unused_parameters(module)
 
     def comms(self, unit: Unit) -> tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]:
-        """What gathers the unit's parameters and what reduces its gradients."""
+        """Make the unit's all-gather of parameters and its reduce-scatter of gradients."""
         gather: TwoHopGather | CountedGather = CountedGather(
             self._shard, self._queues.shard, overlap=self.overlap_gather and self._plan.gather is None, of=unit.name
         )
