@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megazpp.planner.clock import Clock, Simulation
 from megazpp.planner.comms import ShardedUnit
 from megazpp.planner.costs import Costs
-from megazpp.planner.memory import BUFFERS, GATHERED, GRADIENTS, MASTER_BYTES, MIDDLE, WHOLE_GRADIENTS, Ledger
+from megazpp.planner.memory import BUFFERS, GATHERED, GRADIENTS, MASTER_BYTES, PARTIAL_SUMS, WHOLE_GRADIENTS, Ledger
 from megazpp.planner.paper import PaperAxis
 from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.config import ZeroConfig
@@ -48,17 +48,17 @@ class PaperFSDP:
         self._costs, self._precision, self._factory = costs, precision, factory
         self._stage = zero.stage_over(self._shard.size)
         self._on_cpu = on_cpu
-        self._keeps_middle = not zero.zero_cross_every_microbatch
+        self._keeps_partial_sums = not zero.zero_cross_every_microbatch
         self._clocks = [simulation.new_clock(name) for name in ("gathers", "reductions", "copies")]
         self._ledger = Ledger()
-        self._copied_out, self._copied_from, self._sent_from, self._middle_waits = 0.0, 0, 0, False
+        self._copied_out, self._copied_from, self._sent_from, self._partial_sums_wait = 0.0, 0, 0, False
 
     def begin_step(self, ledger: Ledger, units: Sequence[ShardedUnit], *, micro_batches: int) -> None:
         """Note in `ledger` from now on what comes and goes."""
         self._ledger, self._copied_from, self._sent_from = ledger, 0, 0
         self._copied_out = self._simulation.compute.now
-        self._middle_waits = micro_batches > 1 and self._keeps_middle
-        ledger.add(MIDDLE, sum(sharded.middle_bytes for sharded in units) if self._middle_waits else 0)
+        self._partial_sums_wait = micro_batches > 1 and self._keeps_partial_sums
+        ledger.add(PARTIAL_SUMS, sum(sharded.partial_bytes for sharded in units) if self._partial_sums_wait else 0)
 
     def end_forward(self) -> None:
         """The last gather's buffer goes."""
@@ -164,12 +164,12 @@ class PaperFSDP:
 
     def _note_reduction(self, sharded: ShardedUnit, result_bytes: int, *, first: bool, last: bool) -> None:
         """What the reduction of a unit leaves behind and holds meanwhile."""
-        middle = 0 if self._middle_waits else sharded.middle_bytes
-        self._ledger.pass_through(BUFFERS, sharded.reduce_buffer + middle + result_bytes)
-        if last or not self._keeps_middle:
-            self._ledger.pass_through(BUFFERS, sharded.cross_buffer + middle + result_bytes)
+        partial = 0 if self._partial_sums_wait else sharded.partial_bytes
+        self._ledger.pass_through(BUFFERS, sharded.reduce_buffer + partial + result_bytes)
+        if last or not self._keeps_partial_sums:
+            self._ledger.pass_through(BUFFERS, sharded.cross_buffer + partial + result_bytes)
             if self._factory.overlap_reduce:  # at worst, sums and results of all units wait for the cross hop
-                self._ledger.add(BUFFERS, middle + result_bytes)
+                self._ledger.add(BUFFERS, partial + result_bytes)
         if first or (self._stage <= 1 and last):
             self._ledger.add(GRADIENTS, MASTER_BYTES * sharded.unit.size)
 

@@ -107,7 +107,7 @@ class CommFactory:
 
     def _two_hop_reduce(self, unit: Unit, plan: ReducePlan) -> TwoHopReduce:
         dtype = self._precision.reduce_dtype
-        middle = torch.bfloat16 if self._zero.zero_accumulate_in_bf16 else torch.float32
+        partial = torch.bfloat16 if self._zero.zero_accumulate_in_bf16 else torch.float32
         segments = unit.trained_segments
         return TwoHopReduce(
             unit,
@@ -116,8 +116,8 @@ class CommFactory:
             local=self._local,
             queues=self._queues,
             local_codec=self._codec(plan_message(segments, plan.local, exact_itemsize=dtype.itemsize), dtype),
-            cross_codec=self._codec(plan_message(segments, plan.cross, exact_itemsize=middle.itemsize), middle),
-            middle_dtype=middle,
+            cross_codec=self._codec(plan_message(segments, plan.cross, exact_itemsize=partial.itemsize), partial),
+            partial_dtype=partial,
             feedback=self._zero.zero_error_feedback,
             every_micro_batch=self._zero.zero_cross_every_microbatch,
         )

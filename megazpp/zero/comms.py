@@ -118,7 +118,7 @@ class SummingReduce(FreshBuffers, ReduceScatter):
         if work is not None and not late:
             work.wait()
             return
-        output_tensor.zero_()  # FSDP2 adds it to the gradient; what is missing waits in a middle or comes at the end
+        output_tensor.zero_()  # FSDP2 adds it to the gradient; the rest is in partial sums or comes at the end
         if work is not None:
             self._schedule.finish_later(work, functools.partial(self._unit.add_to_gradients, result))
 

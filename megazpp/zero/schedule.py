@@ -7,20 +7,20 @@
                end of that backward:          the sums are added to `.grad`: who calls backward() finds them complete
 
 The hops run in communication queues (parallel/comm_queue.py), one per axis, so the collectives of each group keep the
-program's order on every rank. In flight at most: the gradients of `UNITS_IN_FLIGHT` units before their local hop, one
-sum per element of a unit's [N, S] middle before its cross hop (what accumulating over micro-batches would keep anyway),
-one unit's received weights. Results are the same bits without overlap: only the time at which a hop runs differs.
+program's order on every rank. In flight at most: the gradients of `UNITS_IN_FLIGHT` units before their local hop, each
+unit's partial sums [N, S] before its cross hop (accumulating over micro-batches would keep them anyway), one unit's
+received weights. Without overlap the results are the same bits: only the time at which a hop runs differs.
 
 On CUDA, memory that one stream allocates and another one uses must not be handed out again too early:
 
 | buffer                     | of stream | also used on   | safe because                                            |
 |----------------------------|-----------|----------------|---------------------------------------------------------|
 | shard, gathered parameters | FSDP2's   | cross, local   | the gather stream waits for both hops, FSDP2 for it     |
-| weights' middle            | gather    | cross, local   | the comm keeps it; if not kept: as above                |
+| secondary partition        | gather    | cross, local   | the comm keeps it; if not kept: as above                |
 | shard that is read early   | cross     |                | one stream                                              |
 | messages, sent or received | the queue |                | one stream: the queue that received them unpacks them   |
 | gradients of a unit        | compute   | local          | the reduce stream waits for that hop, FSDP2 for it      |
-| gradients' middle          | local     | cross, reduce  | recorded where their works are joined                   |
+| partial sums               | local     | cross, reduce  | recorded where their works are joined                   |
 | a unit's late sum          | reduce    | cross, compute | the same                                                |
 | `.grad`, which it joins    | reduce    | compute        | FSDP2's own callback, queued before ours, has waited    |
 | error feedback             | any       | cross          | kept for ever                                           |
@@ -61,7 +61,7 @@ class Startable(Protocol):
 
 
 class GatherSchedule:
-    """The order of use of the units that keep their middle, learned from the uses themselves.
+    """The order of use of the units that keep a secondary partition, learned from the uses themselves.
 
     Args:
         overlap: start hops before they are asked for.
@@ -126,7 +126,7 @@ class ReduceSchedule:
         for work, finish in finishing:
             work.wait()
             finish()
-        self._sending.clear()  # all sent, and a work holds its result: a unit's middle
+        self._sending.clear()  # all sent, and a work holds its result: a unit's partial sums
 
 
 def in_backward() -> bool:

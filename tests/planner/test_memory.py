@@ -99,7 +99,7 @@ class Seen:
         owned = {
             PARAMETERS: list(step.model.parameters()),
             MOMENTS: [m for m in moments if isinstance(m, torch.Tensor) and m.dim()],
-            SECONDARY: [g._middle for g in sharding._gathers if g._keep and g._middle is not None],
+            SECONDARY: [g._secondary for g in sharding._gathers if g._keep and g._secondary is not None],
             FEEDBACK: list(sharding.error_feedback().values()),
         }
         return {kind: self._bytes(tensors) for kind, tensors in owned.items()}

@@ -58,7 +58,7 @@ def break_something(what: str, patch: pytest.MonkeyPatch) -> None:
         slow(8, {"zero": ALL, "replicas": 2}),
     ],
     ids=[
-        *("llama", "bf16", "ZeRO-3", "qwZ", "hpZ", "qgZ", "classic", "check", "bf16-middle"),
+        *("llama", "bf16", "ZeRO-3", "qwZ", "hpZ", "qgZ", "classic", "check", "bf16-partial-sums"),
         *("one-node", "tp", "tp-llama", "copies"),
     ],
 )
