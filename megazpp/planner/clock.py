@@ -17,7 +17,7 @@ from megazpp.parallel.comm_queue import CommQueue, Work
 T = TypeVar("T")
 
 
-class Span(NamedTuple):
+class SimulatedSpan(NamedTuple):
     """What a clock was busy with, in seconds since the simulation began."""
 
     clock: str
@@ -49,7 +49,7 @@ class Simulation:
         self.compute = Clock("compute")
         self.clocks = [self.compute]
         self.running = self.compute
-        self.spans: list[Span] = []
+        self.spans: list[SimulatedSpan] = []
 
     def new_clock(self, name: str) -> Clock:
         """A clock that the others meet at the beginning of a step."""
@@ -77,7 +77,7 @@ class Simulation:
         """The running clock is busy; `taken` seconds go off the compute where that is another clock."""
         start = self.running.now
         self.running.now += seconds
-        self.spans.append(Span(self.running.name, name, start, self.running.now))
+        self.spans.append(SimulatedSpan(self.running.name, name, start, self.running.now))
         if self.running is not self.compute and taken:
             with self.on(self.compute):
                 self.spend("taken", taken)

@@ -123,18 +123,18 @@ class PaperFSDP:
         if not forward:
             stream.now = max(stream.now, self._copied_out)
         sharded.gathered, sharded.ready = True, None
-        sharded.unit.state.at_hand = False
+        sharded.unit.state.is_sharded = False
 
     def release(self, sharded: ShardedUnit, *, when: bool) -> None:
         """`reshard`."""
         if when and sharded.gathered:
             self._ledger.add(GATHERED, -self._whole(sharded).nbytes)
-            sharded.gathered, sharded.unit.state.at_hand = False, True
+            sharded.gathered, sharded.unit.state.is_sharded = False, True
 
     def finish_unit(self, sharded: ShardedUnit, *, first: bool, last: bool) -> None:
         """`post_backward`: reshard and reduce; one reduction at a time is in flight."""
         self.release(sharded, when=self._stage == 3 or last)
-        sharded.unit.state.at_hand = False
+        sharded.unit.state.is_sharded = False
         whole = self._whole(sharded, reduced=True)
         computed = sharded.whole_elements * self._precision.param_dtype.itemsize
         accumulated = sharded.whole_elements * self._precision.reduce_dtype.itemsize

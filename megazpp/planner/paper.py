@@ -83,7 +83,7 @@ class UnitState:
     """What the simulated FSDP2 says of a unit: `version` stands for the contents of its weights."""
 
     version: int = 0
-    at_hand: bool = True
+    is_sharded: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +98,14 @@ class PaperUnit(Unit):
         return self.segments[-1].stop
 
     @property
-    def at_hand(self) -> bool:
-        return self.state.at_hand
+    def is_sharded(self) -> bool:
+        return self.state.is_sharded
 
     def fingerprint(self) -> Fingerprint:
         return (self.state.version,)
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
-        return (lambda: torch.empty(self.size, dtype=dtype, device="meta")) if self.at_hand else None
+        return (lambda: torch.empty(self.size, dtype=dtype, device="meta")) if self.is_sharded else None
 
     def check_shard_reader(self, expected: torch.Tensor) -> None:
         """Nothing to compare."""

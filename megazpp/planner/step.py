@@ -131,7 +131,7 @@ class PaperStep:
 
     def _backward(self, *, first: bool, last: bool) -> None:
         for sharded in self.units:
-            sharded.unit.state.at_hand = False
+            sharded.unit.state.is_sharded = False
         order = [self.units[0], *self.units[:0:-1]] if self.trace.tied else self.units[::-1]
         for index, sharded in enumerate(order):
             segment = self.trace.num_segments - 1 - index
@@ -154,14 +154,14 @@ class PaperStep:
             self._fsdp.finish_unit(order[0], first=first, last=last)
         self._fsdp.end_backward()
         for sharded in self.units:
-            sharded.unit.state.at_hand = True
+            sharded.unit.state.is_sharded = True
 
     def _compute(self, phase: str, index: int) -> None:
-        for work in self.trace.segments[phase, index].work:
-            if work.kind in ("matrix", "memory"):
-                self.simulation.spend(f"{phase} {index}", self._costs.work(work))
+        for operation in self.trace.segments[phase, index].operations:
+            if operation.kind in ("matrix", "memory"):
+                self.simulation.spend(f"{phase} {index}", self._costs.operation(operation))
             else:
-                self._axes["tp"].count(work.kind, work.bytes)
+                self._axes["tp"].count(operation.kind, operation.bytes)
 
     def _sum_over_data(self) -> None:
         for name in ("shard", "replicate"):

@@ -107,14 +107,14 @@ class TwoHopGather(FreshBuffers, AllGather):
         twin._unpack(Work(twin._hop_inside(secondary)), output.view(-1))
 
     def start_early(self) -> None:
-        """Start the cross hop if the weights have changed and the shards are at hand."""
+        """Start the cross hop if the weights have changed and the modules hold the shards."""
         shard = self._unit.shard_reader(self._codec.dtype)
         if shard is not None and self._secondary is not None and self._made_from != self._unit.fingerprint():
             self._start_cross_hop(self._secondary, shard)
 
     def prefetch(self) -> None:
         """Start the local hop of the next use, if the secondary partition is there."""
-        fresh = self._unit.at_hand and self._made_from == self._unit.fingerprint()
+        fresh = self._unit.is_sharded and self._made_from == self._unit.fingerprint()
         if fresh and self._received is None and self._secondary is not None:
             self._received = self._start_local_hop(self._secondary)
 

@@ -54,7 +54,7 @@ class Startable(Protocol):
     used: bool  # since its cross hop last started
 
     def start_early(self) -> None:
-        """Start the cross hop if the weights have changed and the shards are at hand."""
+        """Start the cross hop if the weights have changed and the modules hold the shards."""
 
     def prefetch(self) -> None:
         """Start the local hop of the next use."""
