@@ -29,7 +29,6 @@ from megazpp.data.batch import make_micro_batch
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.axis import Traffic
-from megazpp.parallel.comm_queue import CommQueue
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.costs import NoCosts
 from megazpp.planner.estimate import Estimator
@@ -113,9 +112,8 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
     paper = estimator.paper_step(config, plan, NoCosts(), rank=rank, on_cpu=True)
     planned = measure(paper, count).traffic
     with fake_ranks(rank, cluster.world_size):
-        dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl)
-        for axis in (dims.cross, dims.local, dims.shard):
-            axis.queue = CommQueue()  # a thread would not see the modes that make its tensors fake
+        # a thread would not see the modes that make its tensors fake
+        dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
         counted, live_bytes = _run_step(config, plan, dims, vocab_size=vocab_size, micro_batches=count)
     return DryRun(plan, rank, count, planned, counted, paper.ledger.fullest, live_bytes)
 

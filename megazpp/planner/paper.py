@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
+from megazpp.parallel.comm_queue import CommQueue
 from megazpp.topology.layout import Layout
 from megazpp.zero.layout import MessageLayout, plan_segments
 from megazpp.zero.units import Fingerprint, Unit, UnitParameter
@@ -36,10 +37,20 @@ class PaperAxis(MeshAxis):
         rank: the global rank whose axis it is.
         counter: where bytes are counted.
         cost: told of each collective.
+        queue: where its collectives run beside the compute.
     """
 
-    def __init__(self, layout: Layout, name: str, *, rank: int, counter: TrafficCounter, cost: Cost = no_cost) -> None:
-        super().__init__(name, counter=counter, wire=layout.wire(name, rank))
+    def __init__(
+        self,
+        layout: Layout,
+        name: str,
+        *,
+        rank: int,
+        counter: TrafficCounter,
+        cost: Cost = no_cost,
+        queue: CommQueue | None = None,
+    ) -> None:
+        super().__init__(name, counter=counter, wire=layout.wire(name, rank), queue=queue)
         self.ranks = layout.axis_ranks(name, rank)
         self.rank, self.size = self.ranks.index(rank), len(self.ranks)
         self._cost = cost

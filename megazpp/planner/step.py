@@ -75,11 +75,17 @@ class PaperStep:
         self._stage, self._on_cpu = zero.stage_over(layout.axis_size("shard")), on_cpu
         self.counter, self.simulation, self.ledger = TrafficCounter(), Simulation(), Ledger()
         self._axes = {
-            name: PaperAxis(layout, name, rank=rank, counter=self.counter, cost=self._sending(name)) for name in AXES
+            name: PaperAxis(
+                layout,
+                name,
+                rank=rank,
+                counter=self.counter,
+                cost=self._sending(name),
+                queue=SimulatedQueue(self.simulation, name, blocks_host=on_cpu),
+            )
+            for name in AXES
         }
         hops = {name: self._axes[name] for name in ("cross", "local", "shard")}
-        for name, axis in hops.items():
-            axis.queue = SimulatedQueue(self.simulation, name, blocks_host=on_cpu)
         zero = dataclasses.replace(zero, zero_check_secondary=False)  # there is nothing to compare
         codec = functools.partial(PaperCodec, touch=self._touch)
         factory = CommFactory(**hops, plan=wire, zero=zero, precision=precision, codec=codec)
@@ -104,7 +110,7 @@ class PaperStep:
             last = index == micro_batches - 1
             for sharded in self.units:
                 if isinstance(sharded.reduce, TwoHopReduce):
-                    sharded.reduce.last_micro_batch = last
+                    sharded.reduce.begin_micro_batch(last=last)
             self._forward()
             self._backward(first=index == 0, last=last)
         self._sum_over_data()  # the loss

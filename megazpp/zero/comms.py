@@ -75,19 +75,20 @@ class SummingReduce(FreshBuffers, ReduceScatter):
     Args:
         unit: whose gradients.
         schedule: when the result is due.
-    Attributes:
-        watched: add up `total`.
-        total: of this rank's gradients: not finite if one is not, before the sum over ranks spreads it.
     """
 
     def __init__(self, unit: Unit, schedule: ReduceSchedule) -> None:
         self._unit, self._schedule = unit, schedule
-        self.watched = False
-        self.total: torch.Tensor | None = None
+        self._watched = False
+        self._total: torch.Tensor | None = None
+
+    def watch(self) -> None:
+        """Add up this rank's gradients from now on, before the sum over ranks spreads what is not finite."""
+        self._watched, self._total = True, None
 
     def not_finite(self) -> tuple[str, ...]:
-        """The unit's parameters if a gradient of this rank was not finite since `total` was None; else ()."""
-        finite = self.total is None or bool(self.total.isfinite())
+        """The unit's parameters if a gradient of this rank was not finite since the last `watch`; else ()."""
+        finite = self._total is None or bool(self._total.isfinite())
         return () if finite else tuple(p.name for p in self._unit.parameters)
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
@@ -106,9 +107,9 @@ class SummingReduce(FreshBuffers, ReduceScatter):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM, f"communication only sums, FSDP2 asked for {op}"
-        if self.watched:
+        if self._watched:
             total = input_tensor.sum()  # in its dtype: one pass; a maximum takes 16 times as long on the CPU
-            self.total = total if self.total is None else self.total + total
+            self._total = total if self._total is None else self._total + total
         # without a gradient of some parameter the output is shorter, and cannot be added by place
         late = self._schedule.overlap and output_tensor.numel() == self._unit.trained_segments[-1].stop
         if late:

@@ -59,7 +59,11 @@ class TwoHopReduce(SummingReduce):
         self._every_micro_batch = every_micro_batch
         self._partial_sums: torch.Tensor | None = None  # touched by the local queue only
         self._errors: Errors | None = None  # touched by the cross queue only
-        self.last_micro_batch = True
+        self._last_micro_batch = True
+
+    def begin_micro_batch(self, *, last: bool) -> None:
+        """The following gradients are those of another micro-batch, the step's `last` one or not."""
+        self._last_micro_batch = last
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
         size, planned = result.numel(), self._local_codec.layout.size
@@ -68,7 +72,7 @@ class TwoHopReduce(SummingReduce):
                 f"{self._unit.name}: gradients of {size} elements per rank, planned {planned}: a parameter got no "
                 f"gradient, which quantized reduction needs torch 2.13 for (this is {torch.__version__})"
             )
-        cross = self.last_micro_batch or self._every_micro_batch
+        cross = self._last_micro_batch or self._every_micro_batch
         inside = self._queues.local.submit(functools.partial(self._hop_inside, gradients, keep=not cross))
         self._schedule.sent(inside)
         if not cross:

@@ -72,7 +72,7 @@ class Sharding:
             if self.stage <= 2:
                 module.set_reshard_after_backward(last, recurse=False)
         for reduce in self._reduces:
-            reduce.last_micro_batch = last
+            reduce.begin_micro_batch(last=last)
 
     def compile_kernels(self, device: torch.device) -> None:
         """Have the kernels of quantized messages compiled for `device` now, and not in the first step.
@@ -135,7 +135,7 @@ class Sharding:
     def watch_gradients(self) -> None:
         """Look at this rank's gradients before they are summed: one pass over them. Call once per step; it forgets."""
         for reduce in self._watchable:
-            reduce.watched, reduce.total = True, None
+            reduce.watch()
 
     def not_finite_here(self) -> list[str] | None:
         """Parameters of the units in which this rank's gradients were not finite since `watch_gradients`.
