@@ -338,7 +338,7 @@ def test_the_zeropp_page_s_example_is_the_planner_s_and_its_formulas_agree():
     shards = sum(kinds[kind] for kind in (memory.PARAMETERS, memory.MOMENTS, memory.GRADIENTS)) / 1e9
     assert f"| {zero3.node_cross_bytes / 1e6:.1f} | {zeropp.node_cross_bytes / 1e6:.1f} |" in page
     assert f"| {shards:.3f} | {shards:.3f} |" in page
-    for kind in (memory.SECONDARY, memory.MIDDLE, memory.FEEDBACK):
+    for kind in (memory.SECONDARY, memory.PARTIAL_SUMS, memory.FEEDBACK):
         assert f"| | {kinds[kind] / 1e9:.3f} |" in page
 
     parameters, nodes, local, micro_batches = kinds[memory.PARAMETERS] / 4 * 16, 2, 8, zero3.micro_batches
@@ -349,7 +349,7 @@ def test_the_zeropp_page_s_example_is_the_planner_s_and_its_formulas_agree():
     assert zero3.node_cross_bytes == close(15 / 16 * micro_batches * parameters * 8)
     inside = (local - 1) / local * parameters * micro_batches * (2 * 1.0078 + 1.0156)
     assert zeropp.wires["local"] == close(inside)
-    factors = {memory.SECONDARY: 1.0078, memory.MIDDLE: 4.0, memory.FEEDBACK: 1.0156}
+    factors = {memory.SECONDARY: 1.0078, memory.PARTIAL_SUMS: 4.0, memory.FEEDBACK: 1.0156}
     for kind, factor in factors.items():
         assert kinds[kind] == close(factor * parameters / local)
 

@@ -156,7 +156,7 @@ class Bench:
 
 
 def build_plain(settings: BenchmarkSettings, dims: ParallelDims) -> Built:
-    """The same model wrapped with FSDP2 alone: nothing plugged in, gradients summed as ours are."""
+    """The same model wrapped with FSDP2 alone: nothing installed, gradients summed as ours are."""
     with torch.device("meta"):
         model = GPTModel(settings.model, vocab_size=settings.vocab_size, tp=dims.tp)
     if dims.tp.size > 1:

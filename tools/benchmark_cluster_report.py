@@ -137,7 +137,7 @@ def _bytes_table(samples: list[Sample], names: list[str], labels: Mapping[str, s
             continue
         measured = statistics.median(statistics.mean(s.uplink_bytes) for s in own)
         counted = statistics.median(statistics.mean(s.cross_bytes) for s in own)
-        seen = name != PLAIN  # nothing of ours is plugged into it
+        seen = name != PLAIN  # nothing of ours is installed in it
         rows.append(
             [
                 labels[name],

@@ -8,7 +8,7 @@
 Keys are those of `torch.distributed.checkpoint.state_dict`. Sharded tensors are DTensors: how tensor parallelism and
 ZeRO spread them is known to torch, so that every layout reads what any layout has written. A rank's place is its
 coordinates, not its number: the same layout on hosts in another order is the same. What a key of this layout is missing
-for begins anew. A gather's resident middle is not saved: it is made from the shards.
+for begins anew. A gather's secondary partition is not saved: it is made from the shards.
 """
 
 from __future__ import annotations

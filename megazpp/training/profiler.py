@@ -150,7 +150,7 @@ class Profiler:
         activities = [ProfilerActivity.CPU]
         if self._dims.timeline.device_type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        # a lane's thread is older than the profiler, which would leave it out
+        # a queue's thread is older than the profiler, which would leave it out
         self._trace = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
         self._trace.start()
         self._dims.timeline.attach(self)

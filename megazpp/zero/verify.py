@@ -2,7 +2,7 @@
 
 All ranks that share a tensor-parallel index gather the same weights, bit for bit: what arrives is what the owner of a
 shard has sent, quantized or not. So between a backward and its update each rank gathers once more what that backward
-has used (with hpZ: out of the middle that it keeps) and adds up the bits of every shard of every unit. Sums that differ
+has used (with hpZ: out of the secondary partition) and adds up the bits of every shard of every unit. Sums that differ
 say which unit, which shard, and on which ranks. Any single wrong word is found; several could cancel.
 """
 

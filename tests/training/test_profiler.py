@@ -58,7 +58,7 @@ def test_profiled_ranks_leave_a_trace_with_the_hops_by_name_and_train_the_same(t
     for file in files:
         names = [event["name"] for event in read(file) if event["ph"] == "X"]
         for hop in ("cross all_gather", "local all_gather", "local all_to_all", "cross all_to_all"):
-            for unit in ("layers.0", "layers.1", "the rest"):  # cross hops once a step, from the lanes' own threads
+            for unit in ("layers.0", "layers.1", "the rest"):  # cross hops once a step, from the queues' own threads
                 assert names.count(f"{hop} {unit}") == (4 if hop == "local all_gather" else 2)
         assert names.count("compute forward") == names.count("compute optimizer") == 2
         assert any(name.startswith("aten::") for name in names)
