@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 FLOORS = {
     "kernels": 0,
+    "megazpp.files": 0,
     "megazpp.flags": 0,
     "megazpp.exit_codes": 0,
     "megazpp.flag_checks": 0,
