@@ -33,7 +33,7 @@ from typing import NamedTuple
 from entry import leave_with
 from rank_processes import RankProcesses, RankSite, exit_on_signals, undisturbed
 
-from megazpp.parallel.worker import UserError
+from megazpp.errors import UserError
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 UNLIMITED = "unlimited"
