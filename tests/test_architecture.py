@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "kernels": 0,
     "megazpp.files": 0,
+    "megazpp.formatting": 0,
     "megazpp.flags": 0,
     "megazpp.errors": 0,
     "megazpp.flag_checks": 0,
