@@ -32,9 +32,8 @@ import torch
 import torch.distributed as dist
 
 from megazpp.errors import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, JobError
-from megazpp.parallel.gloo import share_gloo_device
+from megazpp.parallel.cpu_tuning import keep_freed_memory, share_gloo_device
 from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, LaunchConfig, Place
-from megazpp.parallel.malloc import keep_freed_memory
 from megazpp.parallel.orphans import end_with
 from megazpp.parallel.rendezvous import is_on_one_machine, open_store
 
