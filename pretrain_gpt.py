@@ -26,7 +26,7 @@ from megazpp.checkpoint_flags import with_checkpoint_args, with_checkpoint_token
 from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.dataset import build_tokenizer, cache_dir, check_inputs, unigram_entropy
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.exit_codes import EXIT_ERROR
+from megazpp.errors import EXIT_ERROR, user_errors
 from megazpp.flag_checks import check_positive
 from megazpp.inference.text import continue_texts
 from megazpp.introduce import introduce, run_shape
@@ -36,7 +36,7 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
 from megazpp.parallel.links import measure_links
 from megazpp.parallel.watchdog import Watchdog
-from megazpp.parallel.worker import Worker, leave, seed_everything, user_errors
+from megazpp.parallel.worker import Worker, leave, seed_everything
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.report import plan_report
 from megazpp.run import Job, announced_cluster, found_cluster, planned_cluster, run_on_ranks

@@ -24,7 +24,7 @@ import torch
 import megazpp
 from kernels.block_quant import backend, native
 from kernels.c_library import CLibraryError
-from megazpp.data.cache import default_cache_dir
+from megazpp.files import cache_folder
 from megazpp.model.attention_kernels import causal_kernels
 from megazpp.optim.apex import check_apex
 from megazpp.optim.backends import optimizer_backends
@@ -173,7 +173,7 @@ def _back_ends() -> Section:
     found["C library"] = compiled
     order = ", ".join(causal_kernels(torch.device(device)))
     found["attention"] = f"torch scaled_dot_product_attention: {order}, the first that can"
-    found["cache"] = str(default_cache_dir())
+    found["cache"] = str(cache_folder())
     return found
 
 

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megazpp.arguments import RunConfig
-from megazpp.exit_codes import EXIT_USER_ERROR
+from megazpp.errors import EXIT_USER_ERROR, UserError, user_errors
 from megazpp.parallel.environment import prepare_environment
 from megazpp.parallel.launch import LaunchConfig, Place, find_place, launched_rank
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.survey import settle_cluster
-from megazpp.parallel.worker import UserError, Worker, run_worker, user_errors
+from megazpp.parallel.worker import Worker, run_worker
 from megazpp.topology.cluster import Cluster, detect_cluster, read_cluster
 
 LATE_SECONDS = 10.0  # that rank 0, which says what is wrong, may be behind; when it leaves, the launcher ends all

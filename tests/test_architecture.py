@@ -10,8 +10,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 FLOORS = {
     "kernels": 0,
+    "megazpp.files": 0,
+    "megazpp.formatting": 0,
     "megazpp.flags": 0,
-    "megazpp.exit_codes": 0,
+    "megazpp.errors": 0,
     "megazpp.flag_checks": 0,
     "megazpp.flag_files": 0,
     "megazpp.flag_report": 0,

@@ -35,6 +35,7 @@ from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.source import choose_source
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import open_axis
+from megazpp.formatting import GIGA
 from megazpp.model.config import GPTConfig
 from megazpp.optim.loss_scale import ConstantLossScale
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
@@ -47,7 +48,6 @@ from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec, build_model
 
 VOCAB = 8192
-GIGA = 1e9
 
 
 class Pair(NamedTuple):

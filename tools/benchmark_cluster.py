@@ -33,8 +33,8 @@ from entry import leave_with
 from pictures import can_draw
 from rank_processes import RankProcesses, exit_on_signals, start_on_this_machine
 
-from megazpp.data.files import write_whole
-from megazpp.parallel.worker import UserError
+from megazpp.errors import UserError
+from megazpp.files import write_whole
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
 POLL_SECONDS = 0.05

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from emulate_cluster import parse_rate
 
+from megazpp.formatting import MEGA
+
 BASELINE, PLAIN, LOCAL = "zero3", "fsdp2", "local"
-MEGA = 1e6
 NONE = "-"
 
 

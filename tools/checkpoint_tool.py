@@ -20,9 +20,10 @@ from megazpp.checkpoint_flags import with_checkpoint_flags
 from megazpp.checks import ModelPlan, check_model_config
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.tokenizer import Tokenizer
+from megazpp.errors import user_errors
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import Place, device_type, find_place
-from megazpp.parallel.worker import Worker, seed_everything, user_errors
+from megazpp.parallel.worker import Worker, seed_everything
 from megazpp.run import Job, announced_cluster, found_cluster, run_on_ranks
 from megazpp.training.console import Console
 from megazpp.training.setup import Built, build_model

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megazpp.exit_codes import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from megazpp.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from megazpp.flag_files import expand_flag_files
 from megazpp.flags import FlagParser, split_into_flags
 from megazpp.megatron_flags import MegatronFlag, sift_flags

@@ -33,7 +33,8 @@ from typing import NamedTuple
 from entry import leave_with
 from rank_processes import RankProcesses, RankSite, exit_on_signals, undisturbed
 
-from megazpp.parallel.worker import UserError
+from megazpp.errors import UserError
+from megazpp.formatting import MEGA
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 UNLIMITED = "unlimited"
@@ -42,7 +43,6 @@ OWN_NAMES = re.compile(r"mz(\d+)(br|n\d+|b\d+)")
 SYS_CLASS_NET = Path("/sys/class/net")
 ETC_NETNS = Path("/etc/netns")  # `ip netns exec` puts a namespace's files here over those in /etc
 FIRST_PORT = 29500
-MEGA = 1e6
 
 
 class UplinkBytes(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, ParamSpec
 
-from megazpp.exit_codes import EXIT_READER_GONE, EXIT_USER_ERROR
+from megazpp.errors import EXIT_READER_GONE, EXIT_USER_ERROR
 
 P = ParamSpec("P")
 

@@ -32,7 +32,7 @@ from gpu_parts.clocks import describe_clocks, record_clocks
 from gpu_parts.part import Task, describe, read_report, start, tail
 from rank_processes import exit_on_signals
 
-from megazpp.data.files import write_whole
+from megazpp.files import write_whole
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, NoReturn
 
-from megazpp.exit_codes import EXIT_ECHO, EXIT_USER_ERROR
+from megazpp.errors import EXIT_SECONDARY, EXIT_USER_ERROR
 from megazpp.parallel.launch import LAUNCHER_PID
 
 POLL_SECONDS = 0.05
@@ -127,7 +127,7 @@ class RankProcesses:
             time.sleep(POLL_SECONDS)
         codes = {rank: code for rank, process in enumerate(self.processes) if (code := process.poll())}
         self.stop()
-        rank, code = min(codes.items(), key=lambda item: (item[1] == EXIT_ECHO, item[0] not in first, item[0]))
+        rank, code = min(codes.items(), key=lambda item: (item[1] == EXIT_SECONDARY, item[0] not in first, item[0]))
         if code == EXIT_USER_ERROR:  # rank 0 has said what is wrong
             return code
         for other, errors in enumerate(self._errors):

@@ -25,11 +25,11 @@ from megazpp.checkpoint.source import Source
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import together
 from megazpp.checkpoint.write import Writer
+from megazpp.errors import user_errors
+from megazpp.formatting import GIGA
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.worker import threads_on, user_errors
-
-GIGA = 1e9
+from megazpp.parallel.worker import threads_on
 
 
 class Checkpoints:

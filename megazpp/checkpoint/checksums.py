@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from megazpp.data.files import sync
+from megazpp.files import write_synced
 
 NAME = "checksums.txt"
 _CHUNK_BYTES = 1 << 22
@@ -103,7 +103,5 @@ def sum_file(path: Path) -> FileSum:
 def write_durably(path: Path, content: str | bytes) -> FileSum:
     """Write a small file and have its content on disk when this returns."""
     content = content.encode() if isinstance(content, str) else content
-    with path.open("wb") as file:
-        file.write(content)
-        sync(file)
+    write_synced(path, content)
     return FileSum(len(content), zlib.crc32(content))

@@ -15,7 +15,6 @@ complete is overwritten: an older checkpoint of the same iteration is kept under
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -25,8 +24,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
-from megazpp.checkpoint.checksums import DamagedError, write_durably
-from megazpp.data.files import first_free, sync_directory
+from megazpp.checkpoint.checksums import DamagedError
+from megazpp.files import first_free, sync_directory, try_lock, write_synced
 
 TRACKER, RECORD = "latest_checkpointed_iteration.txt", "run.json"
 _COMPLETE = re.compile(r"iter_(\d{7,})")
@@ -121,18 +120,14 @@ class CheckpointFolder:
             reason = f"it is a link to {self.path.readlink()}, which is not there" if nowhere else error.strerror
             raise ValueError(f"{self.name} cannot be written to: {reason}") from error
         deadline = time.monotonic() + patience_seconds
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if time.monotonic() < deadline:
-                    time.sleep(0.1)
-                    continue
-                file.seek(0)
-                holder = file.read().strip() or "another job"
-                file.close()
-                raise ValueError(f"{self.name} is in use by {holder}: give each job its own") from error
+        while not try_lock(file):
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            file.seek(0)
+            holder = file.read().strip() or "another job"
+            file.close()
+            raise ValueError(f"{self.name} is in use by {holder}: give each job its own")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         file.flush()
@@ -206,7 +201,7 @@ class CheckpointFolder:
 
     def _prepare(self, iteration: int) -> None:
         """Write the tracker to be."""
-        write_durably(self._new, f"{iteration}\n")
+        write_synced(self._new, f"{iteration}\n".encode())
         sync_directory(self.path)
 
     def _advance(self) -> None:

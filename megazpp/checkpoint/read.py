@@ -26,10 +26,9 @@ from megazpp.checkpoint.source import Source
 from megazpp.checkpoint.state import MODEL, Saved, TrainState
 from megazpp.checkpoint.storage import FittingPlanner, SafeReader
 from megazpp.checkpoint.together import together
+from megazpp.formatting import GIGA
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.axis import MeshAxis
-
-GIGA = 1e9
 
 
 class Resumed(NamedTuple):

@@ -24,6 +24,7 @@ from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaler
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import owned_parameters
+from megazpp.topology.layout import COORDINATES
 from megazpp.zero.sharding import Sharding
 
 Saved = Mapping[str, TensorStorageMetadata]
@@ -148,7 +149,7 @@ class TrainState:
             group.update(own)
 
     def _feedback(self) -> dict[str, torch.Tensor]:
-        axes = [getattr(self.dims, name) for name in ("replicate", "cross", "local", "tp")]
+        axes = [getattr(self.dims, name) for name in COORDINATES]
         layout, place = ("x".join(str(getattr(axis, part)) for axis in axes) for part in ("size", "rank"))
         return {f"feedback.{layout}.{place}.{key}": x for key, x in self._sharding.error_feedback().items()}
 

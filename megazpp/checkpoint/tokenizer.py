@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from megazpp.checkpoint.checksums import DamagedError, verify_files, write_checksums, write_durably
-from megazpp.data.files import first_free, sync_directory
 from megazpp.data.tokenizer import TokenizerConfig, find_tokenizer
+from megazpp.files import first_free, remove, renamed_when_done
 
 _NAME = re.compile("tokenizer-[0-9a-f]{16}")
 
@@ -35,18 +34,12 @@ def write_tokenizer(save: Path, files: Mapping[str, bytes]) -> str | None:
         verify_files(folder)
         return folder.name
     partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    remove(partial)  # of a save that was killed here
+    with renamed_when_done(partial, folder):
         partial.mkdir()
         write_checksums(partial, {name: write_durably(partial / name, content) for name, content in files.items()})
-        sync_directory(partial)
         if folder.exists():
             folder.rename(first_free(lambda number: folder.with_name(f"{folder.name}.replaced-{number}")))
-        partial.rename(folder)
-        sync_directory(save)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return folder.name
 
 

@@ -14,9 +14,8 @@ from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.storage import SummingWriter
 from megazpp.checkpoint.together import together
 from megazpp.checkpoint.tokenizer import write_tokenizer
+from megazpp.formatting import GIGA
 from megazpp.parallel.axis import MeshAxis
-
-GIGA = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megazpp.data.files import sync_directory
+from megazpp.files import remove, renamed_when_done, try_lock
 
 
 def check_output(path: Path) -> None:
@@ -43,25 +41,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise ValueError(f"--output {path} cannot be written to: {error.strerror}") from error
     try:
-        _lock(descriptor, path)
+        if not try_lock(descriptor):
+            raise ValueError(f"--output {path} is being written by another conversion")
         for entry in unfinished.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        try:
+            remove(entry)
+        with renamed_when_done(unfinished, path):
             yield unfinished
             check_output(path)  # once more: a conversion takes its time
-            sync_directory(unfinished)
-            unfinished.rename(path)  # onto nothing, or onto an empty folder
-            sync_directory(path.parent)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    """Until the process ends, however it does."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise ValueError(f"--output {path} is being written by another conversion") from error

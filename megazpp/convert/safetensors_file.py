@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from megazpp.convert.tensors import Deferred
-from megazpp.data.files import sync
+from megazpp.files import sync
 
 try:
     import safetensors

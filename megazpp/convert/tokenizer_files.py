@@ -9,9 +9,9 @@ from typing import Any
 
 import sentencepiece
 
-from megazpp.data.files import write_whole
 from megazpp.data.tokenizer import HFTokenizer, Tokenizer
 from megazpp.data.tokenizer_files import CONFIG, DEFINITION, DESCRIPTION, SENTENCEPIECE, VOCABULARY
+from megazpp.files import write_whole
 
 _EOD = "<eod>"
 _UNUSUAL = "a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc "  # spaces and letters that normalizations change

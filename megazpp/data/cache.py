@@ -8,22 +8,16 @@ own copy of the same bytes, because every build is a pure function of its key.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-
-def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/megazpp`, or `~/.cache/megazpp`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazpp"
+from megazpp.files import locked, remove, renamed_when_done
 
 
 def check_cache_dir(path: Path) -> None:
@@ -58,9 +52,12 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(f".{path.name}.lock")):
+        with locked(path.with_name(f".{path.name}.lock")):
             if not path.exists():  # else another process built it while this one waited
-                _build_and_rename(path, build)
+                unfinished = path.with_name(f".{path.name}.unfinished")
+                remove(unfinished)  # of a process that died here
+                with renamed_when_done(unfinished, path, synced=False):
+                    build(unfinished)
     except OSError as error:  # no permission, disk full, a file system without locks, ...
         raise ValueError(f"--data-cache-path: cannot write {path}: {error}") from error
     return path
@@ -84,29 +81,3 @@ def load_or_save_arrays(path: Path, build: Callable[[], Sequence[np.ndarray]]) -
         return [np.load(file, mmap_mode="r") for file in files]
     except (OSError, ValueError) as error:
         raise ValueError(f"--data-cache-path: {path} is damaged ({error}); delete it to rebuild it") from error
-
-
-def _build_and_rename(path: Path, build: Callable[[Path], None]) -> None:
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    _remove(unfinished)  # of a process that died here
-    try:
-        build(unfinished)
-        os.rename(unfinished, path)
-    except BaseException:
-        _remove(unfinished)
-        raise
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`; it is never deleted, for then two processes could hold two files of one name."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file releases the lock
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

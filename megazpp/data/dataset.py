@@ -19,10 +19,11 @@ import numpy as np
 
 from megazpp.data.batch import check_eod
 from megazpp.data.blend import parse_blend
-from megazpp.data.cache import check_cache_dir, default_cache_dir
+from megazpp.data.cache import check_cache_dir
 from megazpp.data.sources import Sampling, SourceBlend, build_split, indexed_source, mock_source, open_sources
 from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
+from megazpp.files import cache_folder
 from megazpp.flag_checks import check_not_negative
 from megazpp.flags import flag
 
@@ -228,7 +229,7 @@ def unigram_entropy(dataset: Dataset, vocab_size: int) -> float:
 
 def cache_dir(config: DataConfig) -> Path:
     """--data-cache-path, or the default."""
-    return default_cache_dir() if config.data_cache_path is None else Path(config.data_cache_path).expanduser()
+    return cache_folder() if config.data_cache_path is None else Path(config.data_cache_path).expanduser()
 
 
 def _open_splits(

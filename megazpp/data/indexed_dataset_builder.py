@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +18,8 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megazpp.data.files import check_writable, sync, sync_directory
 from megazpp.data.indexed_dataset import CODES, HEADER, MAGIC, pair_paths
+from megazpp.files import check_writable, sync, sync_directory, try_lock, write_synced
 
 _PIECE = 1 << 24  # ids that are checked and copied at a time
 
@@ -28,7 +27,7 @@ _PIECE = 1 << 24  # ids that are checked and copied at a time
 def check_output(prefix: Path, *, overwrite: bool) -> None:
     """`check_writable` of both files of a pair."""
     for path in pair_paths(prefix):
-        check_writable(path, overwrite=overwrite)
+        check_writable(path, "--output-prefix", overwrite=overwrite)
 
 
 class IndexedDatasetBuilder:
@@ -96,9 +95,7 @@ class IndexedDatasetBuilder:
     def finalize(self) -> None:
         """Write the index, bring both files to the disk and give them their names."""
         sync(self._file)
-        with open(self._unfinished_idx, "wb") as file:
-            file.write(_index_bytes(self._dtype, self._lengths, self._document_indices))
-            sync(file)
+        write_synced(self._unfinished_idx, _index_bytes(self._dtype, self._lengths, self._document_indices))
         self._idx_path.unlink(missing_ok=True)  # the new .bin must never stand beside the old .idx
         os.replace(self._unfinished_bin, self._bin_path)
         os.replace(self._unfinished_idx, self._idx_path)
@@ -129,10 +126,7 @@ def _claim(path: Path) -> BinaryIO:
     """An empty file that only we write, whatever was in it."""
     file = open(path, "ab")  # noqa: SIM115 - and not "wb": it may be another's
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        mine = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except BlockingIOError:
-        mine = False
+        mine = try_lock(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:
         mine = True  # a file system without locks
     if not mine:

@@ -13,7 +13,7 @@ from typing import Literal
 import sentencepiece
 
 from megazpp.data.documents import check_readable, read_texts, stop_or_skip
-from megazpp.data.files import check_writable, write_whole
+from megazpp.files import check_writable, write_whole
 from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
 
@@ -127,7 +127,7 @@ def _check(config: TrainTokenizerConfig) -> tuple[list[Path], Path]:
         raise ValueError("--output-prefix is missing: where the tokenizer goes")
     check_positive(config, "vocab_size", "max_characters", "workers")
     output = Path(config.output_prefix + ".model").expanduser()
-    check_writable(output, overwrite=config.overwrite)
+    check_writable(output, "--output-prefix", overwrite=config.overwrite)
     paths = [Path(value).expanduser() for value in config.input]
     for path in paths:
         check_readable(path, (config.json_key,))

@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 
-from megazpp.exit_codes import EXIT_ERROR
+from megazpp.errors import EXIT_ERROR
 
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 

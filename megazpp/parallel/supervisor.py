@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from megazpp.exit_codes import EXIT_ECHO, EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_USER_ERROR
+from megazpp.errors import EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_SECONDARY, EXIT_USER_ERROR
 from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, STOP_SIGNALS
 from megazpp.parallel.rendezvous import agent_variables, loopback_store
 
@@ -79,7 +79,7 @@ def _run(
             if failures and deadline is None:
                 deadline = time.monotonic() + GRACE_SECONDS
             over = deadline is not None and time.monotonic() > deadline
-            if len(codes) == nproc or over or any(code != EXIT_ECHO for code in failures.values()):
+            if len(codes) == nproc or over or any(code != EXIT_SECONDARY for code in failures.values()):
                 return failures
             time.sleep(POLL_SECONDS)
     finally:
@@ -114,7 +114,7 @@ def _ended_by(signum: signal.Signals) -> int:
 
 def _reason(failures: Mapping[int, int]) -> str:
     """Which rank ended the job: one that was killed, else one that reported."""
-    rank, code = min(failures.items(), key=lambda item: (item[1] == EXIT_ECHO, item[1] >= 0))
+    rank, code = min(failures.items(), key=lambda item: (item[1] == EXIT_SECONDARY, item[1] >= 0))
     if code == EXIT_HANG:
         return "the job hung, see above"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

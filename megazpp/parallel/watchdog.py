@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megazpp.exit_codes import EXIT_ECHO, EXIT_HANG
+from megazpp.errors import EXIT_HANG, EXIT_SECONDARY
 from megazpp.parallel.activity import Activity, Doing
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import LaunchConfig
@@ -108,7 +108,7 @@ class Watchdog:
         store.set(_state_key(rank), json.dumps(state))
         if not first:
             _wait_for(store, [REPORTED], 2 * ANSWER_SECONDS)
-            leave(EXIT_ECHO)
+            leave(EXIT_SECONDARY)
         self._root.add(FAILURES.format(self._worker.restarts), 1)  # what breaks from now on is an echo
         keys = [_state_key(r) for r in range(self._worker.world_size)]
         _wait_for(store, keys, ANSWER_SECONDS)

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,42 +31,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megazpp.exit_codes import EXIT_ECHO, EXIT_ERROR, EXIT_READER_GONE, EXIT_USER_ERROR
-from megazpp.parallel.gloo import share_gloo_device
+from megazpp.errors import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, JobError
+from megazpp.parallel.cpu_tuning import keep_freed_memory, share_gloo_device
 from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, LaunchConfig, Place
-from megazpp.parallel.malloc import keep_freed_memory
 from megazpp.parallel.orphans import end_with
 from megazpp.parallel.rendezvous import is_on_one_machine, open_store
 
-ECHO_SECONDS = 1.0
+REPORT_SECONDS = 1.0  # that the rank which failed first is given to say so
 WATCHDOG_SECONDS = 30.0  # collectives time out that much after the watchdog's limit, so that it can speak first
 FAILURES = "megazpp/failures/{}"  # a count in the store, by restart: who makes it 1 reports
-
-
-class JobError(Exception):
-    """Something that ends the job, found by all ranks together; the message says it all, and no traceback helps."""
-
-    exit_code = EXIT_ERROR
-
-    def show(self) -> None:
-        """Print it to stderr, one line per problem."""
-        for line in str(self).splitlines():
-            print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
-
-
-class UserError(JobError):
-    """Something the user asked for cannot be done; starting again would not help either."""
-
-    exit_code = EXIT_USER_ERROR
-
-
-@contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """Where flags and files are checked: a ValueError becomes a UserError."""
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +136,13 @@ def threads_on(device: torch.device, num_threads: int, name: str) -> ThreadPoolE
 def _report_once(error: BaseException, store: dist.Store, rank: int) -> int:
     """Print the traceback if this is the first rank to fail; returns the exit code."""
     if _broke_in_a_collective(error):
-        time.sleep(ECHO_SECONDS)
+        time.sleep(REPORT_SECONDS)
     try:
         first = store.add(FAILURES.format(_restarts()), 1) == 1
     except Exception:  # the store's host is gone, so somebody else failed before
         first = rank == 0
     if not first:
-        return EXIT_ECHO
+        return EXIT_SECONDARY
     if isinstance(error, JobError):
         error.show()
         return error.exit_code

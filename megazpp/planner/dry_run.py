@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megazpp.arguments import RunConfig
 from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.batch import make_micro_batch
+from megazpp.formatting import MEGA, aligned
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.axis import Traffic
@@ -35,11 +36,10 @@ from megazpp.planner.estimate import Estimator
 from megazpp.planner.live import PeakBytes
 from megazpp.planner.memory import MemoryPlan
 from megazpp.planner.recorder import FusedNorm
-from megazpp.planner.report import MEGA, describe_plan, needed_vocab_size, with_data
+from megazpp.planner.report import describe_plan, needed_vocab_size, with_data
 from megazpp.planner.speed import SIMULATED_MICRO_BATCHES, extended, measure, traffic_between
 from megazpp.planner.step import TrafficTable
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.table import aligned
 from megazpp.training.setup import shard_on_meta
 from megazpp.training.step import TrainStep
 from megazpp.zero.sharding import materialize

@@ -16,10 +16,10 @@ from megazpp.planner.speed import measure
 from megazpp.planner.step import PaperStep, TrafficTable
 from megazpp.planner.trace import Trace, trace_model
 from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import WIRES
 from megazpp.topology.shares import Shares, calibration_for
 from megazpp.training.flops import model_flops_per_token
 
-WIRES = ("tp", "local", "cross")
 BEFORE_AMPERE = ("P100", "V100", "T4", "RTX 20", "TITAN")  # how the names of devices without flash attention begin
 
 

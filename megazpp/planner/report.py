@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 
 from megazpp.arguments import RunConfig
 from megazpp.checks import RunPlan
-from megazpp.planner.estimate import WIRES, Estimate, Estimator, schemes
+from megazpp.formatting import GIGA, MEGA, aligned
+from megazpp.planner.estimate import Estimate, Estimator, schemes
 from megazpp.planner.memory import KINDS, usable_gigabytes
 from megazpp.planner.nearest import nearest_run
 from megazpp.planner.search import RECOMPUTE, memory_switches, search, with_recompute
 from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import WIRES
 from megazpp.topology.shares import CALIBRATIONS, LEAST
-from megazpp.topology.table import aligned
 
-GIGA, MEGA = 1e9, 1e6
 PAYS = 1.02  # ZeRO++ is said to pay from this much faster than the next scheme on
 SHOWN = 10  # candidates of the search
 

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megazpp.formatting import GIGA, MEGA
 from megazpp.report.runs import Row, Run, number
 
 Segment = list[list[float | None]]
 
 DIGITS = 6  # significant, in the page
-MEGA, GIGA = 1e6, 1e9
 
 
 class Chart(NamedTuple):

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megazpp.formatting import GIGA, MEGA
 from megazpp.report.runs import Run, number, state
-from megazpp.report.series import GIGA, MEGA, times
+from megazpp.report.series import times
 
 NOTHING = "-"
 OWN_FLAGS = ("run_dir",)  # of course they differ

@@ -27,6 +27,8 @@ from megazpp.topology.cluster import Cluster, nested_sizes
 from megazpp.topology.links import LINK_KINDS, LinkKind
 
 AXES = ("tp", "local", "cross", "shard", "replicate")
+WIRES = ("tp", "local", "cross")  # what bytes are counted by: those of "shard" and "replicate" go over one of these
+COORDINATES = ("replicate", "cross", "local", "tp")  # of a rank, outermost first
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import Layout
+from megazpp.topology.layout import COORDINATES, Layout
 
 CLUSTER_FIELDS = ("num_nodes", "ranks_per_node", "domain_size", "order")
-AXIS_FIELDS = ("replicate", "cross", "local", "tp")
 
 
 def layout_record(layout: Layout) -> dict[str, Any]:
     """What `layout_from_record` needs, as JSON has it."""
     cluster = {name: getattr(layout.cluster, name) for name in CLUSTER_FIELDS}
-    return cluster | {name: getattr(layout, name) for name in AXIS_FIELDS}
+    return cluster | {name: getattr(layout, name) for name in COORDINATES}
 
 
 def layout_from_record(record: Mapping[str, Any]) -> Layout:
@@ -26,7 +25,7 @@ def layout_from_record(record: Mapping[str, Any]) -> Layout:
     """
     order = record.get("order")
     optional = [] if record.get("domain_size") is None else [record["domain_size"]]
-    needed = [record.get(name) for name in (*CLUSTER_FIELDS[:2], *AXIS_FIELDS)]
+    needed = [record.get(name) for name in (*CLUSTER_FIELDS[:2], *COORDINATES)]
     numbers = [*needed, *optional, *(order if isinstance(order, list) else [])]
     if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(order, list | None):
         raise ValueError(f"{dict(record)} is no record of a layout")
@@ -36,7 +35,7 @@ def layout_from_record(record: Mapping[str, Any]) -> Layout:
         domain_size=record.get("domain_size"),
         order=None if order is None else tuple(order),
     )
-    layout = Layout(cluster=cluster, **{name: record[name] for name in AXIS_FIELDS})
+    layout = Layout(cluster=cluster, **{name: record[name] for name in COORDINATES})
     if layout.data * layout.tp != cluster.world_size or not cluster.world_size:
         raise ValueError(f"axes of {layout.data} x {layout.tp} ranks are not the {cluster.world_size} of the cluster")
     return layout

@@ -12,12 +12,12 @@ local      2      4       node                    0 4          the fast hop of w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from megazpp.topology.layout import AXES, Layout
+from megazpp.formatting import aligned
+from megazpp.topology.layout import AXES, COORDINATES, Layout
 from megazpp.topology.links import LinkKind
 
-COORDINATES = ("replicate", "cross", "local", "tp")
 CARRIES = {
     "tp": "activations, several times per layer",
     "local": "ZeRO++: the fast hop of weights and gradients",
@@ -55,13 +55,6 @@ def topology_text(layout: Layout) -> str:
     places = "who is where: rank (replica.cross.local.tp); [ ] shares the fastest wire"
     notices = [f"note: {notice}" for notice in layout.notices]
     return "\n".join([layout.describe(), *notices, "", places, *_nodes(layout), "", *_axes(layout)])
-
-
-def aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """A line for each row, as wide a column as its widest cell."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _nodes(layout: Layout) -> Iterator[str]:

@@ -11,9 +11,8 @@ import re
 
 import torch
 
+from megazpp.formatting import TERA
 from megazpp.model.config import GPTConfig
-
-TERA = 1e12
 
 # Dense bf16 (V100: fp16) tensor rate in TFLOP/s, by words of the device's name; the first match counts.
 PEAK_TFLOPS = (

@@ -12,10 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megazpp.formatting import GIGA, MEGA
 from megazpp.training.metrics import IntervalRecord
-
-MEGA = 1e6
-GIGA = 1e9
 
 
 def log_line(interval: IntervalRecord) -> str:

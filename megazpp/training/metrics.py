@@ -8,7 +8,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-TERA = 1e12
+from megazpp.formatting import TERA
 
 
 class SentBytes(NamedTuple):

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from megazpp.errors import JobError
 from megazpp.optim.clip import grad_norms
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.worker import JobError
 from megazpp.training.batches import BatchPlan
 from megazpp.training.run_folder import RunFolder
 from megazpp.zero.sharding import Sharding

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
-from megazpp.data.files import first_free
+from megazpp.files import first_free
 from megazpp.flags import flag
 from megazpp.parallel.dims import ParallelDims
 

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megazpp.data.files import first_free, write_whole
+from megazpp.files import first_free, write_whole
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_text import cluster_text
 from megazpp.topology.layout import Layout

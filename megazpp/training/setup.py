@@ -26,6 +26,7 @@ from megazpp.model.gpt import GPTModel
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_, share_parameters_
+from megazpp.topology.layout import COORDINATES
 from megazpp.training.batches import BatchPlan
 from megazpp.training.evaluate import EvalConfig
 from megazpp.training.run_folder import RunFolder
@@ -154,7 +155,7 @@ def open_checkpoints(
         flags=found_from_anywhere(flags),
         vocab_size=tokenizer.vocab_size,
         tokenizer=tokenizer.identity,
-        layout={name: layout.axis_size(name) for name in ("replicate", "cross", "local", "tp")},
+        layout={name: layout.axis_size(name) for name in COORDINATES},
         run_dir=None if folder is None else str(folder.path.resolve()),
         wandb_run_id=folder.wandb_run_id() if folder is not None and flags["wandb_project"] else None,
         torch=torch.__version__,

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazpp.formatting import MEGA, aligned
 from megazpp.parallel.axis import Traffic
 from megazpp.parallel.dims import ParallelDims
-from megazpp.topology.table import aligned
+from megazpp.topology.layout import AXES, WIRES
 from megazpp.zero.precision import PrecisionConfig
 
-WIRES = ("tp", "local", "cross")
-AXES = ("tp", "local", "cross", "shard", "replicate")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
-MEGA = 1e6
 
 
 class TrafficRow(NamedTuple):

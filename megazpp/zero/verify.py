@@ -17,10 +17,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from megazpp.errors import JobError
 from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.worker import JobError
 from megazpp.zero.sharding import Sharding
 from megazpp.zero.units import Unit, find_units
 

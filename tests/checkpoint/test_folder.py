@@ -95,7 +95,7 @@ def killed_before(moment: int, folder: CheckpointFolder, iteration: int, text: s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "rename", before(Path.rename))
         patch.setattr(folder_module, "sync_directory", before(folder_module.sync_directory))
-        patch.setattr(folder_module, "write_durably", before(folder_module.write_durably))
+        patch.setattr(folder_module, "write_synced", before(folder_module.write_synced))
         try:
             save(folder, iteration, text)
         except Killed:

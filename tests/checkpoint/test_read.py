@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorPr
 
 from megazpp.checkpoint.checksums import read_checksums, sum_file, write_checksums
 from megazpp.checkpoint.source import choose_source
+from megazpp.errors import UserError
 from megazpp.optim.schedule import Schedule
-from megazpp.parallel.worker import UserError
 
 CASE = Case()
 FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.txt", "run.json"]

@@ -28,8 +28,8 @@ from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.progress import Progress
 from megazpp.checkpoint.storage import SafeReader, SummingWriter
 from megazpp.checkpoint.write import Writer
+from megazpp.errors import UserError
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.worker import UserError
 
 KILLS = 30
 TENSORS = {f"tensor {index}": (1 << 14, index + 1) for index in range(4)}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from helpers.disks import make_read_only, small_disk
 
-from megazpp.data.cache import build_once, cache_key, default_cache_dir, load_or_save_arrays
+from megazpp.data.cache import build_once, cache_key, load_or_save_arrays
 
 # A process that asks for a directory of two files, says in `log` that it builds, and takes its time between the files.
 RACER = """
@@ -115,14 +115,6 @@ def test_damaged_cached_arrays_are_named(tmp_path: Path) -> None:
 def test_keys_depend_on_every_part_and_on_no_order() -> None:
     assert cache_key(a=1, b="x") == cache_key(b="x", a=1)
     assert len({cache_key(a=1), cache_key(a=2), cache_key(b=1), cache_key(a="1"), cache_key(a=(1,))}) == 5
-
-
-def test_the_default_directory_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / "megazpp"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/ishmael")
-    assert default_cache_dir() == Path("/home/ishmael/.cache/megazpp")
 
 
 def test_a_full_disk_is_named_and_nothing_unfinished_is_left_on_it(tmp_path: Path) -> None:

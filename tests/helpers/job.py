@@ -11,9 +11,10 @@ import time
 import torch
 import torch.distributed as dist
 
+from megazpp.errors import JobError, UserError
 from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.supervisor import launch_workers
-from megazpp.parallel.worker import JobError, UserError, Worker, leave, run_worker
+from megazpp.parallel.worker import Worker, leave, run_worker
 
 FOREVER = 1000
 

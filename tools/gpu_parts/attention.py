@@ -17,8 +17,8 @@ from benchmark_kernels import Piece, time_on
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu_parts.part import Report, Task, run_part
+from megazpp.formatting import TERA
 from megazpp.model.attention_kernels import causal_kernels
-from megazpp.training.flops import TERA
 
 
 class Shape(NamedTuple):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazpp.data.files import write_whole
+from megazpp.files import write_whole
 from megazpp.parallel.orphans import end_with
 
 Cell = str | int | float

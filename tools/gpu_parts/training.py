@@ -25,15 +25,15 @@ from gpu_parts.part import Report, Task, run_part
 from gpu_parts.peer import PeerStep
 from gpu_parts.steps import build_step, make_batches, read_config
 from megazpp.arguments import RunConfig
+from megazpp.formatting import GIGA, TERA
 from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.parallel.launch import LaunchConfig, Place
 from megazpp.parallel.worker import Worker, run_worker
 from megazpp.topology.cluster import Cluster
-from megazpp.training.flops import TERA, device_name, model_flops_per_token, peak_flops
+from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
 from megazpp.training.step import TrainStep
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.1
-GIGA = 1e9
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,

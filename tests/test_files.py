@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.data.files import check_writable, first_free, write_whole
+from megazpp.files import cache_folder, check_writable, first_free, write_whole
 
 
 def test_what_exists_is_refused_unless_it_may_be_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    check_writable(path, overwrite=False)
+    check_writable(path, "--output-prefix", overwrite=False)
     path.touch()
-    check_writable(path, overwrite=True)
+    check_writable(path, "--output-prefix", overwrite=True)
     with pytest.raises(ValueError, match=r"--output-prefix: .*/a exists \(--overwrite replaces it\)"):
-        check_writable(path, overwrite=False)
+        check_writable(path, "--output-prefix", overwrite=False)
     with pytest.raises(ValueError, match=r"exists$"):
-        check_writable(tmp_path, overwrite=True)  # never a folder
+        check_writable(tmp_path, "--output-prefix", overwrite=True)  # never a folder
 
 
 def test_the_first_free_name_has_the_lowest_number_that_nothing_has(tmp_path: Path) -> None:
@@ -31,10 +31,10 @@ def test_a_place_that_is_no_directory_or_may_not_be_written_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="none is no directory"):
-        check_writable(tmp_path / "none" / "a", overwrite=True)
+        check_writable(tmp_path / "none" / "a", "--output-prefix", overwrite=True)
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to"):
-        check_writable(tmp_path / "a", overwrite=True)
+        check_writable(tmp_path / "a", "--output-prefix", overwrite=True)
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +52,11 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
     write_whole(path, b"new")
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_default_directory_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "megazpp"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/ishmael")
+    assert cache_folder() == Path("/home/ishmael/.cache/megazpp")

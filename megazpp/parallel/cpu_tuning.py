@@ -1,4 +1,4 @@
-"""One network device for all of a process's gloo groups.
+"""What makes gloo workers on CPUs faster: one network device, threads that wait their turn, memory that is kept.
 
 torch gives every gloo group a device of its own, whose thread wakes up a hundred times a second for as long as the
 process lives: with 10 idle groups a process spends 2.4 % of a core on nothing, with one device for all of them 0.4 %
@@ -9,12 +9,18 @@ That thread also has to be kept from preempting. It is woken by a message while 
 connection's lock, cannot get it, and asks again at once (gloo's Pair::handleEvents under a level-triggered epoll) until
 its time slice is over: with 4 ranks on 2 cores two million calls in 17 s, and most of the CPU time. Under SCHED_BATCH a
 wake-up waits until the running thread lets go; the CPU time of a step with TP 4 fell by a third.
+
+glibc gives large buffers back to the kernel, which clears every page of the next one. In a profile of 8 gloo ranks that
+start and train, whose messages and gathered parameters are megabytes that live for milliseconds, that was 30 % of all
+CPU time, and 8 % where what is freed is kept, as CUDA's caching allocator does. And a thread's own arena cannot use
+what another thread has freed.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import ctypes
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -22,6 +28,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # of <malloc.h>
+NEVER = 2**31 - 1
 
 
 def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
@@ -37,6 +46,17 @@ def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
         distributed_c10d.ProcessGroupGloo = _one_device_groups(loopback, lazy)  # type: ignore[misc]
 
 
+def keep_freed_memory() -> None:
+    """Have this process reuse the memory that it frees; on other systems than Linux with glibc this does nothing.
+
+    For the start of a process: arenas that threads have already stay.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in ((ARENA_MAX, 1), (MMAP_MAX, 0), (TRIM_THRESHOLD, NEVER)):
+            mallopt(parameter, value)
+
+
 def _one_device_groups(loopback: bool, lazy: bool) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # as torch reads it
@@ -50,7 +70,7 @@ def _one_device_groups(loopback: bool, lazy: bool) -> Any:
             devices = [gloo.create_default_device(lazy_init=own)]
 
     class OneDeviceGroup(abc.ABC):  # noqa: B024 (the registry of isinstance is all that is used)
-        """Makes gloo groups, and is what they are instances of."""
+        """Creates gloo groups on the shared device; torch takes them for its own class's."""
 
         def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
             options = gloo._Options()
