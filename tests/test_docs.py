@@ -256,10 +256,11 @@ def test_a_command_in_the_text_has_flags_that_its_program_knows(page: str, tutor
             assert not word.startswith("--") or word == "--" or word in known, f"{command}: {word}"
 
 
-def test_every_tool_has_a_line_in_the_table():
-    page = (ROOT / TUTORIAL).read_text(encoding="utf-8")
+@pytest.mark.parametrize("folder", ["tools", "tools/benchmarks"])
+def test_every_tool_has_a_line_in_the_table(folder: str):
+    page = (ROOT / folder / "README.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `(\w+\.py)` \|", page, re.M))
-    programs = {p.name for p in (ROOT / "tools").glob("*.py") if "\nif __name__ ==" in p.read_text(encoding="utf-8")}
+    programs = {p.name for p in (ROOT / folder).glob("*.py") if "\nif __name__ ==" in p.read_text(encoding="utf-8")}
     parts = {name for name in programs for other in programs if name.startswith(other.removesuffix(".py") + "_")}
     assert listed == programs - parts
 

@@ -8,7 +8,8 @@ starts and strides that are multiples of 16 bytes are faster on CUDA.
 
 Three implementations agree bit for bit: `native` (C, on the CPU), `triton` (CUDA) and `reference` (readable torch). The
 reference also computes on a CPU without a C compiler: C is 3 to 11 times as fast there (one thread of an EPYC,
-tools/benchmark_kernels.py with and without CC=none). `shapes` stands in for all of them on tensors without memory.
+tools/benchmarks/benchmark_kernels.py with and without CC=none). `shapes` stands in for all of them on tensors that have
+no memory.
 Non-finite numbers travel: a block that holds a NaN or an Inf is sent as scale NaN, integers 0, and all of it comes back
 as NaN. A block whose scale would be subnormal (all of it below about 1e-36) is sent as zeros.
 """

@@ -1,4 +1,4 @@
-"""One rank of tools/benchmark_cluster.py: holds the models of all variants and runs a step of whichever it is told.
+"""One rank of benchmark_cluster.py: holds the models of all variants and runs a step of whichever it is told.
 
 Rank 0 takes orders from the benchmark through a pipe and passes them on; every order is one optimizer step, timed
 between two barriers. Everything is the product's own (`build_model`, `TrainStep`) but two baselines: plain FSDP2, and

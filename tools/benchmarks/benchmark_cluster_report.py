@@ -1,4 +1,4 @@
-"""The tables and the plot of tools/benchmark_cluster.py: pure functions of its samples."""
+"""The tables and the plot of benchmark_cluster.py: pure functions of its samples."""
 
 from __future__ import annotations
 
