@@ -150,7 +150,7 @@ def build_and_train(
             config.data, tokenizer, plan.batches, config.evaluation, seed=seed, announce=console.say
         )
 
-    built = build_model(config.model_spec(tokenizer.vocab_size), dims, device)
+    built = build_model(config.model_spec(tokenizer.vocab_size, plan.wire), dims, device)
     guard = Guard(
         config.anomalies,
         NotFinite(built.sharding, dims, plan.batches, folder),

@@ -39,8 +39,8 @@ else:
     TRITON = None
 
 __all__ = [
-    "Backend",
     "Feedback",
+    "KernelBackend",
     "backend",
     "dequantize_blockwise",
     "dequantize_sum",
@@ -115,7 +115,7 @@ def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, *, out: Te
         )
 
 
-class Backend(NamedTuple):
+class KernelBackend(NamedTuple):
     """A row of the table of back ends."""
 
     piece: str
@@ -123,7 +123,7 @@ class Backend(NamedTuple):
     why: str
 
 
-def backend(device_type: str) -> Backend:
+def backend(device_type: str) -> KernelBackend:
     """Which implementation block quantization uses on tensors of this device type ("cpu", "cuda").
 
     For the CPU, this compiles native.c unless it was compiled before.
@@ -134,12 +134,12 @@ def backend(device_type: str) -> Backend:
     if device_type == "cpu":
         library = native.library()
         if isinstance(library, CLibraryError):
-            return Backend(
+            return KernelBackend(
                 "block quantization", "the reference in torch", f"{library}; compiled C is 3 to 11 times as fast"
             )
-        return Backend("block quantization", f"C, compiled by {library.compiler}", "CPU tensors")
+        return KernelBackend("block quantization", f"C, compiled by {library.compiler}", "CPU tensors")
     if device_type == "cuda" and TRITON is not None:
-        return Backend("block quantization", f"Triton {TRITON.VERSION}", "CUDA tensors")
+        return KernelBackend("block quantization", f"Triton {TRITON.VERSION}", "CUDA tensors")
     if device_type == "cuda":
         raise ValueError("block quantization of CUDA tensors needs Triton: pip install triton")
     raise ValueError(f"block quantization has no implementation for {device_type} tensors")

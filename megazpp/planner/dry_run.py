@@ -142,7 +142,7 @@ def _run_step(
         model=dataclasses.replace(config.model, compile=False),
         zero=dataclasses.replace(config.zero, zero_check_secondary=False),  # there are no values to compare
     )
-    built = shard_on_meta(eager.model_spec(vocab_size), dims, CPU)
+    built = shard_on_meta(eager.model_spec(vocab_size, plan.wire), dims, CPU)
     seq_length = config.data.seq_length
     assert seq_length is not None
     with FakeTensorMode(allow_non_fake_inputs=True), FusedNorm(), _Answers(), PeakBytes() as live:

@@ -31,7 +31,7 @@ from megazpp.training.batches import BatchPlan
 from megazpp.training.evaluate import EvalConfig
 from megazpp.training.run_folder import RunFolder
 from megazpp.training.step import TrainStep
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import WirePlan, ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import Sharding, materialize, shard_model
 
@@ -45,6 +45,7 @@ class ModelSpec:
         vocab_size: of the tokenizer; the model may pad it.
         sequence_parallel: whether tensor-parallel ranks split activations along the sequence.
         zero, precision: how it is sharded, and in which dtypes.
+        wire: the run's plan of what replaces FSDP2's collectives; None: the plan of `zero` on the layout.
         seed: of the initial weights and of dropout.
     """
 
@@ -52,6 +53,7 @@ class ModelSpec:
     vocab_size: int
     sequence_parallel: bool = False
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    wire: WirePlan | None = None
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     seed: int
 
@@ -87,7 +89,10 @@ def shard_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
         )
     if dims.tp.size > 1:
         distribute_parameters(model, dims.mesh["tp"])
-    return Built(model, shard_model(model, model.sharding_units(), dims, zero=spec.zero, precision=spec.precision))
+    sharding = shard_model(
+        model, model.sharding_units(), dims, zero=spec.zero, precision=spec.precision, wire=spec.wire
+    )
+    return Built(model, sharding)
 
 
 def open_datasets(

@@ -157,6 +157,7 @@ def shard_model(
     *,
     zero: ZeroConfig | None = None,
     precision: PrecisionConfig | None = None,
+    wire: WirePlan | None = None,
 ) -> Sharding:
     """Shard `model` in place.
 
@@ -166,6 +167,7 @@ def shard_model(
         dims: the axes to shard and replicate over; with stage 0 one replica per data rank.
         zero: stage and wire formats; the default is ZeRO-3.
         precision: compute and reduction formats; the shards stay fp32. The default computes in fp32.
+        wire: what `plan_wire` has made of `zero` on the layout of `dims`; None: it is made here.
     Returns:
         The handle whose `begin_micro_batch` the training step calls.
     Raises:
@@ -173,7 +175,8 @@ def shard_model(
     """
     zero, precision = zero or ZeroConfig(), precision or PrecisionConfig()
     assert zero.stage > 0 or dims.shard.size == 1, "stage 0 replicates: dims must have shards of one rank"
-    plan = plan_wire(zero, dims.layout)  # refuses before anything is changed
+    if wire is None:
+        wire = plan_wire(zero, dims.layout)  # refuses before anything is changed
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )
@@ -181,7 +184,7 @@ def shard_model(
     for unit in [*units, [model]]:
         target = unit[0] if len(unit) == 1 else list(unit)
         fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
-    return _install_comms(model, dims, plan, zero, precision, stage=stage)
+    return _install_comms(model, dims, wire, zero, precision, stage=stage)
 
 
 def attach_zeropp(
@@ -203,11 +206,11 @@ def attach_zeropp(
 
 
 def _install_comms(
-    model: nn.Module, dims: ParallelDims, plan: WirePlan, zero: ZeroConfig, precision: PrecisionConfig, *, stage: int
+    model: nn.Module, dims: ParallelDims, wire: WirePlan, zero: ZeroConfig, precision: PrecisionConfig, *, stage: int
 ) -> Sharding:
     units = find_units(model, dims)
     factory = CommFactory(
-        cross=dims.cross, local=dims.local, shard=dims.shard, plan=plan, zero=zero, precision=precision
+        cross=dims.cross, local=dims.local, shard=dims.shard, plan=wire, zero=zero, precision=precision
     )
     for unit in units:
         for module in map(_as_fsdp, unit.modules):
