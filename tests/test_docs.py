@@ -245,6 +245,13 @@ def test_links_lead_to_files_and_headings_and_pip_installs_what_there_is(page: s
         assert set(asked.split(",")) <= set(extras), asked
 
 
+def test_files_that_contributors_are_sent_to_are_there():
+    files = {f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.*") if path.suffix in (".py", ".c")}
+    named = re.findall(r"`([\w/]+\.(?:py|c))`", prose("CONTRIBUTING.md"))
+    assert len(named) > 60
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
 def test_the_page_of_tools_says_what_each_extra_is_for():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     rows = re.findall(r"^\| (.*) \| .+ \|$", (ROOT / TUTORIAL).read_text(), re.MULTILINE)
