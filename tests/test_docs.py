@@ -74,6 +74,7 @@ INSTEAD = [
     (r"^python tools/preprocess_data.py.*", r"\g<0> --workers 1"),
     (r"^python tools/(evaluate|generate).py.*", r"\g<0> --nproc 1 --tensor-model-parallel-size 1"),
     (r"^python tools/evaluate.py.*", r"\g<0> --eval-iters 1"),
+    (r"^python tools/gpu_check.py.*", r"\g<0> --help"),  # tests/tools/gpu_parts rehearse its parts
     (r"^python tools/generate.py(?!.*--temperature 0).*", r"\g<0> --sample-tokens 4"),
 ]
 PYTHON_INSTEAD = {'device_type="cuda"': 'device_type="cpu"', "ranks_per_node=4": "ranks_per_node=2"}
@@ -83,6 +84,13 @@ def blocks(page: str, language: str) -> list[str]:
     """The blocks in a language, in order."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return [block for found, block in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S) if found == language]
+
+
+def wanted(page: str) -> list[str]:
+    """The commands of the table whose rows go on after "I want to ..."; none where a page has no such table."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    rows = text.partition("| I want to ... | command |\n")[2].partition("\n\n")[0]
+    return re.findall(r"\| `([^`]+)` \|$", rows, re.M)
 
 
 def prose(page: str) -> str:
@@ -116,8 +124,9 @@ class Scratch:
         return done.stdout
 
     def run_page(self, page: str) -> list[str]:
-        """What each block of commands prints."""
-        return [self.run("\n".join(map(instead, commands(block)))) for block in blocks(page, "sh")]
+        """What each block of commands prints, then each command of the table "I want to ..."."""
+        scripts = [*blocks(page, "sh"), *wanted(page)]
+        return [self.run("\n".join(map(instead, commands(script)))) for script in scripts]
 
 
 def commands(block: str) -> list[str]:
@@ -239,9 +248,16 @@ def test_links_lead_to_files_and_headings_and_pip_installs_what_there_is(page: s
         assert set(asked.split(",")) <= set(extras), asked
 
 
-def test_the_readme_says_what_each_extra_is_for():
+def test_files_that_contributors_are_sent_to_are_there():
+    files = {f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.*") if path.suffix in (".py", ".c")}
+    named = re.findall(r"`([\w/]+\.(?:py|c))`", prose("CONTRIBUTING.md"))
+    assert len(named) > 60
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
+def test_the_page_of_tools_says_what_each_extra_is_for():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    rows = re.findall(r"^\| (.*) \| .+ \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (.*) \| .+ \|$", (ROOT / TUTORIAL).read_text(), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`'\.\[(\w+)\]'`", row)}
     assert named == extras.keys() - {"test"}
 
@@ -271,7 +287,7 @@ def test_every_tool_has_a_line_in_the_table(folder: str):
 
 
 class Model(nn.Module):
-    """What the top page calls `model`: something with `model.layers`."""
+    """What the page of ZeRO++ calls `model`: something with `model.layers`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +301,7 @@ class Model(nn.Module):
 
 
 def run_python(code: str) -> bool:
-    """Run a page's code on this rank, with what the top page takes for granted; whether its weights are finite."""
+    """Run a page's code on this rank, with what ZeRO++'s page takes for granted; whether its weights are finite."""
     names = {
         "model": Model(),
         "micro_batches": [torch.ones(2, 64)] * 2,
@@ -396,11 +412,19 @@ def test_the_fields_of_the_log_line_stand_in_the_source():
 def test_the_zeropp_page_s_table_has_a_row_for_every_flag_of_it():
     table = "".join(re.findall(r"^\| (`--.*?) \| ", (ROOT / "megazpp/zero/README.md").read_text(), re.M))
     fields = {field.name.replace("_", "-") for field in dataclasses.fields(ZeroConfig)}
-    for name in fields - {"zero-stage", "use-distributed-optimizer"}:  # ZeRO's, on the top page
+    for name in fields - {"zero-stage", "use-distributed-optimizer"}:  # ZeRO's, in the table of stages
         assert re.search(rf"`--(no-)?{name}`", table), name
 
 
-OTHERS_FLAGS = {"--master-port", "--nnodes", "--nproc-per-node", "--num_gpus", "--ntasks-per-node", "--gpus-per-task"}
+OTHERS_FLAGS = {
+    "--job-name",
+    "--master-port",
+    "--nnodes",
+    "--nproc-per-node",
+    "--num_gpus",
+    "--ntasks-per-node",
+    "--gpus-per-task",
+}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CONTRIBUTING.md"])  # it adds one
