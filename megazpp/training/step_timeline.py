@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +15,10 @@ from pathlib import Path
 import torch
 
 from megazpp.flags import flag
-from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.spans import COMPUTE, STEP, WAIT, Span, align, clip, hidden_shares, lane_seconds
 from megazpp.parallel.timeline import Recording
 from megazpp.training.chrome_trace import chrome_trace, sorted_lanes
-from megazpp.training.run_folder import RunFolder
+from megazpp.training.context import RunContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +56,11 @@ class StepTimeline:
 
     Args:
         config: which step.
-        dims: its timeline is the one that records; its world axis gathers.
-        folder: where rank 0 writes; None on the others.
-        say: prints on rank 0.
+        run: its timeline is the one that records, its world axis gathers, and rank 0 writes to its folder.
     """
 
-    def __init__(
-        self, config: TimelineConfig, dims: ParallelDims, *, folder: RunFolder | None, say: Callable[[str], None]
-    ) -> None:
-        self._step, self._dims, self._folder, self._say = config.timeline_step, dims, folder, say
+    def __init__(self, config: TimelineConfig, run: RunContext) -> None:
+        self._step, self._dims, self._folder, self._log = config.timeline_step, run.dims, run.folder, run.log
         self._barrier_end = 0.0
         self._recording: Recording | None = None
 
@@ -101,7 +96,7 @@ class StepTimeline:
         cluster = self._dims.layout.cluster
         names = [f"rank {rank}, node {cluster.node_of(rank)}" for rank in range(len(spans_by_rank))]
         self._folder.write_timeline(chrome_trace(spans_by_rank, names))
-        self._say(describe(whole.name, spans_by_rank))
+        self._log(describe(whole.name, spans_by_rank))
 
 
 def describe(name: str, spans_by_rank: Sequence[Sequence[Span]]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.context import context
 from helpers.ranks import ranks
 from helpers.training import Case, build_step
 
@@ -18,7 +19,6 @@ from megazpp.parallel.spans import Span
 from megazpp.parallel.timeline import Recording, Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.training.chrome_trace import read_chrome_trace
-from megazpp.training.run_folder import RunFolder
 from megazpp.training.step_timeline import StepTimeline, TimelineConfig, check_timeline, describe
 from megazpp.zero.config import ZeroConfig
 
@@ -47,9 +47,9 @@ class OneRank:
 
 
 def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_left_in_flight(tmp_path: Path):
-    dims, said = OneRank(), []
-    config = TimelineConfig(timeline_step=3)
-    steps = StepTimeline(config, dims, folder=RunFolder(tmp_path), say=said.append)
+    dims = OneRank()
+    run, said = context(dims, tmp_path)
+    steps = StepTimeline(TimelineConfig(timeline_step=3), run)
     go_on, ends = threading.Event(), threading.Event()
 
     def gather_that_lasts_into_the_next_step() -> None:
@@ -83,9 +83,10 @@ def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_l
 
 def test_without_the_flag_nothing_is_recorded_and_the_first_step_can_be():
     dims = OneRank()
-    with StepTimeline(TimelineConfig(), dims, folder=None, say=print).step(1):
+    run, _ = context(dims)
+    with StepTimeline(TimelineConfig(), run).step(1):
         assert dims.timeline.open == 0
-    with StepTimeline(TimelineConfig(timeline_step=1), dims, folder=None, say=print).step(1):
+    with StepTimeline(TimelineConfig(timeline_step=1), run).step(1):
         assert dims.timeline.open == 1
     assert dims.timeline.open == 0
 
@@ -94,9 +95,8 @@ def train_with_a_timeline(folder: str) -> tuple[list[str], list[float]]:
     """Four ranks on two nodes, ZeRO++, two micro-batches; what was said on this rank and the losses."""
     case = Case(steps=3, nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))
     step, dims = build_step(case)
-    said: list[str] = []
-    mine = RunFolder(folder) if dims.world.rank == 0 else None
-    timeline = StepTimeline(TimelineConfig(timeline_step=2), dims, folder=mine, say=said.append)
+    run, said = context(dims, folder)
+    timeline = StepTimeline(TimelineConfig(timeline_step=2), run)
     size, losses = case.global_batch // dims.data_size // 2, []
     for index in range(case.steps):
         batches = [case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(2)]
