@@ -202,12 +202,12 @@ def test_the_timeline_is_a_trace_of_both_ranks_and_lasts_as_long_as_the_step(mai
     by_rank = read_chrome_trace(main_job.folder / "timeline.json")
     assert list(by_rank) == ["rank 0, node 0", "rank 1, node 1"]
     for spans in by_rank.values():
-        (whole,) = (span for span in spans if span.lane == "step")
+        (whole,) = (span for span in spans if span.track == "step")
         assert whole.name == "step 3"
-        inside = [span for span in spans if span.lane == "compute"]
+        inside = [span for span in spans if span.track == "compute"]
         assert {span.name for span in inside} == {"forward", "backward", "norm", "optimizer"}
         assert 0.5 < sum(span.seconds for span in inside) / whole.seconds <= 1
-        hops = {span.name.split()[0] for span in spans if span.lane == "shard"}
+        hops = {span.name.split()[0] for span in spans if span.track == "shard"}
         assert hops == {"all_gather", "reduce_scatter", "all_reduce"}
 
 

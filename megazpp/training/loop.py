@@ -11,7 +11,7 @@ from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.progress import Progress
 from megazpp.data.loader import BatchLoader
 from megazpp.optim.schedule import Schedule
-from megazpp.parallel.spans import WAIT
+from megazpp.parallel.timeline import WAIT
 from megazpp.training.batches import BatchPlan
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.metrics import StepRecord

@@ -1,7 +1,7 @@
 """`--profile`: torch's profiler over some iterations of some ranks; `--record-memory-history`: CUDA's allocations.
 
 A profiled rank leaves a Chrome trace in the run folder, for ui.perfetto.dev: operators, kernels, and the timeline's
-spans under their lane and name ("cross all_gather layers.3"), of all threads. Other ranks and iterations pay nothing.
+spans under their track and name ("cross all_gather layers.3"), of all threads. Other ranks and iterations pay nothing.
 """
 
 from __future__ import annotations
@@ -140,15 +140,15 @@ class Profiler:
             ranks = " ".join(map(str, self._config.profile_ranks))
             self._log(f"profile of iterations {self._first} to {iteration}, rank {ranks}: {self._folder}")
 
-    def span(self, lane: str, name: str) -> AbstractContextManager[Any]:
+    def span(self, track: str, name: str) -> AbstractContextManager[Any]:
         """For the timeline."""
-        return record_function(f"{lane} {name}")
+        return record_function(f"{track} {name}")
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
         if self._dims.timeline.device_type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        # a lane's thread is older than the profiler, which would leave it out
+        # a queue's thread is older than the profiler, which would leave it out
         self._trace = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
         self._trace.start()
         self._dims.timeline.attach(self)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megazpp.flags import flag
-from megazpp.parallel.spans import COMPUTE, lane_seconds
+from megazpp.parallel.timeline import COMPUTE, track_seconds
 from megazpp.training.context import RunContext
 
 SLOW = 1.2  # times the median
@@ -56,7 +56,7 @@ class Straggler:
             yield
         finally:
             spans = timeline.stop(recording)
-        seconds = torch.tensor([lane_seconds(spans)[COMPUTE]], dtype=torch.float64, device=self._dims.mesh.device_type)
+        seconds = torch.tensor([track_seconds(spans)[COMPUTE]], dtype=torch.float64, device=self._dims.mesh.device_type)
         self._log(describe(iteration, self._dims.world.all_gather(seconds).tolist()))
 
 

@@ -15,8 +15,7 @@ from helpers.ranks import ranks
 from helpers.training import Case, build_step
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.spans import Span
-from megazpp.parallel.timeline import Recording, Timeline
+from megazpp.parallel.timeline import Recording, Span, Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.training.chrome_trace import read_chrome_trace
 from megazpp.training.step_timeline import StepTimeline, TimelineConfig, check_timeline, describe
@@ -113,14 +112,14 @@ def test_a_trained_step_shows_every_rank_s_phases_and_axes_on_one_clock(tmp_path
     by_rank = read_chrome_trace(tmp_path / "timeline.json")
     assert list(by_rank) == ["rank 0, node 0", "rank 1, node 0", "rank 2, node 1", "rank 3, node 1"]
     for spans in by_rank.values():
-        phases = [s.name for s in spans if s.lane == "compute"]
+        phases = [s.name for s in spans if s.track == "compute"]
         assert phases == ["forward", "backward", "forward", "backward", "norm", "optimizer"]
-        for lane in ("cross", "local"):  # each unit's hops by their names
-            names = {s.name for s in spans if s.lane == lane}
+        for track in ("cross", "local"):  # each unit's hops by their names
+            names = {s.name for s in spans if s.track == track}
             assert names >= {
                 f"{hop} {unit}" for hop in ("all_gather", "all_to_all") for unit in ("layers.0", "the rest")
             }
-    whole = [span for spans in by_rank.values() for span in spans if span.lane == "step"]
+    whole = [span for spans in by_rank.values() for span in spans if span.track == "step"]
     # a step ends with collectives of all ranks, so none can begin after another has ended
     assert max(s.start_seconds for s in whole) < min(s.end_seconds for s in whole)
     assert min(s.start_seconds for s in whole) > 0  # the barrier before the recording is the zero
@@ -131,7 +130,7 @@ def test_the_summary_adds_up_lanes_over_ranks_and_weighs_what_is_hidden_by_its_t
     second = [Span("step", "step 7", 0, 8, True), Span("compute", "f", 0, 4, True), Span("cross", "x", 4, 2, True)]
     second.append(Span("local", "y", 4, 1))
     assert describe("step 7", [first, second]).splitlines() == [
-        "timeline of step 7: 10.000 s; busy seconds of each lane, mean of 2 ranks:",
+        "timeline of step 7: 10.000 s; busy seconds of each track, mean of 2 ranks:",
         "  compute       7.0000 s",
         "  local         0.5000 s, 0% hidden behind compute, 100% behind compute and other hops",
         "  cross         4.0000 s, 75% hidden behind compute, 88% behind compute and other hops",

@@ -9,7 +9,7 @@ from helpers.context import context
 from helpers.ranks import ranks
 
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
-from megazpp.parallel.spans import COMPUTE
+from megazpp.parallel.timeline import COMPUTE
 from megazpp.topology.cluster import Cluster
 from megazpp.training.straggler import Straggler, StragglerConfig, describe
 
