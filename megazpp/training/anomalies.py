@@ -28,7 +28,7 @@ WINDOW, FEWEST = 100, 20  # losses that a loss is compared with
 
 @dataclass(frozen=True, kw_only=True)
 class AnomalyConfig:
-    """What must not get into the weights."""
+    """NaN, Inf and loss spikes: what must not get into the weights."""
 
     check_for_nan_in_loss_and_grad: bool = flag(
         True,

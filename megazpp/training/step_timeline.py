@@ -22,7 +22,7 @@ from megazpp.training.context import RunContext
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineConfig:
-    """A look at one step."""
+    """Timeline (trace) of one step on all ranks."""
 
     timeline_step: int | None = flag(
         None,

@@ -24,7 +24,7 @@ SHOWN = 8  # ranks
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerConfig:
-    """Slow ranks."""
+    """Stragglers: slow ranks are named."""
 
     log_straggler: bool = flag(
         False, f"measure one step per log interval and name the ranks that compute {SLOW} times as long as the median"

@@ -38,7 +38,7 @@ PARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TimersConfig:
-    """Timers."""
+    """Timers: how long the parts of an iteration take."""
 
     timing_log_level: Literal[0, 1, 2] = flag(
         0, "times in the log: 0 of iterations, 1 of their parts, 2 also of micro-batches and of each axis's collectives"
