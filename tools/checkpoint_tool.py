@@ -108,7 +108,7 @@ def _load_and_work(
     worker: Worker,
 ) -> None:
     config, device, seed = parsed.config, worker.device, parsed.config.launch.seed
-    say = Console(enabled=worker.rank == 0, out=sys.stderr).say
+    say = Console(enabled=worker.rank == 0, out=sys.stderr).log
     with user_errors():
         cluster = found_cluster(config, plan.layout.cluster, worker)
         plan = check_model_config(config, cluster, device_type=device.type)

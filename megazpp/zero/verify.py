@@ -30,7 +30,7 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by by
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
-    """Silent corruption."""
+    """Silent data corruption."""
 
     zero_verify_interval: int | None = flag(
         None,

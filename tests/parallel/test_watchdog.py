@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.program import Program
 
-from megazpp.parallel.activity import Doing
+from megazpp.parallel.timeline import Doing
 from megazpp.parallel.watchdog import RankState, describe_hang
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.context import context
 from helpers.ranks import ranks
 from helpers.training import Case, build_step
 
@@ -28,9 +29,8 @@ def train_profiled(config: ProfilerConfig, folder: str, iterations: range) -> tu
     """ZeRO++ on two nodes of two: what rank 0 said, the losses, and in how many steps somebody listened."""
     case = Case(nodes=2, zero=ZeroConfig(zeropp=True))
     step, dims = build_step(case)
-    said: list[str] = []
-    rank = dims.world.rank
-    profiler = Profiler(config, dims, folder=Path(folder) if rank == 0 else None, say=said.append)
+    run, said = context(dims, folder)
+    profiler = Profiler(config, run)
     size, losses, heard = case.global_batch // dims.data_size, [], 0
     with profiler:
         for iteration in iterations:
