@@ -21,10 +21,10 @@ class JobError(Exception):
 
     exit_code = EXIT_ERROR
 
-    def show(self) -> None:
-        """Print it to stderr, one line per problem."""
+    def show(self, program: str = "") -> None:
+        """Print it to stderr, one line per problem; `program` is the running one where no name is given."""
         for line in str(self).splitlines():
-            print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+            print(f"{program or Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
 
 
 class UserError(JobError):

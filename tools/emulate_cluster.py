@@ -30,11 +30,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from entry import leave_with
-from rank_processes import RankProcesses, RankSite, exit_on_signals, undisturbed
+from entry import exit_on_signals, leave_with, one_line_errors, undisturbed
 
-from megazpp.errors import UserError
+from megazpp.errors import EXIT_INTERRUPTED, UserError
 from megazpp.formatting import MEGA
+from megazpp.parallel.rank_processes import RankProcesses, RankSite, master_variables
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 UNLIMITED = "unlimited"
@@ -127,9 +127,9 @@ class EmulatedCluster:
             for node in range(self.nodes)
         ]
         # a port of its own for each job: the last one's may still be closing
-        master = (_address(0), FIRST_PORT + len(self._jobs))
-        job = RankProcesses(command, sites=sites, ranks_per_node=self.ranks_per_node, master=master, pass_fds=pass_fds)
-        self._jobs.append(job)
+        master = master_variables(_address(0), FIRST_PORT + len(self._jobs))
+        job = RankProcesses(command, self.ranks_per_node, sites=sites, quiet=True, pass_fds=pass_fds)
+        self._jobs.append(job.start(master))
         return job
 
     def _make(self) -> None:
@@ -218,6 +218,7 @@ def _run(*command: str, may_fail: bool = False) -> str:
     return done.stdout
 
 
+@one_line_errors
 def main() -> int:
     """Parse, run the job on the cluster, say what the uplinks carried; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -237,11 +238,8 @@ def main() -> int:
             raise UserError("give a Python program that exists after --, like -- pretrain_gpt.py --zeropp")
         with EmulatedCluster(nodes=args.nodes, ranks_per_node=args.ranks_per_node, rate=args.rate) as cluster:
             return _run_job(cluster, args.command)
-    except (UserError, ValueError) as error:
-        UserError(str(error)).show()
-        return 2
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return EXIT_INTERRUPTED
 
 
 def _run_job(cluster: EmulatedCluster, command: Sequence[str]) -> int:

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from entry import exit_on_signals
 from gpu_parts.clocks import describe_clocks, record_clocks
 from gpu_parts.part import Task, describe, read_report, start, tail
-from rank_processes import exit_on_signals
 
 from megazpp.files import write_whole
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from data_tool import run_tool
-from entry import leave_with
+from entry import leave_with, run_tool
 from pictures import check_matplotlib
 
 from megazpp.data.indexed_dataset import IndexedDataset

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from data_tool import run_tool, say
-from entry import leave_with
+from entry import leave_with, run_tool, say
 
 from megazpp.data.preprocess import PreprocessConfig, preprocess
 from megazpp.data.tokenizer import TokenizerConfig

@@ -10,8 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from data_tool import run_tool, say
-from entry import leave_with
+from entry import leave_with, run_tool, say
 
 from megazpp.data.tokenizer_training import TrainTokenizerConfig, train_tokenizer
 

@@ -13,22 +13,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from megazpp.errors import EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_SECONDARY, EXIT_USER_ERROR
-from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, STOP_SIGNALS
+from megazpp.errors import EXIT_ERROR, EXIT_READER_GONE, EXIT_USER_ERROR
+from megazpp.parallel.launch import RESTART_COUNT, STOP_SIGNALS
+from megazpp.parallel.rank_processes import POLL_SECONDS, RankProcesses, describe_failure
 from megazpp.parallel.rendezvous import agent_variables, loopback_store
-
-POLL_SECONDS = 0.05
-GRACE_SECONDS = 3.0  # for the rank that failed first, when all that is seen is that another rank's collective broke
 
 
 def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0) -> int:
     """Run `command` in `nproc` local worker processes.
 
-    When one fails the others are ended, and all are started again up to `max_restarts` times; what the user has to mend
+    When one fails the others are ended, and all are started again up to `max_restarts` times; what the user has to fix
     is not tried again. Ctrl-C ends all at once. SIGTERM and SIGUSR1 are passed on, and whatever the workers make of
     them, nothing is started any more.
 
@@ -36,13 +34,17 @@ def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0)
         The exit code for this process: 0, 2 for a user error, 128 + n after signal n or a closed pipe, else 1.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
-    workers: list[subprocess.Popen[bytes]] = []
+    workers = RankProcesses(command, nproc)
     try:
-        with _passing_signals_to(workers) as passed:
+        with _passing_signals_to(workers.processes) as passed:
             for attempt in range(max_restarts + 1):
                 store = loopback_store()
-                env = {LAUNCHER_PID: str(os.getpid()), RESTART_COUNT: str(attempt), **agent_variables(store)}
-                failures = _run(command, nproc, env, workers)
+                try:
+                    workers.start({RESTART_COUNT: str(attempt), **agent_variables(store)})
+                    while (failures := workers.failures()) is None:
+                        time.sleep(POLL_SECONDS)
+                finally:
+                    workers.stop()
                 if not failures:
                     return 0
                 if passed:
@@ -51,42 +53,10 @@ def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0)
                     if final in failures.values():
                         return final
                 what_next = f"restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else "the job is over"
-                print(f"{_reason(failures)}; {what_next}", file=sys.stderr, flush=True)
+                print(f"{describe_failure(failures)}; {what_next}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         return _ended_by(signal.SIGINT)
     return EXIT_ERROR
-
-
-def _run(
-    command: Sequence[str], nproc: int, env: Mapping[str, str], workers: list[subprocess.Popen[bytes]]
-) -> dict[int, int]:
-    """Start the workers into the list `workers` and wait for their end.
-
-    Returns:
-        The exit codes, by rank, of those that failed before the rest was ended; empty if all went well.
-    """
-    workers.clear()
-    try:
-        for rank in range(nproc):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
-            own = {name: str(value) for name, value in place.items()}
-            # a session of its own: Ctrl-C reaches only the launcher, which then ends all
-            workers.append(subprocess.Popen(command, env={**os.environ, **env, **own}, start_new_session=True))
-        deadline: float | None = None
-        while True:
-            codes = {rank: code for rank, worker in enumerate(workers) if (code := worker.poll()) is not None}
-            failures = {rank: code for rank, code in codes.items() if code != 0}
-            if failures and deadline is None:
-                deadline = time.monotonic() + GRACE_SECONDS
-            over = deadline is not None and time.monotonic() > deadline
-            if len(codes) == nproc or over or any(code != EXIT_SECONDARY for code in failures.values()):
-                return failures
-            time.sleep(POLL_SECONDS)
-    finally:
-        for worker in workers:
-            worker.kill()
-        for worker in workers:
-            worker.wait()
 
 
 @contextmanager
@@ -110,12 +80,3 @@ def _passing_signals_to(workers: list[subprocess.Popen[bytes]]) -> Iterator[list
 def _ended_by(signum: signal.Signals) -> int:
     print(f"\nended by {signum.name}", file=sys.stderr)  # on a line of its own after a progress bar or the ^C
     return 128 + signum
-
-
-def _reason(failures: Mapping[int, int]) -> str:
-    """Which rank ended the job: one that was killed, else one that reported."""
-    rank, code = min(failures.items(), key=lambda item: (item[1] == EXIT_SECONDARY, item[1] >= 0))
-    if code == EXIT_HANG:
-        return "the job hung, see above"
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"rank {rank} {how}"

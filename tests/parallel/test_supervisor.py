@@ -52,7 +52,7 @@ def test_a_killed_rank_ends_all_and_is_named_without_a_traceback_of_the_others(t
     assert program.process.returncode == 1
 
 
-def test_what_the_user_can_mend_is_shown_once_as_lines_and_not_tried_again(tmp_path: Path):
+def test_what_the_user_can_fix_is_shown_once_as_lines_and_not_tried_again(tmp_path: Path):
     code, output = run_program(JOB, "user-error", "2", "5", folder=tmp_path)
     assert code == 2
     lines = [line for line in output.splitlines() if line != "sum 2"]  # which another rank may say later

@@ -19,7 +19,6 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -30,12 +29,12 @@ import tools_path  # noqa: F401
 from benchmark_cluster_report import LOCAL, Sample, plot, tables
 from benchmark_cluster_variants import VARIANTS, BenchmarkSettings, Order
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate
-from entry import leave_with
+from entry import exit_on_signals, leave_with, one_line_errors
 from pictures import can_draw
-from rank_processes import RankProcesses, exit_on_signals, start_on_this_machine
 
-from megazpp.errors import UserError
+from megazpp.errors import EXIT_INTERRUPTED, UserError
 from megazpp.files import write_whole
+from megazpp.parallel.rank_processes import RankProcesses, start_on_this_machine
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
 POLL_SECONDS = 0.05
@@ -228,6 +227,7 @@ def parse_flags() -> argparse.Namespace:
     return args
 
 
+@one_line_errors
 def main() -> int:
     """Measure what is missing, then write and print the tables; returns the exit code."""
     exit_on_signals()
@@ -236,12 +236,9 @@ def main() -> int:
         drawn = not args.local and can_draw(str(args.out / "plot.png"))
         results = Results(args.out / "samples.json", {name: getattr(args, name) for name in SHAPE})
         measure(args, results)
-    except (UserError, ValueError) as error:
-        UserError(str(error)).show()
-        return 2
     except KeyboardInterrupt:
         say("interrupted; the same command goes on from here")
-        return 128 + signal.SIGINT
+        return EXIT_INTERRUPTED
     labels = {name: variant.label for name, variant in VARIANTS.items()}
     text = tables(results.samples, results.shape, results.parameters, labels)
     (args.out / "table.md").write_text(text)

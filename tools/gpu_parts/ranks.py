@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from rank_processes import RankProcesses, RankSite
+from megazpp.parallel.rank_processes import RankProcesses, RankSite, free_port, master_variables
 
 ON_ONE_GPU = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -40,9 +39,6 @@ POLL_SECONDS = 0.1
 @contextlib.contextmanager
 def running(command: Sequence[str], world_size: int, env: Mapping[str, str]) -> Iterator[RankProcesses]:
     """Run `command` once per rank, all on this machine, to NCCL each on a host of its own; end what is left of them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     sites = [
         RankSite(
             env={
@@ -55,7 +51,7 @@ def running(command: Sequence[str], world_size: int, env: Mapping[str, str]) -> 
         )
         for rank in range(world_size)
     ]
-    ranks = RankProcesses(command, sites=sites, ranks_per_node=1, master=("127.0.0.1", port))
+    ranks = RankProcesses(command, 1, sites=sites, quiet=True).start(master_variables("127.0.0.1", free_port()))
     try:
         yield ranks
     finally:
