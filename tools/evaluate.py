@@ -27,7 +27,7 @@ from megazpp.training.setup import open_loader
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """What is foretold."""
+    """What is predicted."""
 
     input: str | None = flag(None, "prefix of a .bin/.idx pair, or a text (default: the validation and test data)")
 

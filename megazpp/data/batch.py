@@ -68,7 +68,7 @@ def make_micro_batch(
         eod: the id that ends a document; the token after it starts the next one.
         reset_position_ids: positions count from the start of the document, not of the sample.
         reset_attention_mask: give `document_starts`.
-        eod_mask_loss: no loss where the input is eod (the next document's first token cannot be foretold).
+        eod_mask_loss: no loss where the input is eod (the next document's first token cannot be predicted).
     Raises:
         ValueError: one of the three flags is set and there is no eod.
     """

@@ -1,6 +1,6 @@
-"""All tokens of a dataset in order, each to be foretold exactly once: what a model is tested on.
+"""All tokens of a dataset in order, each to be predicted exactly once: what a model is tested on.
 
-The sequences' ids back to back are one line, with eod before the first: its beginning is foretold from a document's
+The sequences' ids back to back are one line, with eod before the first: its beginning is predicted from a document's
 end, like that of every other document. Window k is what lies between ids k S and (k + 1) S of the line, S + 1 ids: the
 last of one window is the first input of the next. Beyond the end there is `PADDING`.
 """
@@ -25,11 +25,11 @@ class WholeText:
     Args:
         sequences: where the ids are.
         seq_length: S.
-        eod: what comes before the first id; None: nothing, and the first id is not foretold.
+        eod: what comes before the first id; None: nothing, and the first id is not predicted.
         vocab_size: refuse ids that are not below this.
         name: in messages.
     Attributes:
-        num_tokens: that are foretold.
+        num_tokens: that are predicted.
     """
 
     def __init__(self, sequences: Sequences, *, seq_length: int, eod: int | None, vocab_size: int, name: str) -> None:
@@ -40,10 +40,10 @@ class WholeText:
         self._starts = self._ends - lengths
         self.num_tokens = int(self._ends[-1]) + len(self._before) - 1
         if self.num_tokens < 1:
-            raise ValueError(f"{name} has no token that could be foretold")
+            raise ValueError(f"{name} has no token that could be predicted")
 
     def __len__(self) -> int:
-        """Windows that have something to foretell."""
+        """Windows that have something to predict."""
         return -(-self.num_tokens // self._seq_length)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
@@ -79,6 +79,6 @@ class WholeText:
 
 
 def make_padded_batch(samples: torch.Tensor, **options: Any) -> MicroBatch:
-    """`make_micro_batch` of samples that may hold `PADDING`, which is never foretold."""
+    """`make_micro_batch` of samples that may hold `PADDING`, which is never predicted."""
     batch = make_micro_batch(samples.clamp(min=0), **options)
     return batch._replace(loss_mask=batch.loss_mask * (samples[:, 1:] != PADDING))

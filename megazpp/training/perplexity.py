@@ -1,4 +1,4 @@
-"""How well a model foretells a text, in units that compare: perplexity per token, and bits per byte of text.
+"""How well a model predicts a text, in units that compare: perplexity per token, and bits per byte of text.
 
 A perplexity says something beside others of the same tokenizer only; bits per byte do not depend on it.
 """
@@ -28,7 +28,7 @@ from megazpp.training.setup import Built
 
 
 class Amount(NamedTuple):
-    """How much text was foretold."""
+    """How much text was predicted."""
 
     tokens: int
     text_bytes: int
@@ -87,7 +87,7 @@ def score_whole(
     device: torch.device,
     say: Callable[[str], None],
 ) -> Score:
-    """Foretell every token of a .bin/.idx pair or of a text once.
+    """Predict every token of a .bin/.idx pair or of a text once.
 
     Args:
         path: a prefix, or a file as --text-path takes it.

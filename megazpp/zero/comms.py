@@ -1,6 +1,6 @@
-"""FSDP2's own collectives, passed through our axis so that their bytes are counted where they leave.
+"""FSDP2's comm interface, and its own collectives over our axes, which count the bytes that are sent.
 
-The only file that names FSDP2's comm interface, which lives in a private module in torch 2.11 to 2.13.
+This is the only file that names the interface, which lives in a private module in torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ except ImportError as error:  # pragma: no cover
 
 
 class FreshBuffers:
-    """FSDP2 asks its comms for buffers; a new one per call leaves their lifetime to the allocator."""
+    """A new buffer for each call in which FSDP2 asks its comms for one; the allocator knows how long it lives."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class Pending(dist.Work):
-    """What FSDP2 waits for before it uses gathered parameters (it asks for no less than this class)."""
+    """The handle that FSDP2 waits for before it uses gathered parameters; it accepts only torch's own class."""
 
     def __init__(self, work: Work[None]) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Pending(dist.Work):
 
 
 class CountedGather(FreshBuffers, AllGather):
-    """[n] shard -> [W n] parameters over `axis`, as FSDP2 does it; `of` is the unit's name."""
+    """[n] shard -> [W n] parameters over `axis`, as FSDP2's own gather does; `of` is the unit's name."""
 
     def __init__(self, axis: MeshAxis, queue: CommQueue, *, overlap: bool, of: str = "") -> None:
         self.axis, self._queue, self._overlap, self._of = axis, queue, overlap, of
@@ -70,11 +70,11 @@ class CountedGather(FreshBuffers, AllGather):
 
 
 class SummingReduce(FreshBuffers, ReduceScatter):
-    """[W n] gradients of a unit -> this rank's [n] of their sum; a subclass says how.
+    """The base of reduce-scatters: [W n] gradients of a unit -> this rank's [n] of their sum over ranks.
 
     Args:
-        unit: whose gradients.
-        schedule: when the result is due.
+        unit: the unit whose gradients are reduced.
+        schedule: decides when a result is waited for.
     """
 
     def __init__(self, unit: Unit, schedule: ReduceSchedule) -> None:
@@ -83,18 +83,18 @@ class SummingReduce(FreshBuffers, ReduceScatter):
         self._total: torch.Tensor | None = None
 
     def watch(self) -> None:
-        """Add up this rank's gradients from now on, before the sum over ranks spreads what is not finite."""
+        """Add up this rank's own gradients from now on, before the sum over ranks spreads a NaN or Inf."""
         self._watched, self._total = True, None
 
     def not_finite(self) -> tuple[str, ...]:
-        """The unit's parameters if a gradient of this rank was not finite since the last `watch`; else ()."""
+        """The names of the unit's parameters if a gradient of this rank was not finite since `watch`; else ()."""
         finite = self._total is None or bool(self._total.isfinite())
         return () if finite else tuple(p.name for p in self._unit.parameters)
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
         """Start to reduce `gradients` [W n]; the work returns `result` [n] when that is complete.
 
-        None if nothing is due yet: a later call's result will contain these gradients.
+        None in a micro-batch without a result: a later call's result contains these gradients too.
         """
         raise NotImplementedError
 
@@ -125,7 +125,7 @@ class SummingReduce(FreshBuffers, ReduceScatter):
 
 
 class CountedReduce(SummingReduce):
-    """Over `axis`, as FSDP2 does it."""
+    """The reduce-scatter over `axis`, as FSDP2's own does."""
 
     def __init__(self, unit: Unit, axis: MeshAxis, queue: CommQueue, schedule: ReduceSchedule) -> None:
         super().__init__(unit, schedule)
@@ -138,7 +138,7 @@ class CountedReduce(SummingReduce):
 
 
 def count_all_reduce(axis: MeshAxis) -> Callable[[torch.Tensor], None]:
-    """A hook for `set_all_reduce_hook`: counts the all-reduce between replicas that FSDP2 has just done."""
+    """A hook for `set_all_reduce_hook` that counts FSDP2's all-reduce between replicas."""
 
     def hook(reduced: torch.Tensor) -> None:
         axis.count("all_reduce", 2 * axis.ring_bytes(reduced))

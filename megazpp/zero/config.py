@@ -1,4 +1,4 @@
-"""The flags of ZeRO and ZeRO++, and what they come to on a given layout."""
+"""The flags of ZeRO and ZeRO++, and the wire plan that follows from them on a given layout."""
 
 from __future__ import annotations
 
@@ -80,24 +80,34 @@ class ZeroConfig:
 
 
 class GatherPlan(NamedTuple):
-    """How weights travel: `fmt` None for the compute format; `keep` the secondary partition (hpZ)."""
+    """How weights are gathered in two hops.
+
+    Attributes:
+        fmt: block format of the messages; None: the compute format, not quantized.
+        keep: whether the secondary partition is kept (hpZ).
+    """
 
     fmt: BlockFormat | None
     keep: bool
 
 
 class ReducePlan(NamedTuple):
-    """How gradients travel; None for the reduction format."""
+    """How gradients are reduced in two hops.
+
+    Attributes:
+        local, cross: block formats inside a node and across nodes; None: the reduction format, not quantized.
+    """
 
     local: BlockFormat | None
     cross: BlockFormat | None
 
 
 class WirePlan(NamedTuple):
-    """What replaces FSDP2's collectives: None where its own stay.
+    """What replaces FSDP2's collectives; it is made once, shown to the user and handed to `shard_model`.
 
     Attributes:
-        overlap_gather, overlap_reduce: collectives run beside the compute (FSDP2's own on CUDA always do).
+        gather, reduce: the two-hop collectives; None where FSDP2's own stay.
+        overlap_gather, overlap_reduce: whether collectives run beside the compute (FSDP2's own on CUDA always do).
         notices: lines for the user.
     """
 
@@ -128,10 +138,10 @@ def _spell(fmt: BlockFormat | None) -> str:
 
 
 def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
-    """What the flags come to on `layout`.
+    """Plan from the flags which collectives are replaced on `layout`, and by what.
 
     Raises:
-        ValueError: a combination that means nothing; the flags and values are named.
+        ValueError: a combination of flags means nothing; the message names flags and values.
     """
     _check_values(config)
     quantized_weights = _default(config.zero_quantized_weights, config.zeropp) and config.zero_weight_bits < 16
@@ -200,7 +210,7 @@ def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:
 
 
 def _check_values(config: ZeroConfig) -> None:
-    """Whether they are used or not."""
+    """Raise ValueError for values out of range, whether the flags are used or not."""
     bits, size = config.zero_gradient_bits, config.zero_block_size
     if len(bits) != 2 or any(b not in (4, 8, 16) for b in bits):
         raise ValueError(f"--zero-gradient-bits {as_words(bits)} is not two of 4, 8 and 16")

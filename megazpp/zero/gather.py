@@ -26,20 +26,20 @@ from megazpp.zero.wire import Codec
 
 
 class StaleWeightsError(RuntimeError):
-    """The secondary partition that is kept does not hold the weights that the shards hold."""
+    """The secondary partition does not hold the weights that the shards hold."""
 
 
 class TwoHopGather(FreshBuffers, AllGather):
-    """FSDP2's all-gather of one unit.
+    """The all-gather of one unit in two hops, in the place of FSDP2's.
 
     Args:
-        unit: whose parameters; its fingerprint, equal on all ranks, is read at every use.
-        cross, local: the two axes; FSDP2's flat rank is cross rank x L + local rank.
-        queues: where the hops run.
-        schedule: what else starts with them.
-        codec: the unit's messages; its elements are FSDP2's compute dtype.
-        keep: keep the secondary partition for later uses (hpZ).
-        check: compare the secondary partition with the shards at every use, on all ranks.
+        unit: the unit whose parameters are gathered; its fingerprint, equal on all ranks, is read at every use.
+        cross, local: the axes of the two hops; FSDP2's flat rank is cross rank x L + local rank.
+        queues: the communication queues in which the hops run.
+        schedule: starts the hops of other units together with this unit's.
+        codec: packs and unpacks the unit's messages; its elements have FSDP2's compute dtype.
+        keep: whether the secondary partition is kept for later uses (hpZ).
+        check: whether it is compared with the shards at every use, on all ranks.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._schedule, self._codec, self._keep, self._check = schedule, codec, keep, check
         self._secondary: torch.Tensor | None = None
         self._made_from: Fingerprint | None = None
-        self._crossed: Work[None] | None = None  # the secondary partition has arrived
-        self._received: Work[torch.Tensor] | None = None  # a local hop that was started early
+        self._crossed: Work[None] | None = None  # the cross hop
+        self._received: Work[torch.Tensor] | None = None  # a local hop that was started ahead of its use
         self.used = False
 
     def drop(self) -> None:
-        """Forget the secondary partition: the weights have changed, or its memory is wanted."""
+        """Have the next use make the secondary partition anew, because the weights have changed."""
         self._made_from = self._received = None
 
     def __call__(
@@ -87,16 +87,16 @@ class TwoHopGather(FreshBuffers, AllGather):
 
     @property
     def message_bytes(self) -> int:
-        """Of a shard, as it travels."""
+        """Bytes of one shard's message."""
         return self._codec.layout.message_bytes
 
     @property
     def kind(self) -> Hashable:
-        """Units of the same kind use the same kernels."""
+        """A key of the compiled kernels: gathers of equal `kind` use the same ones."""
         return self._codec.layout, self._codec.dtype
 
     def rehearse(self, device: torch.device) -> None:
-        """Pack and unpack zeros as a use does, which compiles its kernels; sends nothing and changes nothing."""
+        """Pack and unpack zeros as a use does, to compile the kernels; nothing is sent and no state changes."""
         twin, codec, size = copy.copy(self), self._codec, self._codec.layout.size
         twin._cross, twin._local = SilentAxis(self._cross), SilentAxis(self._local)
         secondary = codec.empty(self._cross.size, device=device)
@@ -107,13 +107,13 @@ class TwoHopGather(FreshBuffers, AllGather):
         twin._unpack(Work(twin._hop_inside(secondary)), output.view(-1))
 
     def start_early(self) -> None:
-        """Start the cross hop if the weights have changed and the modules hold the shards."""
+        """Start the cross hop ahead of use if the weights have changed and the modules hold the shards."""
         shard = self._unit.shard_reader(self._codec.dtype)
         if shard is not None and self._secondary is not None and self._made_from != self._unit.fingerprint():
             self._start_cross_hop(self._secondary, shard)
 
     def prefetch(self) -> None:
-        """Start the local hop of the next use, if the secondary partition is there."""
+        """Start the next use's local hop, if the secondary partition holds the current weights."""
         fresh = self._unit.is_sharded and self._made_from == self._unit.fingerprint()
         if fresh and self._received is None and self._secondary is not None:
             self._received = self._start_local_hop(self._secondary)

@@ -1,4 +1,4 @@
-"""Where everything lies in a message: pure integers, decided once per unit.
+"""The layout of a message, which is the bytes of one shard on the wire: pure integers, planned once per unit.
 
 FSDP2 lays a unit's shards out flat: for each parameter its rows on this rank, padded to the same count on every rank
 (zeros), one parameter after the other. Each parameter is a segment. On the wire a shard is one message of bytes:
@@ -30,10 +30,10 @@ class Segment:
     """One parameter's part of a flat shard.
 
     Attributes:
-        name: the parameter's.
+        name: the parameter's name.
         start: its first element in the shard.
         size: elements, padding included; the same on every rank.
-        exact: it travels as it is.
+        exact: whether it is never quantized.
     """
 
     name: str
@@ -64,12 +64,12 @@ def plan_segments(parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: 
 
 @dataclass(frozen=True, kw_only=True)
 class ByteRange:
-    """A run of elements of the shard and the bytes it takes in the message.
+    """The bytes of a message that hold a run of neighbouring elements of the shard.
 
     Attributes:
         start, stop: elements of the shard.
         payload: first byte and number of bytes of the quantized payload, or of the elements as they are.
-        scales: first byte and number of bytes of the scales; None for elements that travel exact.
+        scales: first byte and number of bytes of the scales; None for elements that are not quantized.
     """
 
     start: int
@@ -80,13 +80,13 @@ class ByteRange:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageLayout:
-    """One shard's message.
+    """Where one shard's elements lie in its message.
 
     Attributes:
         size: elements of the shard.
         message_bytes: a multiple of 16.
         ranges: quantized runs, then exact ones.
-        fmt: of the quantized runs; None if all travel exact.
+        fmt: format of the quantized runs; None if nothing is quantized.
     """
 
     size: int

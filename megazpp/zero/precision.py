@@ -1,4 +1,4 @@
-"""Which number format the forward pass computes in and which one gradients are reduced in."""
+"""The flags of precision: the dtype in which the model computes, and the one in which gradients are reduced."""
 
 from __future__ import annotations
 

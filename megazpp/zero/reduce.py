@@ -25,17 +25,17 @@ from megazpp.zero.wire import Codec, Errors
 
 
 class TwoHopReduce(SummingReduce):
-    """FSDP2's reduce-scatter of one unit.
+    """The reduce-scatter of one unit in two hops, in the place of FSDP2's.
 
     Args:
-        unit: whose gradients.
-        schedule: when the result is due.
-        cross, local: the two axes; FSDP2's flat rank is cross rank x L + local rank.
-        queues: where the hops run.
-        local_codec, cross_codec: the unit's messages on each hop.
-        partial_dtype: of the sums that wait for the cross hop.
-        feedback: keep the cross hop's quantization errors and add them the next time.
-        every_micro_batch: cross in every micro-batch: no partial sums to keep, k times the traffic.
+        unit: the unit whose gradients are reduced.
+        schedule: decides when a result is waited for.
+        cross, local: the axes of the two hops; FSDP2's flat rank is cross rank x L + local rank.
+        queues: the communication queues in which the hops run.
+        local_codec, cross_codec: pack and unpack the unit's messages on each hop.
+        partial_dtype: dtype of the partial sums.
+        feedback: whether the cross hop's quantization errors are kept and added the next time.
+        every_micro_batch: whether gradients cross in every micro-batch: no partial sums, k times the traffic.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TwoHopReduce(SummingReduce):
         self._last_micro_batch = True
 
     def begin_micro_batch(self, *, last: bool) -> None:
-        """The following gradients are those of another micro-batch, the step's `last` one or not."""
+        """Call before each micro-batch; after the step's `last` one the partial sums cross."""
         self._last_micro_batch = last
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
@@ -81,28 +81,28 @@ class TwoHopReduce(SummingReduce):
 
     @property
     def unit_name(self) -> str:
-        """The unit's first parameter, which no other unit has."""
+        """The name of the unit's first parameter, which no other unit has."""
         return self._unit.parameters[0].name
 
     @property
     def message_bytes(self) -> tuple[int, int]:
-        """Of a shard's gradients, as they travel inside a node and across nodes."""
+        """Bytes of one shard's message inside a node and across nodes."""
         return self._local_codec.layout.message_bytes, self._cross_codec.layout.message_bytes
 
     def errors(self, device: torch.device) -> Errors:
-        """What the cross hop's last quantization lost; not while a backward is running. [] without feedback."""
+        """The errors of the cross hop's last quantization; [] without feedback. Call while no backward is running."""
         if self._feedback and self._errors is None:
             self._errors = self._cross_codec.new_errors(self._cross.size, device=device)
         return self._errors or []
 
     @property
     def kind(self) -> Hashable:
-        """Units of the same kind use the same kernels."""
+        """A key of the compiled kernels: reductions of equal `kind` use the same ones."""
         codecs = (self._local_codec, self._cross_codec)
         return tuple((codec.layout, codec.dtype) for codec in codecs)
 
     def rehearse(self, device: torch.device) -> None:
-        """Reduce zeros as two micro-batches do, which compiles the kernels; sends nothing and changes nothing."""
+        """Reduce zeros as two micro-batches do, to compile the kernels; nothing is sent and no state changes."""
         twin, codec = copy.copy(self), self._local_codec
         twin._cross, twin._local = SilentAxis(self._cross), SilentAxis(self._local)
         twin._partial_sums = twin._errors = None

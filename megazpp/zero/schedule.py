@@ -1,10 +1,10 @@
-"""Which hop runs when: slow hops per optimizer step, fast hops per use.
+"""The schedules that decide which hop runs when: slow hops once per optimizer step, fast hops once per use.
 
     weights    first use after they changed:  cross hops of all units start, in the order of use, under the forward
                every use:                     local hop, with the next unit's behind it
     gradients  every micro-batch:             local hop
                last micro-batch:              cross hop of a unit when its local hop is done, under the rest of backward
-               end of that backward:          the sums are added to `.grad`: who calls backward() finds them complete
+               end of that backward:          the sums are added to `.grad`, which is complete when backward() returns
 
 The hops run in communication queues (parallel/comm_queue.py), one per axis, so the collectives of each group keep the
 program's order on every rank. In flight at most: the gradients of `UNITS_IN_FLIGHT` units before their local hop, each
@@ -41,7 +41,7 @@ UNITS_IN_FLIGHT = 2
 
 
 class CommQueues(NamedTuple):
-    """Where the hops run."""
+    """The communication queues of the three axes."""
 
     cross: CommQueue
     local: CommQueue
@@ -49,23 +49,23 @@ class CommQueues(NamedTuple):
 
 
 class Startable(Protocol):
-    """A unit's gather, as its schedule sees it."""
+    """The part of a unit's gather that its schedule calls."""
 
     used: bool  # since its cross hop last started
 
     def start_early(self) -> None:
-        """Start the cross hop if the weights have changed and the modules hold the shards."""
+        """Start the cross hop ahead of use if the weights have changed and the modules hold the shards."""
 
     def prefetch(self) -> None:
-        """Start the local hop of the next use."""
+        """Start the next use's local hop."""
 
 
 class GatherSchedule:
-    """The order of use of the units that keep a secondary partition, learned from the uses themselves.
+    """Starts gathers ahead of use, in the order in which units that keep a secondary partition were used before.
 
     Args:
-        overlap: start hops before they are asked for.
-        prefetch: local hops too (on CUDA the host runs ahead, which does the same).
+        overlap: whether cross hops start before they are asked for.
+        prefetch: whether local hops do (on CUDA the host runs ahead, which has the same effect).
     """
 
     def __init__(self, *, overlap: bool, prefetch: bool) -> None:
@@ -74,7 +74,7 @@ class GatherSchedule:
         self._order: list[Startable] = []
 
     def stale(self, gather: Startable) -> None:
-        """`gather` has just started its cross hop because it was asked for: start those that will be asked for."""
+        """Start the other units' cross hops; call when `gather` has started its own because it was used."""
         if gather not in self._order:
             self._order.append(gather)
         if self.overlap:
@@ -83,7 +83,7 @@ class GatherSchedule:
                     other.start_early()
 
     def prefetch_after(self, gather: Startable) -> None:
-        """`gather`'s local hop has been submitted: submit the next one's too, in a forward."""
+        """Submit the local hop of the unit after `gather`, in a forward; call when its own has been submitted."""
         if self._prefetch and not in_backward():  # FSDP2 prefetches in backward itself
             following = self._order[self._order.index(gather) + 1 :]
             if following:
@@ -91,12 +91,12 @@ class GatherSchedule:
 
 
 class ReduceSchedule:
-    """What is in flight during a backward.
+    """Bounds and finishes the reductions that are in flight during a backward.
 
     Args:
-        overlap: finish a unit's reduction only at the end of the backward.
-        blocks_host: waiting blocks the host (CPU); where it does not, the caller's stream waits at once instead, so
-            that FSDP2 keeps a unit's gradients until they have been sent.
+        overlap: whether a unit's reduction is finished only at the end of the backward.
+        blocks_host: whether waiting blocks the host (CPU). Where it does not (CUDA), the caller's stream waits at
+            once, so that FSDP2 keeps a unit's gradients until they have been sent.
     """
 
     def __init__(self, *, overlap: bool, blocks_host: bool) -> None:
@@ -106,13 +106,13 @@ class ReduceSchedule:
         self._backward = -1
 
     def sent(self, work: Work[Any]) -> None:
-        """Bound the gradients that wait to be sent; `work` is the latest."""
+        """Wait until few enough units have gradients to send; `work` sends those of the latest unit."""
         self._sending.append(work)
         while len(self._sending) > (UNITS_IN_FLIGHT if self.overlap and self._blocks_host else 0):
             self._sending.popleft().wait()
 
     def finish_later(self, work: Work[Any], finish: Callable[[], None]) -> None:
-        """Call `finish` at the end of the backward, when `work` is done."""
+        """Call `finish` at the end of the backward, after `work`."""
         self._finishing.append((work, finish))
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
@@ -120,7 +120,7 @@ class ReduceSchedule:
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
-        """Finish what is due; autograd calls it, and who runs without autograd (the planner) calls it himself."""
+        """Finish the reductions in flight. Autograd calls this; the planner, which has no autograd, does too."""
         self._backward = -1
         finishing, self._finishing = self._finishing, []
         for work, finish in finishing:

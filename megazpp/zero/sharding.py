@@ -36,11 +36,11 @@ from megazpp.zero.units import Unit, find_units
 
 
 class Sharding:
-    """The handle on a sharded model: what has to happen around micro-batches, evaluations and writes to weights.
+    """The handle on a sharded model: its methods belong around micro-batches, evaluations and writes to weights.
 
     Args:
-        model: the model.
-        units: its sharding units.
+        model: the sharded model.
+        units: its sharding units, FSDP2's parameter groups.
         stage: the ZeRO stage.
         gathers, reduces: the two-hop comms that were installed.
         watchable: every comm that sums gradients over shards.
@@ -63,7 +63,7 @@ class Sharding:
             _drop_after_steps(weakref.ref(self))
 
     def begin_micro_batch(self, *, last: bool) -> None:
-        """Call before each forward of a training step; `last` for the step's last micro-batch."""
+        """Call before each forward of a training step, with `last` before that of its last micro-batch."""
         for module in self._modules:
             if self.stage <= 1:
                 module.set_requires_gradient_sync(last, recurse=False)
@@ -75,7 +75,7 @@ class Sharding:
             reduce.begin_micro_batch(last=last)
 
     def compile_kernels(self, device: torch.device) -> None:
-        """Have the kernels of quantized messages compiled for `device` now, and not in the first step.
+        """Compile the kernels of quantized messages for `device` now, and not in the first step.
 
         On CUDA each kind of unit needs some that the others do not; elsewhere they are compiled already.
         """
@@ -83,7 +83,7 @@ class Sharding:
             self.rehearse(device)
 
     def rehearse(self, device: torch.device) -> None:
-        """Pack and unpack zeros once for each kind of unit; nobody else is needed, and nothing changes."""
+        """Pack and unpack zeros once for each kind of unit; no other rank takes part, and no state changes."""
         hops: list[TwoHopGather | TwoHopReduce] = [*self._gathers, *self._reduces]
         one_of_each = {(type(hop), hop.kind): hop for hop in hops}
         with torch.no_grad():
@@ -91,15 +91,15 @@ class Sharding:
                 hop.rehearse(device)
 
     def free_gathered(self) -> None:
-        """Drop gathered parameters, so that the next forward reads the shards; call after an evaluation."""
+        """Free gathered parameters, so that the next forward gathers the shards anew; call after an evaluation."""
         for module in self._modules:
             module.reshard()
 
     @contextmanager
     def kept_gathered(self) -> Iterator[None]:
-        """Forwards inside gather each weight at its first use and keep it, as stage 2 does; afterwards all are freed.
+        """Keep each weight after its first gather, as stage 2 does, for the forwards inside; afterwards free all.
 
-        For a generation, where every token is a forward. Costs the memory of the whole model in compute precision.
+        For a generation, where every token is a forward. It costs the memory of the whole model in compute precision.
         """
         for module in self._modules:
             module.set_reshard_after_forward(False, recurse=False)
@@ -120,7 +120,7 @@ class Sharding:
             gather.drop()
 
     def error_feedback(self) -> dict[str, torch.Tensor]:
-        """This rank's buffers of what quantizing gradients has lost, by name; {} where nothing is fed back.
+        """This rank's buffers of error feedback, by name; {} where none is kept.
 
         The only state beside the parameters that outlives a step. It belongs to one layout: others begin with zeros.
         """
@@ -133,14 +133,14 @@ class Sharding:
         return buffers
 
     def watch_gradients(self) -> None:
-        """Look at this rank's gradients before they are summed: one pass over them. Call once per step; it forgets."""
+        """Begin to watch this rank's gradients: one pass over them before they are summed. Call once per step."""
         for reduce in self._watchable:
             reduce.watch()
 
     def not_finite_here(self) -> list[str] | None:
         """Parameters of the units in which this rank's gradients were not finite since `watch_gradients`.
 
-        None where nobody can look: gradients of whole copies (stage 0) are summed inside FSDP2.
+        None with stage 0, where FSDP2 itself sums the gradients of whole copies.
         """
         return [name for reduce in self._watchable for name in reduce.not_finite()] if self._watchable else None
 

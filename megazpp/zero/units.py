@@ -1,4 +1,4 @@
-"""The sharding units of an FSDP2 model, and their parameters in the order in which FSDP2 lays them out flat."""
+"""The sharding units of an FSDP2 model (FSDP2 calls them parameter groups), their parameters in FSDP2's flat order."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class UnitParameter:
     """One parameter of a unit.
 
     Attributes:
-        name: in the model.
-        module, attribute: where it is registered (the object there changes while it is gathered).
-        shape: on this tensor-parallel rank, whole along the data axes.
+        name: its name in the model.
+        module, attribute: where it is registered (FSDP2 puts another object there while it is gathered).
+        shape: its shape on this tensor-parallel rank, not sharded over data ranks.
         requires_grad: whether it is trained.
     """
 
@@ -38,10 +38,10 @@ class UnitParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Parameters that travel together.
+    """One of FSDP2's parameter groups: the parameters that are gathered and reduced together.
 
     Attributes:
-        name: of its modules in the model, for people.
+        name: names of its modules in the model, for messages.
         modules: the FSDP modules that share the unit, usually one.
         parameters: in FSDP2's flat order.
         segments: where each parameter lies in the flat shard.
@@ -60,7 +60,7 @@ class Unit:
         return all(isinstance(t, DTensor) and SHARD in (t.device_mesh.mesh_dim_names or ()) for t in self._tensors())
 
     def fingerprint(self) -> Fingerprint:
-        """Changes when a shard is written to by an operation that autograd counts, replaced, or the mode changes.
+        """A value that changes when autograd counts a write to a shard, a shard is replaced, or the mode changes.
 
         Valid only while the unit `is_sharded`.
         """

@@ -1,4 +1,4 @@
-"""Silent corruption of the wire: are the gathered weights the same on all ranks?
+"""The check for silent data corruption on the wire: it compares the gathered weights of all ranks.
 
 All ranks that share a tensor-parallel index gather the same weights, bit for bit: what arrives is what the owner of a
 shard has sent, quantized or not. So between a backward and its update each rank gathers once more what that backward
@@ -47,7 +47,7 @@ class CorruptWeightsError(JobError):
 
 
 class Sums(NamedTuple):
-    """What one rank has for the shards on which ranks differ: (unit, index of the owner along shard) -> sum of bits."""
+    """One rank's sums of bits of the shards on which ranks differ, by unit and the owner's index along shard."""
 
     tp_rank: int
     shard_rank: int
@@ -73,10 +73,10 @@ def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
 
 
 def describe(found: Sequence[Sums]) -> str:
-    """Which ranks have other weights than most, or, where as many have one as the other, than the shard's owner.
+    """The message that names the ranks whose weights differ from most ranks', in a tie from the shard owner's.
 
     Args:
-        found: by rank.
+        found: the sums of each rank, by rank.
     """
     lines = []
     for tp_rank, key in dict.fromkeys((each.tp_rank, key) for each in found for key in each.sums):

@@ -1,4 +1,4 @@
-"""Shards into messages and back: the only file between the hops and the kernels.
+"""The codec that packs shards into messages and unpacks them: the only file between the hops and the kernels.
 
 A, B: leading dims (peers), in any order of memory; S: elements of a shard; M: bytes of a message.
 """
@@ -22,8 +22,8 @@ class Codec:
     """Packs and unpacks the shards of one unit.
 
     Args:
-        layout: where everything lies.
-        dtype: of what travels exact.
+        layout: where the elements of a shard lie in its message.
+        dtype: dtype of the elements that are not quantized.
     """
 
     def __init__(self, layout: MessageLayout, dtype: torch.dtype) -> None:
@@ -37,7 +37,7 @@ class Codec:
         """shards [A, B, S] (any strides) -> messages [A, B, M].
 
         Args:
-            errors: what the last pack lost, see `new_errors`; added before, and replaced.
+            errors: quantization errors of the last pack, see `new_errors`; they are added first, and replaced.
         """
         quantized = 0
         for part in self.layout.ranges:

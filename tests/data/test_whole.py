@@ -1,4 +1,4 @@
-"""Every id is foretold once, in order, from the one before it."""
+"""Every id is predicted once, in order, from the one before it."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def test_ids_of_another_vocabulary_are_refused(sequences: IndexedDataset):
         whole(sequences, 8, eod=None, vocab_size=50)[0]
 
 
-def test_a_text_without_anything_to_foretell_is_refused(tmp_path: Path):
+def test_a_text_without_anything_to_predict_is_refused(tmp_path: Path):
     with IndexedDatasetBuilder(tmp_path / "one", "<u2") as builder:
         builder.add_document([5])
         builder.finalize()
-    with pytest.raises(ValueError, match="no token that could be foretold"):
+    with pytest.raises(ValueError, match="no token that could be predicted"):
         whole(IndexedDataset(tmp_path / "one"), 8, eod=None)

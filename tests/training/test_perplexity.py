@@ -65,7 +65,7 @@ def test_every_token_of_a_text_and_of_a_dataset_counts_once(
 
 
 class Samples:
-    """Three tokens to foretell in each, of which the second sample has an end of document."""
+    """Three tokens to predict in each, of which the second sample has an end of document."""
 
     rows = (BYTES.encode("a—"), [*BYTES.encode("xy"), 256, ord("z")])
 
