@@ -19,9 +19,8 @@ from pathlib import Path
 
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checkpoint.config import check_checkpoint
-from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.record import RunRecord, check_same_model
-from megazpp.checkpoint.source import Source, choose_source, peek
+from megazpp.checkpoint.record import RunRecord, TrainingProgress, check_same_model
+from megazpp.checkpoint.source import LoadSource, choose_source, peek
 from megazpp.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer
 from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.dataset import build_tokenizer, cache_dir, check_inputs, unigram_entropy
@@ -105,14 +104,14 @@ def prepare() -> Job | int:
     return Job(place, config.launch, functools.partial(pretrain, parsed, plan, source, earlier))
 
 
-def find_source(config: RunConfig) -> Source | None:
+def find_source(config: RunConfig) -> LoadSource | None:
     """What to begin with: after a restart what this job has saved, else what --load says."""
     check_checkpoint(config.checkpoint)
     return choose_source(config.checkpoint, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
 
 
 def pretrain(
-    parsed: ParsedRun, plan: RunPlan, source: Source | None, earlier: RunRecord | None, worker: Worker
+    parsed: ParsedRun, plan: RunPlan, source: LoadSource | None, earlier: RunRecord | None, worker: Worker
 ) -> None:
     """One worker's whole run; rank 0 records it, where the run that it continues was recorded."""
     with user_errors():
@@ -127,7 +126,7 @@ def pretrain(
 def build_and_train(
     parsed: ParsedRun,
     plan: RunPlan,
-    source: Source | None,
+    source: LoadSource | None,
     worker: Worker,
     tracker: Tracker | None,
     stops: StopConditions,
@@ -183,7 +182,9 @@ def build_and_train(
     with user_errors():
         checkpoints.open()
         resumed = checkpoints.load(source, plan.schedule) if source is not None else None
-    progress, schedule = (Progress(), plan.schedule) if resumed is None else (resumed.progress, resumed.schedule)
+    progress, schedule = (
+        (TrainingProgress(), plan.schedule) if resumed is None else (resumed.progress, resumed.schedule)
+    )
     meter = Meter(run_shape(config, plan, vocab_size=tokenizer.vocab_size, device=device))
     console.say(mfu_convention(meter.shape.flops_per_token, device_name(device), meter.shape.peak_flops))
     timers = Timers(config.timers, dims)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
 
 from megazpp.checkpoint.checkpoints import Checkpoints
-from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.data.loader import BatchLoader
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.spans import WAIT
@@ -39,9 +39,9 @@ def train(
     *,
     eval_interval: int,
     evaluate: Evaluator | None,
-    start: Progress,
+    start: TrainingProgress,
     checkpoints: Checkpoints | None = None,
-) -> Progress:
+) -> TrainingProgress:
     """Train until `plan` is fulfilled or `stops` says so.
 
     Args:
@@ -87,7 +87,7 @@ def train(
     return progress
 
 
-def _advance(progress: Progress, batch_size: int, plan: BatchPlan, *, skipped: bool) -> Progress:
+def _advance(progress: TrainingProgress, batch_size: int, plan: BatchPlan, *, skipped: bool) -> TrainingProgress:
     return progress._replace(
         iteration=progress.iteration + 1,
         consumed_samples=progress.consumed_samples + batch_size,
@@ -97,7 +97,7 @@ def _advance(progress: Progress, batch_size: int, plan: BatchPlan, *, skipped: b
 
 
 def _record(
-    result: StepResult, progress: Progress, batch_size: int, *, rate: float, seconds: float, loss_scale: float
+    result: StepResult, progress: TrainingProgress, batch_size: int, *, rate: float, seconds: float, loss_scale: float
 ) -> StepRecord:
     return StepRecord(
         iteration=progress.iteration,
