@@ -33,7 +33,7 @@ from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
-from megazpp.parallel.links import measure_links
+from megazpp.parallel.measure_links import measure_links
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker, leave, seed_everything
 from megazpp.planner.dry_run import dry_run
