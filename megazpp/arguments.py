@@ -36,7 +36,7 @@ from megazpp.training.stopping import StopConfig
 from megazpp.training.straggler import StragglerConfig
 from megazpp.training.timers import TimersConfig
 from megazpp.training.tracking import TrackingConfig
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import WirePlan, ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.verify import VerifyConfig
 
@@ -78,13 +78,14 @@ class RunConfig:
         """The configs in order."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
-    def model_spec(self, vocab_size: int) -> ModelSpec:
-        """What the run's model is built from, given the number of the tokenizer's tokens."""
+    def model_spec(self, vocab_size: int, wire: WirePlan | None = None) -> ModelSpec:
+        """What the run's model is built from, given the number of the tokenizer's tokens and the run's wire plan."""
         return ModelSpec(
             config=self.model,
             vocab_size=vocab_size,
             sequence_parallel=self.parallel.sequence_parallel,
             zero=self.zero,
+            wire=wire,
             precision=self.precision,
             seed=self.launch.seed,
         )

@@ -9,37 +9,36 @@ from megazpp.checks import RunPlan
 from megazpp.flag_report import render_arguments_block
 from megazpp.model.gpt import model_backends
 from megazpp.optim.backends import backend_table, optimizer_backends
-from megazpp.parallel.worker import Worker
-from megazpp.training.console import Console
+from megazpp.training.context import RunContext
 from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
 from megazpp.training.metrics import RunShape
 from megazpp.zero.config import wire_backends
 
 
-def introduce(console: Console, parsed: ParsedRun, plan: RunPlan, worker: Worker) -> None:
+def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
     """Print what will run: what was noticed, flags, sizes, layout, back ends."""
     layout, config = plan.layout, parsed.config
-    console.say(
-        f"using world size: {worker.world_size}, data-parallel size: {layout.data}, "
+    run.log(
+        f"using world size: {layout.cluster.world_size}, data-parallel size: {layout.data}, "
         f"tensor-model-parallel size: {layout.tp}, pipeline-model-parallel size: 1"
     )
     for notice in (*parsed.notices, *plan.notices):
-        console.say(f"note: {notice}")
-    console.say(render_arguments_block(config.parts, parsed.origins))
-    console.say(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
+        run.log(f"note: {notice}")
+    run.log(render_arguments_block(config.parts, parsed.origins))
+    run.log(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
     if layout.cluster.links is not None:
-        console.say(layout.cluster.links.describe())
-    console.say(plan.wire.describe())
-    device_type = worker.device.type
+        run.log(layout.cluster.links.describe())
+    run.log(plan.wire.describe())
+    device_type = run.device.type
     model = model_backends(
         config.model,
         layout.tp,
-        device=worker.device,
+        device=run.device,
         dtype=config.precision.param_dtype,
         documents=config.data.reset_attention_mask,
     )
     rows = [*optimizer_backends(config.optimizer, device_type), *model]
-    console.say(backend_table([*rows, *wire_backends(plan.wire, device_type)]))
+    run.log(backend_table([*rows, *wire_backends(plan.wire, device_type)]))
 
 
 def run_shape(config: RunConfig, plan: RunPlan, *, vocab_size: int, device: torch.device) -> RunShape:

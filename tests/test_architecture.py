@@ -36,6 +36,7 @@ FLOORS = {
     "megazpp.env": 7,
     "megazpp.introduce": 7,
     "megazpp.run": 7,
+    "megazpp.trainer": 8,
     "megazpp.planner": 7,
 }
 # steps inside a floor: parallel/ builds groups from topology/'s integers

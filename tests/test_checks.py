@@ -105,7 +105,7 @@ def test_sequence_parallel_without_tensor_parallel_is_a_notice() -> None:
             1,
             "--rope-scaling-factor 0.5 is not a number from 1 on",
         ),
-        ("--position-embedding-type rope --rotary-base nan", 1, "--rotary-base nan is not positive"),
+        ("--position-embedding-type rope --rotary-base 0", 1, "--rotary-base 0.0 is not positive"),
         ("--window-size 62,0", 1, "--seq-length 64 is longer than the 63 tokens of --window-size 62,0"),
         ("--window-size 63", 1, "--window-size 63 is not LEFT,0"),
         ("--window-size 63,1", 1, "--window-size 63,1 is not LEFT,0"),

@@ -74,6 +74,7 @@ INSTEAD = [
     (r"^python tools/preprocess_data.py.*", r"\g<0> --workers 1"),
     (r"^python tools/(evaluate|generate).py.*", r"\g<0> --nproc 1 --tensor-model-parallel-size 1"),
     (r"^python tools/evaluate.py.*", r"\g<0> --eval-iters 1"),
+    (r"^python tools/gpu_check.py.*", r"\g<0> --help"),  # tests/tools/gpu_parts rehearse its parts
     (r"^python tools/generate.py(?!.*--temperature 0).*", r"\g<0> --sample-tokens 4"),
 ]
 PYTHON_INSTEAD = {'device_type="cuda"': 'device_type="cpu"', "ranks_per_node=4": "ranks_per_node=2"}
@@ -83,6 +84,13 @@ def blocks(page: str, language: str) -> list[str]:
     """The blocks in a language, in order."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return [block for found, block in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S) if found == language]
+
+
+def wanted(page: str) -> list[str]:
+    """The commands of the table whose rows go on after "I want to ..."; none where a page has no such table."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    rows = text.partition("| I want to ... | command |\n")[2].partition("\n\n")[0]
+    return re.findall(r"\| `([^`]+)` \|$", rows, re.M)
 
 
 def prose(page: str) -> str:
@@ -116,8 +124,9 @@ class Scratch:
         return done.stdout
 
     def run_page(self, page: str) -> list[str]:
-        """What each block of commands prints."""
-        return [self.run("\n".join(map(instead, commands(block)))) for block in blocks(page, "sh")]
+        """What each block of commands prints, then each command of the table "I want to ..."."""
+        scripts = [*blocks(page, "sh"), *wanted(page)]
+        return [self.run("\n".join(map(instead, commands(script)))) for script in scripts]
 
 
 def commands(block: str) -> list[str]:
@@ -192,18 +201,22 @@ def scratch(tutorial: Followed) -> Scratch:
     return tutorial.scratch
 
 
+@pytest.mark.slow
 def test_the_tutorial_goes_from_a_folder_of_text_to_text_that_transformers_continues_alike(tutorial: Followed):
     path, printed = tutorial.scratch.path, "".join(tutorial.outputs)
     for name in ("book.model", "book_text_document.bin", "checkpoints", "runs/book/report.html", "book_gpt", "more"):
         assert (path / name).exists(), name
     assert "ZeRO-3 would have sent" in printed
     assert printed.count("bits per byte: ") == 2
-    ours = re.findall(r"^Call me.*", printed, re.M)[-1]
+    generated = dict(zip(blocks(TUTORIAL, "sh"), tutorial.outputs, strict=True))
+    greedy = next(output for block, output in generated.items() if "--temperature 0" in block)
+    ours = re.findall(r"^Call me.*", greedy, re.M)[-1]
     python = blocks(TUTORIAL, "python")[0]
     (path / "load.py").write_text(python)
     assert ours in tutorial.scratch.run("python load.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL])
 def test_a_page_s_commands_run(page: str, scratch: Scratch):
     scratch.run_page(page)
@@ -235,13 +248,21 @@ def test_links_lead_to_files_and_headings_and_pip_installs_what_there_is(page: s
         assert set(asked.split(",")) <= set(extras), asked
 
 
-def test_the_readme_says_what_each_extra_is_for():
+def test_files_that_contributors_are_sent_to_are_there():
+    files = {f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.*") if path.suffix in (".py", ".c")}
+    named = re.findall(r"`([\w/]+\.(?:py|c))`", prose("CONTRIBUTING.md"))
+    assert len(named) > 60
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
+def test_the_page_of_tools_says_what_each_extra_is_for():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    rows = re.findall(r"^\| (.*) \| .+ \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (.*) \| .+ \|$", (ROOT / TUTORIAL).read_text(), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`'\.\[(\w+)\]'`", row)}
     assert named == extras.keys() - {"test"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_a_command_in_the_text_has_flags_that_its_program_knows(page: str, tutorial: Followed):
     for command in re.findall(r"`(python [^`]+)`", prose(page)):
@@ -253,10 +274,11 @@ def test_a_command_in_the_text_has_flags_that_its_program_knows(page: str, tutor
             assert not word.startswith("--") or word == "--" or word in known, f"{command}: {word}"
 
 
-def test_every_tool_has_a_line_in_the_table():
-    page = (ROOT / TUTORIAL).read_text(encoding="utf-8")
+@pytest.mark.parametrize("folder", ["tools", "tools/benchmarks"])
+def test_every_tool_has_a_line_in_the_table(folder: str):
+    page = (ROOT / folder / "README.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `(\w+\.py)` \|", page, re.M))
-    programs = {p.name for p in (ROOT / "tools").glob("*.py") if "\nif __name__ ==" in p.read_text(encoding="utf-8")}
+    programs = {p.name for p in (ROOT / folder).glob("*.py") if "\nif __name__ ==" in p.read_text(encoding="utf-8")}
     parts = {name for name in programs for other in programs if name.startswith(other.removesuffix(".py") + "_")}
     assert listed == programs - parts
 
@@ -265,7 +287,7 @@ def test_every_tool_has_a_line_in_the_table():
 
 
 class Model(nn.Module):
-    """What the top page calls `model`: something with `model.layers`."""
+    """What the page of ZeRO++ calls `model`: something with `model.layers`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +301,7 @@ class Model(nn.Module):
 
 
 def run_python(code: str) -> bool:
-    """Run a page's code on this rank, with what the top page takes for granted; whether its weights are finite."""
+    """Run a page's code on this rank, with what ZeRO++'s page takes for granted; whether its weights are finite."""
     names = {
         "model": Model(),
         "micro_batches": [torch.ones(2, 64)] * 2,
@@ -292,6 +314,7 @@ def run_python(code: str) -> bool:
     return all(torch.isfinite(p.detach().to_local()).all() for p in model.parameters())  # type: ignore[operator]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL and blocks(page, "python")])
 def test_a_page_s_python_runs_on_four_ranks(page: str):
     for code in blocks(page, "python"):
@@ -315,6 +338,7 @@ def planned(name: str, nodes: int, *flags: str, recompute: str | None = None) ->
     return estimator.estimate(config)
 
 
+@pytest.mark.slow
 def test_the_memory_of_each_config_is_the_planner_s():
     rows = re.findall(r"^\| \[`(\w+)`\].*\| (\d+) x 8 \|(.*)\|$", (ROOT / "configs/README.md").read_text(), re.M)
     assert {name for name, *_ in rows} == {p.stem for p in (ROOT / "configs").glob("*.args")} - {"gpt_tiny"}
@@ -333,7 +357,7 @@ def test_the_zeropp_page_s_example_is_the_planner_s_and_its_formulas_agree():
     shards = sum(kinds[kind] for kind in (memory.PARAMETERS, memory.MOMENTS, memory.GRADIENTS)) / 1e9
     assert f"| {zero3.node_cross_bytes / 1e6:.1f} | {zeropp.node_cross_bytes / 1e6:.1f} |" in page
     assert f"| {shards:.3f} | {shards:.3f} |" in page
-    for kind in (memory.SECONDARY, memory.MIDDLE, memory.FEEDBACK):
+    for kind in (memory.SECONDARY, memory.PARTIAL_SUMS, memory.FEEDBACK):
         assert f"| | {kinds[kind] / 1e9:.3f} |" in page
 
     parameters, nodes, local, micro_batches = kinds[memory.PARAMETERS] / 4 * 16, 2, 8, zero3.micro_batches
@@ -344,7 +368,7 @@ def test_the_zeropp_page_s_example_is_the_planner_s_and_its_formulas_agree():
     assert zero3.node_cross_bytes == close(15 / 16 * micro_batches * parameters * 8)
     inside = (local - 1) / local * parameters * micro_batches * (2 * 1.0078 + 1.0156)
     assert zeropp.wires["local"] == close(inside)
-    factors = {memory.SECONDARY: 1.0078, memory.MIDDLE: 4.0, memory.FEEDBACK: 1.0156}
+    factors = {memory.SECONDARY: 1.0078, memory.PARTIAL_SUMS: 4.0, memory.FEEDBACK: 1.0156}
     for kind, factor in factors.items():
         assert kinds[kind] == close(factor * parameters / local)
 
@@ -388,11 +412,19 @@ def test_the_fields_of_the_log_line_stand_in_the_source():
 def test_the_zeropp_page_s_table_has_a_row_for_every_flag_of_it():
     table = "".join(re.findall(r"^\| (`--.*?) \| ", (ROOT / "megazpp/zero/README.md").read_text(), re.M))
     fields = {field.name.replace("_", "-") for field in dataclasses.fields(ZeroConfig)}
-    for name in fields - {"zero-stage", "use-distributed-optimizer"}:  # ZeRO's, on the top page
+    for name in fields - {"zero-stage", "use-distributed-optimizer"}:  # ZeRO's, in the table of stages
         assert re.search(rf"`--(no-)?{name}`", table), name
 
 
-OTHERS_FLAGS = {"--master-port", "--nnodes", "--nproc-per-node", "--num_gpus", "--ntasks-per-node", "--gpus-per-task"}
+OTHERS_FLAGS = {
+    "--job-name",
+    "--master-port",
+    "--nnodes",
+    "--nproc-per-node",
+    "--num_gpus",
+    "--ntasks-per-node",
+    "--gpus-per-task",
+}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CONTRIBUTING.md"])  # it adds one

@@ -150,9 +150,9 @@ def test_metrics_jsonl_has_the_promised_fields_with_sane_values(main_job: Run):
     assert [row["iteration"] for row in rows] == [2, 4, 6]
     for row in rows:
         assert list(row) == METRICS
-        assert row["consumed_samples"] == 32 * row["iteration"]
+        assert row["consumed_samples"] == 16 * row["iteration"]
         assert row["consumed_tokens"] == 128 * row["consumed_samples"]
-        assert row["tokens_per_second"] == pytest.approx(32 * 128 / row["step_seconds"])
+        assert row["tokens_per_second"] == pytest.approx(16 * 128 / row["step_seconds"])
         assert row["step_seconds"] > 0
         assert row["grad_norm"] > 0
         assert row["learning_rate"] > 0
@@ -168,7 +168,7 @@ def test_summary_json_has_the_promised_fields_with_sane_values(main_job: Run):
     assert summary["final_loss"] == main_job.metrics[-1]["lm_loss"]
     assert 5 < summary["validation_loss"] < 8
     assert 5 < summary["unigram_entropy"] < 7.62
-    assert summary["tokens"] == 6 * 32 * 128
+    assert summary["tokens"] == 6 * 16 * 128
     assert summary["tokens_per_second"] == pytest.approx(summary["tokens"] / summary["seconds"])
     assert 1e-6 < summary["cpu_seconds_per_token"] < 1e-2
     assert 1e8 < summary["peak_memory_bytes"] < 1e10
@@ -202,12 +202,12 @@ def test_the_timeline_is_a_trace_of_both_ranks_and_lasts_as_long_as_the_step(mai
     by_rank = read_chrome_trace(main_job.folder / "timeline.json")
     assert list(by_rank) == ["rank 0, node 0", "rank 1, node 1"]
     for spans in by_rank.values():
-        (whole,) = (span for span in spans if span.lane == "step")
+        (whole,) = (span for span in spans if span.track == "step")
         assert whole.name == "step 3"
-        inside = [span for span in spans if span.lane == "compute"]
+        inside = [span for span in spans if span.track == "compute"]
         assert {span.name for span in inside} == {"forward", "backward", "norm", "optimizer"}
         assert 0.5 < sum(span.seconds for span in inside) / whole.seconds <= 1
-        hops = {span.name.split()[0] for span in spans if span.lane == "shard"}
+        hops = {span.name.split()[0] for span in spans if span.track == "shard"}
         assert hops == {"all_gather", "reduce_scatter", "all_reduce"}
 
 

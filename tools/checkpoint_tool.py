@@ -108,7 +108,7 @@ def _load_and_work(
     worker: Worker,
 ) -> None:
     config, device, seed = parsed.config, worker.device, parsed.config.launch.seed
-    say = Console(enabled=worker.rank == 0, out=sys.stderr).say
+    say = Console(enabled=worker.rank == 0, out=sys.stderr).log
     with user_errors():
         cluster = found_cluster(config, plan.layout.cluster, worker)
         plan = check_model_config(config, cluster, device_type=device.type)
@@ -117,7 +117,7 @@ def _load_and_work(
         tokenizer = build_tokenizer(config.tokenizer, config.data, announce=say)
         for notice in (*parsed.notices, *plan.notices):
             say(f"note: {notice}")
-        built = build_model(config.model_spec(tokenizer.vocab_size), dims, device)
+        built = build_model(config.model_spec(tokenizer.vocab_size, plan.wire), dims, device)
         size, identity = tokenizer.vocab_size, tokenizer.identity
         iteration = load_weights(*built, dims, source, record, vocab_size=size, tokenizer=identity, say=say)
         work(Loaded(config, parsed.extra[0], built, dims, tokenizer, iteration, device, say))

@@ -164,7 +164,9 @@ def run(part: Part, args: argparse.Namespace, limit: float, *, rehearse: bool, e
 
 def environment(rehearse: bool) -> Mapping[str, str]:
     """Modules are found in the checkout, whether or not it is installed."""
-    path = os.pathsep.join(filter(None, [str(ROOT), str(TOOLS), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(
+        filter(None, [str(ROOT), str(TOOLS), str(TOOLS / "benchmarks"), os.environ.get("PYTHONPATH")])
+    )
     return {"PYTHONPATH": path, **(REHEARSAL_ENV if rehearse else {})}
 
 

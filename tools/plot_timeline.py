@@ -2,7 +2,7 @@
 
 python tools/plot_timeline.py runs/.../timeline.json --out timeline.png --ranks 0 4
 
-A row per rank and lane. Hatched is where compute stands still: in a wait, or in a collective that it called itself.
+A row per rank and track. Hatched is where compute stands still: in a wait, or in a collective that it called itself.
 Whatever has no hatching above it is hidden behind compute.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 from entry import leave_with, one_line_errors
 from pictures import check_matplotlib
 
-from megazpp.parallel.spans import COMPUTE, STEP, WAIT, Span, hidden_shares, stalls
-from megazpp.training.chrome_trace import read_chrome_trace, rows_without_crossings, sorted_lanes
+from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span, hidden_shares, stalls
+from megazpp.training.chrome_trace import read_chrome_trace, rows_without_crossings, sorted_tracks
 
 PHASES = {"forward": "#9ecae1", "backward": "#4292c6", "norm": "#c6dbef", "optimizer": "#08519c"}
 COLORS = {WAIT: "#bdbdbd", "tp": "#74c476", "local": "#fdae6b", "cross": "#de2d26", "shard": "#9e9ac8"}
@@ -62,7 +62,7 @@ def plot(by_rank: Mapping[str, list[Span]], out: Path) -> None:
 
     zero = min(span.start_seconds for spans in by_rank.values() for span in spans)
     end = max(span.end_seconds for spans in by_rank.values() for span in spans) - zero
-    num_rows = sum(len(shown_lanes(spans)) for spans in by_rank.values())
+    num_rows = sum(len(shown_tracks(spans)) for spans in by_rank.values())
     height = ROW_INCHES * num_rows + HEAD_INCHES * len(by_rank) + 1.4
     figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
     axes = figure.add_subplot()
@@ -70,10 +70,10 @@ def plot(by_rank: Mapping[str, list[Span]], out: Path) -> None:
     for name, spans in by_rank.items():
         y += HEAD_INCHES / ROW_INCHES
         axes.text(0.0, y - 0.62, describe(name, spans), fontsize=8, fontweight="bold", va="bottom")
-        for lane in shown_lanes(spans):
-            draw_lane(axes, spans, lane, y, zero)
+        for track in shown_tracks(spans):
+            draw_track(axes, spans, track, y, zero)
             ticks.append(y)
-            labels.append(lane)
+            labels.append(track)
             y += 1
     axes.set_yticks(ticks, labels, fontsize=8)
     axes.set_ylim(y - 0.4, 0.2)
@@ -87,18 +87,18 @@ def plot(by_rank: Mapping[str, list[Span]], out: Path) -> None:
     figure.savefig(out, dpi=150)
 
 
-def shown_lanes(spans: Sequence[Span]) -> list[str]:
-    return [lane for lane in sorted_lanes(spans) if lane != STEP]
+def shown_tracks(spans: Sequence[Span]) -> list[str]:
+    return [track for track in sorted_tracks(spans) if track != STEP]
 
 
 def title(by_rank: Mapping[str, list[Span]]) -> str:
     """The step, its seconds on the slowest rank shown."""
-    steps = [span for spans in by_rank.values() for span in spans if span.lane == STEP]
+    steps = [span for spans in by_rank.values() for span in spans if span.track == STEP]
     return ", ".join([*dict.fromkeys(span.name for span in steps), f"{max(span.seconds for span in steps):.3f} s"])
 
 
 def describe(name: str, spans: Sequence[Span]) -> str:
-    """The rank, and how much of the slow lane's time is hidden."""
+    """The rank, and how much of the slow track's time is hidden."""
     hidden = hidden_shares(spans, "cross")
     if hidden is None:
         return name
@@ -109,12 +109,12 @@ def describe(name: str, spans: Sequence[Span]) -> str:
 
 
 def color(span: Span) -> str:
-    return PHASES.get(span.name, OTHER) if span.lane == COMPUTE else COLORS.get(span.lane, OTHER)
+    return PHASES.get(span.name, OTHER) if span.track == COMPUTE else COLORS.get(span.track, OTHER)
 
 
-def draw_lane(axes: Any, spans: Sequence[Span], lane: str, y: float, zero: float) -> None:
+def draw_track(axes: Any, spans: Sequence[Span], track: str, y: float, zero: float) -> None:
     """One row; spans that overlap without nesting share its height."""
-    rows = rows_without_crossings(spans, lane)
+    rows = rows_without_crossings(spans, track)
     height = 0.8 / len(rows)
     for index, row in enumerate(rows):
         bottom = y - 0.4 + index * height
@@ -123,7 +123,7 @@ def draw_lane(axes: Any, spans: Sequence[Span], lane: str, y: float, zero: float
             bars.setdefault(color(span), []).append((span.start_seconds - zero, span.seconds))
         for face, times in bars.items():
             axes.broken_barh(times, (bottom, height), facecolor=face, linewidth=0)
-    if lane == COMPUTE:
+    if track == COMPUTE:
         times = [(start - zero, end - start) for start, end in stalls(spans)]
         axes.broken_barh(times, (y - 0.4, 0.8), **STANDS_STILL)
 
@@ -132,10 +132,10 @@ def legend(by_rank: Mapping[str, list[Span]]) -> list[Any]:
     """A patch for each colour that occurs, and what hatching means."""
     from matplotlib.patches import Patch
 
-    spans = [span for spans in by_rank.values() for span in spans if span.lane != STEP]
-    lanes = sorted_lanes(spans)
-    names = {name: PHASES[name] for name in PHASES if any(s.name == name and s.lane == COMPUTE for s in spans)}
-    names |= {lane: COLORS.get(lane, OTHER) for lane in lanes if lane != COMPUTE}
+    spans = [span for spans in by_rank.values() for span in spans if span.track != STEP]
+    tracks = sorted_tracks(spans)
+    names = {name: PHASES[name] for name in PHASES if any(s.name == name and s.track == COMPUTE for s in spans)}
+    names |= {track: COLORS.get(track, OTHER) for track in tracks if track != COMPUTE}
     still = Patch(label="compute stands still", **STANDS_STILL)
     return [*(Patch(facecolor=face, label=name) for name, face in names.items()), still]
 

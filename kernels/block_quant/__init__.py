@@ -8,7 +8,8 @@ starts and strides that are multiples of 16 bytes are faster on CUDA.
 
 Three implementations agree bit for bit: `native` (C, on the CPU), `triton` (CUDA) and `reference` (readable torch). The
 reference also computes on a CPU without a C compiler: C is 3 to 11 times as fast there (one thread of an EPYC,
-tools/benchmark_kernels.py with and without CC=none). `shapes` stands in for all of them on tensors without memory.
+tools/benchmarks/benchmark_kernels.py with and without CC=none). `shapes` stands in for all of them on tensors that have
+no memory.
 Non-finite numbers travel: a block that holds a NaN or an Inf is sent as scale NaN, integers 0, and all of it comes back
 as NaN. A block whose scale would be subnormal (all of it below about 1e-36) is sent as zeros.
 """
@@ -38,8 +39,8 @@ else:
     TRITON = None
 
 __all__ = [
-    "Backend",
     "Feedback",
+    "KernelBackend",
     "backend",
     "dequantize_blockwise",
     "dequantize_sum",
@@ -114,7 +115,7 @@ def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, *, out: Te
         )
 
 
-class Backend(NamedTuple):
+class KernelBackend(NamedTuple):
     """A row of the table of back ends."""
 
     piece: str
@@ -122,7 +123,7 @@ class Backend(NamedTuple):
     why: str
 
 
-def backend(device_type: str) -> Backend:
+def backend(device_type: str) -> KernelBackend:
     """Which implementation block quantization uses on tensors of this device type ("cpu", "cuda").
 
     For the CPU, this compiles native.c unless it was compiled before.
@@ -133,12 +134,12 @@ def backend(device_type: str) -> Backend:
     if device_type == "cpu":
         library = native.library()
         if isinstance(library, CLibraryError):
-            return Backend(
+            return KernelBackend(
                 "block quantization", "the reference in torch", f"{library}; compiled C is 3 to 11 times as fast"
             )
-        return Backend("block quantization", f"C, compiled by {library.compiler}", "CPU tensors")
+        return KernelBackend("block quantization", f"C, compiled by {library.compiler}", "CPU tensors")
     if device_type == "cuda" and TRITON is not None:
-        return Backend("block quantization", f"Triton {TRITON.VERSION}", "CUDA tensors")
+        return KernelBackend("block quantization", f"Triton {TRITON.VERSION}", "CUDA tensors")
     if device_type == "cuda":
         raise ValueError("block quantization of CUDA tensors needs Triton: pip install triton")
     raise ValueError(f"block quantization has no implementation for {device_type} tensors")

@@ -8,7 +8,6 @@ all-reduce.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megazpp.parallel.lane import Lane, StreamLane, ThreadLane
+from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue
 from megazpp.parallel.timeline import Timeline
 
 
@@ -69,7 +68,8 @@ class MeshAxis:
         group: the process group of exactly these ranks; None if and only if there is one rank.
         counter: where sent bytes are counted.
         wire: the wire under this rank's link to its successor: "tp", "local" (inside a node) or "cross".
-        timeline: where each collective is recorded, on the lane `name`.
+        timeline: where each collective is recorded, on the track `name`.
+        queue: where its collectives run beside the compute; None: in a thread (CPU) or on a stream (CUDA), made on use.
     """
 
     def __init__(
@@ -82,19 +82,22 @@ class MeshAxis:
         counter: TrafficCounter | None = None,
         wire: str = "local",
         timeline: Timeline | None = None,
+        queue: CommQueue | None = None,
     ) -> None:
         assert (group is None) == (len(ranks) == 1), f"axis {name}: ranks {ranks}, group {group}"
         self.name, self.ranks, self.rank, self.group, self.wire = name, ranks, rank, group, wire
         self.size = len(ranks)
         self.counter = counter or TrafficCounter()
-        self.timeline = timeline or Timeline()
+        self.timeline, self._queue = timeline or Timeline(), queue
 
-    @functools.cached_property
-    def lane(self) -> Lane:
-        """Where this axis's collectives run beside the compute; while tasks are pending there, nowhere else."""
-        if self.timeline.device_type == "cuda":
-            return StreamLane(priority=0 if self.wire == "cross" else -1)  # slow hops have the whole step
-        return ThreadLane(self.name, self.timeline)
+    @property
+    def queue(self) -> CommQueue:
+        """The axis's communication queue; while tasks are pending in it, nothing else may use the axis's group."""
+        if self._queue is None and self.timeline.device_type == "cuda":
+            self._queue = StreamQueue(priority=0 if self.wire == "cross" else -1)  # slow hops have the whole step
+        elif self._queue is None:
+            self._queue = ThreadQueue(self.name, self.timeline)
+        return self._queue
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` in place over the axis and return it."""

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
 from megazpp.parallel.axis import MeshAxis, TrafficCounter, can_order_groups, make_group
+from megazpp.parallel.comm_queue import CommQueue
 from megazpp.parallel.environment import check_connections
 from megazpp.parallel.nccl import NcclConfig, axis_options, order_launches
 from megazpp.parallel.timeline import Timeline
@@ -99,6 +100,7 @@ class ParallelDims:
         layout: who is where.
         nccl: priorities and channels of the groups, where the back end is NCCL.
         timeout: of every collective; None: torch's, 10 minutes on NCCL and 30 on gloo.
+        threads: whether the hops of CPU tensors run in threads; False: at once, in the thread that submits them.
     Attributes:
         layout: the integers.
         mesh: DeviceMesh [replicate, shard, tp], without replicate and tp where they have one rank.
@@ -114,11 +116,12 @@ class ParallelDims:
         device_type: str,
         nccl: NcclConfig | None = None,
         timeout: timedelta | None = None,
+        threads: bool = True,
     ) -> None:
         if device_type == "cuda":
             check_connections()
             order_launches(layout)
-        self.layout, self._nccl = layout, nccl or NcclConfig()
+        self.layout, self._nccl, self._threads = layout, nccl or NcclConfig(), threads
         self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
         self.mesh = _make_mesh(layout, device_type, self._nccl)
         self.tp, self.shard, self.replicate = (self._axis(name) for name in ("tp", "shard", "replicate"))
@@ -148,6 +151,7 @@ class ParallelDims:
             counter=self.counter,
             wire=self.layout.wire(name, rank),
             timeline=self.timeline,
+            queue=None if self._threads else CommQueue(),
         )
 
     def _group(self, name: str) -> dist.ProcessGroup:

@@ -1,9 +1,9 @@
 """What NCCL is asked for, axis by axis: who may interrupt, and how many SMs communication may take from the matmuls.
 
 The cross hops run beside everything else; beside, not before. A blocking collective runs on the caller's stream (torch
-2.8 and newer): the tensor-parallel ones between the matmuls, the hops on their lanes (parallel/lane.py), which have the
-priorities of this table. A group's own stream, to which the flag refers, is that of asynchronous collectives; a step
-has none.
+2.8 and newer): the tensor-parallel ones between the matmuls, the hops on their queues (parallel/comm_queue.py), which
+have the priorities of this table. A group's own stream, to which the flag refers, is that of asynchronous
+collectives; a step has none.
 
 | axis  | stream        | channels | because                                                                        |
 |-------|---------------|----------|--------------------------------------------------------------------------------|

@@ -1,10 +1,17 @@
-"""Records when what ran on this rank, from any thread.
+"""The timeline of a rank: what ran when, on any thread, as spans by track, and how much of it was hidden.
 
-While nothing is recorded a span costs less than a microsecond. Whoever else wants the names of what runs (a profiler)
-attaches itself.
+A track is a row of a trace: "compute", the name of an axis ("tp", "local", "cross", "shard", ...), "wait", where the
+computing thread waits for something in flight, or "step", the whole. Spans may nest and overlap.
+
+    Timeline     the code tells it of spans; it hands them to recordings, to a profiler, to the watchdog's activity
+    Recording    keeps the spans that end; while there is none, a span costs less than a microsecond
+    Activity     the spans that are open now (about three microseconds each)
+    below        how long each track was busy, and how much of that was hidden behind other work
 
 On the CPU a span is two readings of the monotonic clock. On CUDA it is a pair of events on the current stream, turned
-into seconds when the recording stops: work that is launched but not waited for ends where the stream ends it.
+into seconds when the recording stops: work that is launched but not waited for ends where the stream ends it. All times
+are seconds of the host's monotonic clock (CLOCK_MONOTONIC on Linux), which its processes and containers share, so ranks
+of one host can be compared as they are. Hosts are aligned by the end of a barrier, see `align`.
 
 FSDP2's own all-reduce between replicas (HSDP) does not pass through an axis and is not seen.
 """
@@ -13,21 +20,42 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import TracebackType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from megazpp.parallel.activity import Activity
-from megazpp.parallel.spans import Span
+STEP, COMPUTE, WAIT = "step", "compute", "wait"
+
+
+class Span(NamedTuple):
+    """Something that took time.
+
+    Attributes:
+        track, name: where it is drawn and what it is.
+        start_seconds: on the host's monotonic clock.
+        seconds: how long it took.
+        blocking: it ran on the computing thread (CPU) or stream (CUDA), which did nothing else meanwhile.
+    """
+
+    track: str
+    name: str
+    start_seconds: float
+    seconds: float
+    blocking: bool = False
+
+    @property
+    def end_seconds(self) -> float:
+        return self.start_seconds + self.seconds
 
 
 class Listener(Protocol):
     """Hears of every span while it is attached."""
 
-    def span(self, lane: str, name: str) -> AbstractContextManager[object]:
+    def span(self, track: str, name: str) -> AbstractContextManager[object]:
         """Around what happens."""
 
 
@@ -36,22 +64,20 @@ class Timeline:
 
     Args:
         device_type: "cuda" takes times from CUDA events, everything else from the clock.
-    Attributes:
-        activity: where spans are seen while they are open, whether or not they are recorded; None: nowhere.
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
         self.device_type = device_type
-        self.activity: Activity | None = None
+        self._activity: Activity | None = None
         self._listeners: tuple[Listener, ...] = ()
 
-    def span(self, lane: str, name: str) -> AbstractContextManager[object]:
-        """Tell the listeners of what happens inside as `name` on `lane`; without any, do nothing."""
-        listeners, activity = self._listeners, self.activity
+    def span(self, track: str, name: str) -> AbstractContextManager[object]:
+        """Tell the listeners of what happens inside as `name` on `track`; without any, do nothing."""
+        listeners, activity = self._listeners, self._activity
         recorded = _NOTHING
         if listeners:
-            recorded = listeners[0].span(lane, name) if len(listeners) == 1 else _all_of(listeners, lane, name)
-        return recorded if activity is None else activity.span(lane, name, recorded)
+            recorded = listeners[0].span(track, name) if len(listeners) == 1 else _all_of(listeners, track, name)
+        return recorded if activity is None else activity.span(track, name, recorded)
 
     def attach(self, listener: Listener) -> None:
         """Have `listener` hear of spans that begin from now on."""
@@ -60,6 +86,15 @@ class Timeline:
     def detach(self, listener: Listener) -> None:
         """Undo `attach`."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
+
+    def show_activity(self) -> Activity:
+        """Have the open spans seen from now on, whether or not they are recorded."""
+        self._activity = Activity()
+        return self._activity
+
+    def hide_activity(self) -> None:
+        """Undo `show_activity`."""
+        self._activity = None
 
     def start(self) -> Recording:
         """A recording, beside others. The calling thread (its current stream on CUDA) is the one that computes."""
@@ -80,15 +115,15 @@ class _ClockRecording:
         self._computing = threading.get_ident()
         self._spans: list[Span] = []  # appending is atomic
 
-    def span(self, lane: str, name: str) -> AbstractContextManager[object]:
-        return _OpenSpan(time.perf_counter_ns, lambda start, end: self._add(lane, name, start, end))
+    def span(self, track: str, name: str) -> AbstractContextManager[object]:
+        return _OpenSpan(time.perf_counter_ns, lambda start, end: self._add(track, name, start, end))
 
     def spans(self) -> list[Span]:
         return list(self._spans)
 
-    def _add(self, lane: str, name: str, start: int, end: int) -> None:
+    def _add(self, track: str, name: str, start: int, end: int) -> None:
         blocking = threading.get_ident() == self._computing
-        self._spans.append(Span(lane, name, start * 1e-9, (end - start) * 1e-9, blocking))
+        self._spans.append(Span(track, name, start * 1e-9, (end - start) * 1e-9, blocking))
 
 
 class _CudaRecording:
@@ -102,21 +137,21 @@ class _CudaRecording:
         self._zero.synchronize()
         self._zero_seconds = time.perf_counter_ns() * 1e-9
 
-    def span(self, lane: str, name: str) -> AbstractContextManager[object]:
+    def span(self, track: str, name: str) -> AbstractContextManager[object]:
         blocking = torch.cuda.current_stream() == self._computing
-        return _OpenSpan(_record_event, lambda start, end: self._pairs.append((lane, name, start, end, blocking)))
+        return _OpenSpan(_record_event, lambda start, end: self._pairs.append((track, name, start, end, blocking)))
 
     def spans(self) -> list[Span]:
         torch.cuda.synchronize()
         return [
             Span(
-                lane,
+                track,
                 name,
                 self._zero_seconds + self._zero.elapsed_time(start) * 1e-3,
                 start.elapsed_time(end) * 1e-3,
                 blocking,
             )
-            for lane, name, start, end, blocking in list(self._pairs)
+            for track, name, start, end, blocking in list(self._pairs)
         ]
 
 
@@ -124,10 +159,10 @@ Recording = _ClockRecording | _CudaRecording
 
 
 @contextmanager
-def _all_of(listeners: Sequence[Listener], lane: str, name: str) -> Iterator[None]:
+def _all_of(listeners: Sequence[Listener], track: str, name: str) -> Iterator[None]:
     with ExitStack() as stack:
         for listener in listeners:
-            stack.enter_context(listener.span(lane, name))
+            stack.enter_context(listener.span(track, name))
         yield
 
 
@@ -151,3 +186,164 @@ def _record_event() -> torch.cuda.Event:
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+class Doing(NamedTuple):
+    """An open span.
+
+    Attributes:
+        track, name: as in the timeline.
+        number: of the track's spans so far, this one included. Ranks of an axis call its collectives in the same order,
+            so equal numbers mean the same collective.
+        seconds: since its thread last opened or closed a span.
+    """
+
+    track: str
+    name: str
+    number: int
+    seconds: float = 0.0
+
+
+class Activity:
+    """Keeps the open spans of each thread.
+
+    Attributes:
+        entered: how many spans each track has had.
+    """
+
+    def __init__(self) -> None:
+        self.entered: Counter[str] = Counter()  # one thread writes to a track
+        self._open: dict[int, list[Doing]] = {}
+        self._moved: dict[int, float] = {}
+
+    @contextmanager
+    def span(self, track: str, name: str, recorded: AbstractContextManager[object]) -> Iterator[None]:
+        """Around what happens, and around its recording."""
+        thread = threading.get_ident()
+        self.entered[track] += 1
+        open_spans = self._open.setdefault(thread, [])
+        open_spans.append(Doing(track, name, self.entered[track]))
+        self._moved[thread] = time.monotonic()
+        try:
+            with recorded:
+                yield
+        finally:
+            open_spans.pop()
+            self._moved[thread] = time.monotonic()
+
+    def now(self) -> list[Doing]:
+        """The innermost open span of every thread that has one, the one without movement for longest first."""
+        now = time.monotonic()
+        innermost = [
+            spans[-1]._replace(seconds=now - self._moved[thread]) for thread, spans in list(self._open.items()) if spans
+        ]
+        return sorted(innermost, key=lambda doing: -doing.seconds)
+
+
+Interval = tuple[float, float]
+
+
+def track_seconds(spans: Iterable[Span]) -> dict[str, float]:
+    """Seconds in which each track was busy; of "compute" without its waits and its blocking collectives."""
+    spans = list(spans)
+    tracks = dict.fromkeys(span.track for span in spans)
+    busy = {track: union(_intervals(s for s in spans if s.track == track)) for track in tracks}
+    stalled = stalls(spans)
+    return {
+        track: total(intervals) - (total(intersection(intervals, stalled)) if track == COMPUTE else 0.0)
+        for track, intervals in busy.items()
+    }
+
+
+class Hidden(NamedTuple):
+    """Shares of a track's time, 0 to 1, in which this rank got on with something else.
+
+    Attributes:
+        behind_compute: it computed: it neither waited, for whatever, nor was inside a blocking collective.
+        behind_work: it computed, or a collective of another track ran.
+    """
+
+    behind_compute: float
+    behind_work: float
+
+
+def hidden_shares(spans: Iterable[Span], track: str) -> Hidden | None:
+    """How much of `track`'s time was hidden, or None if it has none."""
+    spans = list(spans)
+    busy = union(_intervals(s for s in spans if s.track == track))
+    if not busy:
+        return None
+    exposed = intersection(busy, stalls(spans))
+    elsewhere = union(_intervals(s for s in spans if s.track not in (STEP, COMPUTE, WAIT, track)))
+    seconds, alone = total(busy), total(exposed) - total(intersection(exposed, elsewhere))
+    return Hidden(1.0 - total(exposed) / seconds, 1.0 - alone / seconds)
+
+
+def stalls(spans: Sequence[Span]) -> list[Interval]:
+    """When the computing thread waited or was inside a collective."""
+    return union(_intervals(s for s in spans if s.track == WAIT or (s.blocking and s.track not in (STEP, COMPUTE))))
+
+
+def clip(spans: Iterable[Span], start_seconds: float, end_seconds: float) -> list[Span]:
+    """The parts of the spans between two moments."""
+    cut = [
+        s._replace(start_seconds=start, seconds=min(s.end_seconds, end_seconds) - start)
+        for s in spans
+        for start in (max(s.start_seconds, start_seconds),)
+    ]
+    return [s for s in cut if s.seconds > 0]
+
+
+def align(
+    spans_by_rank: Sequence[Sequence[Span]], hosts: Sequence[str], barrier_ends: Sequence[float]
+) -> list[list[Span]]:
+    """The spans of all ranks on one clock, whose zero is the end of a barrier.
+
+    Ranks of a host keep their distances exactly. Hosts are shifted so that the earliest return from the barrier is the
+    same moment on each: off by at most the time that the last messages of the barrier took, a few network latencies.
+
+    Args:
+        hosts: of each rank, whatever tells hosts apart (a boot id).
+        barrier_ends: when each rank came out of the same barrier, on its own clock.
+    """
+    zeros: dict[str, float] = {}
+    for host, end in zip(hosts, barrier_ends, strict=True):
+        zeros[host] = min(end, zeros.get(host, end))
+    return [
+        [span._replace(start_seconds=span.start_seconds - zeros[host]) for span in spans]
+        for host, spans in zip(hosts, spans_by_rank, strict=True)
+    ]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Disjoint intervals, in order, that cover the same moments."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    """What two unions share."""
+    shared, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            shared.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """Seconds that disjoint intervals cover."""
+    return sum(end - start for start, end in intervals)
+
+
+def _intervals(spans: Iterable[Span]) -> list[Interval]:
+    return [(s.start_seconds, s.end_seconds) for s in spans]

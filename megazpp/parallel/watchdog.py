@@ -27,10 +27,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megazpp.errors import EXIT_HANG, EXIT_SECONDARY
-from megazpp.parallel.activity import Activity, Doing
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import LaunchConfig
-from megazpp.parallel.spans import COMPUTE, STEP, WAIT
+from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Doing
 from megazpp.parallel.worker import FAILURES, Worker, leave
 from megazpp.topology.layout import Layout
 
@@ -44,7 +43,7 @@ class RankState(NamedTuple):
 
     Attributes:
         doing: the innermost open span of each of its threads.
-        entered: how many spans each lane has had.
+        entered: how many spans each track has had.
         stacks: of its Python threads.
     """
 
@@ -54,7 +53,7 @@ class RankState(NamedTuple):
 
     @property
     def collectives(self) -> list[Doing]:
-        return [doing for doing in self.doing if doing.lane not in (COMPUTE, WAIT, STEP)]
+        return [doing for doing in self.doing if doing.track not in (COMPUTE, WAIT, STEP)]
 
 
 class Watchdog:
@@ -73,7 +72,7 @@ class Watchdog:
         store: Any = worker.store
         self._root = store.clone()  # the original may be blocked in another thread
         self._store = dist.PrefixStore(f"megazpp/hang/{worker.restarts}", self._root)
-        self._activity = dims.timeline.activity = Activity()
+        self._activity = dims.timeline.show_activity()
         self._over = threading.Event()
 
     def __enter__(self) -> Watchdog:
@@ -86,7 +85,7 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        self._dims.timeline.activity = None
+        self._dims.timeline.hide_activity()
 
     def _watch(self) -> None:
         while not self._over.wait(min(POLL_SECONDS, self._later / 4)):
@@ -142,8 +141,8 @@ def describe_hang(states: Mapping[int, RankState], layout: Layout, limit: float)
     waiting: dict[tuple[str, tuple[int, ...], int, str], list[int]] = {}
     for rank, state in sorted(states.items()):
         for doing in state.collectives:
-            members = everyone if doing.lane == "world" else layout.axis_ranks(doing.lane, rank)
-            waiting.setdefault((doing.lane, members, doing.number, doing.name), []).append(rank)
+            members = everyone if doing.track == "world" else layout.axis_ranks(doing.track, rank)
+            waiting.setdefault((doing.track, members, doing.number, doing.name), []).append(rank)
     absent: set[int] = set()
     for (axis, members, number, name), arrived in waiting.items():
         missing = [r for r in members if r not in states or states[r].entered.get(axis, 0) < number]
@@ -158,7 +157,7 @@ def describe_hang(states: Mapping[int, RankState], layout: Layout, limit: float)
     culprits = [r for r in sorted(absent - silent) if not states[r].collectives] or [r for r in states if not waiting]
     for rank in culprits:
         state = states[rank]
-        doing_now = ", ".join(f"{d.lane} {d.name} for {d.seconds:.0f} s" for d in state.doing) or "outside the step"
+        doing_now = ", ".join(f"{d.track} {d.name} for {d.seconds:.0f} s" for d in state.doing) or "outside the step"
         lines.append(f"  rank {rank}: {doing_now}\n{state.stacks}")
     return "\n".join(lines)
 
@@ -166,12 +165,12 @@ def describe_hang(states: Mapping[int, RankState], layout: Layout, limit: float)
 def _behind(states: Mapping[int, RankState]) -> list[str]:
     """Where nobody is seen waiting (CUDA, collectives that pass through no axis): who has started fewer than others."""
     lines = []
-    for lane in sorted({lane for state in states.values() for lane in state.entered} - {COMPUTE, WAIT}):
-        counts = {rank: state.entered.get(lane, 0) for rank, state in states.items()}
+    for track in sorted({track for state in states.values() for track in state.entered} - {COMPUTE, WAIT}):
+        counts = {rank: state.entered.get(track, 0) for rank, state in states.items()}
         most = max(counts.values())
         behind = [rank for rank, count in counts.items() if count < most]
         if behind:
-            lines.append(f"  {lane}: {_ranks(behind)} started fewer than the others' {most}")
+            lines.append(f"  {track}: {_ranks(behind)} started fewer than the others' {most}")
     return lines
 
 

@@ -1,9 +1,9 @@
-"""Simulated time: clocks, and lanes whose tasks take seconds instead of running.
+"""Simulated time: clocks, and communication queues whose tasks take seconds instead of running.
 
-A lane of parallel/lane.py runs tasks in the order of submission, so its tasks need no queue of events: a task starts
-when the lane is free, what was given before on the submitting clock is done, and the tickets it waits for are; it ends
-as many seconds later as its hops and passes over memory cost. What calls `Lane.submit` and `Ticket.wait` runs here as
-it is. Clocks stand for what has an order of its own: the compute, a stream, a lane.
+A queue of parallel/comm_queue.py runs tasks in the order of submission, so no list of events is needed: a task starts
+when the queue is free, when the submitting clock has come to it, and when the works that it waits for are done; it ends
+as many seconds later as its hops and passes over memory cost. Code that calls `CommQueue.submit` and `Work.wait` runs
+here unchanged. A clock stands for whatever keeps an order of its own: the compute, a stream, a queue.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from megazpp.parallel.lane import Lane, Ticket
+from megazpp.parallel.comm_queue import CommQueue, Work
 
 T = TypeVar("T")
 
 
-class Span(NamedTuple):
+class SimulatedSpan(NamedTuple):
     """What a clock was busy with, in seconds since the simulation began."""
 
     clock: str
@@ -49,7 +49,7 @@ class Simulation:
         self.compute = Clock("compute")
         self.clocks = [self.compute]
         self.running = self.compute
-        self.spans: list[Span] = []
+        self.spans: list[SimulatedSpan] = []
 
     def new_clock(self, name: str) -> Clock:
         """A clock that the others meet at the beginning of a step."""
@@ -57,7 +57,7 @@ class Simulation:
         return self.clocks[-1]
 
     def begin_step(self) -> float:
-        """All clocks meet, spans are forgotten; returns the moment. Time goes on: tickets may be older."""
+        """All clocks meet, spans are forgotten; returns the moment. Time goes on: works may be older than the step."""
         moment = max(clock.now for clock in self.clocks)
         for clock in self.clocks:
             clock.now = moment
@@ -77,7 +77,7 @@ class Simulation:
         """The running clock is busy; `taken` seconds go off the compute where that is another clock."""
         start = self.running.now
         self.running.now += seconds
-        self.spans.append(Span(self.running.name, name, start, self.running.now))
+        self.spans.append(SimulatedSpan(self.running.name, name, start, self.running.now))
         if self.running is not self.compute and taken:
             with self.on(self.compute):
                 self.spend("taken", taken)
@@ -97,24 +97,24 @@ class Simulation:
         wire.now = self.running.now
 
 
-class SimulatedLane(Lane):
-    """A lane beside the compute; on a CPU who waits for it `blocks_host`."""
+class SimulatedQueue(CommQueue):
+    """A simulated communication queue. `blocks_host`: waiting holds the host (CPU), not only a stream."""
 
     def __init__(self, simulation: Simulation, name: str, *, blocks_host: bool = True) -> None:
         self.name, self._simulation, self._clock = name, simulation, simulation.new_clock(name)
         self.blocks_host = blocks_host
 
-    def submit(self, task: Callable[[], T], *, after: Sequence[Ticket[Any]] = ()) -> Ticket[T]:
+    def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = ()) -> Work[T]:
         simulation, clock = self._simulation, self._clock
         clock.now = max(clock.now, simulation.running.now)
         with simulation.on(clock):
-            for ticket in after:
-                ticket.join()
+            for work in after:
+                work.join()
             result = task()
-        return SimulatedTicket(result, clock.now, simulation)
+        return SimulatedWork(result, clock.now, simulation)
 
 
-class SimulatedTicket(Ticket[T]):
+class SimulatedWork(Work[T]):
     """Done at a moment."""
 
     def __init__(self, result: T, done: float, simulation: Simulation) -> None:

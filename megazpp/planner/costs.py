@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megazpp.planner.recorder import Work
+from megazpp.planner.recorder import Operation
 from megazpp.topology.cost import AxisCost, DeviceCost
 from megazpp.topology.layout import AXES, Layout
 from megazpp.topology.shares import Shares
@@ -13,7 +13,7 @@ from megazpp.topology.shares import Shares
 class Costs(Protocol):
     """How long things take; `taken` is what a collective beside the compute takes from it, in seconds."""
 
-    def work(self, work: Work) -> float: ...
+    def operation(self, operation: Operation) -> float: ...
 
     def memory(self, touched_bytes: int) -> float: ...
 
@@ -25,7 +25,7 @@ class Costs(Protocol):
 class NoCosts:
     """Nothing takes any time: for counting."""
 
-    def work(self, work: Work) -> float:
+    def operation(self, operation: Operation) -> float:
         return 0.0
 
     def memory(self, touched_bytes: int) -> float:
@@ -55,10 +55,10 @@ class ClusterCosts:
         self._device = DeviceCost(device=device, shares=shares)
         self._axes = {axis: AxisCost(layout, axis, shares) for axis in AXES if axis not in free}
 
-    def work(self, work: Work) -> float:
-        if work.kind == "memory":
-            return self._device.memory_seconds(work.bytes)
-        return self._device.matrix_seconds(work.m, work.n, work.k, work.batch, work.bytes)
+    def operation(self, operation: Operation) -> float:
+        if operation.kind == "memory":
+            return self._device.memory_seconds(operation.bytes)
+        return self._device.matrix_seconds(operation.m, operation.n, operation.k, operation.batch, operation.bytes)
 
     def memory(self, touched_bytes: int) -> float:
         return self._device.memory_seconds(touched_bytes)

@@ -1,6 +1,6 @@
 """`--dry-run`: the program itself as one rank of a cluster that is not there, against its plan.
 
-What runs is what trains: the mesh and its groups, the model, FSDP2 with our comms plugged in, and one optimizer step.
+What runs is what trains: the mesh and its groups, the model, FSDP2 with our comms installed, and one optimizer step.
 Of many micro-batches a first, a middle and a last one are run: the others are like the middle one and count as it does.
 Only two things are pretended. The process groups are torch's back end "fake", of any size in one process, which sends
 nothing; our axes count what they hand it as ever. And tensors have shapes and no memory (FakeTensorMode on top of the
@@ -31,7 +31,6 @@ from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.axis import Traffic
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.lane import Lane
 from megazpp.planner.costs import NoCosts
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.live import PeakBytes
@@ -113,9 +112,8 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
     paper = estimator.paper_step(config, plan, NoCosts(), rank=rank, on_cpu=True)
     planned = measure(paper, count).traffic
     with fake_ranks(rank, cluster.world_size):
-        dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl)
-        for axis in (dims.cross, dims.local, dims.shard):
-            axis.lane = Lane()  # a thread would not see the modes that make its tensors fake
+        # a thread would not see the modes that make its tensors fake
+        dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
         counted, live_bytes = _run_step(config, plan, dims, vocab_size=vocab_size, micro_batches=count)
     return DryRun(plan, rank, count, planned, counted, paper.ledger.fullest, live_bytes)
 
@@ -144,7 +142,7 @@ def _run_step(
         model=dataclasses.replace(config.model, compile=False),
         zero=dataclasses.replace(config.zero, zero_check_secondary=False),  # there are no values to compare
     )
-    built = shard_on_meta(eager.model_spec(vocab_size), dims, CPU)
+    built = shard_on_meta(eager.model_spec(vocab_size, plan.wire), dims, CPU)
     seq_length = config.data.seq_length
     assert seq_length is not None
     with FakeTensorMode(allow_non_fake_inputs=True), FusedNorm(), _Answers(), PeakBytes() as live:

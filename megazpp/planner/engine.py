@@ -1,7 +1,7 @@
 """FSDP2 on paper: when it gathers, prefetches, waits, reduces and frees (torch 2.13, _fsdp_param_group.py).
 
 The one thing of a step that is written down a second time. On CUDA the host runs ahead and streams keep the order; on a
-CPU the process does everything that no lane does.
+CPU the process does everything that no queue does.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch.distributed as dist
 from megazpp.planner.clock import Clock, Simulation
 from megazpp.planner.comms import ShardedUnit
 from megazpp.planner.costs import Costs
-from megazpp.planner.memory import BUFFERS, GATHERED, GRADIENTS, MASTER_BYTES, MIDDLE, WHOLE_GRADIENTS, Ledger
+from megazpp.planner.memory import BUFFERS, GATHERED, GRADIENTS, MASTER_BYTES, PARTIAL_SUMS, WHOLE_GRADIENTS, Ledger
 from megazpp.planner.paper import PaperAxis
+from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.config import ZeroConfig
-from megazpp.zero.plugs import Plugs
 from megazpp.zero.precision import PrecisionConfig
 
 
@@ -29,7 +29,7 @@ class PaperFSDP:
         axes: by name.
         costs: of passes over memory.
         zero, precision: of the run.
-        plugs: makes the units' comms.
+        factory: makes the units' comms.
         on_cpu: whether the process itself computes.
     """
 
@@ -41,24 +41,24 @@ class PaperFSDP:
         costs: Costs,
         zero: ZeroConfig,
         precision: PrecisionConfig,
-        plugs: Plugs,
+        factory: CommFactory,
         on_cpu: bool,
     ) -> None:
         self._simulation, self._shard, self._replicate = simulation, axes["shard"], axes["replicate"]
-        self._costs, self._precision, self._plugs = costs, precision, plugs
+        self._costs, self._precision, self._factory = costs, precision, factory
         self._stage = zero.stage_over(self._shard.size)
         self._on_cpu = on_cpu
-        self._keeps_middle = not zero.zero_cross_every_microbatch
+        self._keeps_partial_sums = not zero.zero_cross_every_microbatch
         self._clocks = [simulation.new_clock(name) for name in ("gathers", "reductions", "copies")]
         self._ledger = Ledger()
-        self._copied_out, self._copied_from, self._sent_from, self._middle_waits = 0.0, 0, 0, False
+        self._copied_out, self._copied_from, self._sent_from, self._partial_sums_wait = 0.0, 0, 0, False
 
     def begin_step(self, ledger: Ledger, units: Sequence[ShardedUnit], *, micro_batches: int) -> None:
         """Note in `ledger` from now on what comes and goes."""
         self._ledger, self._copied_from, self._sent_from = ledger, 0, 0
         self._copied_out = self._simulation.compute.now
-        self._middle_waits = micro_batches > 1 and self._keeps_middle
-        ledger.add(MIDDLE, sum(sharded.middle_bytes for sharded in units) if self._middle_waits else 0)
+        self._partial_sums_wait = micro_batches > 1 and self._keeps_partial_sums
+        ledger.add(PARTIAL_SUMS, sum(sharded.partial_bytes for sharded in units) if self._partial_sums_wait else 0)
 
     def end_forward(self) -> None:
         """The last gather's buffer goes."""
@@ -69,7 +69,7 @@ class PaperFSDP:
         """The root's last hook: wait for all reductions; their buffers go."""
         for clock in self._clocks[1:]:
             self._simulation.wait_until(clock.now)
-        self._plugs.reduce_schedule.end_backward()
+        self._factory.reduce_schedule.end_backward()
         self._ledger.set(BUFFERS, 0)
         self._sent_from = 0
 
@@ -90,10 +90,10 @@ class PaperFSDP:
         sharded.ready = clock.now
 
     def _gather_clock(self) -> Clock:
-        """On CUDA a stream; on a CPU the process, or with overlap something that only the lanes hold up."""
+        """On CUDA a stream; on a CPU the process, or with overlap something that only the queues hold up."""
         if not self._on_cpu:
             return self._clocks[0]
-        if not self._plugs.overlap_gather:
+        if not self._factory.overlap_gather:
             return self._simulation.compute
         clock = Clock("gathers")
         clock.now = self._simulation.compute.now
@@ -123,18 +123,18 @@ class PaperFSDP:
         if not forward:
             stream.now = max(stream.now, self._copied_out)
         sharded.gathered, sharded.ready = True, None
-        sharded.unit.state.at_hand = False
+        sharded.unit.state.is_sharded = False
 
     def release(self, sharded: ShardedUnit, *, when: bool) -> None:
         """`reshard`."""
         if when and sharded.gathered:
             self._ledger.add(GATHERED, -self._whole(sharded).nbytes)
-            sharded.gathered, sharded.unit.state.at_hand = False, True
+            sharded.gathered, sharded.unit.state.is_sharded = False, True
 
     def finish_unit(self, sharded: ShardedUnit, *, first: bool, last: bool) -> None:
         """`post_backward`: reshard and reduce; one reduction at a time is in flight."""
         self.release(sharded, when=self._stage == 3 or last)
-        sharded.unit.state.at_hand = False
+        sharded.unit.state.is_sharded = False
         whole = self._whole(sharded, reduced=True)
         computed = sharded.whole_elements * self._precision.param_dtype.itemsize
         accumulated = sharded.whole_elements * self._precision.reduce_dtype.itemsize
@@ -164,12 +164,12 @@ class PaperFSDP:
 
     def _note_reduction(self, sharded: ShardedUnit, result_bytes: int, *, first: bool, last: bool) -> None:
         """What the reduction of a unit leaves behind and holds meanwhile."""
-        middle = 0 if self._middle_waits else sharded.middle_bytes
-        self._ledger.pass_through(BUFFERS, sharded.reduce_buffer + middle + result_bytes)
-        if last or not self._keeps_middle:
-            self._ledger.pass_through(BUFFERS, sharded.cross_buffer + middle + result_bytes)
-            if self._plugs.overlap_reduce:  # at worst, sums and results of all units wait for the cross hop
-                self._ledger.add(BUFFERS, middle + result_bytes)
+        partial = 0 if self._partial_sums_wait else sharded.partial_bytes
+        self._ledger.pass_through(BUFFERS, sharded.reduce_buffer + partial + result_bytes)
+        if last or not self._keeps_partial_sums:
+            self._ledger.pass_through(BUFFERS, sharded.cross_buffer + partial + result_bytes)
+            if self._factory.overlap_reduce:  # at worst, sums and results of all units wait for the cross hop
+                self._ledger.add(BUFFERS, partial + result_bytes)
         if first or (self._stage <= 1 and last):
             self._ledger.add(GRADIENTS, MASTER_BYTES * sharded.unit.size)
 

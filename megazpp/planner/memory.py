@@ -12,13 +12,24 @@ PARAMETERS = "parameters"
 MOMENTS = "moments"
 GRADIENTS = "gradients"
 SECONDARY = "secondary partition"
-MIDDLE = "gradient middle"
+PARTIAL_SUMS = "partial sums"
 FEEDBACK = "error feedback"
 GATHERED = "gathered weights"
 WHOLE_GRADIENTS = "whole gradients"
 BUFFERS = "communication buffers"
 ACTIVATIONS = "activations"
-KINDS = (PARAMETERS, MOMENTS, GRADIENTS, SECONDARY, MIDDLE, FEEDBACK, GATHERED, WHOLE_GRADIENTS, BUFFERS, ACTIVATIONS)
+KINDS = (
+    PARAMETERS,
+    MOMENTS,
+    GRADIENTS,
+    SECONDARY,
+    PARTIAL_SUMS,
+    FEEDBACK,
+    GATHERED,
+    WHOLE_GRADIENTS,
+    BUFFERS,
+    ACTIVATIONS,
+)
 USABLE_MEMORY = 0.9  # assumed: the rest is for CUDA's context, NCCL's buffers and what the allocator cannot use
 MASTER_BYTES = 4  # parameters, their gradients and moments are fp32
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
+from megazpp.parallel.comm_queue import CommQueue
 from megazpp.topology.layout import Layout
 from megazpp.zero.layout import MessageLayout, plan_segments
 from megazpp.zero.units import Fingerprint, Unit, UnitParameter
@@ -36,10 +37,20 @@ class PaperAxis(MeshAxis):
         rank: the global rank whose axis it is.
         counter: where bytes are counted.
         cost: told of each collective.
+        queue: where its collectives run beside the compute.
     """
 
-    def __init__(self, layout: Layout, name: str, *, rank: int, counter: TrafficCounter, cost: Cost = no_cost) -> None:
-        super().__init__(name, counter=counter, wire=layout.wire(name, rank))
+    def __init__(
+        self,
+        layout: Layout,
+        name: str,
+        *,
+        rank: int,
+        counter: TrafficCounter,
+        cost: Cost = no_cost,
+        queue: CommQueue | None = None,
+    ) -> None:
+        super().__init__(name, counter=counter, wire=layout.wire(name, rank), queue=queue)
         self.ranks = layout.axis_ranks(name, rank)
         self.rank, self.size = self.ranks.index(rank), len(self.ranks)
         self._cost = cost
@@ -83,7 +94,7 @@ class UnitState:
     """What the simulated FSDP2 says of a unit: `version` stands for the contents of its weights."""
 
     version: int = 0
-    at_hand: bool = True
+    is_sharded: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +109,14 @@ class PaperUnit(Unit):
         return self.segments[-1].stop
 
     @property
-    def at_hand(self) -> bool:
-        return self.state.at_hand
+    def is_sharded(self) -> bool:
+        return self.state.is_sharded
 
     def fingerprint(self) -> Fingerprint:
         return (self.state.version,)
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
-        return (lambda: torch.empty(self.size, dtype=dtype, device="meta")) if self.at_hand else None
+        return (lambda: torch.empty(self.size, dtype=dtype, device="meta")) if self.is_sharded else None
 
     def check_shard_reader(self, expected: torch.Tensor) -> None:
         """Nothing to compare."""

@@ -37,7 +37,7 @@ LINKS = {"a100": Links(domain=Link(300.0), network=Link(200.0)), "h100": Links(d
 PRECISION = PrecisionConfig(bf16=True)
 
 
-class Shape(NamedTuple):
+class PublishedShape(NamedTuple):
     """Of a Llama model; `groups` of keys and values."""
 
     layers: int
@@ -48,8 +48,8 @@ class Shape(NamedTuple):
     vocabulary: int
 
 
-LLAMA3_8B, LLAMA3_70B = Shape(32, 4096, 32, 8, 14336, 128256), Shape(80, 8192, 64, 8, 28672, 128256)
-LLAMA2_13B, LLAMA2_70B = Shape(40, 5120, 40, 40, 13824, 32000), Shape(80, 8192, 64, 8, 28672, 32000)
+LLAMA3_8B, LLAMA3_70B = PublishedShape(32, 4096, 32, 8, 14336, 128256), PublishedShape(80, 8192, 64, 8, 28672, 128256)
+LLAMA2_13B, LLAMA2_70B = PublishedShape(40, 5120, 40, 40, 13824, 32000), PublishedShape(80, 8192, 64, 8, 28672, 32000)
 
 
 class SpeedRow(NamedTuple):
@@ -65,7 +65,7 @@ class SpeedRow(NamedTuple):
 
     name: str
     device: Device
-    shape: Shape
+    shape: PublishedShape
     nodes: int
     seq: int
     samples: int
@@ -117,7 +117,7 @@ def _layout(row: SpeedRow) -> Layout:
 
 
 @functools.cache
-def _trace(shape: Shape, seq: int, samples: int, recomputed: float) -> Trace:
+def _trace(shape: PublishedShape, seq: int, samples: int, recomputed: float) -> Trace:
     config = GPTConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,

@@ -26,7 +26,7 @@ MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 FREE = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::_unsafe_view")
 
 
-class Work(NamedTuple):
+class Operation(NamedTuple):
     """One operation: a product [m, k] x [k, n], `batch` times; a pass over memory; or a collective on tp.
 
     Attributes:
@@ -43,28 +43,28 @@ class Work(NamedTuple):
     batch: float = 0.0
 
 
-class Segment(NamedTuple):
+class TraceSegment(NamedTuple):
     """What one part of the model does in forward or backward.
 
     Attributes:
-        work: in order.
+        operations: in order.
         kept: bytes that live when it is done, less those before it; negative in backward.
         peak: most bytes that live while it runs, above those before it.
         gradients: bytes of whole gradients among those kept.
     """
 
-    work: tuple[Work, ...]
+    operations: tuple[Operation, ...]
     kept: int
     peak: int
     gradients: int
 
 
-class Recorder(TorchDispatchMode):
+class TraceRecorder(TorchDispatchMode):
     """Notes every operation and every storage, by segment of the model that it watches."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._work: dict[tuple[str, int], list[Work]] = defaultdict(list)
+        self._operations: dict[tuple[str, int], list[Operation]] = defaultdict(list)
         self._kept: dict[tuple[str, int], int] = defaultdict(int)
         self._peak: dict[tuple[str, int], int] = defaultdict(int)
         self._gradients: dict[tuple[str, int], int] = defaultdict(int)
@@ -81,17 +81,17 @@ class Recorder(TorchDispatchMode):
 
     def sent(self, collective: str, sent_bytes: int) -> None:
         """A collective on tp."""
-        self._work[self._now].append(Work(collective, sent_bytes))
+        self._operations[self._now].append(Operation(collective, sent_bytes))
 
     def product(self, m: int, n: int, k: int, batch: float, touched: int) -> None:
-        self._work[self._now].append(Work("matrix", touched, m, n, k, batch))
+        self._operations[self._now].append(Operation("matrix", touched, m, n, k, batch))
 
     def memory_pass(self, touched: int) -> None:
         """One kernel that reads and writes `touched` bytes."""
-        self._work[self._now].append(Work("memory", touched))
+        self._operations[self._now].append(Operation("memory", touched))
 
-    def segment(self, key: tuple[str, int]) -> Segment:
-        return Segment(tuple(self._work[key]), self._kept[key], self._peak[key], self._gradients[key])
+    def segment(self, key: tuple[str, int]) -> TraceSegment:
+        return TraceSegment(tuple(self._operations[key]), self._kept[key], self._peak[key], self._gradients[key])
 
     def enter(self, key: tuple[str, int]) -> None:
         self._kept[self._now] += self._live.now - self._before
@@ -141,7 +141,7 @@ class FusedAttention(TorchFunctionMode):
         on_cpu: of which device the kernels are: CUDA's take no groups beside a mask.
     """
 
-    def __init__(self, recorder: Recorder, *, on_cpu: bool) -> None:
+    def __init__(self, recorder: TraceRecorder, *, on_cpu: bool) -> None:
         super().__init__()
         self._recorder, self._on_cpu = recorder, on_cpu
 
@@ -173,7 +173,7 @@ class _Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         mask: torch.Tensor | None,
-        recorder: Recorder,
+        recorder: TraceRecorder,
         share: float,
     ) -> torch.Tensor:
         batch, heads, seq, channels = q.shape

@@ -12,7 +12,7 @@ from megazpp.topology.layout import AXES
 SIMULATED_MICRO_BATCHES = 3  # the first, one like all those in between, the last
 
 
-class Measured(NamedTuple):
+class SimulatedStep(NamedTuple):
     """One optimizer step on paper.
 
     Attributes:
@@ -26,21 +26,21 @@ class Measured(NamedTuple):
     busy: dict[str, float]
 
 
-def measure(step: PaperStep, micro_batches: int) -> Measured:
+def measure(step: PaperStep, micro_batches: int) -> SimulatedStep:
     """A step of any number of micro-batches, from three at most: those between the first and the last are alike."""
     step.run(1)  # learns the order of use
     if micro_batches <= SIMULATED_MICRO_BATCHES:
         return _measure(step, micro_batches)
     fewer, more = (_measure(step, k) for k in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES))
     times = micro_batches - SIMULATED_MICRO_BATCHES
-    return Measured(
+    return SimulatedStep(
         extended(fewer.traffic, more.traffic, times),
         more.seconds + times * (more.seconds - fewer.seconds),
         {key: seconds + times * (seconds - fewer.busy.get(key, 0.0)) for key, seconds in more.busy.items()},
     )
 
 
-def _measure(step: PaperStep, micro_batches: int) -> Measured:
+def _measure(step: PaperStep, micro_batches: int) -> SimulatedStep:
     before = step.counter.table()
     seconds = step.run(micro_batches)
     busy: dict[str, float] = defaultdict(float)
@@ -50,7 +50,7 @@ def _measure(step: PaperStep, micro_batches: int) -> Measured:
             busy[axis] += span.end - span.start
         elif span.clock == "compute":
             busy["compute"] += span.end - span.start
-    return Measured(traffic_between(before, step.counter.table()), seconds, busy)
+    return SimulatedStep(traffic_between(before, step.counter.table()), seconds, busy)
 
 
 def traffic_between(before: TrafficTable, after: TrafficTable) -> TrafficTable:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from megazpp.parallel.axis import Traffic, TrafficCounter
-from megazpp.planner.clock import SimulatedLane, Simulation
+from megazpp.planner.clock import SimulatedQueue, Simulation
 from megazpp.planner.comms import sharded_unit
 from megazpp.planner.costs import Costs, NoCosts
 from megazpp.planner.engine import PaperFSDP
@@ -31,9 +31,9 @@ from megazpp.planner.paper import PaperAxis, PaperCodec
 from megazpp.planner.recorder import BACKWARD, FORWARD
 from megazpp.planner.trace import Trace
 from megazpp.topology.layout import AXES, Layout
+from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.config import WirePlan, ZeroConfig
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.plugs import Plugs
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
 
@@ -75,22 +75,28 @@ class PaperStep:
         self._stage, self._on_cpu = zero.stage_over(layout.axis_size("shard")), on_cpu
         self.counter, self.simulation, self.ledger = TrafficCounter(), Simulation(), Ledger()
         self._axes = {
-            name: PaperAxis(layout, name, rank=rank, counter=self.counter, cost=self._sending(name)) for name in AXES
+            name: PaperAxis(
+                layout,
+                name,
+                rank=rank,
+                counter=self.counter,
+                cost=self._sending(name),
+                queue=SimulatedQueue(self.simulation, name, blocks_host=on_cpu),
+            )
+            for name in AXES
         }
         hops = {name: self._axes[name] for name in ("cross", "local", "shard")}
-        for name, axis in hops.items():
-            axis.lane = SimulatedLane(self.simulation, name, blocks_host=on_cpu)
         zero = dataclasses.replace(zero, zero_check_secondary=False)  # there is nothing to compare
         codec = functools.partial(PaperCodec, touch=self._touch)
-        plugs = Plugs(**hops, plan=wire, zero=zero, precision=precision, codec=codec)
-        self.units = [sharded_unit(parameters, plugs, self._axes, wire, zero) for parameters in trace.units]
+        factory = CommFactory(**hops, plan=wire, zero=zero, precision=precision, codec=codec)
+        self.units = [sharded_unit(parameters, factory, self._axes, wire, zero) for parameters in trace.units]
         self._fsdp = PaperFSDP(
             self.simulation,
             axes=self._axes,
             costs=self._costs,
             zero=zero,
             precision=precision,
-            plugs=plugs,
+            factory=factory,
             on_cpu=on_cpu,
         )
 
@@ -104,7 +110,7 @@ class PaperStep:
             last = index == micro_batches - 1
             for sharded in self.units:
                 if isinstance(sharded.reduce, TwoHopReduce):
-                    sharded.reduce.last_micro_batch = last
+                    sharded.reduce.begin_micro_batch(last=last)
             self._forward()
             self._backward(first=index == 0, last=last)
         self._sum_over_data()  # the loss
@@ -131,7 +137,7 @@ class PaperStep:
 
     def _backward(self, *, first: bool, last: bool) -> None:
         for sharded in self.units:
-            sharded.unit.state.at_hand = False
+            sharded.unit.state.is_sharded = False
         order = [self.units[0], *self.units[:0:-1]] if self.trace.tied else self.units[::-1]
         for index, sharded in enumerate(order):
             segment = self.trace.num_segments - 1 - index
@@ -154,14 +160,14 @@ class PaperStep:
             self._fsdp.finish_unit(order[0], first=first, last=last)
         self._fsdp.end_backward()
         for sharded in self.units:
-            sharded.unit.state.at_hand = True
+            sharded.unit.state.is_sharded = True
 
     def _compute(self, phase: str, index: int) -> None:
-        for work in self.trace.segments[phase, index].work:
-            if work.kind in ("matrix", "memory"):
-                self.simulation.spend(f"{phase} {index}", self._costs.work(work))
+        for operation in self.trace.segments[phase, index].operations:
+            if operation.kind in ("matrix", "memory"):
+                self.simulation.spend(f"{phase} {index}", self._costs.operation(operation))
             else:
-                self._axes["tp"].count(work.kind, work.bytes)
+                self._axes["tp"].count(operation.kind, operation.bytes)
 
     def _sum_over_data(self) -> None:
         for name in ("shard", "replicate"):
@@ -207,6 +213,6 @@ class PaperStep:
         return cost
 
     def _touch(self, what: str, touched_bytes: int) -> None:
-        """A pass over memory on the running clock; on a CPU the process that computes does it, in any lane."""
+        """A pass over memory on the running clock; on a CPU the process that computes does it, in any queue."""
         seconds = self._costs.memory(touched_bytes)
         self.simulation.spend(what, seconds, taken=seconds if self._on_cpu else 0.0)

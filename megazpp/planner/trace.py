@@ -15,7 +15,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.paper import PaperAxis
-from megazpp.planner.recorder import BACKWARD, FORWARD, FusedAttention, FusedNorm, Recorder, Segment, backward
+from megazpp.planner.recorder import BACKWARD, FORWARD, FusedAttention, FusedNorm, TraceRecorder, TraceSegment, backward
 from megazpp.topology.layout import Layout
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]  # name and shape on one tensor-parallel rank
@@ -30,7 +30,7 @@ class Trace(NamedTuple):
         logits_bytes: of the logits as the output layer makes them.
     """
 
-    segments: dict[tuple[str, int], Segment]
+    segments: dict[tuple[str, int], TraceSegment]
     units: tuple[Parameters, ...]
     tied: bool
     logits_bytes: int
@@ -64,7 +64,7 @@ def trace_model(
     shape = dataclasses.replace(config, num_layers=min(config.layers, 2))
     if config.recompute_method == "block":  # the first layer is run again, the second is not
         shape = dataclasses.replace(shape, recompute_num_layers=1)
-    recorder = Recorder()
+    recorder = TraceRecorder()
     attention = FusedAttention(recorder, on_cpu=on_cpu)
     with torch.device("meta"):
         model = GPTModel(

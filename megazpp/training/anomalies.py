@@ -28,7 +28,7 @@ WINDOW, FEWEST = 100, 20  # losses that a loss is compared with
 
 @dataclass(frozen=True, kw_only=True)
 class AnomalyConfig:
-    """What must not get into the weights."""
+    """NaN, Inf and loss spikes: what must not get into the weights."""
 
     check_for_nan_in_loss_and_grad: bool = flag(
         True,
@@ -64,35 +64,49 @@ def check_anomalies(config: AnomalyConfig, *, saves: bool) -> None:
             raise ValueError("--loss-spike-action rewind needs --save")
 
 
+class LossHistory:
+    """The last losses, which the next one is compared with; checkpoints keep them."""
+
+    def __init__(self) -> None:
+        self.losses: deque[float] = deque(maxlen=WINDOW)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = deque(state["losses"], maxlen=WINDOW)
+
+
 class Guard:
     """Decides whether a step is taken.
 
     Args:
         config: what to look for.
         not_finite: ends the job with a report.
+        history: the losses so far; the guard adds each step's.
         dynamic_scale: gradients that are not finite are the loss scale's business.
-        say: prints on rank 0.
+        log: prints on rank 0.
+        rewind: takes weights and moments back to the last checkpoint and returns its iteration; called on all ranks.
+            None: a spike is only skipped.
         verify: raises if ranks have gathered different weights.
         verify_interval: steps between two calls of it; None: never.
-    Attributes:
-        rewind: takes weights and moments back to the last checkpoint and returns its iteration; called on all ranks.
     """
 
     def __init__(
         self,
         config: AnomalyConfig,
         not_finite: NotFinite,
+        history: LossHistory,
         *,
         dynamic_scale: bool,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
+        rewind: Callable[[], int] | None = None,
         verify: Callable[[], None] | None = None,
         verify_interval: int | None = None,
     ) -> None:
         self._config, self._not_finite, self._dynamic_scale = config, not_finite, dynamic_scale
-        self._say = say
-        self.rewind: Callable[[], int] | None = None
+        self._history, self._log, self._rewind = history, log, rewind
         self._verify, self._verify_interval = verify, verify_interval
-        self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def begin_step(self) -> None:
         """Before the forward."""
@@ -115,13 +129,6 @@ class Guard:
             self._not_finite.report(iteration, loss, norm, local_losses)
         return math.isfinite(norm) and not self._is_spike(iteration, loss)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The losses that the next one is compared with."""
-        return {"losses": list(self._losses)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._losses = deque(state["losses"], maxlen=WINDOW)
-
     def _is_spike(self, iteration: int, loss: float) -> bool:
         """Also counts the loss among those that the next one is compared with.
 
@@ -130,22 +137,22 @@ class Guard:
         sigma = self._config.loss_spike_sigma
         if sigma is None or not math.isfinite(loss):
             return False
-        before = list(self._losses)
-        self._losses.append(loss)
+        before = list(self._history.losses)
+        self._history.losses.append(loss)
         if len(before) < FEWEST:
             return False
         mean, deviation = statistics.fmean(before), statistics.stdev(before)
         if loss <= mean + sigma * deviation:
             return False
         what = "the step is skipped"
-        if self.rewind is not None:
-            losses = self._losses  # a checkpoint's would not know this one
+        if self._rewind is not None:
+            losses = self._history.state_dict()  # a checkpoint's would not know this one
             try:
-                what += f", and the weights go back to those of iteration {self.rewind()}"
+                what += f", and the weights go back to those of iteration {self._rewind()}"
             except ValueError as error:  # no checkpoint yet
                 what += f" ({error})"
-            self._losses = losses
-        self._say(
+            self._history.load_state_dict(losses)
+        self._log(
             f"iteration {iteration}: the loss is {loss:.4f}, after {mean:.4f} +- {deviation:.4f} over {len(before)} "
             f"steps; {what}"
         )

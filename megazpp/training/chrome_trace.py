@@ -1,5 +1,5 @@
 """Spans of many ranks as a Chrome trace, which ui.perfetto.dev and chrome://tracing show: a process per rank, a thread
-per lane. Spans of a lane that overlap without nesting (two threads, two streams) get a second thread of the same name.
+per track. Spans of a track that overlap without nesting (two threads, two streams) get a second thread of its name.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megazpp.parallel.spans import COMPUTE, STEP, WAIT, Span
+from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span
 
 MICRO = 1e6
-LANES = (STEP, COMPUTE, WAIT, "tp", "local", "cross")  # from the top; others follow by name
+TRACKS = (STEP, COMPUTE, WAIT, "tp", "local", "cross")  # from the top; others follow by name
 SLACK = 1e-9  # seconds: what rounding may move
 
 
@@ -27,9 +27,9 @@ def chrome_trace(spans_by_rank: Sequence[Sequence[Span]], names: Sequence[str]) 
     for rank, (spans, name) in enumerate(zip(spans_by_rank, names, strict=True)):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
-        rows = [(lane, row) for lane in sorted_lanes(spans) for row in rows_without_crossings(spans, lane)]
-        for thread, (lane, row) in enumerate(rows):
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": lane}})
+        rows = [(track, row) for track in sorted_tracks(spans) for row in rows_without_crossings(spans, track)]
+        for thread, (track, row) in enumerate(rows):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": track}})
             index = {"sort_index": thread}
             events.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": thread, "args": index})
             events += [_event(span, rank, thread) for span in row]
@@ -57,16 +57,16 @@ def read_chrome_trace(path: Path) -> dict[str, list[Span]]:
     return spans
 
 
-def sorted_lanes(spans: Sequence[Span]) -> list[str]:
-    """The lanes of the spans, from the top of a picture to its bottom."""
-    lanes = {span.lane for span in spans}
-    return [lane for lane in LANES if lane in lanes] + sorted(lanes - set(LANES))
+def sorted_tracks(spans: Sequence[Span]) -> list[str]:
+    """The tracks of the spans, from the top of a picture to its bottom."""
+    tracks = {span.track for span in spans}
+    return [track for track in TRACKS if track in tracks] + sorted(tracks - set(TRACKS))
 
 
-def rows_without_crossings(spans: Sequence[Span], lane: str) -> list[list[Span]]:
-    """The lane's spans in as few rows as needed, each with spans that follow each other or nest."""
+def rows_without_crossings(spans: Sequence[Span], track: str) -> list[list[Span]]:
+    """The track's spans in as few rows as needed, each with spans that follow each other or nest."""
     rows: list[_Row] = []
-    mine = (span for span in spans if span.lane == lane)
+    mine = (span for span in spans if span.track == track)
     for span in sorted(mine, key=lambda span: (span.start_seconds, -span.seconds)):
         if not any(row.take(span) for row in rows):
             rows.append(_Row())
@@ -94,7 +94,7 @@ def _event(span: Span, rank: int, thread: int) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": span.name,
-        "cat": span.lane,
+        "cat": span.track,
         "pid": rank,
         "tid": thread,
         "ts": round(span.start_seconds * MICRO, 3),

@@ -20,7 +20,7 @@ class Console:
         self._enabled, self._out = enabled, out or sys.stdout
         self._bar: tqdm | None = None
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print lines, above the bar if there is one."""
         if not self._enabled:
             return

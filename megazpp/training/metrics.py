@@ -31,6 +31,9 @@ class StepRecord:
         consumed_samples: including this step's.
         global_batch_size: samples of this step over all ranks.
         seconds: wall time of the step, waiting for data included.
+        wait_seconds: of that, waiting for data.
+        cpu_seconds: CPU time of this process in the step.
+        micro_batches: of one rank.
         skipped: the gradients were not finite and the step was not taken.
         sent_bytes: put on each wire since the last record that says so; may be counted once per interval only.
         num_zeros, params_norm: None unless asked for.
@@ -43,6 +46,9 @@ class StepRecord:
     grad_norm: float | None
     learning_rate: float
     seconds: float
+    wait_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    micro_batches: int = 1
     loss_scale: float = 1.0
     skipped: bool = False
     sent_bytes: SentBytes = NOTHING_SENT
@@ -132,6 +138,9 @@ class StepSums:
     skipped: int = 0
     samples: int = 0
     seconds: float = 0.0
+    wait_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    micro_batches: int = 0
     sent_bytes: SentBytes = NOTHING_SENT
 
     def plus(self, step: StepRecord) -> StepSums:
@@ -141,6 +150,9 @@ class StepSums:
             skipped=self.skipped + step.skipped,
             samples=self.samples + step.global_batch_size,
             seconds=self.seconds + step.seconds,
+            wait_seconds=self.wait_seconds + step.wait_seconds,
+            cpu_seconds=self.cpu_seconds + step.cpu_seconds,
+            micro_batches=self.micro_batches + step.micro_batches,
             sent_bytes=SentBytes(*map(operator.add, self.sent_bytes, step.sent_bytes)),
         )
 
@@ -187,7 +199,8 @@ class Meter:
         """What summary.json says about the training steps.
 
         Args:
-            cpu_seconds: CPU time of the steps, summed over all ranks.
+            wait_seconds: of that, waiting for data.
+        cpu_seconds: CPU time of the steps, summed over all ranks.
         """
         totals = self.totals
         tokens = totals.samples * self.shape.seq_length
@@ -199,6 +212,7 @@ class Meter:
             "seconds": totals.seconds,
             "tokens_per_second": tokens / totals.seconds if totals.seconds else 0.0,
             "cpu_seconds_per_token": cpu_seconds / tokens if tokens else 0.0,
+            "data_wait_share": totals.wait_seconds / totals.seconds if totals.seconds else 0.0,
             **{f"{wire}_bytes_per_step": sent // steps for wire, sent in totals.sent_bytes._asdict().items()},
         }
 

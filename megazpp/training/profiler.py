@@ -1,7 +1,7 @@
 """`--profile`: torch's profiler over some iterations of some ranks; `--record-memory-history`: CUDA's allocations.
 
 A profiled rank leaves a Chrome trace in the run folder, for ui.perfetto.dev: operators, kernels, and the timeline's
-spans under their lane and name ("cross all_gather layers.3"), of all threads. Other ranks and iterations pay nothing.
+spans under their track and name ("cross all_gather layers.3"), of all threads. Other ranks and iterations pay nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, recor
 
 from megazpp.files import first_free
 from megazpp.flags import flag
-from megazpp.parallel.dims import ParallelDims
+from megazpp.training.context import RunContext
 
 MOST_ALLOCATIONS = 100_000  # that a snapshot looks back on; Megatron's number
 
@@ -89,21 +89,19 @@ class Profiler:
     While it is entered the job trains; what is not written yet is written at the end.
 
     Args:
-        dims: its timeline names the spans, its world axis tells all ranks where rank 0 keeps the records.
-        folder: there; None on the other ranks.
-        say: prints on rank 0.
+        config: what to record.
+        run: its timeline names the spans, its world axis tells all ranks where rank 0 keeps the records.
     """
 
-    def __init__(
-        self, config: ProfilerConfig, dims: ParallelDims, *, folder: Path | None, say: Callable[[str], None]
-    ) -> None:
-        self._config, self._dims, self._say = config, dims, say
+    def __init__(self, config: ProfilerConfig, run: RunContext) -> None:
+        self._config, self._dims, self._log = config, run.dims, run.log
         self._folder = Path()
         self._trace: profile | None = None
         self._first, self._done = config.profile_step_start + 1, False
         if config.profile or config.record_memory_history:
-            self._folder = Path(dims.world.share_object(None if folder is None else str(folder.resolve())))
-        mine = dims.world.rank in config.profile_ranks
+            folder = None if run.folder is None else str(run.folder.path.resolve())
+            self._folder = Path(self._dims.world.share_object(folder))
+        mine = self._dims.world.rank in config.profile_ranks
         self._profiles, self._remembers = config.profile and mine, config.record_memory_history and mine
         if self._remembers:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
@@ -117,13 +115,13 @@ class Profiler:
         if error is None and self._trace is not None:
             self._write_trace()
         if error is None and self._config.profile and not self._done:
-            self._say(f"--profile: iteration {self._first} was not reached here, nothing was recorded")
+            self._log(f"--profile: iteration {self._first} was not reached here, nothing was recorded")
         if self._remembers and (error is None or isinstance(error, torch.OutOfMemoryError)):
             snapshot = self._folder / Path(self._config.memory_snapshot_path).expanduser()
             path = _named_for(snapshot, f"rank{self._dims.world.rank}")
             _write(path, torch.cuda.memory._dump_snapshot)
             torch.cuda.memory._record_memory_history(enabled=None)
-            self._say(f"memory snapshot: {path}")
+            self._log(f"memory snapshot: {path}")
 
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
@@ -140,17 +138,17 @@ class Profiler:
             if self._trace is not None:
                 self._write_trace()
             ranks = " ".join(map(str, self._config.profile_ranks))
-            self._say(f"profile of iterations {self._first} to {iteration}, rank {ranks}: {self._folder}")
+            self._log(f"profile of iterations {self._first} to {iteration}, rank {ranks}: {self._folder}")
 
-    def span(self, lane: str, name: str) -> AbstractContextManager[Any]:
+    def span(self, track: str, name: str) -> AbstractContextManager[Any]:
         """For the timeline."""
-        return record_function(f"{lane} {name}")
+        return record_function(f"{track} {name}")
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
         if self._dims.timeline.device_type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        # a lane's thread is older than the profiler, which would leave it out
+        # a queue's thread is older than the profiler, which would leave it out
         self._trace = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
         self._trace.start()
         self._dims.timeline.attach(self)

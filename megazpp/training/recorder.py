@@ -9,11 +9,10 @@ import torch
 
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.optim.clip import global_parameter_norm
-from megazpp.parallel.dims import ParallelDims
-from megazpp.training.console import Console
+from megazpp.training.context import RunContext
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.log_lines import closing_lines, log_line, validation_lines
-from megazpp.training.metrics import IntervalRecord, Meter, SentBytes, StepRecord
+from megazpp.training.metrics import IntervalRecord, Meter, RunShape, SentBytes, StepRecord
 from megazpp.training.resources import memory_line, peak_memory_bytes
 from megazpp.training.step import TrainStep
 from megazpp.training.timers import Timers
@@ -25,27 +24,30 @@ class Recorder:
     """Every rank calls every method (some communicate); only rank 0 has a `tracker` and a console that prints.
 
     Args:
-        meter: sums up steps.
         config: how often to log, and whether the norm of the parameters too.
+        run: prints, communicates and knows the device.
+        shape: what turns samples and seconds into figures.
+        zero3: number of micro-batches to what ZeRO-3 would have sent.
+        tracker: writes on rank 0.
         timers: reported after a log line.
     """
 
     def __init__(
         self,
-        meter: Meter,
-        console: Console,
-        tracker: Tracker | None,
-        dims: ParallelDims,
         config: TrackingConfig,
-        device: torch.device,
+        run: RunContext,
+        shape: RunShape,
+        *,
+        zero3: Callable[[int], Zero3Traffic | None],
+        tracker: Tracker | None = None,
         timers: Timers | None = None,
     ) -> None:
-        self.meter, self.console, self._tracker = meter, console, tracker
-        self._dims, self._config, self._device, self._timers = dims, config, device, timers
+        self.meter, self.console, self._tracker = Meter(shape), run.console, tracker
+        self._dims, self._config, self._device, self._timers = run.dims, config, run.device, timers
+        self._zero3 = zero3
         self._sent_before = SentBytes()
         self.last_interval: IntervalRecord | None = None
         self.last_validation: tuple[int, float] | None = None
-        self.cpu_seconds, self.micro_batches = 0.0, 0  # of this process's steps, as its traffic is
 
     def step(self, record: StepRecord, step: TrainStep, *, last: bool) -> None:
         """Record a step; at a log interval and at the `last` one also print and write a line."""
@@ -66,7 +68,7 @@ class Recorder:
         loss = evaluate()
         self.last_validation = (progress.iteration, loss)
         for line in validation_lines(f"iteration {progress.iteration}", loss):
-            self.console.say(line)
+            self.console.log(line)
         if self._tracker is not None:
             self._tracker.validation(loss, iteration=progress.iteration, consumed_samples=progress.consumed_samples)
 
@@ -77,8 +79,6 @@ class Recorder:
         test: Evaluator | None,
         *,
         unigram_entropy: float | None,
-        wait_share: float,
-        zero3: Callable[[int], Zero3Traffic | None],
     ) -> None:
         """The last evaluations, then what the run came to: printed, and written to summary.json.
 
@@ -86,7 +86,6 @@ class Recorder:
 
         Args:
             unigram_entropy: nats per token of the validation text.
-            zero3: number of micro-batches to what ZeRO-3 would have sent.
         """
         where = f"iteration {progress.iteration}"
         if validate is not None and (self.last_validation is None or self.last_validation[0] != progress.iteration):
@@ -94,8 +93,8 @@ class Recorder:
         test_loss = None if test is None else test()
         if test_loss is not None:
             for line in validation_lines(f"{where} on test set", test_loss):
-                self.console.say(line)
-        used = torch.tensor(self.cpu_seconds, dtype=torch.float64, device=self._device)
+                self.console.log(line)
+        used = torch.tensor(self.meter.totals.cpu_seconds, dtype=torch.float64, device=self._device)
         peak = torch.tensor(float(peak_memory_bytes(self._device)), dtype=torch.float64, device=self._device)
         summary = self.meter.summary(cpu_seconds=float(self._dims.world.all_reduce_(used))) | {
             "final_loss": None if self.last_interval is None else self.last_interval.lm_loss,
@@ -104,14 +103,13 @@ class Recorder:
             "peak_memory_bytes": int(self._dims.world.max_(peak)),
             "iteration": progress.iteration,
             "test_loss": test_loss,
-            "data_wait_share": wait_share,
             "stop_reason": progress.stop_reason,
         }
-        rows, compared = collect_traffic(self._dims, self._device), zero3(self.micro_batches)
+        rows, compared = collect_traffic(self._dims, self._device), self._zero3(self.meter.totals.micro_batches)
         if rows:
-            self.console.say(traffic_table(rows, compared))
+            self.console.log(traffic_table(rows, compared))
         summary |= traffic_summary(rows, compared)
-        self.console.say(closing_lines(summary, self.last_interval))
+        self.console.log(closing_lines(summary, self.last_interval))
         if self._tracker is not None:
             self._tracker.summary(summary, rows)
 
@@ -119,11 +117,11 @@ class Recorder:
         first = self.last_interval is None
         interval = self.meter.interval(peak_memory_bytes=peak_memory_bytes(self._device))
         self.last_interval = interval
-        self.console.say(log_line(interval))
+        self.console.log(log_line(interval))
         if first and (line := memory_line(self._dims.world.rank, iteration, self._device)):
-            self.console.say(line)
+            self.console.log(line)
         if self._timers is not None and (times := self._timers.report()):
-            self.console.say(times)
+            self.console.log(times)
         if self._tracker is not None:
             self._tracker.interval(interval)
 

@@ -27,10 +27,9 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_, share_parameters_
 from megazpp.topology.layout import COORDINATES
 from megazpp.training.batches import BatchPlan
+from megazpp.training.context import RunContext
 from megazpp.training.evaluate import EvalConfig
-from megazpp.training.run_folder import RunFolder
-from megazpp.training.step import TrainStep
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import WirePlan, ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import Sharding, materialize, shard_model
 
@@ -44,6 +43,7 @@ class ModelSpec:
         vocab_size: of the tokenizer; the model may pad it.
         sequence_parallel: whether tensor-parallel ranks split activations along the sequence.
         zero, precision: how it is sharded, and in which dtypes.
+        wire: the run's plan of what replaces FSDP2's collectives; None: the plan of `zero` on the layout.
         seed: of the initial weights and of dropout.
     """
 
@@ -51,6 +51,7 @@ class ModelSpec:
     vocab_size: int
     sequence_parallel: bool = False
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    wire: WirePlan | None = None
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     seed: int
 
@@ -86,7 +87,10 @@ def shard_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
         )
     if dims.tp.size > 1:
         distribute_parameters(model, dims.mesh["tp"])
-    return Built(model, shard_model(model, model.sharding_units(), dims, zero=spec.zero, precision=spec.precision))
+    sharding = shard_model(
+        model, model.sharding_units(), dims, zero=spec.zero, precision=spec.precision, wire=spec.wire
+    )
+    return Built(model, sharding)
 
 
 def open_datasets(
@@ -129,23 +133,20 @@ def open_loader(
 
 def open_checkpoints(
     config: CheckpointConfig,
-    step: TrainStep,
+    state: TrainState,
+    run: RunContext,
     *,
     flags: Mapping[str, Any],
     schedule: Schedule,
     tokenizer: Tokenizer,
-    seed: int,
-    folder: RunFolder | None,
-    say: Callable[[str], None],
 ) -> Checkpoints:
-    """The checkpoints of a run that `step` trains, for all ranks; nothing is read or written yet.
+    """The checkpoints of a run that changes `state`, for all ranks; nothing is read or written yet.
 
     Args:
         flags: every flag's value, to be kept with each checkpoint.
         tokenizer: the same.
-        folder: where the run is recorded; only rank 0, which writes it down, knows.
     """
-    layout = step.dims.layout
+    dims, folder = run.dims, run.folder
     record = RunRecord(
         progress=TrainingProgress(),
         scaler={},
@@ -154,11 +155,10 @@ def open_checkpoints(
         flags=found_from_anywhere(flags),
         vocab_size=tokenizer.vocab_size,
         tokenizer=tokenizer.identity,
-        layout={name: layout.axis_size(name) for name in COORDINATES},
+        layout={name: dims.layout.axis_size(name) for name in COORDINATES},
         run_dir=None if folder is None else str(folder.path.resolve()),
         wandb_run_id=folder.wandb_run_id() if folder is not None and flags["wandb_project"] else None,
         torch=torch.__version__,
     )
-    state = TrainState(step.model, step.sharding, step.optimizer, step.scaler, step.dims, seed=seed, guard=step.guard)
-    axis = open_axis(step.dims) if config.save is not None or config.load is not None else step.dims.world
-    return Checkpoints(config, state, record, axis, say, tokenizer=tokenizer.files)
+    axis = open_axis(dims) if config.save is not None or config.load is not None else dims.world
+    return Checkpoints(config, state, record, axis, run.log, tokenizer=tokenizer.files)

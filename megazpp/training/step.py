@@ -20,7 +20,7 @@ from megazpp.optim.clip import clip_grads_, count_zero_grads, global_grad_norm
 from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.optimizer import set_rates_
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.spans import COMPUTE
+from megazpp.parallel.timeline import COMPUTE
 from megazpp.training.anomalies import Guard
 from megazpp.zero.sharding import Sharding
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +15,14 @@ from pathlib import Path
 import torch
 
 from megazpp.flags import flag
-from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.spans import COMPUTE, STEP, WAIT, Span, align, clip, hidden_shares, lane_seconds
-from megazpp.parallel.timeline import Recording
-from megazpp.training.chrome_trace import chrome_trace, sorted_lanes
-from megazpp.training.run_folder import RunFolder
+from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Recording, Span, align, clip, hidden_shares, track_seconds
+from megazpp.training.chrome_trace import chrome_trace, sorted_tracks
+from megazpp.training.context import RunContext
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineConfig:
-    """A look at one step."""
+    """Timeline (trace) of one step on all ranks."""
 
     timeline_step: int | None = flag(
         None,
@@ -57,15 +55,11 @@ class StepTimeline:
 
     Args:
         config: which step.
-        dims: its timeline is the one that records; its world axis gathers.
-        folder: where rank 0 writes; None on the others.
-        say: prints on rank 0.
+        run: its timeline is the one that records, its world axis gathers, and rank 0 writes to its folder.
     """
 
-    def __init__(
-        self, config: TimelineConfig, dims: ParallelDims, *, folder: RunFolder | None, say: Callable[[str], None]
-    ) -> None:
-        self._step, self._dims, self._folder, self._say = config.timeline_step, dims, folder, say
+    def __init__(self, config: TimelineConfig, run: RunContext) -> None:
+        self._step, self._dims, self._folder, self._log = config.timeline_step, run.dims, run.folder, run.log
         self._barrier_end = 0.0
         self._recording: Recording | None = None
 
@@ -92,7 +86,7 @@ class StepTimeline:
         self._barrier_end = time.perf_counter()
 
     def _finish(self, spans: list[Span]) -> None:
-        (whole,) = (span for span in spans if span.lane == STEP)
+        (whole,) = (span for span in spans if span.track == STEP)
         inside = clip(spans, whole.start_seconds, whole.end_seconds)
         gathered = self._dims.world.gather_objects((inside, _host(), self._barrier_end))
         if self._folder is None or not gathered:
@@ -101,19 +95,19 @@ class StepTimeline:
         cluster = self._dims.layout.cluster
         names = [f"rank {rank}, node {cluster.node_of(rank)}" for rank in range(len(spans_by_rank))]
         self._folder.write_timeline(chrome_trace(spans_by_rank, names))
-        self._say(describe(whole.name, spans_by_rank))
+        self._log(describe(whole.name, spans_by_rank))
 
 
 def describe(name: str, spans_by_rank: Sequence[Sequence[Span]]) -> str:
-    """Seconds of each lane, mean over the ranks, and how much of each axis's time was hidden."""
-    by_rank = [(spans, lane_seconds(spans)) for spans in spans_by_rank]
+    """Seconds of each track, mean over the ranks, and how much of each axis's time was hidden."""
+    by_rank = [(spans, track_seconds(spans)) for spans in spans_by_rank]
     step_seconds = max(seconds[STEP] for _, seconds in by_rank)
-    lines = [f"timeline of {name}: {step_seconds:.3f} s; busy seconds of each lane, mean of {len(by_rank)} ranks:"]
-    for lane in sorted_lanes([span for spans in spans_by_rank for span in spans])[1:]:
-        total = sum(seconds.get(lane, 0.0) for _, seconds in by_rank)
-        line = f"  {lane:<10} {total / len(by_rank):9.4f} s"
-        if lane not in (COMPUTE, WAIT):
-            shares = [(seconds[lane], hidden_shares(spans, lane)) for spans, seconds in by_rank if lane in seconds]
+    lines = [f"timeline of {name}: {step_seconds:.3f} s; busy seconds of each track, mean of {len(by_rank)} ranks:"]
+    for track in sorted_tracks([span for spans in spans_by_rank for span in spans])[1:]:
+        total = sum(seconds.get(track, 0.0) for _, seconds in by_rank)
+        line = f"  {track:<10} {total / len(by_rank):9.4f} s"
+        if track not in (COMPUTE, WAIT):
+            shares = [(seconds[track], hidden_shares(spans, track)) for spans, seconds in by_rank if track in seconds]
             compute, work = (
                 sum(weight * hidden[kind] for weight, hidden in shares if hidden) / total for kind in range(2)
             )

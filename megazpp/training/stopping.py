@@ -25,7 +25,7 @@ from megazpp.parallel.launch import STOP_SIGNALS
 
 @dataclass(frozen=True, kw_only=True)
 class StopConfig:
-    """When training stops early."""
+    """Early stop: after an iteration, or after a time."""
 
     exit_interval: int | None = flag(None, "stop after an iteration that this divides")
     exit_duration_in_mins: int | None = flag(None, "stop after this many minutes since the program's start")

@@ -8,15 +8,15 @@ do not look slow themselves. On CUDA the times are the device's, and reading the
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from megazpp.flags import flag
-from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.spans import COMPUTE, lane_seconds
+from megazpp.parallel.timeline import COMPUTE, track_seconds
+from megazpp.training.context import RunContext
 
 SLOW = 1.2  # times the median
 SHOWN = 8  # ranks
@@ -24,7 +24,7 @@ SHOWN = 8  # ranks
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerConfig:
-    """Slow ranks."""
+    """Stragglers: slow ranks are named."""
 
     log_straggler: bool = flag(
         False, f"measure one step per log interval and name the ranks that compute {SLOW} times as long as the median"
@@ -36,16 +36,13 @@ class Straggler:
 
     Args:
         config: whether to do anything.
-        dims: its timeline records, its world axis compares.
+        run: its timeline records, its world axis compares.
         interval: steps between two comparisons.
-        say: prints on rank 0.
     """
 
-    def __init__(
-        self, config: StragglerConfig, dims: ParallelDims, *, interval: int, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: StragglerConfig, run: RunContext, *, interval: int) -> None:
         self._interval = interval if config.log_straggler else None
-        self._dims, self._say = dims, say
+        self._dims, self._log = run.dims, run.log
 
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
@@ -59,8 +56,8 @@ class Straggler:
             yield
         finally:
             spans = timeline.stop(recording)
-        seconds = torch.tensor([lane_seconds(spans)[COMPUTE]], dtype=torch.float64, device=self._dims.mesh.device_type)
-        self._say(describe(iteration, self._dims.world.all_gather(seconds).tolist()))
+        seconds = torch.tensor([track_seconds(spans)[COMPUTE]], dtype=torch.float64, device=self._dims.mesh.device_type)
+        self._log(describe(iteration, self._dims.world.all_gather(seconds).tolist()))
 
 
 def describe(iteration: int, seconds: Sequence[float]) -> str:

@@ -21,7 +21,7 @@ import torch
 
 from megazpp.flags import flag
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.spans import COMPUTE, WAIT, Span, total, union
+from megazpp.parallel.timeline import COMPUTE, WAIT, Span, total, union
 
 GATHERS, REDUCTIONS = ("all_gather",), ("reduce_scatter", "all_to_all")
 AXES = ("shard", "local", "cross")
@@ -38,7 +38,7 @@ PARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TimersConfig:
-    """Timers."""
+    """Timers: how long the parts of an iteration take."""
 
     timing_log_level: Literal[0, 1, 2] = flag(
         0, "times in the log: 0 of iterations, 1 of their parts, 2 also of micro-batches and of each axis's collectives"
@@ -92,7 +92,7 @@ def seconds_by_timer(spans: Sequence[Span]) -> dict[str, float]:
     """What each timer has for one step; several collectives at once count once."""
     compute: dict[str, float] = defaultdict(float)
     for span in spans:
-        if span.lane == COMPUTE:
+        if span.track == COMPUTE:
             compute[span.name] += span.seconds
     seconds = {
         "forward-backward": compute["forward"] + compute["backward"],
@@ -101,7 +101,7 @@ def seconds_by_timer(spans: Sequence[Span]) -> dict[str, float]:
         "backward-compute": compute["backward"],
         "optimizer-clip-main-grad": compute["norm"],
         "optimizer-inner-step": compute["optimizer"],
-        "batch-generator": sum(span.seconds for span in spans if (span.lane, span.name) == (WAIT, "data")),
+        "batch-generator": sum(span.seconds for span in spans if (span.track, span.name) == (WAIT, "data")),
     }
     for name, collectives in (("params-all-gather", GATHERS), ("grads-reduce-scatter", REDUCTIONS)):
         seconds[name] = _busy(spans, AXES, collectives)
@@ -111,7 +111,7 @@ def seconds_by_timer(spans: Sequence[Span]) -> dict[str, float]:
 
 def _busy(spans: Sequence[Span], axes: tuple[str, ...], collectives: tuple[str, ...]) -> float:
     """Seconds in which one of the collectives ran on one of the axes."""
-    found = (span for span in spans if span.lane in axes and span.name.startswith(collectives))
+    found = (span for span in spans if span.track in axes and span.name.startswith(collectives))
     return total(union((span.start_seconds, span.end_seconds) for span in found))
 
 

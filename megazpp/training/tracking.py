@@ -26,7 +26,7 @@ from megazpp.training.traffic import TrafficRow
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """What is recorded, how often, and where."""
+    """Logging: metrics, Weights & Biases, TensorBoard; what is recorded, how often, and where."""
 
     run_dir: str | None = flag(None, "folder of this run's records; default: runs/<time>-<config name>")
     log_interval: int = flag(100, "iterations between two log lines")

@@ -1,6 +1,6 @@
 """Floor 2: data-parallel sharding of any model, on FSDP2.
 
-For other people's models: `shard_model` wraps and shards in one call, `attach_zeropp` plugs into a model that
+For other people's models: `shard_model` wraps and shards in one call, `attach_zeropp` takes a model that
 `fully_shard` has wrapped already.
 """
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.lane import Lane, Ticket
+from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.zero.schedule import ReduceSchedule
 from megazpp.zero.units import Unit
 
@@ -36,20 +36,20 @@ class FreshBuffers:
 class Pending(dist.Work):
     """What FSDP2 waits for before it uses gathered parameters (it asks for no less than this class)."""
 
-    def __init__(self, ticket: Ticket[None]) -> None:
+    def __init__(self, work: Work[None]) -> None:
         super().__init__()
-        self._ticket = ticket
+        self._work = work
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._ticket.wait()
+        self._work.wait()
         return True
 
 
 class CountedGather(FreshBuffers, AllGather):
     """[n] shard -> [W n] parameters over `axis`, as FSDP2 does it; `of` is the unit's name."""
 
-    def __init__(self, axis: MeshAxis, lane: Lane, *, overlap: bool, of: str = "") -> None:
-        self.axis, self._lane, self._overlap, self._of = axis, lane, overlap, of
+    def __init__(self, axis: MeshAxis, queue: CommQueue, *, overlap: bool, of: str = "") -> None:
+        self.axis, self._queue, self._overlap, self._of = axis, queue, overlap, of
 
     def __call__(
         self,
@@ -59,8 +59,8 @@ class CountedGather(FreshBuffers, AllGather):
         async_op: bool = False,
     ) -> Pending | None:
         assert group is self.axis.group, f"FSDP2 gathers over another group than {self.axis.name}"
-        done = self._lane.submit(lambda: self._gather(input_tensor, output_tensor))
-        if self._overlap and self._lane.blocks_host:
+        done = self._queue.submit(lambda: self._gather(input_tensor, output_tensor))
+        if self._overlap and self._queue.blocks_host:
             return Pending(done)
         done.wait()  # on CUDA the gather stream waits, on which FSDP2 goes on; for a Work the compute would
         return None
@@ -75,23 +75,24 @@ class SummingReduce(FreshBuffers, ReduceScatter):
     Args:
         unit: whose gradients.
         schedule: when the result is due.
-    Attributes:
-        watched: add up `total`.
-        total: of this rank's gradients: not finite if one is not, before the sum over ranks spreads it.
     """
 
     def __init__(self, unit: Unit, schedule: ReduceSchedule) -> None:
         self._unit, self._schedule = unit, schedule
-        self.watched = False
-        self.total: torch.Tensor | None = None
+        self._watched = False
+        self._total: torch.Tensor | None = None
+
+    def watch(self) -> None:
+        """Add up this rank's gradients from now on, before the sum over ranks spreads what is not finite."""
+        self._watched, self._total = True, None
 
     def not_finite(self) -> tuple[str, ...]:
-        """The unit's parameters if a gradient of this rank was not finite since `total` was None; else ()."""
-        finite = self.total is None or bool(self.total.isfinite())
+        """The unit's parameters if a gradient of this rank was not finite since the last `watch`; else ()."""
+        finite = self._total is None or bool(self._total.isfinite())
         return () if finite else tuple(p.name for p in self._unit.parameters)
 
-    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Ticket[torch.Tensor] | None:
-        """Start to reduce `gradients` [W n]; the ticket is for `result` [n], which it returns, being complete.
+    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
+        """Start to reduce `gradients` [W n]; the work returns `result` [n] when that is complete.
 
         None if nothing is due yet: a later call's result will contain these gradients.
         """
@@ -106,34 +107,34 @@ class SummingReduce(FreshBuffers, ReduceScatter):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM, f"communication only sums, FSDP2 asked for {op}"
-        if self.watched:
+        if self._watched:
             total = input_tensor.sum()  # in its dtype: one pass; a maximum takes 16 times as long on the CPU
-            self.total = total if self.total is None else self.total + total
+            self._total = total if self._total is None else self._total + total
         # without a gradient of some parameter the output is shorter, and cannot be added by place
         late = self._schedule.overlap and output_tensor.numel() == self._unit.trained_segments[-1].stop
         if late:
             self._unit.refuse_gradient_hooks()
         result = torch.empty_like(output_tensor) if late else output_tensor
-        ticket = self.start(input_tensor, result)
-        if ticket is not None and not late:
-            ticket.wait()
+        work = self.start(input_tensor, result)
+        if work is not None and not late:
+            work.wait()
             return
-        output_tensor.zero_()  # FSDP2 adds it to the gradient; what is missing waits in a middle or comes at the end
-        if ticket is not None:
-            self._schedule.finish_later(ticket, functools.partial(self._unit.add_to_gradients, result))
+        output_tensor.zero_()  # FSDP2 adds it to the gradient; the rest is in partial sums or comes at the end
+        if work is not None:
+            self._schedule.finish_later(work, functools.partial(self._unit.add_to_gradients, result))
 
 
 class CountedReduce(SummingReduce):
     """Over `axis`, as FSDP2 does it."""
 
-    def __init__(self, unit: Unit, axis: MeshAxis, lane: Lane, schedule: ReduceSchedule) -> None:
+    def __init__(self, unit: Unit, axis: MeshAxis, queue: CommQueue, schedule: ReduceSchedule) -> None:
         super().__init__(unit, schedule)
-        self.axis, self._lane = axis, lane
+        self.axis, self._queue = axis, queue
 
-    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Ticket[torch.Tensor]:
-        ticket = self._lane.submit(lambda: self.axis.reduce_scatter(gradients, out=result, of=self._unit.name))
-        self._schedule.sent(ticket)
-        return ticket
+    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor]:
+        work = self._queue.submit(lambda: self.axis.reduce_scatter(gradients, out=result, of=self._unit.name))
+        self._schedule.sent(work)
+        return work
 
 
 def count_all_reduce(axis: MeshAxis) -> Callable[[torch.Tensor], None]:

@@ -80,7 +80,7 @@ class ZeroConfig:
 
 
 class GatherPlan(NamedTuple):
-    """How weights travel: `fmt` None for the compute format; `keep` the middle."""
+    """How weights travel: `fmt` None for the compute format; `keep` the secondary partition (hpZ)."""
 
     fmt: BlockFormat | None
     keep: bool

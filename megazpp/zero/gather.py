@@ -1,11 +1,11 @@
-"""qwZ and hpZ: weights gathered in two hops, with a middle that stays.
+"""qwZ and hpZ: weights gathered in two hops, with a secondary partition that stays.
 
-    shard [S] --pack--> cross all-gather --> middle [N, M] --> local all-gather --> [L, N, M] --unpack--> [N, L, S]
+    shard [S] --pack--> cross all-gather --> secondary [N, M] --> local all-gather --> [L, N, M] --unpack--> [N, L, S]
 
 N nodes (cross axis), L ranks of a node that share a tensor-parallel index (local axis), S elements of a shard, M bytes
-of its message. The middle is hpZ's secondary partition, kept as the bytes it arrived in: every later use until the
-weights change, forward or backward, repeats the local hop only and sees bit-identical weights (DeepSpeed quantizes
-again for backward). Source: ZeRO++ (arXiv 2306.10209) sections 3.1 and 3.2.
+of its message. The secondary partition (hpZ) is kept as the bytes it arrived in: every later use until the weights
+change, forward or backward, repeats the local hop only and sees bit-identical weights (DeepSpeed quantizes again for
+backward). Source: ZeRO++ (arXiv 2306.10209) sections 3.1 and 3.2.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 
 from megazpp.parallel.axis import MeshAxis, SilentAxis
-from megazpp.parallel.lane import Ticket
+from megazpp.parallel.comm_queue import Work
 from megazpp.zero.comms import AllGather, FreshBuffers, Pending
-from megazpp.zero.schedule import GatherSchedule, Lanes
+from megazpp.zero.schedule import CommQueues, GatherSchedule
 from megazpp.zero.units import Fingerprint, Unit
 from megazpp.zero.wire import Codec
 
 
 class StaleWeightsError(RuntimeError):
-    """The middle that is kept does not hold the weights that the shards hold."""
+    """The secondary partition that is kept does not hold the weights that the shards hold."""
 
 
 class TwoHopGather(FreshBuffers, AllGather):
@@ -35,11 +35,11 @@ class TwoHopGather(FreshBuffers, AllGather):
     Args:
         unit: whose parameters; its fingerprint, equal on all ranks, is read at every use.
         cross, local: the two axes; FSDP2's flat rank is cross rank x L + local rank.
-        lanes: where the hops run.
+        queues: where the hops run.
         schedule: what else starts with them.
         codec: the unit's messages; its elements are FSDP2's compute dtype.
-        keep: keep the middle for later uses (hpZ).
-        check: compare the middle with the shards at every use, on all ranks.
+        keep: keep the secondary partition for later uses (hpZ).
+        check: compare the secondary partition with the shards at every use, on all ranks.
     """
 
     def __init__(
@@ -48,22 +48,22 @@ class TwoHopGather(FreshBuffers, AllGather):
         *,
         cross: MeshAxis,
         local: MeshAxis,
-        lanes: Lanes,
+        queues: CommQueues,
         schedule: GatherSchedule,
         codec: Codec,
         keep: bool,
         check: bool = False,
     ) -> None:
-        self._unit, self._cross, self._local, self._lanes = unit, cross, local, lanes
+        self._unit, self._cross, self._local, self._queues = unit, cross, local, queues
         self._schedule, self._codec, self._keep, self._check = schedule, codec, keep, check
-        self._middle: torch.Tensor | None = None
+        self._secondary: torch.Tensor | None = None
         self._made_from: Fingerprint | None = None
-        self._crossed: Ticket[None] | None = None  # the middle has arrived
-        self._received: Ticket[torch.Tensor] | None = None  # a local hop that was started early
+        self._crossed: Work[None] | None = None  # the secondary partition has arrived
+        self._received: Work[torch.Tensor] | None = None  # a local hop that was started early
         self.used = False
 
     def drop(self) -> None:
-        """Forget the middle: the weights have changed, or its memory is wanted."""
+        """Forget the secondary partition: the weights have changed, or its memory is wanted."""
         self._made_from = self._received = None
 
     def __call__(
@@ -71,16 +71,16 @@ class TwoHopGather(FreshBuffers, AllGather):
     ) -> Pending | None:
         size = self._codec.layout.size
         assert input_tensor.numel() == size, f"a shard of {input_tensor.numel()} elements, planned {size}"
-        middle = self._fresh_middle(input_tensor)
+        secondary = self._fresh_secondary(input_tensor)
         self.used = True
-        received = self._received or self._start_local_hop(middle)
+        received = self._received or self._start_local_hop(secondary)
         self._received = None
-        done = self._lanes.local.submit(functools.partial(self._unpack, received, output_tensor))
+        done = self._queues.local.submit(functools.partial(self._unpack, received, output_tensor))
         if self._keep:
             self._schedule.prefetch_after(self)
         else:
-            self._middle = self._made_from = None
-        if self._schedule.overlap and self._lanes.local.blocks_host:
+            self._secondary = self._made_from = None
+        if self._schedule.overlap and self._queues.local.blocks_host:
             return Pending(done)
         done.wait()  # on CUDA the gather stream waits, on which FSDP2 goes on
         return None
@@ -99,72 +99,72 @@ class TwoHopGather(FreshBuffers, AllGather):
         """Pack and unpack zeros as a use does, which compiles its kernels; sends nothing and changes nothing."""
         twin, codec, size = copy.copy(self), self._codec, self._codec.layout.size
         twin._cross, twin._local = SilentAxis(self._cross), SilentAxis(self._local)
-        middle = codec.empty(self._cross.size, device=device)
+        secondary = codec.empty(self._cross.size, device=device)
         output = torch.zeros(self._cross.size * self._local.size, size, dtype=codec.dtype, device=device)
         slot = output[self._cross.rank * self._local.size + self._local.rank]  # where FSDP2 puts the shard
         for shard in (slot, torch.zeros_like(slot)):  # and where `start_early` does: other alignments, other kernels
-            twin._hop_across(middle, functools.partial(torch.Tensor.detach, shard))
-        twin._unpack(Ticket(twin._hop_inside(middle)), output.view(-1))
+            twin._hop_across(secondary, functools.partial(torch.Tensor.detach, shard))
+        twin._unpack(Work(twin._hop_inside(secondary)), output.view(-1))
 
     def start_early(self) -> None:
-        """Start the cross hop if the weights have changed and the shards are at hand."""
+        """Start the cross hop if the weights have changed and the modules hold the shards."""
         shard = self._unit.shard_reader(self._codec.dtype)
-        if shard is not None and self._middle is not None and self._made_from != self._unit.fingerprint():
-            self._start_cross_hop(self._middle, shard)
+        if shard is not None and self._secondary is not None and self._made_from != self._unit.fingerprint():
+            self._start_cross_hop(self._secondary, shard)
 
     def prefetch(self) -> None:
-        """Start the local hop of the next use, if the middle is there."""
-        fresh = self._unit.at_hand and self._made_from == self._unit.fingerprint()
-        if fresh and self._received is None and self._middle is not None:
-            self._received = self._start_local_hop(self._middle)
+        """Start the local hop of the next use, if the secondary partition is there."""
+        fresh = self._unit.is_sharded and self._made_from == self._unit.fingerprint()
+        if fresh and self._received is None and self._secondary is not None:
+            self._received = self._start_local_hop(self._secondary)
 
-    def _fresh_middle(self, shard: torch.Tensor) -> torch.Tensor:
-        if self._middle is None or self._made_from != self._unit.fingerprint():
-            if self._middle is None:
+    def _fresh_secondary(self, shard: torch.Tensor) -> torch.Tensor:
+        if self._secondary is None or self._made_from != self._unit.fingerprint():
+            if self._secondary is None:
                 with torch.inference_mode(False):  # it outlives the mode in which it is first made
-                    self._middle = self._codec.empty(self._cross.size, device=shard.device)
+                    self._secondary = self._codec.empty(self._cross.size, device=shard.device)
                 if self._keep and self._schedule.overlap:  # what `start_early` will rely on
                     self._unit.check_shard_reader(shard)
-            self._start_cross_hop(self._middle, lambda: shard)
+            self._start_cross_hop(self._secondary, lambda: shard)
             if self._keep:
                 self._schedule.stale(self)
         elif self._check:
-            self._check_middle(self._middle, shard)
-        return self._middle
+            self._compare_secondary(self._secondary, shard)
+        return self._secondary
 
-    def _start_cross_hop(self, middle: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
+    def _start_cross_hop(self, secondary: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
         self._received, self.used = None, False
         self._made_from = self._unit.fingerprint()
-        self._crossed = self._lanes.cross.submit(functools.partial(self._hop_across, middle, shard))
+        self._crossed = self._queues.cross.submit(functools.partial(self._hop_across, secondary, shard))
 
-    def _hop_across(self, middle: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
-        mine = middle[self._cross.rank]
+    def _hop_across(self, secondary: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
+        mine = secondary[self._cross.rank]
         self._codec.pack(shard(), mine)
-        self._cross.all_gather(mine.unsqueeze(0), out=middle, of=self._unit.name)
+        self._cross.all_gather(mine.unsqueeze(0), out=secondary, of=self._unit.name)
 
-    def _start_local_hop(self, middle: torch.Tensor) -> Ticket[torch.Tensor]:
+    def _start_local_hop(self, secondary: torch.Tensor) -> Work[torch.Tensor]:
         assert self._crossed is not None
-        return self._lanes.local.submit(functools.partial(self._hop_inside, middle), after=(self._crossed,))
+        return self._queues.local.submit(functools.partial(self._hop_inside, secondary), after=(self._crossed,))
 
-    def _hop_inside(self, middle: torch.Tensor) -> torch.Tensor:
+    def _hop_inside(self, secondary: torch.Tensor) -> torch.Tensor:
         """[N, M] -> [L, N, M]"""
-        return self._local.all_gather(middle, of=self._unit.name).view(self._local.size, *middle.shape)
+        return self._local.all_gather(secondary, of=self._unit.name).view(self._local.size, *secondary.shape)
 
-    def _unpack(self, received: Ticket[torch.Tensor], output: torch.Tensor) -> None:
+    def _unpack(self, received: Work[torch.Tensor], output: torch.Tensor) -> None:
         """[L, N, M] -> [N L, S] in FSDP2's rank order, written through [L, N, S]."""
         shards = output.view(self._cross.size, self._local.size, -1).transpose(0, 1)
         self._codec.unpack(received.join(), shards)
 
-    def _check_middle(self, middle: torch.Tensor, shard: torch.Tensor) -> None:
-        """Raises StaleWeightsError on all ranks if the middle on one of them is not what its shard packs to."""
+    def _compare_secondary(self, secondary: torch.Tensor, shard: torch.Tensor) -> None:
+        """Raise StaleWeightsError on all ranks if one of them keeps other bytes than its shard packs to."""
 
         def across() -> torch.Tensor:
             packed = self._codec.empty(device=shard.device)
             self._codec.pack(shard, packed)
-            return self._cross.max_((packed != middle[self._cross.rank]).any().to(torch.int32))
+            return self._cross.max_((packed != secondary[self._cross.rank]).any().to(torch.int32))
 
-        crossed = self._lanes.cross.submit(across)
-        if int(self._lanes.local.submit(lambda: self._local.max_(crossed.join()), after=(crossed,)).wait()):
+        crossed = self._queues.cross.submit(across)
+        if int(self._queues.local.submit(lambda: self._local.max_(crossed.join()), after=(crossed,)).wait()):
             raise StaleWeightsError(
                 "weights have changed since they were gathered, in a way that moves no version counter "
                 "(parameter.data or a foreach operation): call Sharding.weights_changed() after such a write"

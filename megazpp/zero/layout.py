@@ -63,7 +63,7 @@ def plan_segments(parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ByteRange:
     """A run of elements of the shard and the bytes it takes in the message.
 
     Attributes:
@@ -85,13 +85,13 @@ class MessageLayout:
     Attributes:
         size: elements of the shard.
         message_bytes: a multiple of 16.
-        places: quantized runs, then exact ones.
+        ranges: quantized runs, then exact ones.
         fmt: of the quantized runs; None if all travel exact.
     """
 
     size: int
     message_bytes: int
-    places: tuple[Place, ...]
+    ranges: tuple[ByteRange, ...]
     fmt: BlockFormat | None
 
 
@@ -108,7 +108,7 @@ def plan_message(segments: Sequence[Segment], fmt: BlockFormat | None, *, exact_
         pays = fmt is not None and _wire_bytes(fmt, segment.size) < segment.size * exact_itemsize
         (quantized if pays and not segment.exact else exact).append(segment)
 
-    places, offset = [], 0
+    ranges, offset = [], 0
     if fmt is not None:
         payloads = []
         for segment in quantized:
@@ -116,15 +116,15 @@ def plan_message(segments: Sequence[Segment], fmt: BlockFormat | None, *, exact_
             offset = _align(offset + fmt.payload_bytes(segment.size))
         for segment, payload in zip(quantized, payloads, strict=True):
             scales = (offset, fmt.scale_bytes(segment.size))
-            places.append(Place(start=segment.start, stop=segment.stop, payload=payload, scales=scales))
+            ranges.append(ByteRange(start=segment.start, stop=segment.stop, payload=payload, scales=scales))
             offset += fmt.scale_bytes(segment.size)
     for start, stop in _runs(exact):
         offset = _align(offset)
         length = (stop - start) * exact_itemsize
-        places.append(Place(start=start, stop=stop, payload=(offset, length), scales=None))
+        ranges.append(ByteRange(start=start, stop=stop, payload=(offset, length), scales=None))
         offset += length
     size = segments[-1].stop if segments else 0
-    return MessageLayout(size=size, message_bytes=_align(offset), places=tuple(places), fmt=fmt)
+    return MessageLayout(size=size, message_bytes=_align(offset), ranges=tuple(ranges), fmt=fmt)
 
 
 def _wire_bytes(fmt: BlockFormat, size: int) -> int:

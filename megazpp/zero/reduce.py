@@ -1,7 +1,7 @@
-"""qgZ: gradients reduced in two hops, with a middle that stays.
+"""qgZ: gradients reduced in two hops, with partial sums that stay.
 
-    gradients [N, L, S] --pack--> local all-to-all, sum over L --> middle [N, S], over all micro-batches of a step
-    middle [N, S] --pack--> cross all-to-all, sum over N --> [S], once per optimizer step
+    gradients [N, L, S] --pack--> local all-to-all, sum over L --> partial sums [N, S], over all micro-batches of a step
+    partial sums [N, S] --pack--> cross all-to-all, sum over N --> [S], once per optimizer step
 
 N nodes (cross axis), L ranks of a node (local axis), S elements of a shard. Both hops only sum. NaN and Inf arrive as
 NaN or Inf. With error feedback the cross hop adds what its last quantization lost, so that nothing is lost for good.
@@ -17,9 +17,9 @@ from collections.abc import Hashable
 import torch
 
 from megazpp.parallel.axis import MeshAxis, SilentAxis
-from megazpp.parallel.lane import Ticket
+from megazpp.parallel.comm_queue import Work
 from megazpp.zero.comms import SummingReduce
-from megazpp.zero.schedule import Lanes, ReduceSchedule
+from megazpp.zero.schedule import CommQueues, ReduceSchedule
 from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec, Errors
 
@@ -31,11 +31,11 @@ class TwoHopReduce(SummingReduce):
         unit: whose gradients.
         schedule: when the result is due.
         cross, local: the two axes; FSDP2's flat rank is cross rank x L + local rank.
-        lanes: where the hops run.
+        queues: where the hops run.
         local_codec, cross_codec: the unit's messages on each hop.
-        middle_dtype: of the sums that wait for the cross hop.
+        partial_dtype: of the sums that wait for the cross hop.
         feedback: keep the cross hop's quantization errors and add them the next time.
-        every_micro_batch: cross in every micro-batch: no middle to keep, k times the traffic.
+        every_micro_batch: cross in every micro-batch: no partial sums to keep, k times the traffic.
     """
 
     def __init__(
@@ -45,35 +45,39 @@ class TwoHopReduce(SummingReduce):
         *,
         cross: MeshAxis,
         local: MeshAxis,
-        lanes: Lanes,
+        queues: CommQueues,
         local_codec: Codec,
         cross_codec: Codec,
-        middle_dtype: torch.dtype,
+        partial_dtype: torch.dtype,
         feedback: bool,
         every_micro_batch: bool,
     ) -> None:
         super().__init__(unit, schedule)
-        self._cross, self._local, self._lanes = cross, local, lanes
+        self._cross, self._local, self._queues = cross, local, queues
         self._local_codec, self._cross_codec = local_codec, cross_codec
-        self._middle_dtype, self._feedback = middle_dtype, feedback
+        self._partial_dtype, self._feedback = partial_dtype, feedback
         self._every_micro_batch = every_micro_batch
-        self._middle: torch.Tensor | None = None  # touched by the local lane only
-        self._errors: Errors | None = None  # touched by the cross lane only
-        self.last_micro_batch = True
+        self._partial_sums: torch.Tensor | None = None  # touched by the local queue only
+        self._errors: Errors | None = None  # touched by the cross queue only
+        self._last_micro_batch = True
 
-    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Ticket[torch.Tensor] | None:
+    def begin_micro_batch(self, *, last: bool) -> None:
+        """The following gradients are those of another micro-batch, the step's `last` one or not."""
+        self._last_micro_batch = last
+
+    def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
         size, planned = result.numel(), self._local_codec.layout.size
         if size != planned:
             raise RuntimeError(
                 f"{self._unit.name}: gradients of {size} elements per rank, planned {planned}: a parameter got no "
                 f"gradient, which quantized reduction needs torch 2.13 for (this is {torch.__version__})"
             )
-        cross = self.last_micro_batch or self._every_micro_batch
-        inside = self._lanes.local.submit(functools.partial(self._hop_inside, gradients, keep=not cross))
+        cross = self._last_micro_batch or self._every_micro_batch
+        inside = self._queues.local.submit(functools.partial(self._hop_inside, gradients, keep=not cross))
         self._schedule.sent(inside)
         if not cross:
             return None
-        return self._lanes.cross.submit(functools.partial(self._hop_across, inside, result), after=(inside,))
+        return self._queues.cross.submit(functools.partial(self._hop_across, inside, result), after=(inside,))
 
     @property
     def unit_name(self) -> str:
@@ -101,32 +105,32 @@ class TwoHopReduce(SummingReduce):
         """Reduce zeros as two micro-batches do, which compiles the kernels; sends nothing and changes nothing."""
         twin, codec = copy.copy(self), self._local_codec
         twin._cross, twin._local = SilentAxis(self._cross), SilentAxis(self._local)
-        twin._middle = twin._errors = None
+        twin._partial_sums = twin._errors = None
         size = codec.layout.size
         gradients = torch.zeros(self._cross.size * self._local.size * size, dtype=codec.dtype, device=device)
         twin._hop_inside(gradients, keep=not self._every_micro_batch)
-        inside = Ticket(twin._hop_inside(gradients, keep=False))
+        inside = Work(twin._hop_inside(gradients, keep=False))
         twin._hop_across(inside, torch.empty(size, dtype=codec.dtype, device=device))
 
     def _hop_inside(self, gradients: torch.Tensor, *, keep: bool) -> torch.Tensor:
-        """[N L S] in FSDP2's rank order -> [N, S]: the node's sum, added to the middle of earlier micro-batches."""
+        """[N L S] in FSDP2's rank order -> [N, S]: the node's sum, added to that of earlier micro-batches."""
         num_nodes, num_local = self._cross.size, self._local.size
         codec, device = self._local_codec, gradients.device
         sent = codec.empty(num_local, num_nodes, device=device)
         codec.pack(gradients.view(num_nodes, num_local, -1).transpose(0, 1), sent)
         received = self._local.all_to_all(sent, of=self._unit.name)  # [L, N, M]
-        middle = self._middle
-        if middle is None:
-            middle = torch.empty(num_nodes, codec.layout.size, dtype=self._middle_dtype, device=device)
-        codec.unpack_sum(received, middle, accumulate=self._middle is not None)
-        self._middle = middle if keep else None
-        return middle
+        partial_sums = self._partial_sums
+        if partial_sums is None:
+            partial_sums = torch.empty(num_nodes, codec.layout.size, dtype=self._partial_dtype, device=device)
+        codec.unpack_sum(received, partial_sums, accumulate=self._partial_sums is not None)
+        self._partial_sums = partial_sums if keep else None
+        return partial_sums
 
-    def _hop_across(self, inside: Ticket[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
+    def _hop_across(self, inside: Work[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
         """[N, S] -> `result`, this rank's [S] summed over the nodes."""
-        codec, middle = self._cross_codec, inside.join()
-        sent = codec.empty(self._cross.size, device=middle.device)
-        codec.pack(middle, sent, errors=self.errors(middle.device) or None)
+        codec, partial_sums = self._cross_codec, inside.join()
+        sent = codec.empty(self._cross.size, device=partial_sums.device)
+        codec.pack(partial_sums, sent, errors=self.errors(partial_sums.device) or None)
         received = self._cross.all_to_all(sent, of=self._unit.name)  # [N, M]
         codec.unpack_sum(received.unsqueeze(1), result.unsqueeze(0), accumulate=False)
         return result

@@ -6,21 +6,21 @@
                last micro-batch:              cross hop of a unit when its local hop is done, under the rest of backward
                end of that backward:          the sums are added to `.grad`: who calls backward() finds them complete
 
-The hops run in lanes (parallel/lane.py), one per axis, so the order of collectives of each group is that of the
-program on every rank. In flight at most: the gradients of `UNITS_IN_FLIGHT` units before their local hop, one sum per
-element of a unit's [N, S] middle before its cross hop (what accumulating over micro-batches would keep anyway), one
-unit's received weights. Results are the same bits without overlap: only the time at which a hop runs differs.
+The hops run in communication queues (parallel/comm_queue.py), one per axis, so the collectives of each group keep the
+program's order on every rank. In flight at most: the gradients of `UNITS_IN_FLIGHT` units before their local hop, each
+unit's partial sums [N, S] before its cross hop (accumulating over micro-batches would keep them anyway), one unit's
+received weights. Without overlap the results are the same bits: only the time at which a hop runs differs.
 
 On CUDA, memory that one stream allocates and another one uses must not be handed out again too early:
 
 | buffer                     | of stream | also used on   | safe because                                            |
 |----------------------------|-----------|----------------|---------------------------------------------------------|
 | shard, gathered parameters | FSDP2's   | cross, local   | the gather stream waits for both hops, FSDP2 for it     |
-| weights' middle            | gather    | cross, local   | the comm keeps it; if not kept: as above                |
+| secondary partition        | gather    | cross, local   | the comm keeps it; if not kept: as above                |
 | shard that is read early   | cross     |                | one stream                                              |
-| messages, sent or received | the lane  |                | one stream: they are unpacked in the lane that received |
+| messages, sent or received | the queue |                | one stream: the queue that received them unpacks them   |
 | gradients of a unit        | compute   | local          | the reduce stream waits for that hop, FSDP2 for it      |
-| gradients' middle          | local     | cross, reduce  | recorded where their tickets are joined                 |
+| partial sums               | local     | cross, reduce  | recorded where their works are joined                   |
 | a unit's late sum          | reduce    | cross, compute | the same                                                |
 | `.grad`, which it joins    | reduce    | compute        | FSDP2's own callback, queued before ours, has waited    |
 | error feedback             | any       | cross          | kept for ever                                           |
@@ -35,17 +35,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd import Variable
 
-from megazpp.parallel.lane import Lane, Ticket
+from megazpp.parallel.comm_queue import CommQueue, Work
 
 UNITS_IN_FLIGHT = 2
 
 
-class Lanes(NamedTuple):
+class CommQueues(NamedTuple):
     """Where the hops run."""
 
-    cross: Lane
-    local: Lane
-    shard: Lane
+    cross: CommQueue
+    local: CommQueue
+    shard: CommQueue
 
 
 class Startable(Protocol):
@@ -54,14 +54,14 @@ class Startable(Protocol):
     used: bool  # since its cross hop last started
 
     def start_early(self) -> None:
-        """Start the cross hop if the weights have changed and the shards are at hand."""
+        """Start the cross hop if the weights have changed and the modules hold the shards."""
 
     def prefetch(self) -> None:
         """Start the local hop of the next use."""
 
 
 class GatherSchedule:
-    """The order of use of the units that keep their middle, learned from the uses themselves.
+    """The order of use of the units that keep a secondary partition, learned from the uses themselves.
 
     Args:
         overlap: start hops before they are asked for.
@@ -101,19 +101,19 @@ class ReduceSchedule:
 
     def __init__(self, *, overlap: bool, blocks_host: bool) -> None:
         self.overlap, self._blocks_host = overlap, blocks_host
-        self._sending: deque[Ticket[Any]] = deque()
-        self._finishing: list[tuple[Ticket[Any], Callable[[], None]]] = []
+        self._sending: deque[Work[Any]] = deque()
+        self._finishing: list[tuple[Work[Any], Callable[[], None]]] = []
         self._backward = -1
 
-    def sent(self, ticket: Ticket[Any]) -> None:
-        """Bound the gradients that wait to be sent; `ticket` is for the latest."""
-        self._sending.append(ticket)
+    def sent(self, work: Work[Any]) -> None:
+        """Bound the gradients that wait to be sent; `work` is the latest."""
+        self._sending.append(work)
         while len(self._sending) > (UNITS_IN_FLIGHT if self.overlap and self._blocks_host else 0):
             self._sending.popleft().wait()
 
-    def finish_later(self, ticket: Ticket[Any], finish: Callable[[], None]) -> None:
-        """Call `finish` at the end of the backward, when the task of `ticket` is done."""
-        self._finishing.append((ticket, finish))
+    def finish_later(self, work: Work[Any], finish: Callable[[], None]) -> None:
+        """Call `finish` at the end of the backward, when `work` is done."""
+        self._finishing.append((work, finish))
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
@@ -123,10 +123,10 @@ class ReduceSchedule:
         """Finish what is due; autograd calls it, and who runs without autograd (the planner) calls it himself."""
         self._backward = -1
         finishing, self._finishing = self._finishing, []
-        for ticket, finish in finishing:
-            ticket.wait()
+        for work, finish in finishing:
+            work.wait()
             finish()
-        self._sending.clear()  # all sent, and a ticket holds its result: a unit's middle
+        self._sending.clear()  # all sent, and a work holds its result: a unit's partial sums
 
 
 def in_backward() -> bool:

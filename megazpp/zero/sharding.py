@@ -9,7 +9,7 @@
 
 A shard of one rank has nothing to gather: there stage 3 keeps weights as stage 2 does (`ZeroConfig.stage_over`).
 All four are `fully_shard` with other settings (stage 0: a mesh of replicas with shards of one rank), so mixed
-precision, parameter types and checkpoints are the same everywhere. ZeRO++ is stage 3 with other comms plugged in
+precision, parameter types and checkpoints are the same everywhere. ZeRO++ is stage 3 with other comms
 (gather.py, reduce.py). Communication only sums: the caller divides the loss by the global number of tokens.
 """
 
@@ -26,10 +26,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megazpp.parallel.dims import ParallelDims
+from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.comms import SummingReduce, count_all_reduce
 from megazpp.zero.config import WirePlan, ZeroConfig, plan_wire
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.plugs import Plugs
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.units import Unit, find_units
@@ -42,7 +42,7 @@ class Sharding:
         model: the model.
         units: its sharding units.
         stage: the ZeRO stage.
-        gathers, reduces: the two-hop comms that were plugged in.
+        gathers, reduces: the two-hop comms that were installed.
         watchable: every comm that sums gradients over shards.
     """
 
@@ -72,7 +72,7 @@ class Sharding:
             if self.stage <= 2:
                 module.set_reshard_after_backward(last, recurse=False)
         for reduce in self._reduces:
-            reduce.last_micro_batch = last
+            reduce.begin_micro_batch(last=last)
 
     def compile_kernels(self, device: torch.device) -> None:
         """Have the kernels of quantized messages compiled for `device` now, and not in the first step.
@@ -135,7 +135,7 @@ class Sharding:
     def watch_gradients(self) -> None:
         """Look at this rank's gradients before they are summed: one pass over them. Call once per step; it forgets."""
         for reduce in self._watchable:
-            reduce.watched, reduce.total = True, None
+            reduce.watch()
 
     def not_finite_here(self) -> list[str] | None:
         """Parameters of the units in which this rank's gradients were not finite since `watch_gradients`.
@@ -157,6 +157,7 @@ def shard_model(
     *,
     zero: ZeroConfig | None = None,
     precision: PrecisionConfig | None = None,
+    wire: WirePlan | None = None,
 ) -> Sharding:
     """Shard `model` in place.
 
@@ -166,6 +167,7 @@ def shard_model(
         dims: the axes to shard and replicate over; with stage 0 one replica per data rank.
         zero: stage and wire formats; the default is ZeRO-3.
         precision: compute and reduction formats; the shards stay fp32. The default computes in fp32.
+        wire: what `plan_wire` has made of `zero` on the layout of `dims`; None: it is made here.
     Returns:
         The handle whose `begin_micro_batch` the training step calls.
     Raises:
@@ -173,7 +175,8 @@ def shard_model(
     """
     zero, precision = zero or ZeroConfig(), precision or PrecisionConfig()
     assert zero.stage > 0 or dims.shard.size == 1, "stage 0 replicates: dims must have shards of one rank"
-    plan = plan_wire(zero, dims.layout)  # refuses before anything is changed
+    if wire is None:
+        wire = plan_wire(zero, dims.layout)  # refuses before anything is changed
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )
@@ -181,13 +184,13 @@ def shard_model(
     for unit in [*units, [model]]:
         target = unit[0] if len(unit) == 1 else list(unit)
         fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
-    return _plug_in(model, dims, plan, zero, precision, stage=stage)
+    return _install_comms(model, dims, wire, zero, precision, stage=stage)
 
 
 def attach_zeropp(
     model: nn.Module, dims: ParallelDims, *, zero: ZeroConfig | None = None, precision: PrecisionConfig | None = None
 ) -> Sharding:
-    """Plug our comms into a model that `fully_shard` has wrapped already, over `dims.data_mesh`.
+    """Install our comms in a model that `fully_shard` has wrapped already, over `dims.data_mesh`.
 
     Args:
         model: the root FSDPModule.
@@ -199,14 +202,16 @@ def attach_zeropp(
         TypeError: `model` was not wrapped.
     """
     zero, precision = zero or ZeroConfig(zeropp=True), precision or PrecisionConfig()
-    return _plug_in(model, dims, plan_wire(zero, dims.layout), zero, precision, stage=zero.stage)
+    return _install_comms(model, dims, plan_wire(zero, dims.layout), zero, precision, stage=zero.stage)
 
 
-def _plug_in(
-    model: nn.Module, dims: ParallelDims, plan: WirePlan, zero: ZeroConfig, precision: PrecisionConfig, *, stage: int
+def _install_comms(
+    model: nn.Module, dims: ParallelDims, wire: WirePlan, zero: ZeroConfig, precision: PrecisionConfig, *, stage: int
 ) -> Sharding:
     units = find_units(model, dims)
-    plugs = Plugs(cross=dims.cross, local=dims.local, shard=dims.shard, plan=plan, zero=zero, precision=precision)
+    factory = CommFactory(
+        cross=dims.cross, local=dims.local, shard=dims.shard, plan=wire, zero=zero, precision=precision
+    )
     for unit in units:
         for module in map(_as_fsdp, unit.modules):
             if dims.data_size > 1:  # for one rank FSDP2 divides by nothing, unless told by what
@@ -215,8 +220,8 @@ def _plug_in(
             if dims.replicate.size > 1:
                 module.set_all_reduce_hook(count_all_reduce(dims.replicate))
         if dims.shard.size > 1:  # FSDP2 calls no collectives for one rank
-            plugs.plug_into(unit)
-    return Sharding(model, units, stage, plugs.gathers, plugs.reduces, plugs.all_reduces)
+            factory.install(unit)
+    return Sharding(model, units, stage, factory.gathers, factory.reduces, factory.all_reduces)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

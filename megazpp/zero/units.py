@@ -55,14 +55,14 @@ class Unit:
     trained_segments: tuple[Segment, ...]
 
     @property
-    def at_hand(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether the modules hold the shards now, not the gathered parameters (with tp, DTensors on its mesh)."""
         return all(isinstance(t, DTensor) and SHARD in (t.device_mesh.mesh_dim_names or ()) for t in self._tensors())
 
     def fingerprint(self) -> Fingerprint:
         """Changes when a shard is written to by an operation that autograd counts, replaced, or the mode changes.
 
-        Only while the shards are `at_hand`.
+        Valid only while the unit `is_sharded`.
         """
         marks: list[object] = [self.modules[0].training]
         for tensor in self._tensors():
@@ -74,7 +74,7 @@ class Unit:
 
         None while the parameters are gathered.
         """
-        if not self.at_hand:
+        if not self.is_sharded:
             return None
         shards = [tensor._local_tensor.detach() for tensor in self._tensors()]
 

@@ -2,7 +2,7 @@
 
 All ranks that share a tensor-parallel index gather the same weights, bit for bit: what arrives is what the owner of a
 shard has sent, quantized or not. So between a backward and its update each rank gathers once more what that backward
-has used (with hpZ: out of the middle that it keeps) and adds up the bits of every shard of every unit. Sums that differ
+has used (with hpZ: out of the secondary partition) and adds up the bits of every shard of every unit. Sums that differ
 say which unit, which shard, and on which ranks. Any single wrong word is found; several could cancel.
 """
 
@@ -30,7 +30,7 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by by
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
-    """Silent corruption."""
+    """Silent data corruption."""
 
     zero_verify_interval: int | None = flag(
         None,

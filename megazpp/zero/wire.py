@@ -13,7 +13,7 @@ from kernels.block_quant import (
     dequantize_sum,
     quantize_blockwise,
 )
-from megazpp.zero.layout import MessageLayout, Place
+from megazpp.zero.layout import ByteRange, MessageLayout
 
 Errors = list[Feedback]
 
@@ -40,17 +40,17 @@ class Codec:
             errors: what the last pack lost, see `new_errors`; added before, and replaced.
         """
         quantized = 0
-        for place in self.layout.places:
-            values = shards[..., place.start : place.stop]
-            if place.scales is None:
-                self._exact(messages, place).copy_(values)
+        for part in self.layout.ranges:
+            values = shards[..., part.start : part.stop]
+            if part.scales is None:
+                self._exact(messages, part).copy_(values)
                 continue
             assert self.layout.fmt is not None
             quantize_blockwise(
                 values,
                 self.layout.fmt,
-                payload=_bytes(messages, place.payload),
-                scales=_scales(messages, place),
+                payload=_bytes(messages, part.payload),
+                scales=_scales(messages, part),
                 feedback=None if errors is None else errors[quantized],
             )
             quantized += 1
@@ -60,46 +60,46 @@ class Codec:
         fmt = self.layout.fmt
         if fmt is None:
             return []
-        runs = [place.stop - place.start for place in self.layout.places if place.scales is not None]
+        runs = [part.stop - part.start for part in self.layout.ranges if part.scales is not None]
         return [Feedback.zeros(peers, run, fmt, device) for run in runs]
 
     def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
         """messages [A, B, M] -> shards [A, B, S] (any strides)."""
-        for place in self.layout.places:
-            out = shards[..., place.start : place.stop]
-            if place.scales is None:
-                out.copy_(self._exact(messages, place))
+        for part in self.layout.ranges:
+            out = shards[..., part.start : part.stop]
+            if part.scales is None:
+                out.copy_(self._exact(messages, part))
                 continue
             assert self.layout.fmt is not None
-            dequantize_blockwise(_bytes(messages, place.payload), _scales(messages, place), self.layout.fmt, out=out)
+            dequantize_blockwise(_bytes(messages, part.payload), _scales(messages, part), self.layout.fmt, out=out)
 
     def unpack_sum(self, messages: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         """The sum over peers: messages [K, B, M] -> out [B, S] fp32, added to what is there with `accumulate`."""
-        for place in self.layout.places:
-            target = out[..., place.start : place.stop]
-            if place.scales is None:
-                _sum_exact(self._exact(messages, place), target, accumulate=accumulate)
+        for part in self.layout.ranges:
+            target = out[..., part.start : part.stop]
+            if part.scales is None:
+                _sum_exact(self._exact(messages, part), target, accumulate=accumulate)
                 continue
             assert self.layout.fmt is not None
             dequantize_sum(
-                _bytes(messages, place.payload),
-                _scales(messages, place),
+                _bytes(messages, part.payload),
+                _scales(messages, part),
                 self.layout.fmt,
                 out=target,
                 accumulate=accumulate,
             )
 
-    def _exact(self, messages: torch.Tensor, place: Place) -> torch.Tensor:
-        return _bytes(messages, place.payload).view(self.dtype)
+    def _exact(self, messages: torch.Tensor, part: ByteRange) -> torch.Tensor:
+        return _bytes(messages, part.payload).view(self.dtype)
 
 
 def _bytes(messages: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
     return messages[..., span[0] : span[0] + span[1]]
 
 
-def _scales(messages: torch.Tensor, place: Place) -> torch.Tensor:
-    assert place.scales is not None
-    return _bytes(messages, place.scales).view(torch.bfloat16)
+def _scales(messages: torch.Tensor, part: ByteRange) -> torch.Tensor:
+    assert part.scales is not None
+    return _bytes(messages, part.scales).view(torch.bfloat16)
 
 
 def _sum_exact(parts: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:

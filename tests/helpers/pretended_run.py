@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.training.batches import BatchConfig, plan_batches
 from megazpp.training.console import Console
+from megazpp.training.context import RunContext
 from megazpp.training.loop import train
-from megazpp.training.metrics import Meter, RunShape
+from megazpp.training.metrics import RunShape
 from megazpp.training.recorder import Recorder
 from megazpp.training.step import StepResult
 from megazpp.training.stopping import StopConditions, StopConfig
@@ -56,6 +58,7 @@ class FakeStep:
 
 class FakeLoader:
     def step(self, consumed_samples: int, global_batch_size: int) -> Any:
+        time.sleep(0.001)
         return (consumed_samples, global_batch_size)
 
 
@@ -90,14 +93,10 @@ class Run:
         tracker.interval = lambda record: tracker.records.append(record.as_json())
         tracker.validation = lambda loss, **where: tracker.validations.append((where["iteration"], loss))
         self.tracker = tracker
-        recorder = Recorder(
-            Meter(shape),
-            Console(enabled=True, out=self.out),
-            tracker,
-            self.dims,
-            TrackingConfig(log_interval=log_interval),
-            CPU,
-        )
+        run = RunContext(dims=self.dims, device=CPU, console=Console(enabled=True, out=self.out))
+        tracking = TrackingConfig(log_interval=log_interval)
+        self.zero3_asked: list[int] = []
+        recorder = Recorder(tracking, run, shape, zero3=self.zero3_asked.append, tracker=tracker)
         self.recorder = recorder
         self.progress = train(
             self.fake,

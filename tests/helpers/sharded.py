@@ -49,7 +49,9 @@ def sharded_model(tp: int, replicas: int) -> tuple[nn.Module, ParallelDims]:
         owner, leaf = name.split(".")
         module = model.get_submodule(owner)
         value = module.get_parameter(leaf).data
-        module.register_parameter(leaf, nn.Parameter(distribute_tensor(value, dims.mesh["tp"], [placement])))
+        if tp > 1:  # an axis of one rank is no dim of the mesh
+            value = distribute_tensor(value, dims.mesh["tp"], [placement])
+        module.register_parameter(leaf, nn.Parameter(value))
     fully_shard(model, mesh=dims.data_mesh)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()

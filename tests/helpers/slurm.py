@@ -49,6 +49,7 @@ def batch_variables(job_id: int, *, tasks: int, name: str) -> dict[str, str]:
         "SLURM_JOB_ID": str(job_id),
         "SLURM_JOB_NAME": name,
         "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_NUM_NODES": "1",
         "SLURM_NTASKS": str(tasks),
         "SLURM_NTASKS_PER_NODE": str(tasks),
         "SLURM_CPUS_PER_TASK": "1",

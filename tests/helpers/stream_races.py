@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megazpp.parallel import axis
-from megazpp.parallel.lane import StreamLane
+from megazpp.parallel.comm_queue import StreamQueue
 from megazpp.zero import wire
 
 Clock = dict[int, int]  # stream -> how many of its operations are done
@@ -199,7 +199,7 @@ class Stream:
 
 @contextmanager
 def simulated_streams() -> Iterator[Streams]:
-    """Streams for our lanes and for FSDP2, in this process; build the model inside."""
+    """Streams for our queues and for FSDP2, in this process; build the model inside."""
     streams = Streams()
     resize = torch.UntypedStorage.resize_
 
@@ -216,7 +216,7 @@ def simulated_streams() -> Iterator[Streams]:
         patch.setattr(torch.accelerator, "current_stream", lambda: streams.current)
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: streams.record(tensor, stream))
         patch.setattr(torch.UntypedStorage, "resize_", resize_)
-        patch.setattr(axis, "ThreadLane", lambda name, timeline: StreamLane())
+        patch.setattr(axis, "ThreadQueue", lambda name, timeline: StreamQueue())
         for name in ("quantize_blockwise", "dequantize_blockwise", "dequantize_sum"):
             patch.setattr(wire, name, note_kernel(streams, name, getattr(wire, name)))
         with streams:

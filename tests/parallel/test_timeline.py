@@ -66,7 +66,7 @@ def test_spans_of_all_threads_arrive_and_only_the_starting_thread_s_are_blocking
 
     def work(index: int) -> None:
         for _ in range(each):
-            with timeline.span(f"lane {index}", "work"):
+            with timeline.span(f"track {index}", "work"):
                 pass
 
     workers = [threading.Thread(target=work, args=(index,)) for index in range(threads)]
@@ -77,7 +77,7 @@ def test_spans_of_all_threads_arrive_and_only_the_starting_thread_s_are_blocking
         worker.join()
     spans = timeline.stop(recording)
     assert len(spans) == each * (threads + 1)
-    assert {s.lane for s in spans if s.blocking} == {f"lane {threads}"}
+    assert {s.track for s in spans if s.blocking} == {f"track {threads}"}
     assert [s.start_seconds for s in spans] == sorted(s.start_seconds for s in spans)
 
 
@@ -94,9 +94,9 @@ def test_on_cuda_a_span_lasts_as_long_as_the_work_on_its_stream():
         torch.cuda._sleep(cycles)
     with timeline.span("wait", "for the side"):
         torch.cuda.current_stream().wait_stream(side)
-    spans = {s.lane: s for s in timeline.stop(recording)}
+    spans = {s.track: s for s in timeline.stop(recording)}
     after = time.clock_gettime(time.CLOCK_MONOTONIC)
-    assert [spans[lane].blocking for lane in ("cross", "compute", "wait")] == [False, True, True]
+    assert [spans[track].blocking for track in ("cross", "compute", "wait")] == [False, True, True]
     for span in spans.values():
         assert before - 1e-3 <= span.start_seconds <= span.end_seconds <= after + 1e-3
     assert spans["cross"].seconds > 0.01
@@ -157,8 +157,8 @@ def test_recordings_and_listeners_beside_each_other_hear_of_the_same_spans():
 
     class Listener:
         @contextlib.contextmanager
-        def span(self, lane: str, name: str) -> Iterator[None]:
-            heard.append(f"{lane} {name}")
+        def span(self, track: str, name: str) -> Iterator[None]:
+            heard.append(f"{track} {name}")
             yield
 
     listener = Listener()
@@ -175,3 +175,50 @@ def test_recordings_and_listeners_beside_each_other_hear_of_the_same_spans():
     with timeline.span("compute", "backward"):
         pass
     assert heard == ["cross all_gather layers.3", "compute forward"]
+
+
+def test_the_innermost_open_span_of_each_thread_is_seen_and_nothing_afterwards():
+    timeline = Timeline()
+    activity = timeline.show_activity()
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with timeline.span("cross", "all_gather"):
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other)
+    with timeline.span("step", "step 1"), timeline.span("compute", "forward"):
+        thread.start()
+        inside.wait()
+        assert {(d.track, d.name, d.number) for d in activity.now()} == {
+            ("compute", "forward", 1),
+            ("cross", "all_gather", 1),
+        }
+    leave.set()
+    thread.join()
+    assert activity.now() == []
+    assert activity.entered == {"step": 1, "compute": 1, "cross": 1}
+
+
+def test_a_thread_that_opens_or_closes_a_span_has_moved():
+    timeline = Timeline()
+    activity = timeline.show_activity()
+    with timeline.span("step", "step 1"):
+        time.sleep(0.2)
+        (before,) = activity.now()
+        with timeline.span("tp", "all_reduce"):
+            pass
+        (after,) = activity.now()
+        assert (after.track, after.name) == ("step", "step 1")
+        assert after.seconds < 0.2 <= before.seconds
+
+
+def test_an_error_closes_the_span_and_spans_are_recorded_as_without():
+    timeline = Timeline()
+    activity = timeline.show_activity()
+    recording = timeline.start()
+    with pytest.raises(RuntimeError), timeline.span("tp", "all_reduce"):
+        raise RuntimeError
+    assert [s.name for s in timeline.stop(recording)] == ["all_reduce"]
+    assert activity.now() == []

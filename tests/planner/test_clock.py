@@ -1,22 +1,22 @@
-"""Lanes in simulated time: order, dependence, what is hidden and what the compute waits for."""
+"""Queues in simulated time: order, dependence, what is hidden and what the compute waits for."""
 
 from __future__ import annotations
 
-from megazpp.planner.clock import SimulatedLane, Simulation
+from megazpp.planner.clock import SimulatedQueue, Simulation
 
 
 def test_a_task_is_hidden_behind_compute_until_somebody_waits_for_it():
     simulation = Simulation()
-    lane = SimulatedLane(simulation, "cross")
-    ticket = lane.submit(lambda: simulation.spend("hop", 3.0))
+    queue = SimulatedQueue(simulation, "cross")
+    work = queue.submit(lambda: simulation.spend("hop", 3.0))
     simulation.spend("forward", 2.0)
-    ticket.wait()
+    work.wait()
     assert simulation.compute.now == 3.0
 
 
-def test_a_lane_keeps_the_order_and_a_task_starts_when_what_it_needs_is_done():
+def test_a_queue_keeps_the_order_and_a_task_starts_when_what_it_needs_is_done():
     simulation = Simulation()
-    cross, local = SimulatedLane(simulation, "cross"), SimulatedLane(simulation, "local")
+    cross, local = SimulatedQueue(simulation, "cross"), SimulatedQueue(simulation, "local")
     first = cross.submit(lambda: simulation.spend("a", 3.0))
     cross.submit(lambda: simulation.spend("b", 1.0))
     local.submit(lambda: simulation.spend("c", 1.0), after=(first,))
@@ -27,18 +27,18 @@ def test_a_lane_keeps_the_order_and_a_task_starts_when_what_it_needs_is_done():
 
 def test_a_task_does_not_start_before_it_was_given():
     simulation = Simulation()
-    lane = SimulatedLane(simulation, "cross")
+    queue = SimulatedQueue(simulation, "cross")
     simulation.spend("forward", 5.0)
-    lane.submit(lambda: simulation.spend("hop", 1.0))
+    queue.submit(lambda: simulation.spend("hop", 1.0))
     assert simulation.spans[-1][2:] == (5.0, 6.0)
 
 
-def test_a_new_step_begins_when_all_is_done_and_tickets_of_the_last_one_hold_nobody_up():
+def test_a_new_step_begins_when_all_is_done_and_works_of_the_last_one_hold_nobody_up():
     simulation = Simulation()
-    ticket = SimulatedLane(simulation, "cross").submit(lambda: simulation.spend("hop", 3.0))
+    work = SimulatedQueue(simulation, "cross").submit(lambda: simulation.spend("hop", 3.0))
     simulation.spend("forward", 1.0)
     assert simulation.begin_step() == simulation.compute.now == 3.0
-    ticket.wait()
+    work.wait()
     assert simulation.compute.now == 3.0
     assert not simulation.spans
 

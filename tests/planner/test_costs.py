@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megazpp.planner.costs import ClusterCosts, NoCosts
-from megazpp.planner.recorder import Work
+from megazpp.planner.recorder import Operation
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cost import AxisCost, DeviceCost
 from megazpp.topology.device import Device
@@ -24,9 +24,9 @@ def layout(device: Device | None = DEVICE) -> Layout:
 
 def test_work_is_a_product_or_a_pass_over_memory():
     costs, device = ClusterCosts(layout(), SHARES), DeviceCost(device=DEVICE, shares=SHARES)
-    assert costs.work(Work("memory", 10**9)) == costs.memory(10**9) == pytest.approx(2e-3)
-    product = Work("matrix", 100, m=256, n=256, k=4096, batch=2.0)
-    assert costs.work(product) == device.matrix_seconds(256, 256, 4096, 2.0, 100)
+    assert costs.operation(Operation("memory", 10**9)) == costs.memory(10**9) == pytest.approx(2e-3)
+    product = Operation("matrix", 100, m=256, n=256, k=4096, batch=2.0)
+    assert costs.operation(product) == device.matrix_seconds(256, 256, 4096, 2.0, 100)
 
 
 def test_a_collective_beside_the_compute_takes_its_share_and_a_free_axis_takes_nothing():
@@ -44,5 +44,5 @@ def test_a_cluster_without_a_device_is_refused_by_name():
 
 def test_counting_takes_no_time():
     costs = NoCosts()
-    assert costs.work(Work("memory", 10)) == costs.memory(10) == 0.0
+    assert costs.operation(Operation("memory", 10)) == costs.memory(10) == 0.0
     assert costs.collective("tp", "all_reduce", 10) == costs.taken("tp", "all_reduce", 10) == 0.0

@@ -12,7 +12,7 @@ import megazpp.planner.dry_run as module
 from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.parallel.axis import Traffic
 from megazpp.planner.dry_run import dry_run
-from megazpp.planner.speed import Measured, measure
+from megazpp.planner.speed import SimulatedStep, measure
 from megazpp.planner.step import PaperStep
 from megazpp.topology.cluster import Cluster
 
@@ -84,7 +84,7 @@ def test_no_memory_is_taken():
 def test_a_plan_that_is_a_byte_off_is_noticed(monkeypatch: pytest.MonkeyPatch):
     key = ("local", "shard", "all_gather")
 
-    def wrong(step: PaperStep, micro_batches: int) -> Measured:
+    def wrong(step: PaperStep, micro_batches: int) -> SimulatedStep:
         right = measure(step, micro_batches)
         calls, sent = right.traffic[key]
         return right._replace(traffic=right.traffic | {key: Traffic(calls, sent + 1)})

@@ -22,7 +22,8 @@ LINKS = Links(domain=Link(100.0), network=Link(0.1))
 
 
 def config(*flags: str) -> RunConfig:
-    return parse_run_config(["@configs/gpt_tiny.args", "--bf16", "--num-layers", "2", *flags], ROOT).config
+    sizes = ["--num-layers", "2", "--global-batch-size", "32", "--micro-batch-size", "8"]
+    return parse_run_config(["@configs/gpt_tiny.args", "--bf16", *sizes, *flags], ROOT).config
 
 
 def estimator(cluster: Cluster) -> Estimator:

@@ -99,7 +99,7 @@ class Seen:
         owned = {
             PARAMETERS: list(step.model.parameters()),
             MOMENTS: [m for m in moments if isinstance(m, torch.Tensor) and m.dim()],
-            SECONDARY: [g._middle for g in sharding._gathers if g._keep and g._middle is not None],
+            SECONDARY: [g._secondary for g in sharding._gathers if g._keep and g._secondary is not None],
             FEEDBACK: list(sharding.error_feedback().values()),
         }
         return {kind: self._bytes(tensors) for kind, tensors in owned.items()}
@@ -129,7 +129,7 @@ def test_planned_memory_is_within_5_percent_of_the_live_tensors(
 
 # ---- real tensors ---------------------------------------------------------------------------------------------------
 
-# PeakBytes does not see what lanes allocate in their threads, so nothing overlaps here
+# PeakBytes does not see what queues allocate in their threads, so nothing overlaps here
 ALL = ZeroConfig(zeropp=True, overlap_param_gather=False, overlap_grad_reduce=False)
 GPT = GPTConfig(
     num_layers=4,

@@ -46,10 +46,10 @@ def test_what_is_changed_is_said_flag_by_flag():
     run, changes = nearest_run(
         tiny("--tensor-model-parallel-size", "8", "--micro-batch-size", "3"), SQUARE, device_type="cpu"
     )
-    assert (run.parallel.tensor_model_parallel_size, run.batches.global_batch_size) == (4, 33)
+    assert (run.parallel.tensor_model_parallel_size, run.batches.global_batch_size) == (4, 15)
     assert changes == (
         "--tensor-model-parallel-size 8 does not fit this cluster: planned with 4",
-        "--global-batch-size 32 does not fit this cluster: planned with 33",
+        "--global-batch-size 16 does not fit this cluster: planned with 15",
     )
 
 

@@ -61,7 +61,7 @@ def test_a_unit_s_shard_is_padded_to_the_same_rows_on_every_rank():
     reader = unit.shard_reader(torch.bfloat16)
     assert reader is not None
     assert (reader().shape, reader().device.type) == ((202,), "meta")
-    unit.state.at_hand = False
+    unit.state.is_sharded = False
     assert unit.shard_reader(torch.bfloat16) is None
 
 

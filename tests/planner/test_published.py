@@ -9,6 +9,8 @@ from megazpp.planner.published import FITTED, ROWS, errors, gathers_to_fsdp2, me
 from megazpp.planner.published_fsdp2 import SPEED_ROWS, fit_matrix, planned_speed
 from megazpp.topology.shares import CALIBRATIONS, DGX2_SHARES, H800_SHARES, Shares
 
+pytestmark = pytest.mark.slow
+
 SHARES = {"ZeRO++": DGX2_SHARES, "SDP4Bit": H800_SHARES}
 
 

@@ -65,7 +65,7 @@ def test_a_device_without_measured_shares_has_ranges_and_another_one_figure_and_
 def test_days_and_money_are_those_of_all_samples_and_mfu_says_what_it_counts():
     text = report("--train-iters", "100000", device=SMALL._replace(shares="h800"), price=2.5)
     step = re.search(r"a step takes ([\d.]+) s", text)
-    run = re.search(r"3,200,000 samples take ([\d.]+) days on 4 GPU\(s\), ([\d,]+) at 2.5 a GPU-hour", text)
+    run = re.search(r"1,600,000 samples take ([\d.]+) days on 4 GPU\(s\), ([\d,]+) at 2.5 a GPU-hour", text)
     assert step is not None
     assert run is not None
     days = float(step[1]) * 100000 / 86400

@@ -11,7 +11,7 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
 
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelConfig, plan_dims
-from megazpp.planner.clock import SimulatedLane
+from megazpp.planner.clock import SimulatedQueue
 from megazpp.planner.speed import measure, traffic_between
 from megazpp.planner.step import PaperStep, TrafficTable
 from megazpp.planner.trace import trace_model
@@ -112,20 +112,20 @@ def record(counter: TrafficCounter) -> dict[str, list[tuple[str, int]]]:
 
 
 def real_order(case: Case) -> Order:
-    """The lanes to which the second step gives tasks, in order, and what each axis sends."""
+    """The queues to which the second step gives tasks, in order, and what each axis sends."""
     step, dims = build_step(case)
     size = case.global_batch // dims.data_size // case.micro_batches
     batches = [case.batch(0, (m * dims.data_size + dims.data_rank) * size, size) for m in range(case.micro_batches)]
     step(batches, learning_rate=1e-3, weight_decay=0.0)
     submitted: list[str] = []
     for name in ("local", "cross", "shard"):
-        lane = getattr(dims, name).lane
+        queue = getattr(dims, name).queue
 
-        def submit(task: Any, *, after: Any = (), name: str = name, given: Any = lane.submit) -> Any:
+        def submit(task: Any, *, after: Any = (), name: str = name, given: Any = queue.submit) -> Any:
             submitted.append(name)
             return given(task, after=after)
 
-        lane.submit = submit
+        queue.submit = submit
     sent = record(dims.counter)
     step(batches, learning_rate=1e-3, weight_decay=0.0)
     return submitted, sent
@@ -135,13 +135,13 @@ def simulated_order(case: Case, monkeypatch: pytest.MonkeyPatch) -> Order:
     step = plan(case, 4)
     step.run(case.micro_batches)
     submitted: list[str] = []
-    given = SimulatedLane.submit
+    given = SimulatedQueue.submit
 
-    def submit(lane: SimulatedLane, task: Any, *, after: Any = ()) -> Any:
-        submitted.append(lane.name)
-        return given(lane, task, after=after)
+    def submit(queue: SimulatedQueue, task: Any, *, after: Any = ()) -> Any:
+        submitted.append(queue.name)
+        return given(queue, task, after=after)
 
-    monkeypatch.setattr(SimulatedLane, "submit", submit)
+    monkeypatch.setattr(SimulatedQueue, "submit", submit)
     sent = record(step.counter)
     step.run(case.micro_batches)
     return submitted, sent
@@ -156,7 +156,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("case", ORDERS.values(), ids=ORDERS)
-def test_hops_are_given_to_lanes_and_sent_in_the_order_of_a_real_step(case: Case, monkeypatch: pytest.MonkeyPatch):
+def test_hops_are_given_to_queues_and_sent_in_the_order_of_a_real_step(case: Case, monkeypatch: pytest.MonkeyPatch):
     real = ranks(4).run(real_order, case)[0]
     assert len(real[0]) > 10
     assert simulated_order(case, monkeypatch) == real

@@ -36,7 +36,7 @@ def trace(config: GPTConfig, *, tp: int = 1, samples: int = SAMPLES, **documents
 
 
 def flops(found: Trace) -> float:
-    return sum(2 * w.m * w.n * w.k * w.batch for segment in found.segments.values() for w in segment.work)
+    return sum(2 * w.m * w.n * w.k * w.batch for segment in found.segments.values() for w in segment.operations)
 
 
 def like(config: GPTConfig, **changes: Any) -> GPTConfig:

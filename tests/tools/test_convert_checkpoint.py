@@ -157,7 +157,7 @@ BAD: dict[str, tuple[str, Any, list[str], str]] = {
     ),
     "index outside": (
         "theirs", lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'), [],
-        "has no weight_map",
+        "names '../b', which is no file of this folder",
     ),
     "index to nothing": (
         "theirs", lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}'), [],

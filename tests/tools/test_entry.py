@@ -38,6 +38,7 @@ def test_a_tool_whose_reader_has_gone_ends_without_a_word(tmp_path: Path):
     assert unread("tools/show_topology.py", *flags, folder=tmp_path) == (141, "")
 
 
+@pytest.mark.slow
 def test_workers_whose_reader_has_gone_end_without_a_word(trained: Trained):
     flags = ["--load", str(trained.load), "--prompt", "The cat", "--sample-tokens", "30", "--nproc", "2"]
     code, error = unread("tools/generate.py", *flags, folder=trained.home)
@@ -47,7 +48,8 @@ def test_workers_whose_reader_has_gone_end_without_a_word(trained: Trained):
 
 
 def test_every_tool_ends_that_way():
-    tools = [path for path in (ROOT / "tools").glob("*.py") if 'if __name__ == "__main__":' in path.read_text()]
+    programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tools/benchmarks").glob("*.py")]
+    tools = [path for path in programs if 'if __name__ == "__main__":' in path.read_text()]
     assert len(tools) > 15
     ranks = [path.name for path in tools if "leave_with(" not in path.read_text()]
     assert all(name.endswith(("_rank.py", "_ranks.py")) or name.startswith("gpu_check") for name in ranks), ranks

@@ -9,7 +9,7 @@ from typing import Any
 import plot_timeline
 import pytest
 
-from megazpp.parallel.spans import Span
+from megazpp.parallel.timeline import Span
 from megazpp.training.chrome_trace import chrome_trace
 
 STEP = [
@@ -39,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *argv: object) -> int:
     ("ranks", "seen"),
     [((), {"rank 0, node 0", "rank 1, node 1"}), ((1,), {"rank 1, node 1"}), ((0,), {"rank 0, node 0"})],
 )
-def test_the_picture_has_the_lanes_of_the_ranks_that_were_asked_for(
+def test_the_picture_has_the_tracks_of_the_ranks_that_were_asked_for(
     monkeypatch: pytest.MonkeyPatch, trace: Path, ranks: tuple[int, ...], seen: set[str]
 ):
     pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"  # text stays text

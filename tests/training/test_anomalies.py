@@ -13,7 +13,7 @@ from helpers.checkpoints import Attempt, Job
 from helpers.ranks import ranks
 from helpers.training import Case
 
-from megazpp.training.anomalies import AnomalyConfig, Guard, check_anomalies
+from megazpp.training.anomalies import AnomalyConfig, Guard, LossHistory, check_anomalies
 from megazpp.training.not_finite import NotFiniteError
 from megazpp.zero.config import ZeroConfig
 
@@ -38,35 +38,30 @@ class Watched:
         self,
         *,
         dynamic_scale: bool = False,
-        rewinds: bool = False,
+        rewind: Callable[[], int] | None = None,
         verify: Callable[[], None] | None = None,
         verify_interval: int | None = None,
         **config: Any,
     ) -> None:
         self.said: list[str] = []
-        self.rewound = 0
+        self.history = LossHistory()
         self.not_finite: Any = FakeNotFinite()
         self.guard = Guard(
             AnomalyConfig(**config),
             self.not_finite,
+            self.history,
             dynamic_scale=dynamic_scale,
-            say=self.said.append,
+            log=self.said.append,
+            rewind=rewind,
             verify=verify,
             verify_interval=verify_interval,
         )
-        self.guard.rewind = self._rewind if rewinds else None
         self.iteration = 0
 
     def takes(self, loss: float, norm: float = 1.0) -> bool:
         self.iteration += 1
         self.guard.begin_step()
         return self.guard.allows(self.iteration, loss, norm, NO_LOSSES)
-
-    def _rewind(self) -> int:
-        self.rewound += 1
-        if self.rewound > 1:
-            raise ValueError("--save x has no checkpoint to go back to")
-        return 40
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (INF, 1.0), (1.0, NAN), (1.0, INF), (NAN, NAN)])
@@ -120,16 +115,24 @@ def test_where_losses_stay_high_only_a_few_steps_are_skipped():
 
 
 def test_rewind_takes_the_weights_back_and_says_where_to():
-    watched = Watched(loss_spike_sigma=6.0, loss_spike_action="rewind", rewinds=True)
+    rewound: list[int] = []
+
+    def rewind() -> int:
+        rewound.append(40)
+        return 40
+
+    watched = Watched(loss_spike_sigma=6.0, loss_spike_action="rewind", rewind=rewind)
     assert all(watched.takes(loss) for loss in noisy(50))
     assert not watched.takes(9.0)
-    assert watched.rewound == 1
+    assert rewound == [40]
     assert watched.said[0].endswith("the step is skipped, and the weights go back to those of iteration 40")
 
 
 def test_without_a_checkpoint_to_go_back_to_the_step_is_only_skipped():
-    watched = Watched(loss_spike_sigma=6.0, loss_spike_action="rewind", rewinds=True)
-    watched.rewound = 1
+    def rewind() -> int:
+        raise ValueError("--save x has no checkpoint to go back to")
+
+    watched = Watched(loss_spike_sigma=6.0, loss_spike_action="rewind", rewind=rewind)
     assert all(watched.takes(loss) for loss in noisy(50))
     assert not watched.takes(9.0)
     assert watched.said[0].endswith("the step is skipped (--save x has no checkpoint to go back to)")
@@ -138,7 +141,7 @@ def test_without_a_checkpoint_to_go_back_to_the_step_is_only_skipped():
 def test_a_resumed_guard_remembers_the_losses():
     first, resumed = Watched(loss_spike_sigma=6.0), Watched(loss_spike_sigma=6.0)
     assert all(first.takes(loss) for loss in noisy(50))
-    resumed.guard.load_state_dict(first.guard.state_dict())
+    resumed.history.load_state_dict(first.history.state_dict())
     assert not resumed.takes(5.0)
 
 
@@ -168,19 +171,18 @@ def spike_after_a_checkpoint(folder: str) -> dict[str, Any]:
     """Six steps with a checkpoint after the second, a loss spike in the last one; then the run goes on from there."""
     job = Job(case=Case(nodes=2, zero=ZeroConfig(zeropp=True)), steps=2, flags={"save": folder, "load": folder})
     attempt = Attempt(job)
-    watched = Watched(loss_spike_sigma=6.0)
-    attempt.state.guard = attempt.step.guard = guard = watched.guard
+    watched = Watched(loss_spike_sigma=6.0, rewind=lambda: attempt.checkpoints.rewind().iteration)
+    attempt.step.guard, attempt.state.guard, history = watched.guard, watched.history, watched.history
     attempt.train(attempt.load())
     saved = attempt.whole()
     for index in range(2, 5):
         step_of(attempt, index)
     moved = attempt.whole() != saved
-    guard.load_state_dict({"losses": [0.1, 0.2] * 20})
-    guard.rewind = lambda: attempt.checkpoints.rewind().iteration
+    history.load_state_dict({"losses": [0.1, 0.2] * 20})
     result = step_of(attempt, 5)
-    back, remembered = attempt.whole() == saved, guard.state_dict()["losses"][-1] == result.loss
+    back, remembered = attempt.whole() == saved, history.state_dict()["losses"][-1] == result.loss
     resumed = Attempt(job)
-    resumed.state.guard = Watched(loss_spike_sigma=6.0).guard
+    resumed.state.guard = LossHistory()
     resumed.load()
     said = watched.said[-1].split("; ")[1]
     losses = len(resumed.state.guard.state_dict()["losses"])

@@ -1,4 +1,4 @@
-"""The Chrome trace: what it says about ranks and lanes, and that it reads back."""
+"""The Chrome trace: what it says about ranks and tracks, and that it reads back."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.parallel.spans import Span
-from megazpp.training.chrome_trace import chrome_trace, read_chrome_trace, rows_without_crossings, sorted_lanes
+from megazpp.parallel.timeline import Span
+from megazpp.training.chrome_trace import chrome_trace, read_chrome_trace, rows_without_crossings, sorted_tracks
 
 SPANS = [
     [
@@ -54,12 +54,12 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, text: str):
 def test_spans_that_cross_get_rows_of_their_own_and_nested_ones_do_not():
     outer, inner, later = Span("cross", "outer", 0, 4), Span("cross", "inner", 1, 3), Span("cross", "later", 4, 1)
     crossing, again = Span("cross", "crossing", 2, 3), Span("cross", "again", 3, 4)
-    spans = [again, later, crossing, inner, outer, Span("local", "other lane", 0, 9)]
+    spans = [again, later, crossing, inner, outer, Span("local", "other track", 0, 9)]
     rows = rows_without_crossings(spans, "cross")
     assert [[s.name for s in row] for row in rows] == [["outer", "inner", "later"], ["crossing"], ["again"]]
 
 
 def test_lanes_stand_in_one_order_and_unknown_ones_below():
-    lanes = ["shard", "cross", "compute", "wait", "another", "tp", "local", "step"]
-    spans = [Span(lane, "x", 0.0, 1.0) for lane in lanes]
-    assert sorted_lanes(spans) == ["step", "compute", "wait", "tp", "local", "cross", "another", "shard"]
+    tracks = ["shard", "cross", "compute", "wait", "another", "tp", "local", "step"]
+    spans = [Span(track, "x", 0.0, 1.0) for track in tracks]
+    assert sorted_tracks(spans) == ["step", "compute", "wait", "tp", "local", "cross", "another", "shard"]

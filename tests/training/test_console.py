@@ -16,13 +16,13 @@ from megazpp.training.console import Console
 
 
 def run_three_steps(console: Console) -> None:
-    console.say("before")
+    console.log("before")
     console.start_bar(3, 0)
     for step in range(3):
         console.advance(float(10 - step))
-        console.say(f" iteration {step + 1}/3 | lm loss: {10 - step} |")
+        console.log(f" iteration {step + 1}/3 | lm loss: {10 - step} |")
     console.stop_bar()
-    console.say("after")
+    console.log("after")
 
 
 LINES = ["before", *(f" iteration {n}/3 | lm loss: {11 - n} |" for n in (1, 2, 3)), "after"]

@@ -59,7 +59,7 @@ def test_metrics_have_exactly_the_agreed_fields():
 
 
 def test_the_summary_covers_all_intervals_of_the_run():
-    filled = meter(step(1, sent_bytes=SentBytes(tp=10, cross=4, local=2)))
+    filled = meter(step(1, wait_seconds=0.25, sent_bytes=SentBytes(tp=10, cross=4, local=2)))
     filled.interval()
     filled.add(step(2, skipped=True))
     assert filled.summary(cpu_seconds=8.0) == {
@@ -69,6 +69,7 @@ def test_the_summary_covers_all_intervals_of_the_run():
         "seconds": 1.0,
         "tokens_per_second": 1600.0,
         "cpu_seconds_per_token": 0.005,
+        "data_wait_share": 0.25,
         "tp_bytes_per_step": 5,
         "cross_bytes_per_step": 2,
         "local_bytes_per_step": 1,

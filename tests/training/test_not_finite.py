@@ -11,7 +11,7 @@ import torch
 from helpers.ranks import ranks
 from helpers.training import Case, build_step
 
-from megazpp.training.anomalies import AnomalyConfig, Guard
+from megazpp.training.anomalies import AnomalyConfig, Guard, LossHistory
 from megazpp.training.batches import BatchConfig, plan_batches
 from megazpp.training.not_finite import Found, NotFinite, NotFiniteError, describe
 from megazpp.training.run_folder import RunFolder
@@ -30,7 +30,7 @@ def guarded(step: TrainStep, case: Case, folder: Path | None, *, dynamic_scale: 
     plan = plan_batches(batches, data_parallel_size=step.dims.data_size)
     run_folder = RunFolder(folder) if folder is not None and step.dims.world.rank == 0 else None
     not_finite = NotFinite(step.sharding, step.dims, plan, run_folder)
-    step.guard = Guard(AnomalyConfig(), not_finite, dynamic_scale=dynamic_scale, say=print)
+    step.guard = Guard(AnomalyConfig(), not_finite, LossHistory(), dynamic_scale=dynamic_scale, log=print)
 
 
 def poison_gradient(module: torch.nn.Module) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.context import context
 from helpers.ranks import ranks
 from helpers.training import Case, build_step
 
@@ -28,9 +29,8 @@ def train_profiled(config: ProfilerConfig, folder: str, iterations: range) -> tu
     """ZeRO++ on two nodes of two: what rank 0 said, the losses, and in how many steps somebody listened."""
     case = Case(nodes=2, zero=ZeroConfig(zeropp=True))
     step, dims = build_step(case)
-    said: list[str] = []
-    rank = dims.world.rank
-    profiler = Profiler(config, dims, folder=Path(folder) if rank == 0 else None, say=said.append)
+    run, said = context(dims, folder)
+    profiler = Profiler(config, run)
     size, losses, heard = case.global_batch // dims.data_size, [], 0
     with profiler:
         for iteration in iterations:
@@ -58,7 +58,7 @@ def test_profiled_ranks_leave_a_trace_with_the_hops_by_name_and_train_the_same(t
     for file in files:
         names = [event["name"] for event in read(file) if event["ph"] == "X"]
         for hop in ("cross all_gather", "local all_gather", "local all_to_all", "cross all_to_all"):
-            for unit in ("layers.0", "layers.1", "the rest"):  # cross hops once a step, from the lanes' own threads
+            for unit in ("layers.0", "layers.1", "the rest"):  # cross hops once a step, from the queues' own threads
                 assert names.count(f"{hop} {unit}") == (4 if hop == "local all_gather" else 2)
         assert names.count("compute forward") == names.count("compute optimizer") == 2
         assert any(name.startswith("aten::") for name in names)

@@ -23,9 +23,7 @@ def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
     run = Run([3.0, 2.0, 1.0])
     summaries: list[dict[str, Any]] = []
     run.tracker.summary = lambda values, rows: summaries.append(values)
-    run.recorder.finish(
-        run.progress, run.evaluate, lambda: 8.0, unigram_entropy=6.0, wait_share=0.25, zero3=lambda k: None
-    )
+    run.recorder.finish(run.progress, run.evaluate, lambda: 8.0, unigram_entropy=6.0)
     (summary,) = summaries
     assert summary["validation_loss"] == 7.0
     assert summary["unigram_entropy"] == 6.0
@@ -35,7 +33,8 @@ def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
     assert summary["cpu_seconds_per_token"] >= 0.0
     assert run.tracker.validations == [(3, 7.0)]  # evaluated at the last iteration already, not again
     text = run.out.getvalue()
-    assert "25.0% of the time waiting for data" in text
+    assert 0.0 < summary["data_wait_share"] < 1.0
+    assert f"{summary['data_wait_share']:.1%} of the time waiting for data" in text
     assert "validation loss: 7.0000; unigram entropy of the validation text: 6.0000 nats per token" in text
     assert "validation loss at iteration 3 on test set | lm loss value: 8.0" in text
 
@@ -43,6 +42,5 @@ def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
 def test_a_continued_run_is_compared_with_what_zero_3_would_have_sent_for_the_same_steps():
     run = Run([3.0, 2.0, 1.0], start=TrainingProgress(iteration=1, consumed_samples=2, micro_batches=50))
     run.tracker.summary = lambda values, rows: None
-    asked: list[int] = []
-    run.recorder.finish(run.progress, None, None, unigram_entropy=6.0, wait_share=0.0, zero3=asked.append)
-    assert asked == [2]  # steps 2 and 3, of one micro-batch each
+    run.recorder.finish(run.progress, None, None, unigram_entropy=6.0)
+    assert run.zero3_asked == [2]  # steps 2 and 3, of one micro-batch each

@@ -114,6 +114,7 @@ def test_a_wandb_whose_service_dies_raises_and_does_not_hang(tmp_path: Path):
     assert run_python(LOSE_WANDB, tmp_path).stdout.count("caught ") == 3
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path: Path):
     done = write_a_run(tmp_path, 1, WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_INIT_TIMEOUT="1")
     assert "wandb: recording offline, the server did not take the run" in done.stdout

@@ -10,15 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.context import context
 from helpers.ranks import ranks
 from helpers.training import Case, build_step
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.spans import Span
-from megazpp.parallel.timeline import Recording, Timeline
+from megazpp.parallel.timeline import Recording, Span, Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.training.chrome_trace import read_chrome_trace
-from megazpp.training.run_folder import RunFolder
 from megazpp.training.step_timeline import StepTimeline, TimelineConfig, check_timeline, describe
 from megazpp.zero.config import ZeroConfig
 
@@ -47,9 +46,9 @@ class OneRank:
 
 
 def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_left_in_flight(tmp_path: Path):
-    dims, said = OneRank(), []
-    config = TimelineConfig(timeline_step=3)
-    steps = StepTimeline(config, dims, folder=RunFolder(tmp_path), say=said.append)
+    dims = OneRank()
+    run, said = context(dims, tmp_path)
+    steps = StepTimeline(TimelineConfig(timeline_step=3), run)
     go_on, ends = threading.Event(), threading.Event()
 
     def gather_that_lasts_into_the_next_step() -> None:
@@ -83,9 +82,10 @@ def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_l
 
 def test_without_the_flag_nothing_is_recorded_and_the_first_step_can_be():
     dims = OneRank()
-    with StepTimeline(TimelineConfig(), dims, folder=None, say=print).step(1):
+    run, _ = context(dims)
+    with StepTimeline(TimelineConfig(), run).step(1):
         assert dims.timeline.open == 0
-    with StepTimeline(TimelineConfig(timeline_step=1), dims, folder=None, say=print).step(1):
+    with StepTimeline(TimelineConfig(timeline_step=1), run).step(1):
         assert dims.timeline.open == 1
     assert dims.timeline.open == 0
 
@@ -94,9 +94,8 @@ def train_with_a_timeline(folder: str) -> tuple[list[str], list[float]]:
     """Four ranks on two nodes, ZeRO++, two micro-batches; what was said on this rank and the losses."""
     case = Case(steps=3, nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))
     step, dims = build_step(case)
-    said: list[str] = []
-    mine = RunFolder(folder) if dims.world.rank == 0 else None
-    timeline = StepTimeline(TimelineConfig(timeline_step=2), dims, folder=mine, say=said.append)
+    run, said = context(dims, folder)
+    timeline = StepTimeline(TimelineConfig(timeline_step=2), run)
     size, losses = case.global_batch // dims.data_size // 2, []
     for index in range(case.steps):
         batches = [case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(2)]
@@ -113,14 +112,14 @@ def test_a_trained_step_shows_every_rank_s_phases_and_axes_on_one_clock(tmp_path
     by_rank = read_chrome_trace(tmp_path / "timeline.json")
     assert list(by_rank) == ["rank 0, node 0", "rank 1, node 0", "rank 2, node 1", "rank 3, node 1"]
     for spans in by_rank.values():
-        phases = [s.name for s in spans if s.lane == "compute"]
+        phases = [s.name for s in spans if s.track == "compute"]
         assert phases == ["forward", "backward", "forward", "backward", "norm", "optimizer"]
-        for lane in ("cross", "local"):  # each unit's hops by their names
-            names = {s.name for s in spans if s.lane == lane}
+        for track in ("cross", "local"):  # each unit's hops by their names
+            names = {s.name for s in spans if s.track == track}
             assert names >= {
                 f"{hop} {unit}" for hop in ("all_gather", "all_to_all") for unit in ("layers.0", "the rest")
             }
-    whole = [span for spans in by_rank.values() for span in spans if span.lane == "step"]
+    whole = [span for spans in by_rank.values() for span in spans if span.track == "step"]
     # a step ends with collectives of all ranks, so none can begin after another has ended
     assert max(s.start_seconds for s in whole) < min(s.end_seconds for s in whole)
     assert min(s.start_seconds for s in whole) > 0  # the barrier before the recording is the zero
@@ -131,7 +130,7 @@ def test_the_summary_adds_up_lanes_over_ranks_and_weighs_what_is_hidden_by_its_t
     second = [Span("step", "step 7", 0, 8, True), Span("compute", "f", 0, 4, True), Span("cross", "x", 4, 2, True)]
     second.append(Span("local", "y", 4, 1))
     assert describe("step 7", [first, second]).splitlines() == [
-        "timeline of step 7: 10.000 s; busy seconds of each lane, mean of 2 ranks:",
+        "timeline of step 7: 10.000 s; busy seconds of each track, mean of 2 ranks:",
         "  compute       7.0000 s",
         "  local         0.5000 s, 0% hidden behind compute, 100% behind compute and other hops",
         "  cross         4.0000 s, 75% hidden behind compute, 88% behind compute and other hops",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 
 import torch
+from helpers.context import context
 from helpers.ranks import ranks
 
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
-from megazpp.parallel.spans import COMPUTE
+from megazpp.parallel.timeline import COMPUTE
 from megazpp.topology.cluster import Cluster
 from megazpp.training.straggler import Straggler, StragglerConfig, describe
 
@@ -18,8 +19,8 @@ def steps(slow_rank: int, log: bool) -> list[str]:
     dims = ParallelDims(
         plan_dims(ParallelConfig(), Cluster(num_nodes=1, ranks_per_node=4), zero_stage=3), device_type="cpu"
     )
-    said: list[str] = []
-    straggler = Straggler(StragglerConfig(log_straggler=log), dims, interval=2, say=said.append)
+    run, said = context(dims)
+    straggler = Straggler(StragglerConfig(log_straggler=log), run, interval=2)
     for iteration in range(1, 5):
         with straggler.step(iteration), dims.timeline.span(COMPUTE, "forward"):
             time.sleep(0.3 if dims.world.rank == slow_rank else 0.05)

@@ -6,7 +6,7 @@ import pytest
 from helpers.ranks import ranks
 from helpers.training import Case, build_step
 
-from megazpp.parallel.spans import Span
+from megazpp.parallel.timeline import Span
 from megazpp.training.timers import MAIN, PARTS, Timers, TimersConfig, render, seconds_by_timer
 from megazpp.zero.config import ZeroConfig
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
-from megazpp.zero import plugs
+from megazpp.zero import comm_factory
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.sharding import shard_model
 
@@ -129,7 +129,7 @@ def test_quantized_gradients_leave_frozen_parameters_alone_and_move_the_others_a
 
 def train_without_switch() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugs, "_reduce_unused_parameters", lambda module: None)
+        patch.setattr(comm_factory, "_reduce_unused_parameters", lambda module: None)
         try:
             train_sharded(QUANTIZED, 1)
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Messages: every element has one place, nothing overlaps, sizes are what the formats say."""
+"""Messages: every element is in one range, nothing overlaps, sizes are what the formats say."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def plan(shapes: list[tuple[int, ...]], ranks: int, fmt: BlockFormat | None, ite
 
 
 @given(shapes, st.integers(1, 7), formats, st.sampled_from([2, 4]))
-def test_every_element_has_one_place_and_no_two_places_share_a_byte(shapes, ranks, fmt, itemsize):
+def test_every_element_is_in_one_range_and_no_two_ranges_share_a_byte(shapes, ranks, fmt, itemsize):
     layout = plan(shapes, ranks, fmt, itemsize)
-    elements = sorted((p.start, p.stop) for p in layout.places)
+    elements = sorted((p.start, p.stop) for p in layout.ranges)
     assert sum(stop - start for start, stop in elements) == layout.size
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(elements))
-    spans = sorted(span for p in layout.places for span in (p.payload, p.scales) if span is not None)
+    spans = sorted(span for p in layout.ranges for span in (p.payload, p.scales) if span is not None)
     assert all(a[0] + a[1] <= b[0] for a, b in itertools.pairwise(spans))
     assert all(first + length <= layout.message_bytes for first, length in spans)
     assert layout.message_bytes % ALIGNMENT == 0
-    for place in layout.places:
-        assert place.payload[0] % ALIGNMENT == 0
-        n = place.stop - place.start
-        if place.scales is None:
-            assert place.payload[1] == n * itemsize
+    for part in layout.ranges:
+        assert part.payload[0] % ALIGNMENT == 0
+        n = part.stop - part.start
+        if part.scales is None:
+            assert part.payload[1] == n * itemsize
         else:
             assert fmt is not None
-            assert (place.payload[1], place.scales[1]) == (fmt.payload_bytes(n), fmt.scale_bytes(n))
-            assert place.scales[0] % 2 == 0
+            assert (part.payload[1], part.scales[1]) == (fmt.payload_bytes(n), fmt.scale_bytes(n))
+            assert part.scales[0] % 2 == 0
 
 
 @given(shapes, st.integers(1, 7), formats, st.sampled_from([2, 4]))
@@ -51,7 +51,7 @@ def test_the_example_of_the_docstring():
     segments = plan_segments([("norm", (6,)), ("weight", (6, 100))], 4)
     assert [(s.start, s.size, s.exact) for s in segments] == [(0, 2, True), (2, 200, False)]
     layout = plan_message(segments, BlockFormat(8, 128), exact_itemsize=2)
-    weight, norm = layout.places
+    weight, norm = layout.ranges
     assert (weight.payload, weight.scales) == ((0, 256), (256, 4))
     assert (norm.payload, norm.scales) == ((272, 4), None)
     assert layout.message_bytes == 288
@@ -59,5 +59,5 @@ def test_the_example_of_the_docstring():
 
 def test_one_dimensional_and_tiny_parameters_travel_exact():
     layout = plan([(4096,), (4, 8), (64, 64)], 1, BlockFormat(8, 256), 2)
-    exact = [(p.start, p.stop) for p in layout.places if p.scales is None]
+    exact = [(p.start, p.stop) for p in layout.ranges if p.scales is None]
     assert exact == [(0, 4096 + 32)]  # neighbours travel as one run

@@ -125,7 +125,7 @@ def order_of_cross_hops(case: Case) -> tuple[list[int], int, int]:
     sizes: list[int] = []
     original = dims.cross.all_gather
     submitted = []
-    submit = dims.cross.lane.submit
+    submit = dims.cross.queue.submit
 
     def gather(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         sizes.append(x.numel())
@@ -137,7 +137,7 @@ def order_of_cross_hops(case: Case) -> tuple[list[int], int, int]:
 
     batch = [case.batch(0, dims.data_rank * 4, 4)]
     step(batch, learning_rate=1e-3, weight_decay=0.0)
-    dims.cross.all_gather, dims.cross.lane.submit = gather, count
+    dims.cross.all_gather, dims.cross.queue.submit = gather, count
     started: list[int] = []
     step.model.layers[0].register_forward_pre_hook(lambda *_: started.append(len(submitted)))
     step(batch, learning_rate=1e-3, weight_decay=0.0)
@@ -211,7 +211,7 @@ def gradient_hook(flags: dict[str, bool]) -> str:
         model(torch.ones(2, 64)).backward()
     except RuntimeError as error:
         for axis in (dims.local, dims.cross):  # what the other units have in flight
-            axis.lane.submit(lambda: None).wait()
+            axis.queue.submit(lambda: None).wait()
         return str(error)
     return ""
 

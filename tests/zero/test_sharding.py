@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import WirePlan, ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import Sharding, shard_model
 
@@ -161,3 +161,16 @@ def test_the_stage_follows_from_the_flags():
     assert ZeroConfig(use_distributed_optimizer=True).stage == 1
     assert ZeroConfig(zero_stage=0).stage == 0
     assert ZeroConfig(zero_stage=2, use_distributed_optimizer=True).stage == 2
+
+
+def num_two_hop_gathers(wire: WirePlan | None) -> int:
+    cluster = Cluster(num_nodes=2, ranks_per_node=1)
+    dims = ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu")
+    model, zero = Odd(), ZeroConfig(zeropp=True)
+    return len(shard_model(model, [[model.first], [model.frozen, model.last]], dims, zero=zero, wire=wire)._gathers)
+
+
+def test_the_wire_plan_that_was_shown_is_the_one_that_is_used():
+    """It is not made a second time out of the flags: an empty plan leaves FSDP2's collectives, whatever they say."""
+    assert ranks(2).run(num_two_hop_gathers, None) == [3, 3]
+    assert ranks(2).run(num_two_hop_gathers, WirePlan()) == [0, 0]

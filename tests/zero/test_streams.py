@@ -12,7 +12,7 @@ from helpers.tiers import slow
 from helpers.training import LLAMA_STYLE, Case, train_on_ranks
 from zero.test_schedule import ON, make
 
-from megazpp.parallel import lane
+from megazpp.parallel import comm_queue
 from megazpp.zero import schedule
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
@@ -30,14 +30,14 @@ def train(case: Case, breakage: str = "") -> tuple[list[str], dict[str, Any]]:
 
 
 def break_something(what: str, patch: pytest.MonkeyPatch) -> None:
-    if what == "a ticket does not wait":
-        patch.setattr(lane._StreamTicket, "join", lambda ticket: ticket._result)
-    if what == "a lane does not wait for its caller":
+    if what == "waiting for a work does not wait":
+        patch.setattr(comm_queue._StreamWork, "join", lambda work: work._result)
+    if what == "a queue does not wait for its caller":
         patch.setattr(Stream, "wait_stream", lambda stream, other: None)
     if what == "nothing is recorded":
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     if what == "gradients are freed before they are sent":
-        patch.setattr(schedule.ReduceSchedule, "sent", lambda self, ticket: None)
+        patch.setattr(schedule.ReduceSchedule, "sent", lambda self, work: None)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def break_something(what: str, patch: pytest.MonkeyPatch) -> None:
         slow(8, {"zero": ALL, "replicas": 2}),
     ],
     ids=[
-        *("llama", "bf16", "ZeRO-3", "qwZ", "hpZ", "qgZ", "classic", "check", "bf16-middle"),
+        *("llama", "bf16", "ZeRO-3", "qwZ", "hpZ", "qgZ", "classic", "check", "bf16-partial-sums"),
         *("one-node", "tp", "tp-llama", "copies"),
     ],
 )
@@ -71,8 +71,8 @@ def test_nothing_races_and_no_memory_is_reused_early(world: int, case: dict[str,
 @pytest.mark.parametrize(
     "breakage",
     [
-        "a ticket does not wait",
-        slow("a lane does not wait for its caller"),
+        "waiting for a work does not wait",
+        slow("a queue does not wait for its caller"),
         slow("nothing is recorded"),
         slow("gradients are freed before they are sent"),
     ],

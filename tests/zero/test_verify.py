@@ -43,12 +43,12 @@ def test_a_good_run_passes_and_its_losses_do_not_change(case: dict[str, Any]):
 
 
 def corrupt(case: Case, rank: int, slot: int) -> tuple[str, str]:
-    """Flip one bit of the middle that `rank` keeps of layers.0, in the part that came from node `slot`."""
+    """Flip one bit of the secondary partition that `rank` keeps of layers.0, in the part that came from node `slot`."""
     step, dims = build_step(case)
     step._forward_backward([case.batch(0, 4 * dims.data_rank, 4)])
     if dims.world.rank == rank:
-        middle = step.sharding._gathers[1]._middle
-        middle[slot, 7] ^= 16
+        secondary = step.sharding._gathers[1]._secondary
+        secondary[slot, 7] ^= 16
     return _error(step, dims), _error_of_a_step(step, dims, case)
 
 
@@ -61,12 +61,12 @@ def _error(step: Any, dims: Any) -> str:
 
 
 def _error_of_a_step(step: Any, dims: Any, case: Case) -> str:
-    """After an update all middles are new."""
+    """After an update all secondary partitions are new."""
     step.optimizer.step()
     return _error(step, dims)
 
 
-def test_a_flipped_bit_in_the_middle_of_one_rank_names_the_unit_and_the_ranks_that_got_it():
+def test_a_flipped_bit_in_the_secondary_partition_of_one_rank_names_the_unit_and_the_ranks_that_got_it():
     """Rank 3 (node 1, local rank 1) keeps the shard of rank 1 of node 0, and hands it to ranks 2 and 3."""
     answers = ranks(4).run(corrupt, Case(nodes=2, zero=ZEROPP), 3, 0)
     assert len(set(answers)) == 1

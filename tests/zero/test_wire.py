@@ -43,9 +43,9 @@ def test_quantized_runs_are_within_a_step_and_the_rest_is_exact(bits: int):
     wire.unpack(messages, out)
     step = sent.abs().max() / (127 if bits == 8 else 7)  # no block has a larger step than this
     assert (out - sent).abs().max() <= step * 1.02
-    for place in wire.layout.places:
-        if place.scales is None:
-            assert torch.equal(out[:, place.start : place.stop], sent[:, place.start : place.stop])
+    for part in wire.layout.ranges:
+        if part.scales is None:
+            assert torch.equal(out[:, part.start : part.stop], sent[:, part.start : part.stop])
 
 
 def test_views_in_another_order_of_peers_give_the_same_messages():
@@ -98,11 +98,11 @@ def test_error_feedback_makes_the_sum_of_many_messages_right():
 @pytest.mark.parametrize("fmt", [None, BlockFormat(8, 32), BlockFormat(4, 32)])
 def test_what_is_not_finite_arrives_as_not_finite(fmt: BlockFormat | None, bad: float):
     wire = codec(fmt)
-    for place in wire.layout.places:
+    for part in wire.layout.ranges:
         sent = shards(wire.layout.size, PEERS, 1)
-        sent[1, 0, place.start] = bad
+        sent[1, 0, part.start] = bad
         messages = wire.empty(PEERS, 1, device=CPU)
         wire.pack(sent, messages)
         out = torch.empty(1, wire.layout.size)
         wire.unpack_sum(messages, out, accumulate=False)
-        assert not torch.isfinite(out[0, place.start])
+        assert not torch.isfinite(out[0, part.start])

@@ -189,7 +189,7 @@ def forward(model: torch.nn.Module, case: Case) -> float:
 
 
 def write_and_look(case: Case, how: str) -> tuple[float, float]:
-    """The loss after a change of all weights: through the middle that was kept, and gathered anew."""
+    """The loss after a change of all weights: through the secondary partition that was kept, and gathered anew."""
     model, sharding, _ = build_on_ranks(case)
     forward(model, case)
     parameters = list(model.parameters())

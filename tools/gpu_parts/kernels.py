@@ -113,7 +113,7 @@ def whole_pass(device: str, sizes: KernelSizes, report: Report) -> None:
     across = one_segment(size, BlockFormat(4, GRADIENT_BLOCK), torch.float32)
     gradients = torch.randn(NODES, RANKS_PER_NODE, size, device=device, dtype=torch.bfloat16)
     sent = inside.empty(RANKS_PER_NODE, NODES, device=gradients.device)
-    middle, result = torch.empty(NODES, size, device=device), torch.empty(1, size, device=device)
+    partial_sums, result = torch.empty(NODES, size, device=device), torch.empty(1, size, device=device)
     crossing = across.empty(NODES, device=gradients.device)
     errors = across.new_errors(NODES, device=gradients.device)
     wire8, wire4 = (codec.layout.message_bytes / size for codec in (inside, across))
@@ -125,13 +125,13 @@ def whole_pass(device: str, sizes: KernelSizes, report: Report) -> None:
             f"pass: sum of {RANKS_PER_NODE}",
             n,
             n * wire8 + 4 * NODES * size,
-            lambda: inside.unpack_sum(sent, middle, accumulate=False),
+            lambda: inside.unpack_sum(sent, partial_sums, accumulate=False),
         ),
         Piece(
             "pass: pack int4, feedback",
             NODES * size,
             NODES * size * (4 + wire4 + 2 * (1 + 2 / GRADIENT_BLOCK)),
-            lambda: across.pack(middle, crossing, errors=errors),
+            lambda: across.pack(partial_sums, crossing, errors=errors),
         ),
         Piece(
             f"pass: sum of {NODES}",

@@ -2,7 +2,7 @@
 
 The process is rank 0 of 2 nodes x 8 ranks that do not exist (torch's back end "fake"). Its collectives are copies of
 the bytes that would arrive, on the streams on which they would arrive, so everything but the wire is real: shards of a
-sixteenth, FSDP2, hops, lanes, kernels. The same hops without quantization, and plain ZeRO-3, are the comparison; what
+sixteenth, FSDP2, hops, queues, kernels. The same hops without quantization, and plain ZeRO-3, are the comparison; what
 the quantization kernels take by the profiler is the most that they could cost if nothing hid them.
 """
 

@@ -1,6 +1,6 @@
 """One rank of the part "streams": trains without overlap, and with overlap while delays and NaN fall on it.
 
-What is done to the overlapped training, on every lane (parallel/lane.py) and on the streams that submit to it:
+What is done to the overlapped training, on every queue (parallel/comm_queue.py) and on the streams that submit to it:
 
 - random waits before and after a task: what reads its result too early, reads what was there before;
 - random waits of the compute before layers: what overwrites memory that the compute still reads, is early now;
@@ -24,8 +24,8 @@ import torch
 
 from gpu_parts.steps import build_step, make_batches, read_config
 from gpu_parts.streams import NODES, RANKS_PER_NODE, StreamSettings
+from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.parallel.dims import ParallelDims, plan_dims
-from megazpp.parallel.lane import Lane, Ticket
 from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.worker import Worker, run_worker, seed_everything
 from megazpp.topology.cluster import Cluster
@@ -61,16 +61,16 @@ class Disturbance:
         """Take freed memory of the current stream, fill it with NaN, free it again."""
         torch.full((self._random.choice(POISON_ELEMENTS),), float("nan"), device=self._device)
 
-    def fall_on(self, lane: Lane) -> None:
-        """Disturb everything that is submitted to `lane` from now on."""
-        submit = lane.submit
+    def fall_on(self, queue: CommQueue) -> None:
+        """Disturb everything that is submitted to `queue` from now on."""
+        submit = queue.submit
 
-        def disturbed(task: Callable[[], Any], *, after: Sequence[Ticket[Any]] = ()) -> Ticket[Any]:
+        def disturbed(task: Callable[[], Any], *, after: Sequence[Work[Any]] = ()) -> Work[Any]:
             self.poison()
             self.pause()
             return submit(functools.partial(self._around, task), after=after)
 
-        lane.submit = disturbed  # type: ignore[method-assign]
+        queue.submit = disturbed  # type: ignore[method-assign]
 
     def _around(self, task: Callable[[], Any]) -> Any:
         self.pause()
@@ -102,8 +102,8 @@ def serve(settings: StreamSettings, worker: Worker) -> None:
     disturbance = Disturbance(device, SEED + worker.rank)
     if settings.disturbed:
         trainings["on"] = build(overlap=True)
-        for lane in {id(axis.lane): axis.lane for axis in (dims.cross, dims.local, dims.shard)}.values():
-            disturbance.fall_on(lane)
+        for queue in {id(axis.queue): axis.queue for axis in (dims.cross, dims.local, dims.shard)}.values():
+            disturbance.fall_on(queue)
         for layer in trainings["on"].model.layers:
             layer.register_forward_pre_hook(disturbance.before_layer)
 

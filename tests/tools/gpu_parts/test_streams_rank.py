@@ -1,4 +1,4 @@
-"""The part "streams" of tools/gpu_check.py on the CPU's lanes: what is right passes, what does not wait is found."""
+"""The part "streams" of tools/gpu_check.py on the CPU's queues: what is right passes, what does not wait is found."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpu_parts.streams import COMMON, StreamSettings
 from gpu_parts.streams_rank import serve
 from helpers.ranks import ranks
 
-from megazpp.parallel import lane
+from megazpp.parallel import comm_queue
 from megazpp.parallel.worker import Worker
 from megazpp.zero import schedule
 
@@ -38,9 +38,9 @@ def train(settings: StreamSettings, impatient: bool) -> None:
             def finish(self: Any) -> None:
                 self._backward = -1
                 finishing, self._finishing = self._finishing, []
-                for ticket, add in finishing:
-                    ticket.wait()
-                    if not isinstance(ticket, lane._ThreadTicket):
+                for work, add in finishing:
+                    work.wait()
+                    if not isinstance(work, comm_queue._ThreadWork):
                         add()
 
             patch.setattr(schedule.ReduceSchedule, "end_backward", finish)

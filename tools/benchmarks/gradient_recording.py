@@ -1,4 +1,4 @@
-"""A model's gradients on real data, step by step, with their exact sums: what tools/measure_gradient_noise.py sends."""
+"""A model's gradients on real data, step by step, with their exact sums: what measure_gradient_noise.py sends."""
 
 from __future__ import annotations
 

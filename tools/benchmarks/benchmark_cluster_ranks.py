@@ -1,4 +1,4 @@
-"""One rank of tools/benchmark_cluster.py: holds the models of all variants and runs a step of whichever it is told.
+"""One rank of benchmark_cluster.py: holds the models of all variants and runs a step of whichever it is told.
 
 Rank 0 takes orders from the benchmark through a pipe and passes them on; every order is one optimizer step, timed
 between two barriers. Everything is the product's own (`build_model`, `TrainStep`) but two baselines: plain FSDP2, and
@@ -156,7 +156,7 @@ class Bench:
 
 
 def build_plain(settings: BenchmarkSettings, dims: ParallelDims) -> Built:
-    """The same model wrapped with FSDP2 alone: nothing plugged in, gradients summed as ours are."""
+    """The same model wrapped with FSDP2 alone: nothing installed, gradients summed as ours are."""
     with torch.device("meta"):
         model = GPTModel(settings.model, vocab_size=settings.vocab_size, tp=dims.tp)
     if dims.tp.size > 1:

@@ -1,6 +1,6 @@
-"""Predicted against measured step times on an emulated cluster, in every cell of tools/benchmark_cluster.py.
+"""Predicted against measured step times on an emulated cluster, in every cell of tools/benchmarks/benchmark_cluster.py.
 
-    python tools/compare_plan.py runs/cluster/samples.json
+    python tools/benchmarks/compare_plan.py runs/cluster/samples.json
 
 Two figures are fitted, to ZeRO-3 at k = 1: what a rank's share of the processor and of its memory reaches, to the CPU
 time at the fastest rate, and which part of its rate an uplink carries, to the step at the slowest. CPU time, because
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import tools_path  # noqa: F401
 from benchmark_cluster_report import BASELINE, PLAIN, Sample, rate_bits
 from benchmark_cluster_variants import VARIANTS, BenchmarkSettings
 from entry import leave_with, one_line_errors
@@ -75,7 +76,7 @@ class Measured(NamedTuple):
 @one_line_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("samples", type=Path, help="samples.json of tools/benchmark_cluster.py")
+    parser.add_argument("samples", type=Path, help="samples.json of tools/benchmarks/benchmark_cluster.py")
     content = json.loads(parser.parse_args().samples.read_text())
     measured = medians([Sample(**s) if isinstance(s, dict) else Sample(*s) for s in content["samples"]])
     if not measured:

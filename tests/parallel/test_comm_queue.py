@@ -1,4 +1,4 @@
-"""Lanes keep their order, run beside the caller, carry results and errors, and respect what a task waits for."""
+"""Queues keep their order, run beside the caller, carry results and errors, and respect what a task waits for."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.lane import Lane, StreamLane, ThreadLane, Ticket
+from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue, Work
 from megazpp.parallel.timeline import Timeline
 
 
 @pytest.fixture
-def lane() -> ThreadLane:
-    return ThreadLane("cross", Timeline())
+def queue() -> ThreadQueue:
+    return ThreadQueue("cross", Timeline())
 
 
-def test_a_thread_lane_runs_tasks_in_order_and_beside_the_caller(lane: ThreadLane):
+def test_a_thread_queue_runs_tasks_in_order_and_beside_the_caller(queue: ThreadQueue):
     gate, done = threading.Event(), []
 
     def first() -> int:
@@ -25,8 +25,8 @@ def test_a_thread_lane_runs_tasks_in_order_and_beside_the_caller(lane: ThreadLan
         done.append("first")
         return 1
 
-    one = lane.submit(first)
-    two = lane.submit(lambda: done.append("second"))
+    one = queue.submit(first)
+    two = queue.submit(lambda: done.append("second"))
     assert done == []  # the caller did not wait
     gate.set()
     two.wait()
@@ -34,27 +34,27 @@ def test_a_thread_lane_runs_tasks_in_order_and_beside_the_caller(lane: ThreadLan
     assert one.wait() == 1
 
 
-def test_a_task_waits_for_tasks_of_other_lanes(lane: ThreadLane):
-    gate, other = threading.Event(), ThreadLane("local", Timeline())
+def test_a_task_waits_for_tasks_of_other_queues(queue: ThreadQueue):
+    gate, other = threading.Event(), ThreadQueue("local", Timeline())
     slow = other.submit(lambda: gate.wait(10) and 20)
-    after = lane.submit(lambda: slow.join() + 1, after=(slow,))
+    after = queue.submit(lambda: slow.join() + 1, after=(slow,))
     gate.set()
     assert after.wait() == 21
 
 
-def test_an_error_reaches_who_waits_and_who_depends_and_the_lane_goes_on(lane: ThreadLane):
+def test_an_error_reaches_who_waits_and_who_depends_and_the_queue_goes_on(queue: ThreadQueue):
     def fail() -> None:
         raise ValueError("lost a peer")
 
-    failed = lane.submit(fail)
-    dependent = ThreadLane("local", Timeline()).submit(lambda: 1, after=(failed,))
-    for ticket in (failed, dependent):
+    failed = queue.submit(fail)
+    dependent = ThreadQueue("local", Timeline()).submit(lambda: 1, after=(failed,))
+    for work in (failed, dependent):
         with pytest.raises(ValueError, match="lost a peer"):
-            ticket.wait()
-    assert lane.submit(lambda: 2).wait() == 2
+            work.wait()
+    assert queue.submit(lambda: 2).wait() == 2
 
 
-@pytest.mark.parametrize("make", [Lane, lambda: ThreadLane("cross", Timeline())], ids=["at once", "thread"])
+@pytest.mark.parametrize("make", [CommQueue, lambda: ThreadQueue("cross", Timeline())], ids=["at once", "thread"])
 def test_tasks_run_without_gradients_and_in_the_callers_inference_mode(make):
     weight = torch.nn.Parameter(torch.ones(2))
     assert not make().submit(lambda: weight * 2).wait().requires_grad
@@ -64,20 +64,20 @@ def test_tasks_run_without_gradients_and_in_the_callers_inference_mode(make):
         assert out.tolist() == [1.0, 1.0]
 
 
-def test_a_lane_without_overlap_has_run_when_submit_returns():
+def test_a_queue_without_overlap_has_run_when_submit_returns():
     done = []
-    Lane().submit(lambda: done.append(1), after=(Ticket(None),))
+    CommQueue().submit(lambda: done.append(1), after=(Work(None),))
     assert done == [1]
 
 
 def test_waiting_is_recorded_where_there_was_something_to_wait_for():
     timeline = Timeline()
-    lane, gate = ThreadLane("cross", timeline), threading.Event()
+    queue, gate = ThreadQueue("cross", timeline), threading.Event()
     recording = timeline.start()
-    ready = lane.submit(lambda: 1)
+    ready = queue.submit(lambda: 1)
     ready.join()
     ready.wait()  # done: nothing to wait for
-    slow = lane.submit(lambda: gate.wait(10))
+    slow = queue.submit(lambda: gate.wait(10))
     threading.Timer(0.05, gate.set).start()
     slow.wait()
     waits = [span for span in timeline.stop(recording) if span.lane == "wait"]
@@ -85,15 +85,15 @@ def test_waiting_is_recorded_where_there_was_something_to_wait_for():
     assert waits[0].seconds > 0.02
 
 
-def test_an_axis_has_one_lane():
+def test_an_axis_has_one_queue():
     axis = MeshAxis("cross")
-    assert axis.lane is axis.lane
+    assert axis.queue is axis.queue
 
 
 @pytest.mark.gpu
-def test_on_cuda_a_task_waits_for_its_caller_and_for_other_lanes_and_a_ticket_for_its_task():
+def test_on_cuda_a_task_waits_for_its_caller_and_for_other_queues_and_a_work_waits_for_its_task():
     late = 20_000_000  # cycles: some ten milliseconds
-    cross, local = StreamLane(), StreamLane(priority=-1)
+    cross, local = StreamQueue(), StreamQueue(priority=-1)
     x = torch.zeros(1 << 20, device="cuda")
     torch.cuda._sleep(late)
     x.fill_(1.0)

@@ -19,7 +19,7 @@ from megazpp.topology.cluster import Cluster
 
 pytestmark = pytest.mark.slow
 
-TOOL = str(ROOT / "tools" / "benchmark_cluster.py")
+TOOL = str(ROOT / "tools/benchmarks/benchmark_cluster.py")
 LABELS = {"fsdp2": "FSDP2", "zero3": "ZeRO-3", "zeropp": "--zeropp"}
 SHAPE_OF_TWO = dict.fromkeys(SHAPE, 2) | {"seq_length": 50, "micro_batch_size": 1}
 

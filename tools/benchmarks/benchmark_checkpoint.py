@@ -1,6 +1,6 @@
 """How fast checkpoints are written and read, against torch.distributed.checkpoint called plainly on the same state.
 
-    python tools/benchmark_checkpoint.py --hidden-size 512 --num-layers 8 --nproc 4 --samples 7
+    python tools/benchmarks/benchmark_checkpoint.py --hidden-size 512 --num-layers 8 --nproc 4 --samples 7
 
 Ours is what a run does: all of --save or --load, with checksums, fsync of files and folders, renames and the tracker.
 Plain is `dcp.save` and `dcp.load` of the same tensors, which fsyncs its files too. Both are called in turn in the same
@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import tools_path  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

@@ -1,6 +1,6 @@
 """The scaling study of configs/clusters/README.md: three clusters, 64 to 16,384 GPUs, fixed tokens per GPU.
 
-    python tools/scaling_study.py --out scaling/         scaling.md and, with matplotlib, scaling.svg: minutes
+    python tools/benchmarks/scaling_study.py --out scaling/     scaling.md and, with matplotlib, scaling.svg: minutes
 
 For each scheme model TFLOP/s per GPU; beside them what the planner takes of all schemes, of 1 and more copies of the
 model and of tensor parallelism inside a node. Nothing is started. For one's own model and cluster: tools/plan.py.
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import tools_path  # noqa: F401
 from entry import leave_with, one_line_errors
 from pictures import can_draw
 
@@ -21,7 +22,7 @@ from megazpp.planner.report import with_data
 from megazpp.planner.scaling import Scaled, choose, scale, scaling_table
 from megazpp.topology.cluster import read_cluster
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SIZES = (64, 256, 1024, 4096, 16384)
 SCHEMES = ("ZeRO-3", "HSDP", "--zeropp")
 

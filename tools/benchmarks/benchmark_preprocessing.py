@@ -1,6 +1,6 @@
 """Compare preprocess_data.py with SentencePiece called plainly: tokens per second of CPU time, and of the clock.
 
-python tools/benchmark_preprocessing.py --megabytes 16 --workers 1 2 --rounds 5
+python tools/benchmarks/benchmark_preprocessing.py --megabytes 16 --workers 1 2 --rounds 5
 
 The corpus is the shipped one, its paragraphs one document each, repeated. The yardstick is a loop over texts in memory
 that calls SentencePiece, in as many processes at once as there are workers; ours reads JSON lines and brings a dataset
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import sentencepiece
+import tools_path  # noqa: F401
 from entry import leave_with
 
 from megazpp.data.preprocess import PreprocessConfig, preprocess

@@ -1,6 +1,6 @@
 """Time building the document, sample and shuffle indices of a corpus of many documents.
 
-python tools/benchmark_index.py --documents 10000000 --mean-length 500 --seq-length 2048 --epochs 1
+python tools/benchmarks/benchmark_index.py --documents 10000000 --mean-length 500 --seq-length 2048 --epochs 1
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import time
 
 import numpy as np
+import tools_path  # noqa: F401
 from entry import leave_with
 
 from megazpp.data.gpt_dataset import build_indices

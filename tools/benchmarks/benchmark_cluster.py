@@ -1,8 +1,8 @@
 """Time training steps of ZeRO-3, its parts of ZeRO++ and all of it, on nodes whose links are really slow.
 
-    python tools/benchmark_cluster.py --out runs/cluster                          2 nodes x 4 ranks, all rates, k = 1
-    python tools/benchmark_cluster.py --out runs/cluster --rates 100mbit --micro-batches 8 --samples 3
-    python tools/benchmark_cluster.py --out runs/local --local --samples 20       one machine: CPU seconds per token
+    python tools/benchmarks/benchmark_cluster.py --out runs/cluster                 2 nodes x 4 ranks, all rates, k = 1
+    python tools/benchmarks/benchmark_cluster.py --out runs/cluster --rates 100mbit --micro-batches 8 --samples 3
+    python tools/benchmarks/benchmark_cluster.py --out runs/local --local --samples 20  for CPU seconds per token
 
 One set of rank processes holds the models of all variants and runs their steps in turn, so that whatever else the
 machine does falls on all of them; medians count, and ratios are medians of ratios within a round. Rates change between
@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tools_path  # noqa: F401
 from benchmark_cluster_report import LOCAL, Sample, plot, tables
 from benchmark_cluster_variants import VARIANTS, BenchmarkSettings, Order
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate

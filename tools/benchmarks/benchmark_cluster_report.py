@@ -1,4 +1,4 @@
-"""The tables and the plot of tools/benchmark_cluster.py: pure functions of its samples."""
+"""The tables and the plot of benchmark_cluster.py: pure functions of its samples."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _bytes_table(samples: list[Sample], names: list[str], labels: Mapping[str, s
             continue
         measured = statistics.median(statistics.mean(s.uplink_bytes) for s in own)
         counted = statistics.median(statistics.mean(s.cross_bytes) for s in own)
-        seen = name != PLAIN  # nothing of ours is plugged into it
+        seen = name != PLAIN  # nothing of ours is installed in it
         rows.append(
             [
                 labels[name],

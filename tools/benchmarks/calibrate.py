@@ -1,13 +1,14 @@
 """Fit what programs reach of data sheets to the published rows for calibration, and show the errors on all rows.
 
-python tools/calibrate.py           fit (minutes), then the tables
-python tools/calibrate.py --table   the tables with the recorded shares
+python tools/benchmarks/calibrate.py           fit (minutes), then the tables
+python tools/benchmarks/calibrate.py --table   the tables with the recorded shares
 """
 
 from __future__ import annotations
 
 import argparse
 
+import tools_path  # noqa: F401
 from entry import leave_with
 
 from megazpp.planner.published import ROWS, Study, errors, fit, median_errors, predict

@@ -1,6 +1,6 @@
 """Train the same model over the same samples with other wire formats and seeds; print losses with error bars.
 
-python tools/compare_wire_formats.py --seeds 1 2 3 --out runs/wire_formats -- --train-iters 300 --bf16
+python tools/benchmarks/compare_wire_formats.py --seeds 1 2 3 --out runs/wire_formats -- --train-iters 300 --bf16
 
 What stands after `--` goes to pretrain_gpt.py (default: the tiny config on two emulated nodes). Each run has its own
 folder under --out; runs whose summary.json is there already are not repeated, so an interrupted study goes on.
@@ -16,9 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import tools_path  # noqa: F401
 from entry import leave_with
 
-PROGRAM = Path(__file__).resolve().parent.parent / "pretrain_gpt.py"
+PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
 LAST_STEPS = 50
 
 VARIANTS = {

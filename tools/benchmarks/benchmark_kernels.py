@@ -1,6 +1,6 @@
 """Time block quantization against a plain copy of the same bytes, in the same process and the same rounds.
 
-python tools/benchmark_kernels.py --elements 16777216 --block-size 128 --threads 1
+python tools/benchmarks/benchmark_kernels.py --elements 16777216 --block-size 128 --threads 1
 
 Bytes are what a function must read and write (each once); "of memcpy" is its bytes per second over those of copying a
 buffer of fp32. Medians of rounds in which everything is timed once. On the CPU with one thread the clock is that
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import tools_path  # noqa: F401
 import torch
 from entry import leave_with
 

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazpp.parallel.spans import Span, align, clip, hidden_shares, intersection, lane_seconds, total, union
+from megazpp.parallel.timeline import Span, align, clip, hidden_shares, intersection, total, track_seconds, union
 
 
-def span(lane: str, start: float, end: float, *, blocking: bool = False) -> Span:
-    return Span(lane, "x", start, end - start, blocking)
+def span(track: str, start: float, end: float, *, blocking: bool = False) -> Span:
+    return Span(track, "x", start, end - start, blocking)
 
 
-def behind_compute(spans: list[Span], lane: str) -> float:
-    hidden = hidden_shares(spans, lane)
+def behind_compute(spans: list[Span], track: str) -> float:
+    hidden = hidden_shares(spans, track)
     assert hidden is not None
     return hidden.behind_compute
 
@@ -59,12 +59,12 @@ def test_time_that_two_spans_share_counts_once():
         span("wait", 3, 4),
         span("wait", 3, 4),
     ]
-    assert lane_seconds(overlapping) == {"cross": pytest.approx(6), "wait": pytest.approx(1)}
+    assert track_seconds(overlapping) == {"cross": pytest.approx(6), "wait": pytest.approx(1)}
     assert behind_compute(overlapping, "cross") == pytest.approx(5 / 6)
 
 
 def test_computing_is_counted_without_waits_and_blocking_collectives():
-    assert lane_seconds(STEP) == pytest.approx({"step": 10, "compute": 7.5, "cross": 6, "wait": 2, "local": 1})
+    assert track_seconds(STEP) == pytest.approx({"step": 10, "compute": 7.5, "cross": 6, "wait": 2, "local": 1})
 
 
 def test_clipping_keeps_the_part_inside():

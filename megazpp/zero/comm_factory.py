@@ -1,6 +1,7 @@
-"""The comms of one model: made from the plan, sharing lanes and schedules, plugged into FSDP2 unit by unit.
+"""The factory of a model's comms: it makes each unit's all-gather and reduce-scatter, and installs them in FSDP2.
 
-The planner (megazpp/planner/step.py) makes its comms here too, on axes that exist on paper.
+A unit is FSDP2's parameter group. The comms of all units share their queues and schedules. The planner
+(megazpp/planner/step.py) makes its comms here too, on axes that exist on paper.
 """
 
 from __future__ import annotations
@@ -12,32 +13,32 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.lane import Lane
+from megazpp.parallel.comm_queue import CommQueue
 from megazpp.zero.comms import CountedGather, CountedReduce, SummingReduce
 from megazpp.zero.config import GatherPlan, ReducePlan, WirePlan, ZeroConfig
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.layout import MessageLayout, plan_message
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
-from megazpp.zero.schedule import GatherSchedule, Lanes, ReduceSchedule
+from megazpp.zero.schedule import CommQueues, GatherSchedule, ReduceSchedule
 from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec
 
 
-class Plugs:
-    """Makes and plugs comms.
+class CommFactory:
+    """Makes the custom collectives of a model's units.
 
     Args:
-        cross, local, shard: the axes.
-        plan: what replaces FSDP2's collectives.
+        cross, local, shard: the axes that the collectives run over.
+        plan: which of FSDP2's collectives are replaced, and by what.
         zero, precision: formats and switches.
-        codec: makes what packs messages.
+        codec: makes the codec that packs a unit's messages.
 
     Attributes:
         overlap_gather, overlap_reduce: whether collectives run beside the compute.
-        reduce_schedule: what is in flight during a backward.
-        gathers, reduces: the two-hop comms so far.
-        all_reduces: those and FSDP2's own.
+        reduce_schedule: the reductions in flight during a backward.
+        gathers, reduces: the two-hop comms that have been made.
+        all_reduces: `reduces` and FSDP2's own reductions.
     """
 
     def __init__(
@@ -53,19 +54,19 @@ class Plugs:
     ) -> None:
         self._cross, self._local, self._shard, self._codec = cross, local, shard, codec
         self._plan, self._zero, self._precision = plan, zero, precision
-        two_hops, blocks_host = bool(plan.gather or plan.reduce), shard.lane.blocks_host
+        two_hops, blocks_host = bool(plan.gather or plan.reduce), shard.queue.blocks_host
         overlaps = two_hops or blocks_host  # FSDP2's own collectives run beside the compute on CUDA as they are
         self.overlap_gather, self.overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps
         beside = self.overlap_gather or self.overlap_reduce
-        self._lanes = Lanes(*(axis.lane if beside else Lane() for axis in (cross, local, shard)))
+        self._queues = CommQueues(*(axis.queue if beside else CommQueue() for axis in (cross, local, shard)))
         self._gather_schedule = GatherSchedule(overlap=self.overlap_gather, prefetch=blocks_host)
         self.reduce_schedule = ReduceSchedule(overlap=self.overlap_reduce, blocks_host=blocks_host)
         self.gathers: list[TwoHopGather] = []
         self.reduces: list[TwoHopReduce] = []
         self.all_reduces: list[SummingReduce] = []
 
-    def plug_into(self, unit: Unit) -> None:
-        """Replace the collectives of the unit's modules."""
+    def install(self, unit: Unit) -> None:
+        """Make the unit's comms, and have FSDP2 call them for the unit's modules."""
         gather, reduce = self.comms(unit)
         for module in unit.modules:
             assert isinstance(module, FSDPModule)
@@ -75,11 +76,13 @@ class Plugs:
                 _reduce_unused_parameters(module)
 
     def comms(self, unit: Unit) -> tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]:
-        """What gathers the unit's parameters and what reduces its gradients."""
+        """Make the unit's all-gather of parameters and its reduce-scatter of gradients."""
         gather: TwoHopGather | CountedGather = CountedGather(
-            self._shard, self._lanes.shard, overlap=self.overlap_gather and self._plan.gather is None, of=unit.name
+            self._shard, self._queues.shard, overlap=self.overlap_gather and self._plan.gather is None, of=unit.name
         )
-        reduce: TwoHopReduce | CountedReduce = CountedReduce(unit, self._shard, self._lanes.shard, self.reduce_schedule)
+        reduce: TwoHopReduce | CountedReduce = CountedReduce(
+            unit, self._shard, self._queues.shard, self.reduce_schedule
+        )
         if self._plan.gather is not None:
             gather = self._two_hop_gather(unit, self._plan.gather)
             self.gathers.append(gather)
@@ -95,7 +98,7 @@ class Plugs:
             unit,
             cross=self._cross,
             local=self._local,
-            lanes=self._lanes,
+            queues=self._queues,
             schedule=self._gather_schedule,
             codec=self._codec(plan_message(unit.segments, plan.fmt, exact_itemsize=dtype.itemsize), dtype),
             keep=plan.keep,
@@ -104,17 +107,17 @@ class Plugs:
 
     def _two_hop_reduce(self, unit: Unit, plan: ReducePlan) -> TwoHopReduce:
         dtype = self._precision.reduce_dtype
-        middle = torch.bfloat16 if self._zero.zero_accumulate_in_bf16 else torch.float32
+        partial = torch.bfloat16 if self._zero.zero_accumulate_in_bf16 else torch.float32
         segments = unit.trained_segments
         return TwoHopReduce(
             unit,
             self.reduce_schedule,
             cross=self._cross,
             local=self._local,
-            lanes=self._lanes,
+            queues=self._queues,
             local_codec=self._codec(plan_message(segments, plan.local, exact_itemsize=dtype.itemsize), dtype),
-            cross_codec=self._codec(plan_message(segments, plan.cross, exact_itemsize=middle.itemsize), middle),
-            middle_dtype=middle,
+            cross_codec=self._codec(plan_message(segments, plan.cross, exact_itemsize=partial.itemsize), partial),
+            partial_dtype=partial,
             feedback=self._zero.zero_error_feedback,
             every_micro_batch=self._zero.zero_cross_every_microbatch,
         )

@@ -1,4 +1,4 @@
-"""tools/benchmark_kernels.py: what counts, on a GPU that only keeps time."""
+"""tools/benchmarks/benchmark_kernels.py: what counts, on a GPU that only keeps time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Signal-to-noise ratio of the reduced gradient, per wire format, on real gradients.
 
-python tools/measure_gradient_noise.py --nodes 2 --ranks-per-node 4 --train-steps 100 -- @configs/gpt_tiny.args
+python tools/benchmarks/measure_gradient_noise.py --nodes 2 --ranks-per-node 4 -- @configs/gpt_tiny.args
 
 Trains a model (default: the tiny one on the text that ships with the program), then takes every rank's gradients of
 consecutive global batches at fixed weights, and sends these same gradients through the real reduction in each format:
@@ -16,6 +16,7 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
+import tools_path  # noqa: F401
 import torch
 from entry import leave_with
 from gradient_recording import CPU, Recording, decibels, flat, power, record_gradients
@@ -31,7 +32,7 @@ from megazpp.run import Job, run_on_ranks
 from megazpp.topology.cluster import Cluster
 from megazpp.zero import PrecisionConfig, ZeroConfig, shard_model
 
-HERE = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class WireFormat(NamedTuple):
@@ -84,7 +85,7 @@ def main() -> int:
     def prepare() -> Job:
         if args.nodes < 2 or args.ranks_per_node < 1:
             raise ValueError(f"--nodes {args.nodes} --ranks-per-node {args.ranks_per_node}: no two nodes")
-        parsed = parse_run_config(args.flags, HERE)
+        parsed = parse_run_config(args.flags, ROOT)
         plan = check_run_config(parsed.config, cluster, device_type=CPU.type)
         return Job(find_place(launch), launch, functools.partial(report, args, parsed, plan))
 

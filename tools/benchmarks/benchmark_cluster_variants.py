@@ -1,4 +1,4 @@
-"""What tools/benchmark_cluster.py compares, and the model it trains: plain data that it and its ranks share."""
+"""What benchmark_cluster.py compares, and the model it trains: plain data that it and its ranks share."""
 
 from __future__ import annotations
 

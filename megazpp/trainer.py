@@ -1,0 +1,179 @@
+"""The parts of a training run: named once, built in the order in which they need each other, and run together.
+
+tokenizer, data     what is learned
+model               in shards, with its optimizer and loss scale
+checkpoints         before the guard, which can go back to one
+guard, step         the step with what must not get into the weights
+recorder            the numbers of steps
+evaluators          validation and test
+observers           what looks at each step
+"""
+
+from __future__ import annotations
+
+import functools
+
+from megazpp.arguments import ParsedRun
+from megazpp.checkpoint.read import Resumed
+from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.source import LoadSource
+from megazpp.checkpoint.state import TrainState
+from megazpp.checks import RunPlan
+from megazpp.data.dataset import Dataset, build_tokenizer, unigram_entropy
+from megazpp.data.loader import BatchLoader
+from megazpp.errors import user_errors
+from megazpp.inference.text import continue_texts
+from megazpp.introduce import run_shape
+from megazpp.optim.loss_scale import build_loss_scaler
+from megazpp.optim.optimizer import build_optimizer
+from megazpp.optim.schedule import Schedule
+from megazpp.parallel.watchdog import Watchdog
+from megazpp.parallel.worker import Worker
+from megazpp.training.anomalies import Guard, LossHistory
+from megazpp.training.context import RunContext
+from megazpp.training.evaluate import Evaluator
+from megazpp.training.garbage import GarbageCollector
+from megazpp.training.loop import train
+from megazpp.training.not_finite import NotFinite
+from megazpp.training.profiler import Profiler
+from megazpp.training.recorder import Recorder
+from megazpp.training.setup import build_model, open_checkpoints, open_datasets, open_loader
+from megazpp.training.step import TrainStep
+from megazpp.training.step_timeline import StepTimeline
+from megazpp.training.stopping import StopConditions
+from megazpp.training.straggler import Straggler
+from megazpp.training.timers import Timers
+from megazpp.training.tracking import Tracker
+from megazpp.training.traffic import zero3_traffic
+from megazpp.zero.verify import verify_weights
+
+
+class Trainer:
+    """Builds the parts of a run on this rank, each from its own config and from those above it.
+
+    Args:
+        parsed: the flags.
+        plan: what follows from them.
+        run: what every part needs.
+        tracker: writes down the numbers; None on all ranks but the first.
+    Raises:
+        UserError: data or tokenizer cannot be used.
+    """
+
+    def __init__(self, parsed: ParsedRun, plan: RunPlan, run: RunContext, tracker: Tracker | None) -> None:
+        config, dims, seed = parsed.config, run.dims, parsed.config.launch.seed
+        self.config, self.plan, self.run = config, plan, run
+        self.profiler = Profiler(config.profiler, run)  # first: it remembers allocations
+        with user_errors():
+            self.tokenizer = build_tokenizer(config.tokenizer, config.data, announce=run.log)
+            self.datasets = open_datasets(
+                config.data, self.tokenizer, plan.batches, config.evaluation, seed=seed, announce=run.log
+            )
+
+        self.built = build_model(config.model_spec(self.tokenizer.vocab_size, plan.wire), dims, run.device)
+        self.optimizer = build_optimizer(list(self.built.model.named_parameters()), config.optimizer, run.device)
+        self.scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
+        self.losses = LossHistory()
+        state = TrainState(*self.built, self.optimizer, self.scaler, dims, seed=seed, guard=self.losses)
+        self.checkpoints = open_checkpoints(
+            config.checkpoint, state, run, flags=parsed.values(), schedule=plan.schedule, tokenizer=self.tokenizer
+        )
+        self.step = TrainStep(
+            *self.built,
+            self.optimizer,
+            self.scaler,
+            dims,
+            clip_grad=config.optimizer.clip_grad,
+            guard=self._guard(),
+            count_zeros=config.tracking.log_num_zeros_in_grad,
+        )
+
+        self.timers = Timers(config.timers, dims)
+        shape = run_shape(config, plan, vocab_size=self.tokenizer.vocab_size, device=run.device)
+        zero3 = functools.partial(zero3_traffic, self.built.sharding.shard_elements, dims, config.precision)
+        self.recorder = Recorder(config.tracking, run, shape, zero3=zero3, tracker=tracker, timers=self.timers)
+        self.validation, self.test = self._evaluator(self.datasets.valid), self._evaluator(self.datasets.test)
+        self.garbage = GarbageCollector(config.garbage)
+        self.straggler = Straggler(config.straggler, run, interval=config.tracking.log_interval)
+        self.timeline = StepTimeline(config.timeline, run)
+
+    def load(self, source: LoadSource | None) -> Resumed | None:
+        """Take the folder of --save, and continue from a checkpoint of `source` if it has one.
+
+        Raises:
+            UserError: one of them cannot be used.
+        """
+        with user_errors():
+            self.checkpoints.open()
+            return None if source is None else self.checkpoints.load(source, self.plan.schedule)
+
+    def train(
+        self, start: TrainingProgress, schedule: Schedule, stops: StopConditions, worker: Worker
+    ) -> TrainingProgress:
+        """Take the run's steps; there are none without training data or with --skip-train."""
+        if self.datasets.train is None or self.config.stop.skip_train:
+            return start
+        folder = None if self.run.folder is None else self.run.folder.path
+        watchdog = Watchdog(worker, self.run.dims, self.config.launch, folder)
+        self.built.sharding.compile_kernels(self.run.device)
+        with self._loader(self.datasets.train, ramp_up=True) as batches, watchdog, self.profiler, self.garbage:
+            progress = train(
+                self.step,
+                batches,
+                self.plan.batches,
+                schedule,
+                self.recorder,
+                stops,
+                (self.garbage, self.profiler, self.timers, self.straggler, self.timeline),
+                eval_interval=self.config.evaluation.eval_interval,
+                evaluate=self.validation,
+                start=start,
+                checkpoints=self.checkpoints,
+            )
+            self.checkpoints.finish()
+        return progress
+
+    def finish(self, progress: TrainingProgress, *, evaluate: bool) -> None:
+        """Log and write down what the run came to, with the last losses on held-out data if `evaluate`."""
+        held_out = self.datasets.valid
+        entropy = None if held_out is None else unigram_entropy(held_out, self.tokenizer.vocab_size)
+        validation, test = (self.validation, self.test) if evaluate else (None, None)
+        self.recorder.finish(progress, validation, test, unigram_entropy=entropy)
+
+    def write_sample(self) -> None:
+        """Let the model continue the prompts, if --sample-tokens asks for it."""
+        config, longest = self.config.sample, self.config.data.seq_length
+        if config.sample_tokens == 0:
+            return
+        assert longest is not None
+        prompts, seed = config.sample_prompt or ("",), self.config.launch.seed
+        texts, _ = continue_texts(
+            *self.built, self.run.dims, self.tokenizer, prompts, config, max_length=longest, seed=seed
+        )
+        for prompt, text in zip(prompts, texts, strict=True):
+            self.run.log(f"a sample of text:\n{prompt}{text}")
+
+    def _guard(self) -> Guard:
+        config, sharding, dims, checkpoints = self.config, self.built.sharding, self.run.dims, self.checkpoints
+        rewinds = config.anomalies.loss_spike_action == "rewind"
+        return Guard(
+            config.anomalies,
+            NotFinite(sharding, dims, self.plan.batches, self.run.folder),
+            self.losses,
+            dynamic_scale=config.precision.fp16 and config.loss_scale.loss_scale is None,
+            log=self.run.log,
+            rewind=(lambda: checkpoints.rewind().iteration) if rewinds else None,
+            verify=functools.partial(verify_weights, sharding, dims),
+            verify_interval=config.verify.zero_verify_interval,
+        )
+
+    def _evaluator(self, dataset: Dataset | None) -> Evaluator | None:
+        if dataset is None:
+            return None
+        iterations, batch_size = self.config.evaluation.eval_iters, self.plan.batches.global_batch_size
+        loader = self._loader(dataset, ramp_up=False)
+        return Evaluator(*self.built, loader, self.run.dims, iterations=iterations, batch_size=batch_size)
+
+    def _loader(self, dataset: Dataset, *, ramp_up: bool) -> BatchLoader:
+        plan, run = self.plan.batches, self.run
+        return open_loader(dataset, self.config.data, self.tokenizer, plan, run.dims, run.device, ramp_up=ramp_up)
