@@ -19,9 +19,8 @@ from pathlib import Path
 
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checkpoint.config import check_checkpoint
-from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.record import RunRecord, check_same_model
-from megazpp.checkpoint.source import Source, choose_source, peek
+from megazpp.checkpoint.record import RunRecord, TrainingProgress, check_same_model
+from megazpp.checkpoint.source import LoadSource, choose_source, peek
 from megazpp.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer
 from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.dataset import cache_dir, check_inputs
@@ -30,7 +29,7 @@ from megazpp.flag_checks import check_positive
 from megazpp.introduce import introduce
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
-from megazpp.parallel.links import measure_links
+from megazpp.parallel.measure_links import measure_links
 from megazpp.parallel.worker import Worker, leave, seed_everything
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.report import plan_report
@@ -81,13 +80,13 @@ def prepare() -> Job | int:
     return Job(place, config.launch, functools.partial(pretrain, parsed, plan, source, earlier))
 
 
-def find_source(config: RunConfig) -> Source | None:
+def find_source(config: RunConfig) -> LoadSource | None:
     """What to begin with: after a restart what this job has saved, else what --load says."""
     check_checkpoint(config.checkpoint)
     return choose_source(config.checkpoint, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
 
 
-def with_checkpoint(parsed: ParsedRun, source: Source | None, earlier: RunRecord | None) -> ParsedRun:
+def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: RunRecord | None) -> ParsedRun:
     """`parsed` with what the checkpoint decides (`earlier` is its record), and a notice if there is none to load.
 
     Raises:
@@ -104,7 +103,7 @@ def with_checkpoint(parsed: ParsedRun, source: Source | None, earlier: RunRecord
 
 
 def pretrain(
-    parsed: ParsedRun, plan: RunPlan, source: Source | None, earlier: RunRecord | None, worker: Worker
+    parsed: ParsedRun, plan: RunPlan, source: LoadSource | None, earlier: RunRecord | None, worker: Worker
 ) -> None:
     """One worker's whole run; rank 0 records it, where the run that it continues was recorded."""
     with user_errors():
@@ -117,7 +116,7 @@ def pretrain(
         introduce(run, parsed, plan)
         trainer = Trainer(parsed, plan, run, tracker)
         resumed = trainer.load(source)
-        progress, schedule = (resumed.progress, resumed.schedule) if resumed else (Progress(), plan.schedule)
+        progress, schedule = (resumed.progress, resumed.schedule) if resumed else (TrainingProgress(), plan.schedule)
         shape = trainer.recorder.meter.shape
         run.log(mfu_convention(shape.flops_per_token, device_name(run.device), shape.peak_flops))
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 
 from megazpp.arguments import ParsedRun
-from megazpp.checkpoint.progress import Progress
 from megazpp.checkpoint.read import Resumed
-from megazpp.checkpoint.source import Source
+from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.source import LoadSource
 from megazpp.checkpoint.state import TrainState
 from megazpp.checks import RunPlan
 from megazpp.data.dataset import Dataset, build_tokenizer, unigram_entropy
@@ -97,7 +97,7 @@ class Trainer:
         self.straggler = Straggler(config.straggler, run, interval=config.tracking.log_interval)
         self.timeline = StepTimeline(config.timeline, run)
 
-    def load(self, source: Source | None) -> Resumed | None:
+    def load(self, source: LoadSource | None) -> Resumed | None:
         """Take the folder of --save, and continue from a checkpoint of `source` if it has one.
 
         Raises:
@@ -107,7 +107,9 @@ class Trainer:
             self.checkpoints.open()
             return None if source is None else self.checkpoints.load(source, self.plan.schedule)
 
-    def train(self, start: Progress, schedule: Schedule, stops: StopConditions, worker: Worker) -> Progress:
+    def train(
+        self, start: TrainingProgress, schedule: Schedule, stops: StopConditions, worker: Worker
+    ) -> TrainingProgress:
         """Take the run's steps; there are none without training data or with --skip-train."""
         if self.datasets.train is None or self.config.stop.skip_train:
             return start
@@ -131,7 +133,7 @@ class Trainer:
             self.checkpoints.finish()
         return progress
 
-    def finish(self, progress: Progress, *, evaluate: bool) -> None:
+    def finish(self, progress: TrainingProgress, *, evaluate: bool) -> None:
         """Log and write down what the run came to, with the last losses on held-out data if `evaluate`."""
         held_out = self.datasets.valid
         entropy = None if held_out is None else unigram_entropy(held_out, self.tokenizer.vocab_size)

@@ -11,8 +11,7 @@ import tokenizers
 from megazpp.arguments import ParsedRun, parse_run_config
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.checkpoint.tokenizer import write_tokenizer
 from megazpp.checkpoint_flags import with_checkpoint_flags, with_checkpoint_tokenizer
 from megazpp.data.tokenizer import HFTokenizer, TokenizerConfig
@@ -37,7 +36,14 @@ def parse(*argv: str) -> ParsedRun:
 
 
 def record(tokenizer_folder: str | None = None, **flags: Any) -> RunRecord:
-    values = {"progress": Progress(), "scaler": {}, "groups": [], "schedule": {}, "vocab_size": 300, "layout": {}}
+    values = {
+        "progress": TrainingProgress(),
+        "scaler": {},
+        "groups": [],
+        "schedule": {},
+        "vocab_size": 300,
+        "layout": {},
+    }
     return RunRecord(**values, tokenizer_folder=tokenizer_folder, flags=SAVED | flags)
 
 

@@ -13,9 +13,9 @@ import torch
 
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.read import find_weights, load_weights
 from megazpp.checkpoint.record import RunRecord
-from megazpp.checkpoint.source import Source
-from megazpp.checkpoint.weights import find_weights, load_weights
+from megazpp.checkpoint.source import LoadSource
 from megazpp.checkpoint_flags import with_checkpoint_flags
 from megazpp.checks import ModelPlan, check_model_config
 from megazpp.data.dataset import build_tokenizer
@@ -102,7 +102,7 @@ def _find_place(config: RunConfig, *, spread: bool) -> Place:
 def _load_and_work(
     parsed: ParsedRun,
     plan: ModelPlan,
-    source: Source,
+    source: LoadSource,
     record: RunRecord,
     work: Callable[[Loaded], None],
     worker: Worker,

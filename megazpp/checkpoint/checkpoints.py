@@ -18,13 +18,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.read import Reader, Resumed
-from megazpp.checkpoint.record import RunRecord
-from megazpp.checkpoint.source import Source
+from megazpp.checkpoint.read import CheckpointReader, Resumed
+from megazpp.checkpoint.record import RunRecord, TrainingProgress
+from megazpp.checkpoint.source import LoadSource
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import together
-from megazpp.checkpoint.write import Writer
+from megazpp.checkpoint.write import CheckpointWriter
 from megazpp.errors import user_errors
 from megazpp.formatting import GIGA
 from megazpp.optim.schedule import Schedule
@@ -74,9 +73,9 @@ class Checkpoints:
             together(self._axis, lambda: self._take(folder, needed) if self._axis.rank == 0 else None)
             together(self._axis, lambda: _check_shared(folder))
 
-    def load(self, source: Source, schedule: Schedule) -> Resumed | None:
-        """Go on from a checkpoint; see `Reader.read`."""
-        reader = Reader(self._config, self._state, self._record, self._axis, self._say)
+    def load(self, source: LoadSource, schedule: Schedule) -> Resumed | None:
+        """Go on from a checkpoint; see `CheckpointReader.read`."""
+        reader = CheckpointReader(self._config, self._state, self._record, self._axis, self._say)
         resumed = reader.read(source, schedule)
         if resumed is not None:
             self._record = dataclasses.replace(self._record, schedule=resumed.schedule.state_dict())
@@ -85,7 +84,7 @@ class Checkpoints:
                 self._saved = iteration
         return resumed
 
-    def after_step(self, progress: Progress, *, last: bool) -> None:
+    def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
         """Save if it is time, or if the run is over; never the same iteration twice."""
         if self._folder is None:
             return
@@ -96,7 +95,7 @@ class Checkpoints:
         if due and progress.iteration != self._saved:
             self._save(self._folder, progress)
 
-    def rewind(self) -> Progress:
+    def rewind(self) -> TrainingProgress:
         """Go back to the newest checkpoint of --save.
 
         Raises:
@@ -105,7 +104,7 @@ class Checkpoints:
         assert self._folder is not None, "a rewind needs --save"
         self._finish_writing()
         config = self._config
-        source = Source(
+        source = LoadSource(
             self._folder, None, continues=True, optimizer=config.save_optim, rng=config.save_rng, fallback=False
         )
         resumed = self.load(source, Schedule(**self._record.schedule))
@@ -132,7 +131,7 @@ class Checkpoints:
             raise ValueError(space)
         self._say(space if free > 2 * needed else f"WARNING: {space}")
 
-    def _save(self, folder: CheckpointFolder, progress: Progress) -> None:
+    def _save(self, folder: CheckpointFolder, progress: TrainingProgress) -> None:
         started = time.perf_counter()
         self._finish_writing()  # one at a time
         config, iteration = self._config, progress.iteration
@@ -147,7 +146,7 @@ class Checkpoints:
             has_optimizer=config.save_optim,
             has_rng=config.save_rng,
         )
-        writer = Writer(
+        writer = CheckpointWriter(
             folder=folder,
             axis=self._axis,
             keep_last=config.keep_last,

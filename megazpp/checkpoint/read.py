@@ -1,45 +1,54 @@
-"""Reads one checkpoint: looks for damage first, then for contradictions, and only then changes anything."""
+"""Reads one checkpoint, for a run that goes on or for a program that only uses the weights (generate, evaluate).
+
+It looks for damage first, then for contradictions, and only then changes anything.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed.checkpoint as dcp
 
 from megazpp.checkpoint.checksums import DamagedError, verify_files
 from megazpp.checkpoint.config import CheckpointConfig
-from megazpp.checkpoint.folder import RECORD, TRACKER
-from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.folder import RECORD, TRACKER, CheckpointFolder
 from megazpp.checkpoint.record import (
     RunRecord,
+    TrainingProgress,
     agreed_schedule,
     check_same_model,
     check_same_optimizer,
     data_notes,
     read_record,
 )
-from megazpp.checkpoint.source import Source
+from megazpp.checkpoint.safe_reader import FittingPlanner, SafeReader
+from megazpp.checkpoint.source import LoadSource, peek
 from megazpp.checkpoint.state import MODEL, Saved, TrainState
-from megazpp.checkpoint.storage import FittingPlanner, SafeReader
-from megazpp.checkpoint.together import together
+from megazpp.checkpoint.together import open_axis, together
 from megazpp.formatting import GIGA
+from megazpp.model.gpt import GPTModel
+from megazpp.optim.loss_scale import ConstantLossScale
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.dims import ParallelDims
+from megazpp.zero.sharding import Sharding
 
 
 class Resumed(NamedTuple):
     """What a run goes on with; `checkpoint` is where it came from."""
 
-    progress: Progress
+    progress: TrainingProgress
     schedule: Schedule
     checkpoint: Path
 
 
-class Reader:
+class CheckpointReader:
     """Reads for one run. Every rank calls every method.
 
     Args:
@@ -55,7 +64,7 @@ class Reader:
     ) -> None:
         self._config, self._state, self._own, self._axis, self._say = config, state, own, axis, say
 
-    def read(self, source: Source, schedule: Schedule) -> Resumed | None:
+    def read(self, source: LoadSource, schedule: Schedule) -> Resumed | None:
         """Go on from a checkpoint of `source`; None if there is none.
 
         Args:
@@ -81,12 +90,12 @@ class Reader:
             f"  successfully loaded checkpoint from {folder} at iteration {iteration}"
             f" | {size / GIGA:.3f} GB in {time.perf_counter() - started:.2f} s"
         )
-        progress = record.progress._replace(stop_reason=None) if source.continues else Progress()
+        progress = record.progress._replace(stop_reason=None) if source.continues else TrainingProgress()
         if not source.optimizer:  # Megatron's rule: new moments, new schedule
             progress = progress._replace(scheduled_samples=0)
         return Resumed(progress, schedule, checkpoint)
 
-    def _first_sound(self, source: Source, candidates: list[int]) -> tuple[int, int]:
+    def _first_sound(self, source: LoadSource, candidates: list[int]) -> tuple[int, int]:
         """The first candidate whose files are all as they were written, and its size in bytes."""
         problem = DamagedError("no checkpoint")
         for iteration in candidates:
@@ -105,7 +114,7 @@ class Reader:
             read_record(checkpoint)
         return size
 
-    def _check(self, source: Source, record: RunRecord, schedule: Schedule, checkpoint: Path) -> Schedule:
+    def _check(self, source: LoadSource, record: RunRecord, schedule: Schedule, checkpoint: Path) -> Schedule:
         own = self._own
         check_same_model(record.flags, self._state.model.config, checkpoint)
         if record.vocab_size != own.vocab_size:
@@ -132,7 +141,7 @@ class Reader:
         check_same_optimizer(record.flags, own.flags, checkpoint)
         return agreed_schedule(record.schedule, schedule, self._config, checkpoint)
 
-    def _fill(self, source: Source, record: RunRecord, checkpoint: Path) -> list[str]:
+    def _fill(self, source: LoadSource, record: RunRecord, checkpoint: Path) -> list[str]:
         """Read the tensors and go on from them; a line for each thing that begins anew instead."""
         parts = {"optimizer": source.optimizer, "rng": source.rng}
         reader = SafeReader(checkpoint)
@@ -171,3 +180,51 @@ class Reader:
             self._state.set_group_values(record.groups)
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{checkpoint / RECORD}: loss scale, losses or groups are damaged: {error!r}") from error
+
+
+def find_weights(
+    folder: CheckpointFolder, iteration: int | None, *, fallback: bool = False
+) -> tuple[LoadSource, RunRecord]:
+    """A checkpoint without its optimizer, and what it says; its files are not verified yet.
+
+    Args:
+        iteration: None for what the tracker names.
+        fallback: see `LoadSource`.
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    source = LoadSource(folder, iteration, continues=False, optimizer=False, rng=False, fallback=fallback)
+    record = peek(source)
+    if record is None:
+        raise ValueError(f"{folder.name} has no checkpoint")
+    return source, record
+
+
+def load_weights(
+    model: GPTModel,
+    sharding: Sharding,
+    dims: ParallelDims,
+    source: LoadSource,
+    record: RunRecord,
+    *,
+    vocab_size: int,
+    tokenizer: str | None = None,
+    say: Callable[[str], None],
+) -> int:
+    """Fill the sharded model, on all ranks together; returns the iteration that the checkpoint is of.
+
+    Args:
+        record: as `find_weights` has read it.
+        vocab_size, tokenizer: number of tokens and identity of the tokenizer in use.
+        say: prints a line on rank 0.
+    Raises:
+        ValueError: the checkpoint is damaged, or another model's or tokenizer's.
+    """
+    nothing = torch.optim.SGD(model.parameters())  # has no state
+    state = TrainState(model, sharding, nothing, ConstantLossScale(1.0), dims, seed=0)
+    own = dataclasses.replace(record, vocab_size=vocab_size, tokenizer=tokenizer or record.tokenizer)
+    reader = CheckpointReader(CheckpointConfig(), state, own, open_axis(dims), say)
+    resumed = reader.read(source, Schedule(**record.schedule))
+    if resumed is None:
+        raise ValueError(f"{source.folder.name} has no checkpoint")
+    return int(resumed.checkpoint.name.removeprefix("iter_"))

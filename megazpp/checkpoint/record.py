@@ -10,17 +10,34 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, iteration_of
-from megazpp.checkpoint.progress import Progress
 from megazpp.flag_checks import wrong_types
 from megazpp.model.config import GPTConfig
 from megazpp.optim.schedule import Schedule
 
 FORMAT = 2  # 1: without the tokenizer
+
+
+class TrainingProgress(NamedTuple):
+    """Where training stands; what a resumed run continues from.
+
+    Attributes:
+        iteration: steps done.
+        consumed_samples: samples those steps were given.
+        scheduled_samples: samples of the steps that were taken; skipped steps do not move the schedule.
+        micro_batches: of one rank, over all steps.
+        stop_reason: why the loop ended before its last iteration, if it did.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    scheduled_samples: int = 0
+    micro_batches: int = 0
+    stop_reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +61,7 @@ class RunRecord:
         format: of this file.
     """
 
-    progress: Progress
+    progress: TrainingProgress
     scaler: dict[str, Any]
     groups: list[dict[str, Any]]
     schedule: dict[str, Any]
@@ -77,7 +94,7 @@ def read_record(checkpoint: Path) -> RunRecord:
     try:
         values = json.loads(path.read_bytes())
         later = values["format"] > FORMAT
-        record = None if later else RunRecord(**values | {"progress": Progress(**values["progress"])})
+        record = None if later else RunRecord(**values | {"progress": TrainingProgress(**values["progress"])})
         if record is not None:
             Schedule(**record.schedule)
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -85,7 +102,7 @@ def read_record(checkpoint: Path) -> RunRecord:
     if record is None:
         raise ValueError(f"{path} has format {values['format']}, this version knows {FORMAT}")
     problems = wrong_types(RunRecord, vars(record)) or [
-        *wrong_types(Progress, record.progress._asdict()),
+        *wrong_types(TrainingProgress, record.progress._asdict()),
         *wrong_types(GPTConfig, record.flags),
         *wrong_types(Schedule, record.schedule),
     ]

@@ -10,7 +10,7 @@ from megazpp.checkpoint.folder import RECORD, TRACKER, CheckpointFolder
 from megazpp.checkpoint.record import RunRecord, read_record
 
 
-class Source(NamedTuple):
+class LoadSource(NamedTuple):
     """Where to load from.
 
     Attributes:
@@ -67,7 +67,7 @@ class Source(NamedTuple):
         return named
 
 
-def choose_source(config: CheckpointConfig, *, restarted: bool) -> Source | None:
+def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | None:
     """What the flags ask to begin with; None to begin anew.
 
     Args:
@@ -80,7 +80,7 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> Source | None
         own.check_not_inside()
         if restarted and own.iterations():
             rest = {"optimizer": config.save_optim, "rng": config.save_rng, "fallback": config.load_fallback}
-            return Source(own, None, continues=True, **rest)
+            return LoadSource(own, None, continues=True, **rest)
         same = config.load is not None and CheckpointFolder(config.load, "").path.resolve() == own.path.resolve()
         if own.iterations() and not same:
             raise ValueError(
@@ -90,7 +90,7 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> Source | None
     if config.load is None:
         return None
     continues = not config.finetune
-    source = Source(
+    source = LoadSource(
         CheckpointFolder(config.load, "--load"),
         config.ckpt_step,
         continues=continues,
@@ -103,11 +103,11 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> Source | None
     return source
 
 
-def peek(source: Source | None) -> RunRecord | None:
+def peek(source: LoadSource | None) -> RunRecord | None:
     """The record of the checkpoint that will most likely be loaded, before anything is verified or made.
 
     Raises:
-        ValueError: see `Source.candidates`; it cannot be read, and there is no --load-fallback.
+        ValueError: see `LoadSource.candidates`; it cannot be read, and there is no --load-fallback.
     """
     if source is None:
         return None

@@ -14,8 +14,7 @@ from typing import Any, Literal
 import torch
 
 from megazpp.checkpoint.folder import TRACKER
-from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.record import SHAPE, RunRecord, found_from_anywhere
+from megazpp.checkpoint.record import SHAPE, RunRecord, TrainingProgress, found_from_anywhere
 from megazpp.convert.huggingface import choose_architecture, open_model, write_model
 from megazpp.convert.megatron import open_megatron
 from megazpp.convert.model import Imported, Model, first_rows
@@ -142,7 +141,7 @@ def _import_huggingface(source: Path) -> Imported:
     model = open_model(source)
     length, window = model.config.max_position_embeddings, model.config.window
     assert length is not None
-    return Imported(model, Progress(), min(length, window or length), find_tokenizer(source), padded=False)
+    return Imported(model, TrainingProgress(), min(length, window or length), find_tokenizer(source), padded=False)
 
 
 def _flags(model: Model, seq_length: int, tokenizer: TokenizerConfig) -> dict[str, Any]:

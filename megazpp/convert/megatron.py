@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megazpp.checkpoint.folder import TRACKER, read_tracker
-from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.convert.megatron_file import load_file
 from megazpp.convert.megatron_names import our_tensors, split_dim
 from megazpp.convert.model import OUTPUT, WORDS, Imported, Model, model_shapes
@@ -71,7 +71,9 @@ def open_megatron(folder: Path, iteration: int | None) -> Imported:
     consumed = getattr(arguments, "consumed_train_samples", 0)
     return Imported(
         Model(config, rows, tensors),
-        Progress(iteration=done if isinstance(done, int) else 0, consumed_samples=consumed, scheduled_samples=consumed),
+        TrainingProgress(
+            iteration=done if isinstance(done, int) else 0, consumed_samples=consumed, scheduled_samples=consumed
+        ),
         settings.count("seq_length", config.max_position_embeddings),
         _find_tokenizer(settings),
         padded=True,

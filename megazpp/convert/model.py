@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.convert.tensors import Deferred
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig, check_gpt_config
@@ -48,7 +48,7 @@ class Imported(NamedTuple):
     """
 
     model: Model
-    progress: Progress
+    progress: TrainingProgress
     seq_length: int
     tokenizer: TokenizerConfig
     padded: bool

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.read import find_weights
 from megazpp.checkpoint.record import RunRecord, shape_of
-from megazpp.checkpoint.storage import SafeReader
+from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.tokenizer import read_tokenizer
-from megazpp.checkpoint.weights import find_weights
-from megazpp.checkpoint.write import Writer
+from megazpp.checkpoint.write import CheckpointWriter
 from megazpp.convert.model import WORDS, Model, first_rows, model_shapes
 from megazpp.convert.tensors import Deferred, check_tensors
 from megazpp.data.dataset import DataConfig, build_tokenizer
@@ -94,7 +94,7 @@ def write_checkpoint(folder: Path, model: Model, record: RunRecord, tokenizer: M
         _PREFIX + name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         for name, entry in model.tensors.items()
     }
-    writer = Writer(
+    writer = CheckpointWriter(
         folder=destination,
         axis=axis,
         keep_last=None,

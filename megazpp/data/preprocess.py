@@ -60,7 +60,7 @@ class Encoded(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Progress:
+class PreprocessProgress:
     """What has been written; sizes in bytes, of `total_disk_bytes` of input."""
 
     total_disk_bytes: int
@@ -89,7 +89,9 @@ class Progress:
         )
 
 
-def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, announce: Callable[[str], None]) -> Progress:
+def preprocess(
+    config: PreprocessConfig, tokenizer: TokenizerConfig, announce: Callable[[str], None]
+) -> PreprocessProgress:
     """Tokenize a corpus; see `PreprocessConfig`.
 
     Args:
@@ -103,7 +105,7 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, announce: C
     assert loaded is not None
     dtype = optimal_dtype(loaded.vocab_size)
     on_bad_line = stop_or_skip(config.on_error, announce)
-    progress = Progress(total_disk_bytes=sum(path.stat().st_size for path in inputs))
+    progress = PreprocessProgress(total_disk_bytes=sum(path.stat().st_size for path in inputs))
     with contextlib.ExitStack() as stack:
         builders = [stack.enter_context(IndexedDatasetBuilder(prefix, dtype)) for prefix in prefixes]
         blocks = itertools.chain.from_iterable(read_blocks(path, config.json_keys) for path in inputs)

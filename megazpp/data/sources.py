@@ -21,7 +21,7 @@ from megazpp.data.mock import MockSequences
 from megazpp.data.tokenizer import Tokenizer
 
 
-class Source(NamedTuple):
+class DataSource(NamedTuple):
     """Sequences of token ids.
 
     Attributes:
@@ -40,7 +40,7 @@ class Source(NamedTuple):
 class SourceBlend(NamedTuple):
     """Sources and the proportions of samples to take from each; None for in proportion to their sizes."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[DataSource, ...]
     weights: tuple[float, ...] | None
 
     def fit_for(self, split: Sequence[tuple[float, float]], announce: Callable[[str], None]) -> SourceBlend:
@@ -49,7 +49,7 @@ class SourceBlend(NamedTuple):
         Whether that share is then used does not matter: another run on the same data trains on the same tokens.
         """
 
-        def prepare(source: Source) -> Source:
+        def prepare(source: DataSource) -> DataSource:
             count = len(source.sequences.lengths)
             edges = [_edges(bounds, count) for bounds in split if bounds[0] < bounds[1]]
             if all(start < stop for start, stop in edges):
@@ -92,7 +92,7 @@ def open_sources(values: Sequence[str], *, flag_name: str) -> SourceBlend:
     return SourceBlend(tuple(indexed_source(prefix, flag_name) for prefix in prefixes), blend.weights)
 
 
-def indexed_source(prefix: Path, flag_name: str) -> Source:
+def indexed_source(prefix: Path, flag_name: str) -> DataSource:
     """Open one .bin/.idx pair; its fingerprint is where it is, how large, and when it was written."""
     try:
         sequences = IndexedDataset(prefix)
@@ -100,12 +100,12 @@ def indexed_source(prefix: Path, flag_name: str) -> Source:
         raise ValueError(f"{flag_name} {prefix}: {error}") from error
     facts = [path.stat() for path in (sequences.idx_path, sequences.bin_path)]
     numbers = [number for fact in facts for number in (fact.st_size, fact.st_mtime_ns)]
-    return Source(sequences, str(prefix), (str(prefix.resolve()), *numbers))
+    return DataSource(sequences, str(prefix), (str(prefix.resolve()), *numbers))
 
 
-def mock_source(tokenizer: Tokenizer) -> Source:
+def mock_source(tokenizer: Tokenizer) -> DataSource:
     """Made-up documents in the tokenizer's vocabulary."""
-    return Source(MockSequences(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod), "mock data", None)
+    return DataSource(MockSequences(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod), "mock data", None)
 
 
 def build_split(
@@ -155,7 +155,7 @@ class TokenRange:
         return self._sequences.get(self._first + index, cut + offset, length)
 
 
-def _take(source: Source, bounds: tuple[float, float]) -> tuple[Source, tuple[int, int]]:
+def _take(source: DataSource, bounds: tuple[float, float]) -> tuple[DataSource, tuple[int, int]]:
     """A split's share of a source: what to read, and which of its sequences."""
     lengths = source.sequences.lengths
     if not source.by_tokens:
@@ -171,12 +171,12 @@ def _edges(bounds: tuple[float, float], count: int) -> tuple[int, int]:
     return round(bounds[0] * count), round(bounds[1] * count)
 
 
-def _num_windows(source: Source, span: tuple[int, int], seq_length: int) -> int:
+def _num_windows(source: DataSource, span: tuple[int, int], seq_length: int) -> int:
     """Samples in one epoch; at least 1, for `_sample` to complain about the source if it has none."""
     return max(1, (int(source.sequences.lengths[slice(*span)].sum(dtype=np.int64)) - 1) // seq_length)
 
 
-def _sample(use: str, source: Source, span: tuple[int, int], sampling: Sampling) -> GPTDataset:
+def _sample(use: str, source: DataSource, span: tuple[int, int], sampling: Sampling) -> GPTDataset:
     path = None
     if source.fingerprint is not None:
         key = cache_key(

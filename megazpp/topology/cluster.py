@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from megazpp.flags import flag
-from megazpp.topology.cluster_file import read_cluster_file
+from megazpp.topology.cluster_file import ClusterFile, cluster_file_text, read_cluster_file
 from megazpp.topology.device import Device
 from megazpp.topology.links import LinkKind, Links
 
@@ -169,6 +169,12 @@ def read_cluster(path: str | Path) -> Cluster:
         )
     except ValueError as error:
         raise ValueError(f"--cluster-file {path}: {error}") from None
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """What `read_cluster` reads back as the same cluster: what a run has found out, for the next plan; no notices."""
+    size = (cluster.num_nodes, cluster.ranks_per_node, cluster.domain_size)
+    return cluster_file_text(ClusterFile(*size, cluster.order, cluster.links, cluster.device))
 
 
 def detect_cluster(

@@ -43,6 +43,7 @@ from megazpp.topology.shares import CALIBRATIONS
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device")
 DEVICE_FIGURES = ("teraflops", "gigabytes", "gigabytes_per_second")
 LINK_KEYS = ("gigabytes_per_second", "gigabits_per_second", "microseconds", "source")
+NO_DEVICE = "# --plan needs a device too: copy one from configs/clusters\n"
 
 
 class ClusterFile(NamedTuple):
@@ -70,9 +71,33 @@ def read_cluster_file(path: str | Path) -> ClusterFile:
         raise ValueError(f"--cluster-file {path} is not YAML: {' '.join(str(error).split())}") from None
 
 
+def cluster_file_text(cluster: ClusterFile) -> str:
+    """The YAML that `read_cluster_file` reads back as `cluster`, to six digits."""
+    content: dict[str, Any] = {"nodes": cluster.nodes, "ranks_per_node": cluster.ranks_per_node}
+    if cluster.fast_domain is not None:
+        content["fast_domain"] = cluster.fast_domain
+    if cluster.rank_order is not None:
+        order, size = cluster.rank_order, cluster.ranks_per_node
+        content["rank_order"] = [list(order[start : start + size]) for start in range(0, len(order), size)]
+    if cluster.links is not None:
+        known = {kind: link for kind in LINK_KINDS if (link := cluster.links.get(kind)) is not None}
+        content |= {"links": {kind: _figures(link) for kind, link in known.items()}} if known else {}
+    if cluster.device is not None:
+        content["device"] = {key: value for key, value in cluster.device._asdict().items() if value is not None}
+    text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
+    return text if cluster.device is not None else text + NO_DEVICE
+
+
 def cyclic_order(nodes: int, ranks_per_node: int) -> tuple[int, ...]:
     """The rank at each position when ranks were dealt out to the nodes one by one, as `srun -m cyclic` does."""
     return tuple(index * nodes + node for node in range(nodes) for index in range(ranks_per_node))
+
+
+def _figures(link: Link) -> dict[str, Any]:
+    figures: dict[str, Any] = {"gigabytes_per_second": float(f"{link.gigabytes_per_second:.6g}")}
+    if link.microseconds:  # none measured, or too short to tell
+        figures["microseconds"] = float(f"{link.microseconds:.6g}")
+    return figures | {"source": link.source}
 
 
 class _Loader(yaml.SafeLoader):

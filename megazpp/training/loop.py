@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 from megazpp.checkpoint.checkpoints import Checkpoints
-from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.data.loader import BatchLoader
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.timeline import WAIT
@@ -39,9 +39,9 @@ def train(
     *,
     eval_interval: int,
     evaluate: Evaluator | None,
-    start: Progress,
+    start: TrainingProgress,
     checkpoints: Checkpoints | None = None,
-) -> Progress:
+) -> TrainingProgress:
     """Train until `plan` is fulfilled or `stops` says so.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.optim.clip import global_parameter_norm
 from megazpp.training.context import RunContext
 from megazpp.training.evaluate import Evaluator
@@ -63,7 +63,7 @@ class Recorder:
         if log:
             self._log(record.iteration)
 
-    def validate(self, evaluate: Evaluator, progress: Progress) -> None:
+    def validate(self, evaluate: Evaluator, progress: TrainingProgress) -> None:
         """Evaluate, show and record."""
         loss = evaluate()
         self.last_validation = (progress.iteration, loss)
@@ -74,7 +74,7 @@ class Recorder:
 
     def finish(
         self,
-        progress: Progress,
+        progress: TrainingProgress,
         validate: Evaluator | None,
         test: Evaluator | None,
         *,

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from megazpp.files import first_free, write_whole
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.cluster_text import cluster_text
+from megazpp.topology.cluster import Cluster, cluster_text
 from megazpp.topology.layout import Layout
 from megazpp.topology.record import layout_record
 

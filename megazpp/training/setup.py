@@ -11,8 +11,7 @@ import torch
 
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
-from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.record import RunRecord, found_from_anywhere
+from megazpp.checkpoint.record import RunRecord, TrainingProgress, found_from_anywhere
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import open_axis
 from megazpp.data.batch import make_micro_batch
@@ -149,7 +148,7 @@ def open_checkpoints(
     """
     dims, folder = run.dims, run.folder
     record = RunRecord(
-        progress=Progress(),
+        progress=TrainingProgress(),
         scaler={},
         groups=[],
         schedule=schedule.state_dict(),

@@ -93,7 +93,7 @@ def test_every_file_that_is_cut_or_changed_is_named_and_nothing_is_loaded_but_by
     for said, _ in ranks(2).run(try_loads, [{"load": str(copy), "load_fallback": True} for copy in some])[0]:
         assert said.startswith("WARNING: ")
         assert "successfully loaded checkpoint" in said
-        assert "at Progress(iteration=1, consumed_samples=16" in said
+        assert "at TrainingProgress(iteration=1, consumed_samples=16" in said
 
 
 def test_when_all_checkpoints_are_damaged_fallback_says_so(saved: Path, tmp_path: Path):
@@ -113,7 +113,7 @@ def test_a_checkpoint_under_another_iteration_s_name_is_damaged_too(saved: Path,
     (said, changed), (other, _) = ranks(2).run(try_loads, [load, load | {"load_fallback": True}])[1]
     assert re.search(r"DamagedError: .*run.json is of iteration 2, the folder's name says 12", said)
     assert not changed
-    assert "at Progress(iteration=1," in other
+    assert "at TrainingProgress(iteration=1," in other
 
 
 def write_index(checkpoint: Path, content: bytes) -> None:
@@ -179,11 +179,11 @@ def test_what_contradicts_the_checkpoint_is_explained(saved: Path):
         (load | {"finetune": True}, {"tokenizer": "bytes-100"}, "WARNING: the tokenizer gives other ids(.|\n)*success"),
         (load, sgd, "--optimizer is sgd, was adam in .*moments"),
         (load, {"schedule": other}, differs),
-        (load | {"override_opt_param_scheduler": True}, {"schedule": other}, "at Progress.iteration=2"),
-        (load | {"use_checkpoint_opt_param_scheduler": True}, {"schedule": other}, "at Progress.iteration=2"),
-        (load | {"finetune": True}, {"schedule": other}, "at Progress.iteration=0, consumed_samples=0"),
+        (load | {"override_opt_param_scheduler": True}, {"schedule": other}, "at TrainingProgress.iteration=2"),
+        (load | {"use_checkpoint_opt_param_scheduler": True}, {"schedule": other}, "at TrainingProgress.iteration=2"),
+        (load | {"finetune": True}, {"schedule": other}, "at TrainingProgress.iteration=0, consumed_samples=0"),
         (load | {"load_optim": False}, {"schedule": other}, "consumed_samples=32, scheduled_samples=0"),
-        (load | {"ckpt_step": 1}, {}, "at Progress.iteration=1, consumed_samples=16, scheduled_samples=16"),
+        (load | {"ckpt_step": 1}, {}, "at TrainingProgress.iteration=1, consumed_samples=16, scheduled_samples=16"),
         ({"load": str(saved / "missing")}, {}, anew),
     ]
     for flags, own, message in cases:
@@ -204,5 +204,5 @@ def test_a_checkpoint_without_moments_or_generators_says_which_flag_goes_on_with
     said = [text for text, _ in ranks(2).run(try_loads, attempts)[0]]
     assert "Unable to load optimizer from checkpoint" in said[0]
     assert "--no-load-optim or --finetune" in said[1]
-    assert "at Progress(iteration=1" in said[2]
-    assert "at Progress(iteration=0" in said[3]
+    assert "at TrainingProgress(iteration=1" in said[2]
+    assert "at TrainingProgress(iteration=0" in said[3]

@@ -13,8 +13,14 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
 
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.folder import RECORD as NAME
-from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.record import check_same_model, data_notes, found_from_anywhere, read_record, shape_of
+from megazpp.checkpoint.record import (
+    TrainingProgress,
+    check_same_model,
+    data_notes,
+    found_from_anywhere,
+    read_record,
+    shape_of,
+)
 from megazpp.model.config import GPTConfig
 
 WHERE = Path("iter_0000007")
@@ -22,7 +28,9 @@ RECORD = template(Job(case=Case(), steps=0, flags={}))
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path):
-    record = dataclasses.replace(RECORD, progress=Progress(iteration=3, consumed_samples=5), scaler={"scale": 2.0**16})
+    record = dataclasses.replace(
+        RECORD, progress=TrainingProgress(iteration=3, consumed_samples=5), scaler={"scale": 2.0**16}
+    )
     (tmp_path / NAME).write_text(record.as_json())
     assert read_record(tmp_path) == record
 
@@ -115,7 +123,9 @@ def test_a_record_of_format_1_has_no_tokenizer_and_is_read(tmp_path: Path):
 def test_a_record_of_another_iteration_than_the_folder_says_is_damage(tmp_path: Path):
     for folder, found in (("iter_0000009", True), ("iter_0000012", False)):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / NAME).write_text(dataclasses.replace(RECORD, progress=Progress(iteration=9)).as_json())
+        (tmp_path / folder / NAME).write_text(
+            dataclasses.replace(RECORD, progress=TrainingProgress(iteration=9)).as_json()
+        )
         if found:
             assert read_record(tmp_path / folder).progress.iteration == 9
         else:

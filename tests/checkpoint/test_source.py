@@ -14,8 +14,8 @@ from megazpp.checkpoint.checksums import DamagedError, write_checksums, write_du
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD as NAME
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
-from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.source import Source, choose_source, peek
+from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.source import LoadSource, choose_source, peek
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def used(tmp_path: Path) -> Path:
     return folder.path
 
 
-def choose(*, restarted: bool = False, **flags: Any) -> Source | None:
+def choose(*, restarted: bool = False, **flags: Any) -> LoadSource | None:
     return choose_source(CheckpointConfig(**flags), restarted=restarted)
 
 
@@ -149,7 +149,7 @@ def test_a_record_that_was_changed_is_damage_before_anything_believes_it(tmp_pat
     folder = CheckpointFolder(tmp_path, "--load")
     folder.begin(7)
     record = template(Job(case=Case(), steps=0, flags={}))
-    text = dataclasses.replace(record, progress=Progress(iteration=7)).as_json()
+    text = dataclasses.replace(record, progress=TrainingProgress(iteration=7)).as_json()
     write_checksums(folder.partial(7), {NAME: write_durably(folder.partial(7) / NAME, text)})
     folder.complete(7)
     found = peek(choose(load=str(tmp_path)))

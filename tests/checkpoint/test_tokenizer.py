@@ -15,9 +15,9 @@ from helpers.training import Case
 
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.checkpoint.tokenizer import read_tokenizer, write_tokenizer
-from megazpp.checkpoint.write import Writer
+from megazpp.checkpoint.write import CheckpointWriter
 from megazpp.convert.native import alone
 from megazpp.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from megazpp.data.tokenizer_training import train_sentencepiece
@@ -44,10 +44,12 @@ def save(path: Path, iteration: int, files: dict[str, bytes]) -> dict[str, objec
     """A checkpoint of one process; its run.json."""
     folder = CheckpointFolder(path, "--save")
     folder.lock()
-    writer = Writer(folder=folder, axis=MeshAxis("all"), keep_last=None, retain_interval=None, tokenizer=files)
+    writer = CheckpointWriter(
+        folder=folder, axis=MeshAxis("all"), keep_last=None, retain_interval=None, tokenizer=files
+    )
     record = template(Job(case=Case(), steps=0, flags={}))
     with alone():
-        writer.write(dataclasses.replace(record, progress=Progress(iteration=iteration)), {"x": torch.zeros(2)})
+        writer.write(dataclasses.replace(record, progress=TrainingProgress(iteration=iteration)), {"x": torch.zeros(2)})
     folder.unlock()
     return json.loads((folder.of(iteration) / "run.json").read_text())
 

@@ -25,9 +25,9 @@ from helpers.training import Case
 
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.storage import SafeReader, SummingWriter
-from megazpp.checkpoint.write import Writer
+from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.checkpoint.write import CheckpointWriter, SummingWriter
 from megazpp.errors import UserError
 from megazpp.parallel.axis import MeshAxis
 
@@ -49,13 +49,13 @@ def save_forever(path: Path, pipe: Any) -> None:
         dcp.load(tensors, storage_reader=SafeReader(folder.of(iteration)))
         assert all((tensor == iteration).all() for tensor in tensors.values())
     pipe.send(iteration)
-    writer = Writer(folder=folder, axis=MeshAxis("all"), keep_last=2, retain_interval=None)
+    writer = CheckpointWriter(folder=folder, axis=MeshAxis("all"), keep_last=2, retain_interval=None)
     record = template(Job(case=Case(), steps=0, flags={}))
     while True:
         iteration += 1
         for tensor in tensors.values():
             tensor.fill_(iteration)
-        writer.write(dataclasses.replace(record, progress=Progress(iteration=iteration)), tensors)
+        writer.write(dataclasses.replace(record, progress=TrainingProgress(iteration=iteration)), tensors)
         pipe.send(iteration)
 
 
@@ -112,7 +112,7 @@ def test_a_file_for_which_there_is_no_space_says_so_and_nothing_of_where_torch_s
             for size in (100, 2_000, 4_000):
                 torch.save(torch.zeros(size), stream)
 
-    monkeypatch.setattr("megazpp.checkpoint.storage.io.FileIO", FullFile)
+    monkeypatch.setattr("megazpp.checkpoint.write.io.FileIO", FullFile)
     writer = SummingWriter(tmp_path)
     with pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device$"):
         write_tensors()

@@ -31,8 +31,8 @@ from helpers.training import Case, build_on_ranks
 from safetensors.torch import save_file
 
 from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.read import find_weights, load_weights
 from megazpp.checkpoint.record import read_record, shape_of
-from megazpp.checkpoint.weights import find_weights, load_weights
 from megazpp.convert import huggingface
 from megazpp.convert.convert import ConvertConfig, convert
 from megazpp.convert.huggingface import choose_architecture, open_model

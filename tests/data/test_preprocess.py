@@ -14,7 +14,7 @@ import tokenizers
 from sentencepiece import SentencePieceProcessor
 
 from megazpp.data.indexed_dataset import IndexedDataset
-from megazpp.data.preprocess import PreprocessConfig, Progress, preprocess
+from megazpp.data.preprocess import PreprocessConfig, PreprocessProgress, preprocess
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.data.tokenizer_training import train_sentencepiece
 
@@ -27,7 +27,7 @@ def write_jsonl(path: Path, *texts: str) -> Path:
     return path
 
 
-def run(path: Path | list[Path], out: Path, said: list[str] | None = None, **flags: Any) -> Progress:
+def run(path: Path | list[Path], out: Path, said: list[str] | None = None, **flags: Any) -> PreprocessProgress:
     paths = path if isinstance(path, list) else [path]
     config = PreprocessConfig(input=tuple(map(str, paths)), output_prefix=str(out), **flags)
     return preprocess(config, BYTES, ([] if said is None else said).append)
@@ -227,7 +227,9 @@ def test_progress_comes_every_so_many_documents_with_rates_and_the_time_left(tmp
 
 def test_the_time_left_follows_from_the_share_of_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 100.0)
-    progress = Progress(total_disk_bytes=40, started=90.0, documents=5, tokens=20, text_bytes=30_000_000, disk_bytes=0)
+    progress = PreprocessProgress(
+        total_disk_bytes=40, started=90.0, documents=5, tokens=20, text_bytes=30_000_000, disk_bytes=0
+    )
     assert "0.5 docs/s, 3.00 MB/s, 2 tokens/s); 0.0% of the input, 0:00:10 gone, ? left" in str(progress)
     progress.disk_bytes = 10
     assert "25.0% of the input, 0:00:10 gone, 0:00:30 left" in str(progress)

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
-from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.checkpoint.source import choose_source
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import open_axis
@@ -55,13 +54,13 @@ class Attempt:
         self.state = TrainState(*parts, seed=case.seed)
         self.checkpoints = Checkpoints(job.config, self.state, template(job), shared_axis(self.dims), self.lines.append)
 
-    def load(self, *, restarted: bool = False) -> Progress:
+    def load(self, *, restarted: bool = False) -> TrainingProgress:
         source = choose_source(self.job.config, restarted=restarted)
         self.checkpoints.open()
         resumed = self.checkpoints.load(source, schedule()) if source else None
-        return resumed.progress if resumed else Progress()
+        return resumed.progress if resumed else TrainingProgress()
 
-    def train(self, progress: Progress) -> list[tuple[float, float]]:
+    def train(self, progress: TrainingProgress) -> list[tuple[float, float]]:
         """(loss, gradient norm) of each step from `progress` on; dropout draws, and so do others."""
         case, results = self.job.case, []
         size = case.global_batch // self.dims.data_size // case.micro_batches
@@ -125,7 +124,7 @@ def run_all(jobs: list[Job]) -> list[dict[str, Any]]:
 
 def template(job: Job) -> RunRecord:
     return RunRecord(
-        progress=Progress(),
+        progress=TrainingProgress(),
         scaler={},
         groups=[],
         schedule=schedule().state_dict(),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.timeline import Timeline
@@ -69,7 +69,7 @@ class Run:
         *,
         log_interval: int = 2,
         eval_interval: int = 3,
-        start: Progress = Progress(),  # noqa: B008, immutable
+        start: TrainingProgress = TrainingProgress(),  # noqa: B008, immutable
         **loop: Any,
     ) -> None:
         self.dims = FakeDims()

@@ -6,7 +6,7 @@ from typing import Any
 
 from helpers.pretended_run import Run
 
-from megazpp.checkpoint.progress import Progress
+from megazpp.checkpoint.record import TrainingProgress
 
 
 def test_bytes_are_those_of_training_steps_per_node_and_not_of_evaluations():
@@ -40,7 +40,7 @@ def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
 
 
 def test_a_continued_run_is_compared_with_what_zero_3_would_have_sent_for_the_same_steps():
-    run = Run([3.0, 2.0, 1.0], start=Progress(iteration=1, consumed_samples=2, micro_batches=50))
+    run = Run([3.0, 2.0, 1.0], start=TrainingProgress(iteration=1, consumed_samples=2, micro_batches=50))
     run.tracker.summary = lambda values, rows: None
     run.recorder.finish(run.progress, None, None, unigram_entropy=6.0)
     assert run.zero3_asked == [2]  # steps 2 and 3, of one micro-batch each

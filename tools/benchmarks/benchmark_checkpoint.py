@@ -31,8 +31,7 @@ from entry import leave_with
 
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
-from megazpp.checkpoint.progress import Progress
-from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.checkpoint.source import choose_source
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import open_axis
@@ -111,7 +110,7 @@ def report(folder: Path, state: TrainState, dims: ParallelDims, *, samples: int)
         ScheduleConfig(lr=1e-3), weight_decay=0.0, train_iters=1, train_samples=None, global_batch_size=1
     )
     record = RunRecord(
-        progress=Progress(),
+        progress=TrainingProgress(),
         scaler={},
         groups=[],
         schedule=schedule.state_dict(),
@@ -127,7 +126,7 @@ def report(folder: Path, state: TrainState, dims: ParallelDims, *, samples: int)
     plain: list[Path] = []  # the newest last
 
     def save_ours() -> None:
-        ours.after_step(Progress(iteration=next(iterations)), last=True)
+        ours.after_step(TrainingProgress(iteration=next(iterations)), last=True)
 
     def save_plain() -> None:
         tensors = state.tensors(optimizer=True, rng=True)
@@ -154,7 +153,7 @@ def report(folder: Path, state: TrainState, dims: ParallelDims, *, samples: int)
     waiting.open()
     stalls = []
     for iteration in range(1, samples + 1):
-        stalls.append(seconds(functools.partial(waiting.after_step, Progress(iteration=iteration), last=True)))
+        stalls.append(seconds(functools.partial(waiting.after_step, TrainingProgress(iteration=iteration), last=True)))
         waiting._finish_writing()
     waiting.finish()
     if dims.world.rank == 0:

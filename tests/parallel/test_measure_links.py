@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers.ranks import ranks
 
-from megazpp.parallel import links as links_module
+from megazpp.parallel import measure_links as links_module
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
-from megazpp.parallel.links import AxisTime, fit_link, measure_links
+from megazpp.parallel.measure_links import AxisTime, fit_link, measure_links
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.links import Link, Links
 

@@ -16,8 +16,8 @@ from helpers.training import Case, build_on_ranks
 
 from megazpp.checkpoint.checksums import read_checksums, sum_file, write_checksums
 from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.read import find_weights, load_weights
 from megazpp.checkpoint.record import shape_of
-from megazpp.checkpoint.weights import find_weights, load_weights
 from megazpp.model.config import GPTConfig
 
 CASE = Case(tp=2, sequence_parallel=True)

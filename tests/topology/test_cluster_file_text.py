@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.topology.cluster import Cluster, read_cluster
-from megazpp.topology.cluster_text import NO_DEVICE, cluster_text
+from megazpp.topology.cluster import Cluster, cluster_text, read_cluster
+from megazpp.topology.cluster_file import NO_DEVICE
 from megazpp.topology.device import Device
 from megazpp.topology.links import Link, Links
 
