@@ -33,8 +33,7 @@ from megazpp.training.profiler import ProfilerConfig
 from megazpp.training.setup import ModelSpec
 from megazpp.training.step_timeline import TimelineConfig
 from megazpp.training.stopping import StopConfig
-from megazpp.training.straggler import StragglerConfig
-from megazpp.training.timers import TimersConfig
+from megazpp.training.timers import StragglerConfig, TimersConfig
 from megazpp.training.tracking import TrackingConfig
 from megazpp.zero.config import WirePlan, ZeroConfig
 from megazpp.zero.precision import PrecisionConfig

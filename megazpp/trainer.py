@@ -36,13 +36,12 @@ from megazpp.training.garbage import GarbageCollector
 from megazpp.training.loop import train
 from megazpp.training.not_finite import NotFinite
 from megazpp.training.profiler import Profiler
-from megazpp.training.recorder import Recorder
+from megazpp.training.recorder import MetricsRecorder
 from megazpp.training.setup import build_model, open_checkpoints, open_datasets, open_loader
 from megazpp.training.step import TrainStep
-from megazpp.training.step_timeline import StepTimeline
+from megazpp.training.step_timeline import StepRecorder, StepTimeline
 from megazpp.training.stopping import StopConditions
-from megazpp.training.straggler import Straggler
-from megazpp.training.timers import Timers
+from megazpp.training.timers import Straggler, Timers
 from megazpp.training.tracking import Tracker
 from megazpp.training.traffic import zero3_traffic
 from megazpp.zero.verify import verify_weights
@@ -91,11 +90,12 @@ class Trainer:
         self.timers = Timers(config.timers, dims)
         shape = run_shape(config, plan, vocab_size=self.tokenizer.vocab_size, device=run.device)
         zero3 = functools.partial(zero3_traffic, self.built.sharding.shard_elements, dims, config.precision)
-        self.recorder = Recorder(config.tracking, run, shape, zero3=zero3, tracker=tracker, timers=self.timers)
+        self.recorder = MetricsRecorder(config.tracking, run, shape, zero3=zero3, tracker=tracker, timers=self.timers)
         self.validation, self.test = self._evaluator(self.datasets.valid), self._evaluator(self.datasets.test)
         self.garbage = GarbageCollector(config.garbage)
-        self.straggler = Straggler(config.straggler, run, interval=config.tracking.log_interval)
-        self.timeline = StepTimeline(config.timeline, run)
+        straggler = Straggler(config.straggler, run, interval=config.tracking.log_interval)
+        readers = (self.timers, straggler, StepTimeline(config.timeline, run))
+        self.step_recorder = StepRecorder(dims.timeline, readers)
 
     def load(self, source: LoadSource | None) -> Resumed | None:
         """Take the folder of --save, and continue from a checkpoint of `source` if it has one.
@@ -124,12 +124,13 @@ class Trainer:
                 schedule,
                 self.recorder,
                 stops,
-                (self.garbage, self.profiler, self.timers, self.straggler, self.timeline),
+                (self.garbage, self.profiler, self.step_recorder),
                 eval_interval=self.config.evaluation.eval_interval,
                 evaluate=self.validation,
                 start=start,
                 checkpoints=self.checkpoints,
             )
+            self.step_recorder.close()
             self.checkpoints.finish()
         return progress
 

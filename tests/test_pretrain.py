@@ -24,7 +24,7 @@ from helpers.wandb_files import offline_runs
 from megazpp.report.page import report_html
 from megazpp.report.runs import read_runs, state
 from megazpp.topology.cluster import read_cluster
-from megazpp.training.chrome_trace import read_chrome_trace
+from megazpp.training.step_timeline import read_chrome_trace
 
 # fmt: off
 MAIN_JOB = [

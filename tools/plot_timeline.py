@@ -17,7 +17,7 @@ from entry import leave_with, one_line_errors
 from pictures import check_matplotlib
 
 from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span, hidden_shares, stalls
-from megazpp.training.chrome_trace import read_chrome_trace, rows_without_crossings, sorted_tracks
+from megazpp.training.step_timeline import read_chrome_trace, rows_without_crossings, sorted_tracks
 
 PHASES = {"forward": "#9ecae1", "backward": "#4292c6", "norm": "#c6dbef", "optimizer": "#08519c"}
 COLORS = {WAIT: "#bdbdbd", "tp": "#74c476", "local": "#fdae6b", "cross": "#de2d26", "shard": "#9e9ac8"}

@@ -96,15 +96,23 @@ class Timeline:
         """Undo `show_activity`."""
         self._activity = None
 
-    def start(self) -> Recording:
-        """A recording, beside others. The calling thread (its current stream on CUDA) is the one that computes."""
+    def start(self, *, after: Recording | None = None) -> Recording:
+        """A recording, beside others. The calling thread (its current stream on CUDA) is the one that computes.
+
+        Args:
+            after: a recording that hears of no span from the moment on in which the new one begins.
+        """
         recording = _CudaRecording() if self.device_type == "cuda" else _ClockRecording()
-        self.attach(recording)
+        self._listeners = (*(other for other in self._listeners if other is not after), recording)
         return recording
 
     def stop(self, recording: Recording) -> list[Span]:
         """The spans that have ended since it started, by their beginning, outer ones first; on CUDA waits for it."""
         self.detach(recording)
+        return self.spans(recording)
+
+    def spans(self, recording: Recording) -> list[Span]:
+        """The spans that have ended since `recording` started, in the order of `stop`; it goes on."""
         return sorted(recording.spans(), key=lambda span: (span.start_seconds, -span.seconds))
 
 

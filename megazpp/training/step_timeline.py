@@ -1,23 +1,40 @@
-"""The timeline of one optimizer step: recorded on all ranks, gathered, written to the run folder, and summed up.
+"""Records steps, once for all who read them, and writes the timeline of one step as a Chrome trace.
 
-Recording begins one step early, because what the step before leaves in flight (the cross gathers) runs under this one.
+The trace is what ui.perfetto.dev and chrome://tracing show: a process per rank, a thread per track. Spans of a track
+that overlap without nesting (two threads, two streams) get a second thread of its name.
 """
 
 from __future__ import annotations
 
+import json
 import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from megazpp.flags import flag
-from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Recording, Span, align, clip, hidden_shares, track_seconds
-from megazpp.training.chrome_trace import chrome_trace, sorted_tracks
+from megazpp.parallel.timeline import (
+    COMPUTE,
+    STEP,
+    WAIT,
+    Recording,
+    Span,
+    Timeline,
+    align,
+    clip,
+    hidden_shares,
+    track_seconds,
+)
 from megazpp.training.context import RunContext
+
+MICRO = 1e6
+TRACKS = (STEP, COMPUTE, WAIT, "tp", "local", "cross")  # from the top; others follow by name
+SLACK = 1e-9  # seconds: what rounding may move
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,44 +67,82 @@ def check_timeline(config: TimelineConfig, *, total_iterations: int, exit_interv
         raise ValueError(f"--timeline-step {step} is beyond --exit-interval {exit_interval}, where the run ends")
 
 
-class StepTimeline:
-    """Records the step that the flags name; every rank calls it.
+class SpanReader(Protocol):
+    """Reads the spans of the steps that it wants; every rank has the same readers."""
 
-    Args:
-        config: which step.
-        run: its timeline is the one that records, its world axis gathers, and rank 0 writes to its folder.
-    """
+    def wants(self, iteration: int) -> bool:
+        """Whether to record `iteration`; called once, before it begins."""
 
-    def __init__(self, config: TimelineConfig, run: RunContext) -> None:
-        self._step, self._dims, self._folder, self._log = config.timeline_step, run.dims, run.folder, run.log
-        self._barrier_end = 0.0
+    def read(self, iteration: int, spans: list[Span], in_flight: list[Span]) -> None:
+        """Take in a step that has ended.
+
+        Args:
+            spans: what began and ended in it, the step as a whole among them.
+            in_flight: what began in the step before, if that was recorded, and whatever ended there.
+        """
+
+
+class StepRecorder:
+    """Records each step that a reader wants, once for all of them; shows every step to the watchdog."""
+
+    def __init__(self, timeline: Timeline, readers: Sequence[SpanReader]) -> None:
+        self._timeline, self._readers = timeline, readers
         self._recording: Recording | None = None
 
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
         """Around iteration `iteration`, data included."""
-        timeline = self._dims.timeline
-        if self._step is None or not self._step - 1 <= iteration <= self._step:
-            with timeline.span(STEP, f"step {iteration}"):  # for the watchdog
-                yield
-            return
+        readers = [reader for reader in self._readers if reader.wants(iteration)]
+        before, self._recording = self._recording, None
+        if readers:
+            # without a gap: what a queue begins between two steps belongs to the one before
+            self._recording = self._timeline.start(after=before)
+        elif before is not None:
+            self._timeline.detach(before)
+        with self._timeline.span(STEP, f"step {iteration}"):
+            yield
         if self._recording is None:
-            self._barrier()
-            self._recording = timeline.start()
-        if iteration < self._step:
-            yield
             return
-        with timeline.span(STEP, f"step {iteration}"):
-            yield
-        self._finish(timeline.stop(self._recording))
+        spans = self._timeline.spans(self._recording)
+        in_flight = [] if before is None else self._timeline.spans(before)
+        for reader in readers:
+            reader.read(iteration, spans, in_flight)
 
-    def _barrier(self) -> None:
-        float(self._dims.world.all_reduce_(torch.zeros((), device=self._dims.mesh.device_type)))
-        self._barrier_end = time.perf_counter()
+    def close(self) -> None:
+        """Record no more after the last step."""
+        if self._recording is not None:
+            self._timeline.detach(self._recording)
 
-    def _finish(self, spans: list[Span]) -> None:
+
+class StepTimeline:
+    """Writes the timeline of the step that the flags name; a `SpanReader`.
+
+    It also wants the step before, because what that leaves in flight (the cross gathers) runs under this one.
+
+    Args:
+        config: which step.
+        run: its world axis gathers, and rank 0 writes to its folder.
+    """
+
+    def __init__(self, config: TimelineConfig, run: RunContext) -> None:
+        self._step, self._dims, self._folder, self._log = config.timeline_step, run.dims, run.folder, run.log
+        self._barrier_end: float | None = None
+
+    def wants(self, iteration: int) -> bool:
+        """The step and the one before; a barrier before them is the zero of the ranks' common clock."""
+        wanted = self._step is not None and self._step - 1 <= iteration <= self._step
+        if wanted and self._barrier_end is None:
+            float(self._dims.world.all_reduce_(torch.zeros((), device=self._dims.mesh.device_type)))
+            self._barrier_end = time.perf_counter()
+        return wanted
+
+    def read(self, iteration: int, spans: list[Span], in_flight: list[Span]) -> None:
+        """Gather the step from all ranks, write it and log what it comes to."""
+        if iteration != self._step:
+            return
         (whole,) = (span for span in spans if span.track == STEP)
-        inside = clip(spans, whole.start_seconds, whole.end_seconds)
+        inside = clip([*in_flight, *spans], whole.start_seconds, whole.end_seconds)
+        inside.sort(key=lambda span: (span.start_seconds, -span.seconds))
         gathered = self._dims.world.gather_objects((inside, _host(), self._barrier_end))
         if self._folder is None or not gathered:
             return
@@ -120,3 +175,90 @@ def _host() -> str:
     """The same on all processes that share a monotonic clock, and nowhere else."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else platform.node()
+
+
+def chrome_trace(spans_by_rank: Sequence[Sequence[Span]], names: Sequence[str]) -> dict[str, Any]:
+    """The trace as JSON values.
+
+    Args:
+        spans_by_rank: on one clock.
+        names: of the ranks.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, (spans, name) in enumerate(zip(spans_by_rank, names, strict=True)):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        rows = [(track, row) for track in sorted_tracks(spans) for row in rows_without_crossings(spans, track)]
+        for thread, (track, row) in enumerate(rows):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": track}})
+            index = {"sort_index": thread}
+            events.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": thread, "args": index})
+            events += [_event(span, rank, thread) for span in row]
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def read_chrome_trace(path: Path) -> dict[str, list[Span]]:
+    """The spans that `chrome_trace` wrote: rank's name -> spans, in rank order.
+
+    Raises:
+        ValueError: the file is not a trace of ours.
+    """
+    try:
+        events = json.loads(path.read_text())["traceEvents"]
+        names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+        spans: dict[str, list[Span]] = {names[rank]: [] for rank in sorted(names)}
+        for e in events:
+            if e["ph"] == "X":
+                span = Span(e["cat"], e["name"], e["ts"] / MICRO, e["dur"] / MICRO, e["args"]["blocking"])
+                spans[names[e["pid"]]].append(span)
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a timeline that --timeline-step has written: {error!r}") from error
+    if not any(spans.values()):
+        raise ValueError(f"{path} is not a timeline that --timeline-step has written: it has no spans")
+    return spans
+
+
+def sorted_tracks(spans: Sequence[Span]) -> list[str]:
+    """The tracks of the spans, from the top of a picture to its bottom."""
+    tracks = {span.track for span in spans}
+    return [track for track in TRACKS if track in tracks] + sorted(tracks - set(TRACKS))
+
+
+def rows_without_crossings(spans: Sequence[Span], track: str) -> list[list[Span]]:
+    """The track's spans in as few rows as needed, each with spans that follow each other or nest."""
+    rows: list[_Row] = []
+    mine = (span for span in spans if span.track == track)
+    for span in sorted(mine, key=lambda span: (span.start_seconds, -span.seconds)):
+        if not any(row.take(span) for row in rows):
+            rows.append(_Row())
+            rows[-1].take(span)
+    return [row.spans for row in rows]
+
+
+class _Row:
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._open_ends: list[float] = []  # from the outermost span that is not over yet
+
+    def take(self, span: Span) -> bool:
+        """Append the span, unless it begins inside another one and ends outside; spans come by their beginning."""
+        while self._open_ends and self._open_ends[-1] <= span.start_seconds + SLACK:
+            self._open_ends.pop()
+        if self._open_ends and span.end_seconds > self._open_ends[-1] + SLACK:
+            return False
+        self.spans.append(span)
+        self._open_ends.append(span.end_seconds)
+        return True
+
+
+def _event(span: Span, rank: int, thread: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.track,
+        "pid": rank,
+        "tid": thread,
+        "ts": round(span.start_seconds * MICRO, 3),
+        "dur": round(span.seconds * MICRO, 3),
+        "args": {"blocking": span.blocking},
+    }

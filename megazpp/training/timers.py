@@ -1,4 +1,6 @@
-"""Megatron's timers (`--timing-log-level`), printed after a log line as Megatron prints them; the timeline measures.
+"""What recorded steps say in the log: Megatron's timers (--timing-log-level), and slow ranks (--log-straggler).
+
+The timers are printed after a log line as Megatron prints them:
 
     level 0    nothing: the log line has the time of an iteration
     level 1    forward-backward, all gathers of parameters, all reductions of gradients, optimizer
@@ -7,13 +9,17 @@
 Times are per iteration and do not exclude each other: collectives run beside the compute, and what waits for them
 counts in what waits. On CUDA the times are the device's, which levels 1 and 2 wait for once per iteration; no rank
 waits for another. Nothing is measured at level 0.
+
+For slow ranks one step per log interval is compared: a rank's compute time is its forward, backward, norm and update
+without its waits and without the collectives that it stood in. Ranks that wait for a slow one do not look slow
+themselves.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +27,8 @@ import torch
 
 from megazpp.flags import flag
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.timeline import COMPUTE, WAIT, Span, total, union
+from megazpp.parallel.timeline import COMPUTE, WAIT, Span, total, track_seconds, union
+from megazpp.training.context import RunContext
 
 GATHERS, REDUCTIONS = ("all_gather",), ("reduce_scatter", "all_to_all")
 AXES = ("shard", "local", "cross")
@@ -34,6 +41,8 @@ PARTS = (
     "optimizer-clip-main-grad",
     "optimizer-inner-step",
 )
+SLOW = 1.2  # times the median
+SHOWN = 8  # ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +57,21 @@ class TimersConfig:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StragglerConfig:
+    """Stragglers: slow ranks are named."""
+
+    log_straggler: bool = flag(
+        False, f"measure one step per log interval and name the ranks that compute {SLOW} times as long as the median"
+    )
+
+
 class Timers:
-    """Sums up steps until they are reported; every rank calls it.
+    """Sums up steps until they are reported; a `SpanReader` (step_timeline.py) of every rank.
 
     Args:
         config: how much.
-        dims: its timeline measures, its world axis gathers.
+        dims: its world axis gathers.
     """
 
     def __init__(self, config: TimersConfig, dims: ParallelDims) -> None:
@@ -62,17 +80,12 @@ class Timers:
         self._seconds: dict[str, float] = defaultdict(float)
         self._steps = 0
 
-    @contextmanager
-    def step(self, iteration: int) -> Iterator[None]:
-        """Around iteration `iteration`."""
-        if not self._names:
-            yield
-            return
-        recording = self._dims.timeline.start()
-        try:
-            yield
-        finally:
-            spans = self._dims.timeline.stop(recording)
+    def wants(self, iteration: int) -> bool:
+        """Every step, if anything is measured."""
+        return bool(self._names)
+
+    def read(self, iteration: int, spans: list[Span], in_flight: list[Span]) -> None:
+        """Add up what began and ended in the step."""
         for name, seconds in seconds_by_timer(spans).items():
             self._seconds[name] += seconds
         self._steps += 1
@@ -138,3 +151,41 @@ def render(option: str, names: Sequence[str], by_rank: Sequence[Sequence[float]]
         value = f"{max(column):.2f}" if option == "max" else f"({min(column):.2f}, {max(column):.2f})"
         lines.append(f"    {(name + ' ').ljust(48, '.')}: {value}")
     return "\n".join(lines)
+
+
+class Straggler:
+    """Compares ranks; a `SpanReader` (step_timeline.py) of every rank.
+
+    Args:
+        config: whether to do anything.
+        run: its world axis compares.
+        interval: steps between two comparisons.
+    """
+
+    def __init__(self, config: StragglerConfig, run: RunContext, *, interval: int) -> None:
+        self._interval = interval if config.log_straggler else None
+        self._dims, self._log = run.dims, run.log
+
+    def wants(self, iteration: int) -> bool:
+        """One step per log interval."""
+        return self._interval is not None and iteration % self._interval == 0
+
+    def read(self, iteration: int, spans: list[Span], in_flight: list[Span]) -> None:
+        """Compare the ranks' compute times."""
+        seconds = torch.tensor([track_seconds(spans)[COMPUTE]], dtype=torch.float64, device=self._dims.mesh.device_type)
+        self._log(describe_ranks(iteration, self._dims.world.all_gather(seconds).tolist()))
+
+
+def describe_ranks(iteration: int, seconds: Sequence[float]) -> str:
+    """The line for compute seconds by rank."""
+    median = statistics.median_low(seconds)  # of two ranks the faster one
+    by_time = sorted(range(len(seconds)), key=lambda rank: -seconds[rank])
+    slow = [rank for rank in by_time if seconds[rank] > SLOW * median]
+    shown = ", ".join(f"rank {rank} {seconds[rank] / median:.2f} x" for rank in slow[:SHOWN])
+    more = f" and {len(slow) - SHOWN} more" if len(slow) > SHOWN else ""
+    fastest, slowest = by_time[-1], by_time[0]
+    return (
+        f"compute seconds of iteration {iteration}: median {median:.4f}, "
+        f"fastest {seconds[fastest]:.4f} (rank {fastest}), slowest {seconds[slowest]:.4f} (rank {slowest}); "
+        + (f"slow: {shown}{more}" if slow else "no slow rank")
+    )

@@ -10,7 +10,7 @@ import plot_timeline
 import pytest
 
 from megazpp.parallel.timeline import Span
-from megazpp.training.chrome_trace import chrome_trace
+from megazpp.training.step_timeline import chrome_trace
 
 STEP = [
     Span("step", "step 3", 1.0, 2.0, True),

@@ -15,25 +15,28 @@ from helpers.ranks import ranks
 from helpers.training import Case, build_step
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.timeline import Recording, Span, Timeline
+from megazpp.parallel.timeline import Span, Timeline
 from megazpp.topology.cluster import Cluster
-from megazpp.training.chrome_trace import read_chrome_trace
-from megazpp.training.step_timeline import StepTimeline, TimelineConfig, check_timeline, describe
+from megazpp.training.step_timeline import (
+    StepRecorder,
+    StepTimeline,
+    TimelineConfig,
+    check_timeline,
+    chrome_trace,
+    describe,
+    read_chrome_trace,
+    rows_without_crossings,
+    sorted_tracks,
+)
 from megazpp.zero.config import ZeroConfig
 
 
 class CountingTimeline(Timeline):
     """Knows how many recordings are open."""
 
-    open = 0
-
-    def start(self) -> Recording:
-        self.open += 1
-        return super().start()
-
-    def stop(self, recording: Recording) -> list[Span]:
-        self.open -= 1
-        return super().stop(recording)
+    @property
+    def open(self) -> int:
+        return len(self._listeners)
 
 
 class OneRank:
@@ -48,7 +51,7 @@ class OneRank:
 def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_left_in_flight(tmp_path: Path):
     dims = OneRank()
     run, said = context(dims, tmp_path)
-    steps = StepTimeline(TimelineConfig(timeline_step=3), run)
+    steps = StepRecorder(dims.timeline, [StepTimeline(TimelineConfig(timeline_step=3), run)])
     go_on, ends = threading.Event(), threading.Event()
 
     def gather_that_lasts_into_the_next_step() -> None:
@@ -83,11 +86,32 @@ def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_l
 def test_without_the_flag_nothing_is_recorded_and_the_first_step_can_be():
     dims = OneRank()
     run, _ = context(dims)
-    with StepTimeline(TimelineConfig(), run).step(1):
+    with StepRecorder(dims.timeline, [StepTimeline(TimelineConfig(), run)]).step(1):
         assert dims.timeline.open == 0
-    with StepTimeline(TimelineConfig(timeline_step=1), run).step(1):
-        assert dims.timeline.open == 1
+    first = StepRecorder(dims.timeline, [StepTimeline(TimelineConfig(timeline_step=1), run)])
+    for iteration, is_open in ((1, 1), (2, 0)):
+        with first.step(iteration):
+            assert dims.timeline.open == is_open
+
+
+def test_a_step_is_recorded_once_for_all_who_read_it():
+    dims, read = OneRank(), []
+
+    class Reader:
+        def wants(self, iteration: int) -> bool:
+            return iteration > 1
+
+        def read(self, iteration: int, spans: list[Span], in_flight: list[Span]) -> None:
+            read.append((iteration, [span.name for span in spans], [span.name for span in in_flight]))
+
+    recorder = StepRecorder(dims.timeline, [Reader(), Reader()])
+    for iteration in (1, 2, 3):
+        with recorder.step(iteration), dims.timeline.span("compute", f"forward {iteration}"):
+            assert dims.timeline.open == (iteration > 1)
+    recorder.close()
     assert dims.timeline.open == 0
+    second, third = ["step 2", "forward 2"], ["step 3", "forward 3"]
+    assert read == [(2, second, [])] * 2 + [(3, third, second)] * 2
 
 
 def train_with_a_timeline(folder: str) -> tuple[list[str], list[float]]:
@@ -95,7 +119,7 @@ def train_with_a_timeline(folder: str) -> tuple[list[str], list[float]]:
     case = Case(steps=3, nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))
     step, dims = build_step(case)
     run, said = context(dims, folder)
-    timeline = StepTimeline(TimelineConfig(timeline_step=2), run)
+    timeline = StepRecorder(dims.timeline, [StepTimeline(TimelineConfig(timeline_step=2), run)])
     size, losses = case.global_batch // dims.data_size // 2, []
     for index in range(case.steps):
         batches = [case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(2)]
@@ -154,3 +178,58 @@ def test_a_step_that_the_run_does_not_have_is_refused(step: int, run: dict[str, 
         check_timeline(TimelineConfig(timeline_step=step), **{**RUN, **run})
     check_timeline(dataclasses.replace(TimelineConfig(), timeline_step=4), **RUN)
     check_timeline(TimelineConfig(), **{**RUN, **run})
+
+
+SPANS = [
+    [
+        Span("step", "step 3", 0.0, 1.0, True),
+        Span("cross", "all_gather", 0.25, 0.5),
+        Span("wait", "a", 0.5, 0.25, True),
+    ],
+    [Span("zebra", "x", 0.0, 0.125)],
+]
+
+
+def test_a_trace_has_a_process_per_rank_a_thread_per_lane_and_times_in_microseconds():
+    events = chrome_trace(SPANS, ["rank 0", "rank 1"])["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(names.values()) == ["step", "wait", "cross", "zebra"]
+    assert {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"} == {0: "rank 0", 1: "rank 1"}
+    (gather,) = (e for e in events if e["name"] == "all_gather")
+    assert (gather["ph"], gather["ts"], gather["dur"]) == ("X", 250_000, 500_000)
+    assert names[gather["pid"], gather["tid"]] == "cross"
+
+
+def test_a_trace_reads_back_as_it_was_written(tmp_path: Path):
+    path = tmp_path / "timeline.json"
+    path.write_text(json.dumps(chrome_trace(SPANS, ["rank 0", "rank 1"])))
+    read = read_chrome_trace(path)
+    assert list(read) == ["rank 0", "rank 1"]
+    assert [sorted(spans) for spans in read.values()] == [sorted(spans) for spans in SPANS]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"traceEvents": []}', '{"traceEvents": [{"name": "process_name"}]}', "\N{SNOWMAN}"]
+)
+def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, text: str):
+    path = tmp_path / "other.json"
+    path.write_text(text, encoding="utf-16")
+    with pytest.raises(ValueError, match=r"other\.json is not a timeline"):
+        read_chrome_trace(path)
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"other\.json is not a timeline"):
+        read_chrome_trace(path)
+
+
+def test_spans_that_cross_get_rows_of_their_own_and_nested_ones_do_not():
+    outer, inner, later = Span("cross", "outer", 0, 4), Span("cross", "inner", 1, 3), Span("cross", "later", 4, 1)
+    crossing, again = Span("cross", "crossing", 2, 3), Span("cross", "again", 3, 4)
+    spans = [again, later, crossing, inner, outer, Span("local", "other track", 0, 9)]
+    rows = rows_without_crossings(spans, "cross")
+    assert [[s.name for s in row] for row in rows] == [["outer", "inner", "later"], ["crossing"], ["again"]]
+
+
+def test_lanes_stand_in_one_order_and_unknown_ones_below():
+    tracks = ["shard", "cross", "compute", "wait", "another", "tp", "local", "step"]
+    spans = [Span(track, "x", 0.0, 1.0) for track in tracks]
+    assert sorted_tracks(spans) == ["step", "compute", "wait", "tp", "local", "cross", "another", "shard"]
