@@ -23,9 +23,9 @@ from megazpp.training.metrics import SentBytes
 def run_three_steps(console: Console) -> None:
     console.log("before")
     console.start_bar(3, 0)
-    for step in range(3):
-        console.advance(float(10 - step))
-        console.log(f" iteration {step + 1}/3 | lm loss: {10 - step} |")
+    for index in range(3):
+        console.advance(float(10 - index))
+        console.log(f" iteration {index + 1}/3 | lm loss: {10 - index} |")
     console.stop_bar()
     console.log("after")
 
