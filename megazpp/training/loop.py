@@ -56,12 +56,10 @@ def train(
     recorder.console.start_bar(plan.total_iterations, progress.iteration)
     while progress.iteration < plan.total_iterations and progress.stop_reason is None:
         iteration, batch_size = progress.iteration + 1, plan.batch_size_at(progress.consumed_samples)
-        began, cpu_began = time.perf_counter(), cpu_seconds()
+        began, cpu_began, waited = time.perf_counter(), cpu_seconds(), loader.wait_seconds
         with _observed(observers, iteration):
-            asked = time.perf_counter()
             with step.dims.timeline.span(WAIT, "data"):
                 batches = loader.step(progress.consumed_samples, batch_size)
-            waited = time.perf_counter() - asked
             record = step(
                 batches,
                 learning_rate=schedule.learning_rate(progress.scheduled_samples),
@@ -83,7 +81,7 @@ def train(
             global_batch_size=batch_size,
             micro_batches=micro_batches,
             seconds=seconds,
-            wait_seconds=waited,
+            wait_seconds=loader.wait_seconds - waited,
             cpu_seconds=used,
         )
         last = progress.stop_reason is not None or iteration == plan.total_iterations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -59,8 +58,10 @@ class FakeStep:
 
 
 class FakeLoader:
+    wait_seconds = 0.0
+
     def step(self, consumed_samples: int, global_batch_size: int) -> Any:
-        time.sleep(0.001)
+        self.wait_seconds += 1e-6
         return (consumed_samples, global_batch_size)
 
 
