@@ -167,3 +167,14 @@ def test_zero_and_tensor_parallel_do_not_know_each_other_and_zero_does_not_know_
             assert not any(t.startswith(("megazpp.tensor_parallel", "megazpp.model")) for t, _ in imports(path))
         if room(module_name(path)) == "megazpp.tensor_parallel":
             assert not any(t.startswith("megazpp.zero") for t, _ in imports(path))
+
+
+def test_no_two_classes_of_the_product_share_a_name():
+    """What only its own file uses, and says so by an underscore, may."""
+    product = [*SOURCES, *ROOT.glob("tools/**/*.py"), ROOT / "pretrain_gpt.py"]
+    homes: dict[str, list[str]] = {}
+    for path in product:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module_name(path))
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}

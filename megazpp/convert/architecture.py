@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megazpp.convert.settings import Settings
-from megazpp.convert.tensors import Piece
+from megazpp.convert.tensors import ForeignTensors
 from megazpp.model.config import GPTConfig
 
 
@@ -28,7 +28,7 @@ class Architecture:
     class_name: str
     read: Callable[[Settings], dict[str, Any]]
     write: Callable[[GPTConfig], dict[str, Any]]
-    pieces: Callable[[GPTConfig], dict[str, Piece]]
+    pieces: Callable[[GPTConfig], dict[str, ForeignTensors]]
     their_name: Callable[[str], str | None]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megazpp.convert.architecture import Architecture, refuse
 from megazpp.convert.settings import Settings
-from megazpp.convert.tensors import Piece, fuse_qkv, same, split_qkv, transposed
+from megazpp.convert.tensors import ForeignTensors, fuse_qkv, same, split_qkv, transposed
 from megazpp.model.config import GPTConfig
 
 # activation_function there -> flags here; what is written is the first of each kind
@@ -85,7 +85,7 @@ def write(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def pieces(config: GPTConfig) -> dict[str, Piece]:
+def pieces(config: GPTConfig) -> dict[str, ForeignTensors]:
     """Our names to theirs."""
     found = {
         "embedding.word.weight": same("transformer.wte.weight"),
@@ -105,7 +105,7 @@ def pieces(config: GPTConfig) -> dict[str, Piece]:
         for kind in ("weight", "bias"):
             join = functools.partial(_join_qkv, groups=config.heads, head_size=config.head_size)
             split = functools.partial(_split_qkv, groups=config.heads, head_size=config.head_size)
-            found[f"{ours}.attention.qkv.{kind}"] = Piece((f"{theirs}.attn.c_attn.{kind}",), join, split)
+            found[f"{ours}.attention.qkv.{kind}"] = ForeignTensors((f"{theirs}.attn.c_attn.{kind}",), join, split)
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megazpp.convert.architecture import Architecture, refuse
 from megazpp.convert.settings import Settings
-from megazpp.convert.tensors import Piece, fuse_qkv, same, split_qkv
+from megazpp.convert.tensors import ForeignTensors, fuse_qkv, same, split_qkv
 from megazpp.model.attention import HIGH_TURNS, LOW_TURNS, ORIGINAL_CONTEXT
 from megazpp.model.config import GPTConfig
 
@@ -138,7 +138,7 @@ def write(config: GPTConfig, *, kind: str) -> dict[str, Any]:
     }
 
 
-def pieces(config: GPTConfig) -> dict[str, Piece]:
+def pieces(config: GPTConfig) -> dict[str, ForeignTensors]:
     """Our names to theirs."""
     found = {
         "embedding.word.weight": same("model.embed_tokens.weight"),
@@ -160,7 +160,7 @@ def pieces(config: GPTConfig) -> dict[str, Piece]:
             found |= {f"{ours}.{linear}.{kind}": same(f"{theirs}.{name}.{kind}") for linear, name in linears.items()}
         for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
             names = tuple(f"{theirs}.self_attn.{letter}_proj.{kind}" for letter in "qkv")
-            found[f"{ours}.attention.qkv.{kind}"] = Piece(names, join, split)
+            found[f"{ours}.attention.qkv.{kind}"] = ForeignTensors(names, join, split)
     return found
 
 

@@ -20,8 +20,8 @@ class Deferred(NamedTuple):
     read: Callable[[], torch.Tensor]
 
 
-class Piece(NamedTuple):
-    """One of our tensors in another format.
+class ForeignTensors(NamedTuple):
+    """Which tensors of another format make one of ours, and how.
 
     Attributes:
         theirs: the names of the tensors that it is there.
@@ -34,14 +34,14 @@ class Piece(NamedTuple):
     split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
-def same(name: str) -> Piece:
+def same(name: str) -> ForeignTensors:
     """Ours as it is."""
-    return Piece((name,), lambda parts: parts[0], lambda ours: [ours])
+    return ForeignTensors((name,), lambda parts: parts[0], lambda ours: [ours])
 
 
-def transposed(name: str) -> Piece:
+def transposed(name: str) -> ForeignTensors:
     """A matrix that is stored as [in, out] there."""
-    return Piece((name,), lambda parts: parts[0].t(), lambda ours: [ours.t()])
+    return ForeignTensors((name,), lambda parts: parts[0].t(), lambda ours: [ours.t()])
 
 
 def fuse_qkv(parts: Sequence[torch.Tensor], *, groups: int, head_size: int) -> torch.Tensor:
@@ -58,7 +58,7 @@ def split_qkv(fused: torch.Tensor, *, groups: int, head_size: int) -> list[torch
 
 
 def join_all(
-    pieces: Mapping[str, Piece],
+    pieces: Mapping[str, ForeignTensors],
     theirs: Mapping[str, Deferred],
     shapes: Mapping[str, tuple[int, ...]],
     where: str,
@@ -83,7 +83,7 @@ def join_all(
     }
 
 
-def split_all(pieces: Mapping[str, Piece], ours: Mapping[str, Deferred]) -> dict[str, Deferred]:
+def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]) -> dict[str, Deferred]:
     """Their tensors, each a part of ours; one that is several parts is read as often."""
     found = {}
     for name, piece in pieces.items():
@@ -118,16 +118,16 @@ def _listed(one: str, several: str, names: Iterable[str]) -> list[str]:
     return [f"{', '.join(names[:3])}{more} {one if len(names) == 1 else several}"]
 
 
-def _one_dtype(piece: Piece, theirs: Mapping[str, Deferred], where: str) -> torch.dtype:
+def _one_dtype(piece: ForeignTensors, theirs: Mapping[str, Deferred], where: str) -> torch.dtype:
     dtypes = {theirs[name].dtype for name in piece.theirs}
     if len(dtypes) > 1:
         raise ValueError(f"{where}: {', '.join(piece.theirs)} are one tensor here, and have different types")
     return dtypes.pop()
 
 
-def _joiner(piece: Piece, theirs: Mapping[str, Deferred]) -> Callable[[], torch.Tensor]:
+def _joiner(piece: ForeignTensors, theirs: Mapping[str, Deferred]) -> Callable[[], torch.Tensor]:
     return lambda: piece.join([theirs[name].read() for name in piece.theirs]).contiguous()
 
 
-def _splitter(piece: Piece, ours: Deferred, index: int) -> Callable[[], torch.Tensor]:
+def _splitter(piece: ForeignTensors, ours: Deferred, index: int) -> Callable[[], torch.Tensor]:
     return lambda: piece.split(ours.read())[index].contiguous()

@@ -15,7 +15,7 @@ from pathlib import Path
 from megazpp.files import write_whole
 from megazpp.report.runs import Run
 from megazpp.report.series import CHARTS, curves
-from megazpp.report.tables import Table, flag_differences, summary_table, traffic_line, traffic_table
+from megazpp.report.tables import HtmlTable, flag_differences, summary_table, traffic_line, traffic_table
 from megazpp.topology.picture import topology_svg
 
 MARK = "<!doctype html><!-- MegaZ++ report -->"
@@ -117,7 +117,7 @@ def _section(title: str, *parts: str) -> Iterator[str]:
     yield "</section>"
 
 
-def _table(table: Table, runs: Sequence[Run] = ()) -> str:
+def _table(table: HtmlTable, runs: Sequence[Run] = ()) -> str:
     """A table whose columns after the first are the runs', if they are given."""
     head = [escape(cell) for cell in table.head]
     if runs:

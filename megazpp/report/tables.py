@@ -15,14 +15,14 @@ NOTHING = "-"
 OWN_FLAGS = ("run_dir",)  # of course they differ
 
 
-class Table(NamedTuple):
+class HtmlTable(NamedTuple):
     """Cells below a head; the first column names the rows."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
-def summary_table(runs: Sequence[Run]) -> Table:
+def summary_table(runs: Sequence[Run]) -> HtmlTable:
     """A column per run; lines in which no run has anything are left out."""
     lines: list[tuple[str, Callable[[Run], str]]] = [
         ("state", state),
@@ -48,17 +48,17 @@ def summary_table(runs: Sequence[Run]) -> Table:
         ("notes", lambda run: "; ".join(run.notes) or NOTHING),
     ]
     rows = [[name, *(cell(run) for run in runs)] for name, cell in lines]
-    return Table(["", *(run.name for run in runs)], [row for row in rows if set(row[1:]) != {NOTHING}])
+    return HtmlTable(["", *(run.name for run in runs)], [row for row in rows if set(row[1:]) != {NOTHING}])
 
 
-def flag_differences(runs: Sequence[Run]) -> Table:
+def flag_differences(runs: Sequence[Run]) -> HtmlTable:
     """A row for every flag of which the runs have recorded different values."""
     names = list(dict.fromkeys(name for run in runs for name in run.flags if name not in OWN_FLAGS))
     rows = [[f"--{name.replace('_', '-')}", *(_flag(run.flags, name) for run in runs)] for name in sorted(names)]
-    return Table(["flag", *(run.name for run in runs)], [row for row in rows if len({*row[1:]} - {NOTHING}) > 1])
+    return HtmlTable(["flag", *(run.name for run in runs)], [row for row in rows if len({*row[1:]} - {NOTHING}) > 1])
 
 
-def traffic_table(run: Run) -> Table | None:
+def traffic_table(run: Run) -> HtmlTable | None:
     """What every collective put on which wire, of the run's last process; None where nothing was counted."""
     summary = run.summary or {}
     steps = max(1, number(summary.get("iterations"), 1))
@@ -69,7 +69,7 @@ def traffic_table(run: Run) -> Table | None:
         if isinstance(row, dict)
     ]
     head = ["axis", "wire", "collective", "calls", "MB per node", "MB per node and step"]
-    return Table(head, rows) if rows else None
+    return HtmlTable(head, rows) if rows else None
 
 
 def traffic_line(run: Run) -> str:

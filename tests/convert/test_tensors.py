@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazpp.convert.tensors import Deferred, Piece, check_tensors, fuse_qkv, join_all, same, split_qkv, transposed
+from megazpp.convert.tensors import (
+    Deferred,
+    ForeignTensors,
+    check_tensors,
+    fuse_qkv,
+    join_all,
+    same,
+    split_qkv,
+    transposed,
+)
 
 
 @pytest.mark.parametrize(("groups", "queries", "size"), [(1, 1, 1), (3, 1, 2), (2, 3, 5), (1, 7, 3)])
@@ -37,7 +46,7 @@ def test_parts_of_one_tensor_have_one_type():
         name: Deferred((1, 2), dtype, lambda: torch.zeros(1, 2))
         for name, dtype in zip("qkv", (torch.float32, torch.bfloat16, torch.float32), strict=True)
     }
-    piece = Piece(tuple("qkv"), torch.cat, lambda x: x.split(1))
+    piece = ForeignTensors(tuple("qkv"), torch.cat, lambda x: x.split(1))
     with pytest.raises(ValueError, match="q, k, v are one tensor here, and have different types"):
         join_all({"qkv": piece}, parts, {"qkv": (3, 2)}, "here")
 

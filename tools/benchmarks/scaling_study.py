@@ -63,7 +63,7 @@ STUDIES = (
 )
 
 
-class Found(NamedTuple):
+class StudyResult(NamedTuple):
     """What came of a study; `choices` one per size."""
 
     study: Study
@@ -86,7 +86,7 @@ def main() -> None:
         draw(results, out / "scaling.svg")
 
 
-def run(study: Study, sizes: Sequence[int]) -> Found:
+def run(study: Study, sizes: Sequence[int]) -> StudyResult:
     """All schemes at all sizes, and the planner's choice at each."""
     path = ROOT / f"configs/clusters/{study.cluster}.yaml"
     config = with_data(parse_run_config([*study.flags, "--cluster-file", str(path)], ROOT, program="study").config)
@@ -97,10 +97,10 @@ def run(study: Study, sizes: Sequence[int]) -> Found:
     choices = [
         choose(config, cluster, count, micro_batches=1, vocab_size=vocab_size, device_type="cpu") for count in nodes
     ]
-    return Found(study, list(points), choices)
+    return StudyResult(study, list(points), choices)
 
 
-def draw(results: Sequence[Found], path: Path) -> None:
+def draw(results: Sequence[StudyResult], path: Path) -> None:
     """A panel for each study: TFLOP/s per GPU over GPUs; hollow where memory is too small."""
     import matplotlib  # optional
     from matplotlib.figure import Figure
