@@ -7,6 +7,10 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("no deadline", deadline=None)  # other jobs may have the cores
+settings.load_profile("no deadline")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything defines a kernel: Triton on CPU tensors

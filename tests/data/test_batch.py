@@ -38,7 +38,7 @@ def naive(
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), batch=st.integers(1, 4), length=st.integers(1, 9))
 def test_micro_batches_equal_the_naive_ones(data: st.DataObject, batch: int, length: int) -> None:
     rows = st.lists(st.integers(0, 2), min_size=length + 1, max_size=length + 1)

@@ -37,7 +37,7 @@ def naive_blend(weights: list[float], n: int) -> list[tuple[int, int]]:
     return result
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     weights=st.lists(st.floats(0.01, 10) | st.integers(1, 5).map(float), min_size=1, max_size=6),
     n=st.integers(1, 80),
@@ -53,7 +53,7 @@ def test_blend_indices_are_those_megatron_core_0_16_1_built_for_the_same_weights
     assert indices.samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4, 2, 5]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(weights=st.lists(st.floats(0.1, 10), min_size=2, max_size=5))
 def test_every_prefix_has_the_proportions_to_within_one_sample_per_dataset(weights: list[float]) -> None:
     datasets = blend_indices(weights, 300).datasets

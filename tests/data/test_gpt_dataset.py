@@ -59,7 +59,7 @@ def naive_indices(lengths: Sequence[int], num_samples: int, seq_length: int, see
     return Indices(np.array(documents), np.array(samples), np.array(shuffle))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(lambda x: sum(x) > 1),
     seq_length=st.integers(1, 25),
@@ -70,7 +70,7 @@ def test_windows_start_where_a_walk_along_the_documents_puts_them(lengths: list[
     assert [tuple(row) for row in fast.tolist()] == naive_sample_index(lengths, num_samples, seq_length)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(0, 20), min_size=1, max_size=12),
     num_samples=st.integers(1, 60),

@@ -80,7 +80,7 @@ def test_an_index_with_modes_of_a_multimodal_dataset_is_read(tmp_path: Path) -> 
     assert IndexedDataset(tmp_path / "a").get(2).tolist() == DOCUMENTS[2]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     documents=st.lists(st.lists(st.integers(0, 127), max_size=9), min_size=1, max_size=9).filter(any),
     dtype=st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]),

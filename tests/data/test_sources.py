@@ -99,7 +99,7 @@ def test_parts_cut_by_tokens_have_indices_of_their_own(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache" / "indices").glob("[!.]*"))) == 2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(lengths=st.lists(st.integers(0, 9), max_size=8), data=st.data())
 def test_a_range_of_tokens_is_that_part_of_the_line_of_documents(lengths: list[int], data: st.DataObject) -> None:
     line = list(range(sum(lengths)))

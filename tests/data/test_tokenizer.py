@@ -35,7 +35,7 @@ def byte_level_bpe() -> tokenizers.ByteLevelBPETokenizer:
     return tokenizer
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=ANY_TEXT)
 def test_a_trained_sentencepiece_gives_any_text_back(sentencepiece_model: bytes, text: str) -> None:
     tokenizer = SentencePieceTokenizer(sentencepiece_model)

@@ -86,7 +86,7 @@ def test_native_sums_like_the_reference(native: ModuleType, num_parts: int, bits
     st.integers(0, 17),
     st.integers(0, 2),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_native_quantizes_like_the_reference_wherever_data_start(
     native: ModuleType,
     bits: int,

@@ -90,7 +90,7 @@ def test_a_block_too_small_for_a_normal_scale_comes_back_as_zeros(fmt: BlockForm
     st.integers(-30, 30),
     st.integers(0, 2**30),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_errors_stay_within_the_documented_bound(bits: int, block_size: int, n: int, exponent: int, seed: int):
     fmt = BlockFormat(bits, block_size)
     generator = torch.Generator().manual_seed(seed)

@@ -88,7 +88,7 @@ def moments(intervals: list[tuple[float, float]]) -> set[int]:
     return {slot for start, end in intervals for slot in range(int(start), int(end))}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(INTERVALS, INTERVALS)
 def test_unions_and_intersections_cover_what_sets_of_moments_do(a: list, b: list):
     merged, other = union(a), union(b)
