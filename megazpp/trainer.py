@@ -35,7 +35,7 @@ from megazpp.training.garbage import GarbageCollector
 from megazpp.training.loop import train
 from megazpp.training.not_finite import NotFinite
 from megazpp.training.profiler import Profiler
-from megazpp.training.recorder import Recorder
+from megazpp.training.recorder import MetricsRecorder
 from megazpp.training.setup import build_model, open_checkpoints, open_datasets, open_loader
 from megazpp.training.step import TrainStep
 from megazpp.training.step_timeline import StepRecorder, StepTimeline
@@ -89,7 +89,7 @@ class Trainer:
         self.timers = Timers(config.timers, dims)
         shape = run_shape(config, plan, vocab_size=self.tokenizer.vocab_size, device=run.device)
         zero3 = functools.partial(zero3_traffic, self.built.sharding.shard_elements, dims, config.precision)
-        self.recorder = Recorder(config.tracking, run, shape, zero3=zero3, tracker=tracker, timers=self.timers)
+        self.recorder = MetricsRecorder(config.tracking, run, shape, zero3=zero3, tracker=tracker, timers=self.timers)
         self.validation, self.test = self._evaluator(self.datasets.valid), self._evaluator(self.datasets.test)
         self.garbage = GarbageCollector(config.garbage)
         straggler = Straggler(config.straggler, run, interval=config.tracking.log_interval)

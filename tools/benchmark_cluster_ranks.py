@@ -33,7 +33,7 @@ from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.worker import Worker, run_worker, seed_everything
 from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_
 from megazpp.topology.cluster import Cluster
-from megazpp.training.resources import cpu_seconds
+from megazpp.training.metrics import cpu_seconds
 from megazpp.training.setup import Built, ModelSpec, build_model
 from megazpp.training.step import TrainStep
 from megazpp.zero.precision import PrecisionConfig

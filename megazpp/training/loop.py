@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,9 +15,8 @@ from megazpp.optim.schedule import Schedule
 from megazpp.parallel.timeline import WAIT
 from megazpp.training.batches import BatchPlan
 from megazpp.training.evaluate import Evaluator
-from megazpp.training.metrics import StepRecord
-from megazpp.training.recorder import Recorder
-from megazpp.training.resources import cpu_seconds
+from megazpp.training.metrics import cpu_seconds
+from megazpp.training.recorder import MetricsRecorder
 from megazpp.training.step import TrainStep
 from megazpp.training.stopping import StopConditions
 
@@ -33,7 +33,7 @@ def train(
     loader: BatchLoader,
     plan: BatchPlan,
     schedule: Schedule,
-    recorder: Recorder,
+    recorder: MetricsRecorder,
     stops: StopConditions,
     observers: Sequence[Observer] = (),
     *,
@@ -56,16 +56,13 @@ def train(
     recorder.console.start_bar(plan.total_iterations, progress.iteration)
     while progress.iteration < plan.total_iterations and progress.stop_reason is None:
         iteration, batch_size = progress.iteration + 1, plan.batch_size_at(progress.consumed_samples)
-        rate, loss_scale = schedule.learning_rate(progress.scheduled_samples), step.scaler.scale
-        began, cpu_began = time.perf_counter(), cpu_seconds()
+        began, cpu_began, waited = time.perf_counter(), cpu_seconds(), loader.wait_seconds
         with _observed(observers, iteration):
-            asked = time.perf_counter()
             with step.dims.timeline.span(WAIT, "data"):
                 batches = loader.step(progress.consumed_samples, batch_size)
-            waited = time.perf_counter() - asked
-            result = step(
+            record = step(
                 batches,
-                learning_rate=rate,
+                learning_rate=schedule.learning_rate(progress.scheduled_samples),
                 weight_decay=schedule.weight_decay(progress.scheduled_samples),
                 iteration=iteration,
             )
@@ -74,23 +71,17 @@ def train(
         progress = progress._replace(
             iteration=iteration,
             consumed_samples=progress.consumed_samples + batch_size,
-            scheduled_samples=progress.scheduled_samples + (0 if result.skipped else batch_size),
+            scheduled_samples=progress.scheduled_samples + (0 if record.skipped else batch_size),
             micro_batches=progress.micro_batches + micro_batches,
             stop_reason=stops.reason(iteration, step.dims),
         )
-        record = StepRecord(
-            iteration=iteration,
+        record = dataclasses.replace(
+            record,
             consumed_samples=progress.consumed_samples,
             global_batch_size=batch_size,
             micro_batches=micro_batches,
-            lm_loss=result.loss,
-            grad_norm=result.grad_norm,
-            learning_rate=rate,
-            loss_scale=loss_scale,
-            skipped=result.skipped,
-            num_zeros=result.num_zeros,
             seconds=seconds,
-            wait_seconds=waited,
+            wait_seconds=loader.wait_seconds - waited,
             cpu_seconds=used,
         )
         last = progress.stop_reason is not None or iteration == plan.total_iterations

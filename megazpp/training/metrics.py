@@ -1,12 +1,17 @@
-"""What a step reports, what a log interval and a run make of it, and the fields that are written."""
+"""The record of a step and of a log interval, how steps add up to a run's summary, and what a process has used."""
 
 from __future__ import annotations
 
 import functools
 import math
 import operator
+import resource
+import sys
+import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import torch
 
 TERA = 1e12
 
@@ -24,36 +29,40 @@ NOTHING_SENT = SentBytes()
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step.
+    """One optimizer step, equal on all ranks but for its times: what the step itself knows, then what the loop adds.
 
     Attributes:
         iteration: counted from 1.
+        loss: mean over the tokens of the global batch, in nats; NaN and Inf included.
+        grad_norm: before clipping, of the unscaled gradients.
+        tokens: tokens of the global batch that count in the loss.
+        skipped: the norm was not finite or the guard refused, so nothing was updated.
+        num_zeros, params_norm: None unless asked for.
         consumed_samples: including this step's.
         global_batch_size: samples of this step over all ranks.
+        micro_batches: of one rank.
         seconds: wall time of the step, waiting for data included.
         wait_seconds: of that, waiting for data.
         cpu_seconds: CPU time of this process in the step.
-        micro_batches: of one rank.
-        skipped: the gradients were not finite and the step was not taken.
         sent_bytes: put on each wire since the last record that says so; may be counted once per interval only.
-        num_zeros, params_norm: None unless asked for.
     """
 
     iteration: int
-    consumed_samples: int
-    global_batch_size: int
-    lm_loss: float
+    loss: float
     grad_norm: float | None
     learning_rate: float
-    seconds: float
-    wait_seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    micro_batches: int = 1
     loss_scale: float = 1.0
+    tokens: int = 0
     skipped: bool = False
-    sent_bytes: SentBytes = NOTHING_SENT
     num_zeros: float | None = None
     params_norm: float | None = None
+    consumed_samples: int = 0
+    global_batch_size: int = 0
+    micro_batches: int = 1
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    sent_bytes: SentBytes = NOTHING_SENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,68 +139,56 @@ class IntervalRecord:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepSums:
-    """Sums over steps."""
-
-    steps: int = 0
-    skipped: int = 0
-    samples: int = 0
-    seconds: float = 0.0
-    wait_seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    micro_batches: int = 0
-    sent_bytes: SentBytes = NOTHING_SENT
-
-    def plus(self, step: StepRecord) -> StepSums:
-        """With one more step."""
-        return StepSums(
-            steps=self.steps + 1,
-            skipped=self.skipped + step.skipped,
-            samples=self.samples + step.global_batch_size,
-            seconds=self.seconds + step.seconds,
-            wait_seconds=self.wait_seconds + step.wait_seconds,
-            cpu_seconds=self.cpu_seconds + step.cpu_seconds,
-            micro_batches=self.micro_batches + step.micro_batches,
-            sent_bytes=SentBytes(*map(operator.add, self.sent_bytes, step.sent_bytes)),
-        )
-
-
 class Meter:
-    """Collects steps; `interval()` sums up those since it was last called, `totals` all of them."""
+    """Adds up the steps of the run; `interval()` sums up those since it was last called.
+
+    Attributes:
+        seconds, cpu_seconds, micro_batches: of all steps; the last two of this process.
+    """
 
     def __init__(self, shape: RunShape) -> None:
-        self.totals = StepSums()
         self.shape = shape
+        self.seconds, self.cpu_seconds, self.micro_batches = 0.0, 0.0, 0
+        self._count, self._skipped, self._samples, self._wait_seconds = 0, 0, 0, 0.0
+        self._sent_bytes = NOTHING_SENT
         self._steps: list[StepRecord] = []
 
     def add(self, step: StepRecord) -> None:
         """Count one step."""
         self._steps.append(step)
-        self.totals = self.totals.plus(step)
+        self._count += 1
+        self._skipped += step.skipped
+        self._samples += step.global_batch_size
+        self.seconds += step.seconds
+        self._wait_seconds += step.wait_seconds
+        self.cpu_seconds += step.cpu_seconds
+        self.micro_batches += step.micro_batches
+        self._sent_bytes = _plus(self._sent_bytes, step.sent_bytes)
 
     def interval(self, *, peak_memory_bytes: int | None = None) -> IntervalRecord:
         """The steps since the last call; there must be at least one."""
         steps, self._steps = self._steps, []
         assert steps, "an interval needs a step"
-        shape, last, sums = self.shape, steps[-1], functools.reduce(StepSums.plus, steps, StepSums())
-        tokens_per_second = sums.samples * shape.seq_length / sums.seconds
+        shape, last, count = self.shape, steps[-1], len(steps)
+        seconds, samples = sum(step.seconds for step in steps), sum(step.global_batch_size for step in steps)
+        sent_bytes = functools.reduce(_plus, (step.sent_bytes for step in steps))
+        tokens_per_second = samples * shape.seq_length / seconds
         flops_per_rank = tokens_per_second * shape.flops_per_token / shape.world_size
         return IntervalRecord(
             last=last,
-            steps=sums.steps,
+            steps=count,
             total_iterations=shape.total_iterations,
             consumed_tokens=last.consumed_samples * shape.seq_length,
             lm_loss=_mean_loss(steps),
-            step_seconds=sums.seconds / sums.steps,
+            step_seconds=seconds / count,
             tokens_per_second=tokens_per_second,
             tokens_per_second_per_rank=tokens_per_second / shape.world_size,
             tflops_per_rank=flops_per_rank / TERA,
             mfu=None if shape.peak_flops is None else flops_per_rank / shape.peak_flops,
-            sent_bytes=SentBytes(*(total // sums.steps for total in sums.sent_bytes)),
-            eta_seconds=max(0, shape.total_samples - last.consumed_samples) * sums.seconds / sums.samples,
-            skipped=sums.skipped,
-            nan=sum(not math.isfinite(step.lm_loss) for step in steps),
+            sent_bytes=SentBytes(*(total // count for total in sent_bytes)),
+            eta_seconds=max(0, shape.total_samples - last.consumed_samples) * seconds / samples,
+            skipped=sum(step.skipped for step in steps),
+            nan=sum(not math.isfinite(step.loss) for step in steps),
             peak_memory_bytes=peak_memory_bytes,
         )
 
@@ -199,24 +196,39 @@ class Meter:
         """What summary.json says about the training steps.
 
         Args:
-            wait_seconds: of that, waiting for data.
-        cpu_seconds: CPU time of the steps, summed over all ranks.
+            cpu_seconds: CPU time of the steps, summed over all ranks.
         """
-        totals = self.totals
-        tokens = totals.samples * self.shape.seq_length
-        steps = max(1, totals.steps)
+        tokens, seconds = self._samples * self.shape.seq_length, self.seconds
+        sent_bytes = self._sent_bytes._asdict()
         return {
-            "iterations": totals.steps,
-            "skipped": totals.skipped,
+            "iterations": self._count,
+            "skipped": self._skipped,
             "tokens": tokens,
-            "seconds": totals.seconds,
-            "tokens_per_second": tokens / totals.seconds if totals.seconds else 0.0,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds else 0.0,
             "cpu_seconds_per_token": cpu_seconds / tokens if tokens else 0.0,
-            "data_wait_share": totals.wait_seconds / totals.seconds if totals.seconds else 0.0,
-            **{f"{wire}_bytes_per_step": sent // steps for wire, sent in totals.sent_bytes._asdict().items()},
+            "data_wait_share": self._wait_seconds / seconds if seconds else 0.0,
+            **{f"{wire}_bytes_per_step": sent // max(1, self._count) for wire, sent in sent_bytes.items()},
         }
 
 
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that was allocated on a CUDA device; on a CPU the process's largest resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process so far, all threads, user and system."""
+    return time.process_time()
+
+
+def _plus(a: SentBytes, b: SentBytes) -> SentBytes:
+    return SentBytes(*map(operator.add, a, b))
+
+
 def _mean_loss(steps: list[StepRecord]) -> float:
-    losses = [step.lm_loss for step in steps if not step.skipped] or [step.lm_loss for step in steps]
+    losses = [step.loss for step in steps if not step.skipped] or [step.loss for step in steps]
     return sum(losses) / len(losses)

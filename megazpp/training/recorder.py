@@ -9,18 +9,17 @@ import torch
 
 from megazpp.checkpoint.progress import Progress
 from megazpp.optim.clip import global_parameter_norm
+from megazpp.training.console import closing_lines, log_line, memory_line, validation_lines
 from megazpp.training.context import RunContext
 from megazpp.training.evaluate import Evaluator
-from megazpp.training.log_lines import closing_lines, log_line, validation_lines
-from megazpp.training.metrics import IntervalRecord, Meter, RunShape, SentBytes, StepRecord
-from megazpp.training.resources import memory_line, peak_memory_bytes
+from megazpp.training.metrics import IntervalRecord, Meter, RunShape, SentBytes, StepRecord, peak_memory_bytes
 from megazpp.training.step import TrainStep
 from megazpp.training.timers import Timers
 from megazpp.training.tracking import Tracker, TrackingConfig
 from megazpp.training.traffic import Zero3Traffic, collect_traffic, traffic_summary, traffic_table
 
 
-class Recorder:
+class MetricsRecorder:
     """Every rank calls every method (some communicate); only rank 0 has a `tracker` and a console that prints.
 
     Args:
@@ -57,7 +56,7 @@ class Recorder:
                 record, sent_bytes=self._sent_bytes_per_node(), params_norm=self._params_norm(step)
             )
         self.meter.add(record)
-        self.console.advance(record.lm_loss)
+        self.console.advance(record.loss)
         if self._tracker is not None:
             self._tracker.step(record)
         if log:
@@ -94,7 +93,7 @@ class Recorder:
         if test_loss is not None:
             for line in validation_lines(f"{where} on test set", test_loss):
                 self.console.log(line)
-        used = torch.tensor(self.meter.totals.cpu_seconds, dtype=torch.float64, device=self._device)
+        used = torch.tensor(self.meter.cpu_seconds, dtype=torch.float64, device=self._device)
         peak = torch.tensor(float(peak_memory_bytes(self._device)), dtype=torch.float64, device=self._device)
         summary = self.meter.summary(cpu_seconds=float(self._dims.world.all_reduce_(used))) | {
             "final_loss": None if self.last_interval is None else self.last_interval.lm_loss,
@@ -105,7 +104,7 @@ class Recorder:
             "test_loss": test_loss,
             "stop_reason": progress.stop_reason,
         }
-        rows, compared = collect_traffic(self._dims, self._device), self._zero3(self.meter.totals.micro_batches)
+        rows, compared = collect_traffic(self._dims, self._device), self._zero3(self.meter.micro_batches)
         if rows:
             self.console.log(traffic_table(rows, compared))
         summary |= traffic_summary(rows, compared)

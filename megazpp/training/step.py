@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 
@@ -22,25 +21,8 @@ from megazpp.optim.optimizer import set_rates_
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import COMPUTE
 from megazpp.training.anomalies import Guard
+from megazpp.training.metrics import StepRecord
 from megazpp.zero.sharding import Sharding
-
-
-class StepResult(NamedTuple):
-    """What one step did, equal on all ranks.
-
-    Attributes:
-        loss: mean over the tokens of the global batch, in nats; NaN and Inf included.
-        grad_norm: before clipping, of the unscaled gradients.
-        tokens: tokens of the global batch that count in the loss.
-        skipped: the norm was not finite or the guard refused, so nothing was updated.
-        num_zeros: zero elements in the gradients, None unless asked for.
-    """
-
-    loss: float
-    grad_norm: float
-    tokens: int
-    skipped: bool
-    num_zeros: int | None = None
 
 
 class TrainStep:
@@ -73,7 +55,7 @@ class TrainStep:
 
     def __call__(
         self, micro_batches: Sequence[MicroBatch], *, learning_rate: float, weight_decay: float, iteration: int = 0
-    ) -> StepResult:
+    ) -> StepRecord:
         """Train on this rank's micro-batches of one global batch, on the model's device.
 
         Raises:
@@ -99,7 +81,16 @@ class TrainStep:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         self.scaler.update(found_inf=not finite)
-        return StepResult(loss_value, norm_value, round(num_tokens), not taken, zeros)
+        return StepRecord(
+            iteration=iteration,
+            loss=loss_value,
+            grad_norm=norm_value,
+            learning_rate=learning_rate,
+            loss_scale=scale,
+            tokens=round(num_tokens),
+            skipped=not taken,
+            num_zeros=zeros,
+        )
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Accumulate gradients.

@@ -17,7 +17,7 @@ import torch
 from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
 from megazpp.topology.layout import Layout
-from megazpp.training.log_lines import perplexity
+from megazpp.training.console import perplexity
 from megazpp.training.metrics import IntervalRecord, StepRecord
 from megazpp.training.run_folder import RunFolder, make_writable
 from megazpp.training.sinks import Sink, Table, TensorBoardSink, WandbSink, is_installed
@@ -95,7 +95,7 @@ class Tracker:
         scalars = {
             "learning-rate": step.learning_rate,
             "batch-size": step.global_batch_size,
-            "lm loss": step.lm_loss,
+            "lm loss": step.loss,
         }
         optional = {"grad-norm": step.grad_norm, "num-zeros": step.num_zeros, "params-norm": step.params_norm}
         scalars |= {name: value for name, value in optional.items() if value is not None}

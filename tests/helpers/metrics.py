@@ -17,7 +17,7 @@ def step(iteration: int = 1, **values: Any) -> StepRecord:
     defaults: dict[str, Any] = {
         "consumed_samples": 8 * iteration,
         "global_batch_size": 8,
-        "lm_loss": 10.0,
+        "loss": 10.0,
         "grad_norm": 1.0,
         "learning_rate": 1.5e-4,
         "seconds": 0.5,

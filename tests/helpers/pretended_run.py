@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -21,9 +20,8 @@ from megazpp.training.batches import BatchConfig, plan_batches
 from megazpp.training.console import Console
 from megazpp.training.context import RunContext
 from megazpp.training.loop import train
-from megazpp.training.metrics import RunShape
-from megazpp.training.recorder import Recorder
-from megazpp.training.step import StepResult
+from megazpp.training.metrics import RunShape, StepRecord
+from megazpp.training.recorder import MetricsRecorder
 from megazpp.training.stopping import StopConditions, StopConfig
 from megazpp.training.tracking import TrackingConfig
 
@@ -49,16 +47,21 @@ class FakeStep:
     calls: list[dict[str, float]] = field(default_factory=list)
     scaler: Any = field(default_factory=lambda: SimpleNamespace(scale=1.0))
 
-    def __call__(self, micro_batches: Any, *, learning_rate: float, weight_decay: float, iteration: int) -> StepResult:
+    def __call__(self, micro_batches: Any, *, learning_rate: float, weight_decay: float, iteration: int) -> StepRecord:
         loss = self.losses[len(self.calls)]
         self.calls.append({"learning_rate": learning_rate, "batch": micro_batches})
         self.dims.counter.add("cross", "shard", "all_gather", 100)
-        return StepResult(loss, 1.0, 8, skipped=loss != loss)
+        skipped = loss != loss
+        return StepRecord(
+            iteration=iteration, loss=loss, grad_norm=1.0, learning_rate=learning_rate, tokens=8, skipped=skipped
+        )
 
 
 class FakeLoader:
+    wait_seconds = 0.0
+
     def step(self, consumed_samples: int, global_batch_size: int) -> Any:
-        time.sleep(0.001)
+        self.wait_seconds += 1e-6
         return (consumed_samples, global_batch_size)
 
 
@@ -96,7 +99,7 @@ class Run:
         run = RunContext(dims=self.dims, device=CPU, console=Console(enabled=True, out=self.out))
         tracking = TrackingConfig(log_interval=log_interval)
         self.zero3_asked: list[int] = []
-        recorder = Recorder(tracking, run, shape, zero3=self.zero3_asked.append, tracker=tracker)
+        recorder = MetricsRecorder(tracking, run, shape, zero3=self.zero3_asked.append, tracker=tracker)
         self.recorder = recorder
         self.progress = train(
             self.fake,

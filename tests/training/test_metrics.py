@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
+import time
+from pathlib import Path
 
 import pytest
+import torch
 from helpers.metrics import meter, step
 
-from megazpp.training.metrics import SentBytes
+from megazpp.training.metrics import SentBytes, cpu_seconds, peak_memory_bytes
 
 
 def test_skipped_steps_do_not_count_in_the_loss_but_in_the_time():
     interval = meter(
-        step(1, lm_loss=4.0, seconds=1.0),
-        step(2, lm_loss=math.inf, seconds=2.0, skipped=True),
-        step(3, lm_loss=2.0, seconds=6.0, grad_norm=7.0),
+        step(1, loss=4.0, seconds=1.0),
+        step(2, loss=math.inf, seconds=2.0, skipped=True),
+        step(3, loss=2.0, seconds=6.0, grad_norm=7.0),
     ).interval()
     assert interval.lm_loss == 3.0
     assert interval.step_seconds == 3.0
@@ -24,9 +28,9 @@ def test_skipped_steps_do_not_count_in_the_loss_but_in_the_time():
 
 
 def test_an_interval_starts_where_the_last_one_ended():
-    filled = meter(step(1, lm_loss=4.0), step(2, lm_loss=2.0))
+    filled = meter(step(1, loss=4.0), step(2, loss=2.0))
     filled.interval()
-    filled.add(step(3, lm_loss=1.0))
+    filled.add(step(3, loss=1.0))
     assert filled.interval().lm_loss == 1.0
     with pytest.raises(AssertionError, match="needs a step"):
         filled.interval()
@@ -79,3 +83,22 @@ def test_the_summary_covers_all_intervals_of_the_run():
 def test_a_run_without_a_step_has_a_summary_too():
     summary = meter().summary(cpu_seconds=1.0)
     assert (summary["tokens_per_second"], summary["cpu_seconds_per_token"]) == (0.0, 0.0)
+
+
+CPU = torch.device("cpu")
+
+
+def test_the_peak_on_a_cpu_is_the_kernels_high_water_mark_in_bytes():
+    status = Path("/proc/self/status").read_text()
+    kibibytes = int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1))
+    assert peak_memory_bytes(CPU) == pytest.approx(1024 * kibibytes, rel=0.05)
+
+
+def test_cpu_time_counts_work_and_not_waiting():
+    start = cpu_seconds()
+    time.sleep(0.1)
+    assert cpu_seconds() - start < 0.08
+    end = time.perf_counter() + 0.2
+    while time.perf_counter() < end:
+        pass
+    assert cpu_seconds() - start > 0.02

@@ -60,7 +60,7 @@ def step(iteration: int, **values: Any) -> StepRecord:
     defaults: dict[str, Any] = {
         "consumed_samples": 8 * iteration,
         "global_batch_size": 8,
-        "lm_loss": 4.0,
+        "loss": 4.0,
         "grad_norm": 1.0,
         "learning_rate": 0.1,
         "seconds": 0.5,
