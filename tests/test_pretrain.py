@@ -367,6 +367,7 @@ def test_skip_train_only_evaluates(home: Home):
     assert not re.search(r"\bnan\b", run.output.lower().replace("number of nan", ""))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--help", "--print-config"])
 def test_asking_for_help_or_the_config_prints_it_and_starts_nothing(tmp_path: Path, flag: str):
     code, output = run_forked(str(ROOT / "pretrain_gpt.py"), flag, folder=tmp_path, cwd=tmp_path)

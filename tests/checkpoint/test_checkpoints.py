@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.checkpoints import Attempt, Job, run
 from helpers.ranks import ranks
+from helpers.tiers import slow
 from helpers.training import Case
 from torch.distributed.checkpoint.staging import StagingOptions
 
@@ -95,7 +96,7 @@ def go_on_and_back(job: Job) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [slow(False), True])
 def test_a_rewind_goes_back_to_the_newest_checkpoint_bit_for_bit(tmp_path: Path, asynchronous: bool):
     case = Case(nodes=2, zero=ZeroConfig(zeropp=True), micro_batches=2)
     flags = {"save": str(tmp_path), "async_save": asynchronous}

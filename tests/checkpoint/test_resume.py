@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.checkpoints import Job, run
 from helpers.ranks import ranks
+from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
 
 from megazpp.zero.config import ZeroConfig
@@ -27,7 +28,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+DEFAULT = ("zero 1, tp 2", "zeropp, k 2, bf16")
+
+
+@pytest.mark.parametrize("name", [name if name in DEFAULT else slow(name) for name in CASES])
 def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(tmp_path: Path, name: str):
     case, save, asynchronous = CASES[name], str(tmp_path), "async" in name
     straight = ranks(4).run(run, Job(case=case, steps=4, flags={}))

@@ -301,6 +301,7 @@ print(tokenizer.identity, [int(sum(data.train[i])) for i in range(0, 900, 100)])
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_start_together_agree_and_one_of_them_trains_the_tokenizer(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RANK, str(tmp_path)]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]

@@ -153,7 +153,7 @@ def train_around_a_sample(case: Case, samples: bool) -> list[tuple[float, float]
     return found
 
 
-@pytest.mark.parametrize("zero", [None, ZEROPP])
+@pytest.mark.parametrize("zero", [slow(None), ZEROPP])
 def test_a_sample_in_the_middle_changes_nothing_about_the_training(zero: ZeroConfig | None):
     dropout = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.1)
     case = Case(model=dropout, tp=2, nodes=2, sequence_parallel=True, zero=zero)

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from helpers.program import Program, run_program
+from helpers.tiers import slow
 
 JOB = str(Path(__file__).parents[1] / "helpers" / "job.py")
 SECONDS = 10
 
 
+@pytest.mark.slow
 def test_a_job_that_ends_well_exits_with_0(tmp_path: Path):
     program = Program(JOB, "nothing", "2", folder=tmp_path)
     assert program.finish() == "sum 2\n"
@@ -28,7 +30,7 @@ def test_a_single_worker_needs_no_launcher(tmp_path: Path):
     assert run_program(JOB, "nothing", "1", folder=tmp_path) == (0, "sum 1\n")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [slow(0), 1])
 def test_an_exception_on_one_rank_ends_all_with_its_traceback_shown_once(tmp_path: Path, rank: int):
     program = Program(JOB, f"raise-on-{rank}", "2", folder=tmp_path)
     program.wait_for("sum 2\n")
@@ -52,6 +54,7 @@ def test_a_killed_rank_ends_all_and_is_named_without_a_traceback_of_the_others(t
     assert program.process.returncode == 1
 
 
+@pytest.mark.slow
 def test_what_the_user_can_fix_is_shown_once_as_lines_and_not_tried_again(tmp_path: Path):
     code, output = run_program(JOB, "user-error", "2", "5", folder=tmp_path)
     assert code == 2

@@ -61,6 +61,7 @@ MANY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", MANY.values(), ids=MANY)
 def test_three_micro_batches_say_of_many_what_all_of_them_do(flags: list[str], monkeypatch: pytest.MonkeyPatch):
     run = config(*GPT, *flags, samples=20)

@@ -198,6 +198,7 @@ def test_nine_tenths_of_a_device_are_usable():
 ALONE = {"--bf16": 0.0, "--bf16 K4": 0.0, "--fp16 --zero-stage 2 K4": 0.0, "LLAMA K4": 0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "recorded"), ALONE.items(), ids=ALONE)
 def test_planned_memory_of_one_rank_holds_the_weights_it_keeps(flags: str, recorded: float):
     run = combination(flags)

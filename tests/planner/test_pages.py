@@ -19,6 +19,7 @@ QUOTED = re.compile(
 )
 
 
+@pytest.mark.slow
 def test_the_page_of_zero_quotes_how_much_faster_the_planner_finds_zeropp():
     page = " ".join((ROOT / "megazpp/zero/README.md").read_text(encoding="utf-8").split())
     quoted = QUOTED.search(page)

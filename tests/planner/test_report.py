@@ -41,6 +41,7 @@ def test_on_a_fast_network_zeropp_does_not_pay_and_that_is_said():
     assert "ZeRO++ does not pay here" in report("--zeropp", links=FAST)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_it_needs_and_what_would_help_and_nothing_pays():
     text = report("--zeropp", device=TINY)
     assert "nothing that was tried fits" in text

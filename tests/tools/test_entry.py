@@ -33,6 +33,7 @@ def unread(*command: str, folder: Path) -> tuple[int, str]:
         os.close(writes)
 
 
+@pytest.mark.slow
 def test_a_tool_whose_reader_has_gone_ends_without_a_word(tmp_path: Path):
     flags = ["--nodes", "2", "--ranks-per-node", "4"]
     assert unread("tools/show_topology.py", *flags, folder=tmp_path) == (141, "")

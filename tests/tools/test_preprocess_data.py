@@ -94,6 +94,7 @@ def test_bad_input_gives_one_line_and_leaves_the_folder_as_it_was(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_run_that_is_stopped_in_the_middle_leaves_no_dataset_and_can_be_run_again(
     tmp_path: Path, how: signal.Signals

@@ -83,6 +83,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> list[OfflineRun]:
     return offline_runs(folder)
 
 
+@pytest.mark.slow
 def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_same_run(two_runs: list[OfflineRun]):
     assert [(r.run.run_id, r.run.display_name, r.run.project) for r in two_runs] == [("abcd1234", "n", "p")] * 2
     rows = [row for run in two_runs for row in run.history]
@@ -90,11 +91,13 @@ def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_s
     assert kept == [(i, 10.0 / i, 8 * i) for i in (1, 2, 3, 4)]
 
 
+@pytest.mark.slow
 def test_wandb_keeps_flags_as_config_and_the_layout_beside_the_user_s_words_as_tags(two_runs: list[OfflineRun]):
     assert [run.config["lr"] for run in two_runs] == [0.1, 0.1]
     assert [list(run.run.tags) for run in two_runs] == [["zeropp", "tp2"], ["zeropp", "tp2", "mine"]]
 
 
+@pytest.mark.slow
 def test_wandb_keeps_the_summary_and_the_bytes_as_a_table(two_runs: list[OfflineRun]):
     first = two_runs[0]
     assert (first.summary["final_loss"], first.summary["stop_reason"]) == (5.0, "x")
@@ -109,6 +112,7 @@ def test_a_wandb_that_is_switched_off_records_nothing(tmp_path: Path):
     assert list(tmp_path.glob("**/*.wandb")) == []
 
 
+@pytest.mark.slow
 def test_a_wandb_whose_service_dies_raises_and_does_not_hang(tmp_path: Path):
     """What the tracker does with that: test_tracking.py."""
     assert run_python(LOSE_WANDB, tmp_path).stdout.count("caught ") == 3

@@ -61,6 +61,7 @@ def test_overlap_changes_neither_bits_nor_bytes(zero: ZeroConfig, micro_batches:
     assert overlapped == plain  # losses, norms, bytes on every wire
 
 
+@pytest.mark.slow
 def test_with_the_check_of_the_secondary_partition_too():
     overlapped, plain = with_and_without(4, ZeroConfig(zeropp=True, zero_check_secondary=True), micro_batches=2)
     assert overlapped["loss"] == plain["loss"]  # it finds more to check, so the bytes of its votes differ
@@ -110,6 +111,7 @@ def train_with_delays(case: Case) -> dict[str, Any]:
             setattr(MeshAxis, name, original)
 
 
+@pytest.mark.slow
 def test_random_delays_on_every_rank_change_neither_the_order_of_collectives_nor_the_result():
     case = Case(nodes=2, tp=2, micro_batches=2, steps=4, model=LLAMA_STYLE, zero=ALL)
     expected = ranks(8).run(train_on_ranks, case)[0]

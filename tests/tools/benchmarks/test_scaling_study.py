@@ -10,6 +10,7 @@ from scaling_study import ROOT, SCHEMES, STUDIES, Study, draw, run
 from megazpp.arguments import parse_run_config
 
 
+@pytest.mark.slow
 def test_a_study_has_every_scheme_at_every_size_and_a_plot(tmp_path: Path):
     pytest.importorskip("matplotlib")
     study = Study("tiny on laptops, 1 Gbit/s", "two_laptops", ("@configs/gpt_tiny.args", "--vocab-size", "512"))
