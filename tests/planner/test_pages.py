@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from megazpp.arguments import parse_run_config
 from megazpp.planner.estimate import Estimator, schemes
 from megazpp.planner.report import needed_vocab_size, with_data
