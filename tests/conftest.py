@@ -1,9 +1,11 @@
 """Settings shared by all tests."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would programs
 
 import pytest
 import torch
