@@ -5,12 +5,12 @@ import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would programs
 
 import pytest
 import torch
 from hypothesis import settings
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would programs
 settings.register_profile("no deadline", deadline=None)  # other jobs may have the cores
 settings.load_profile("no deadline")
 
