@@ -377,6 +377,7 @@ def test_asking_for_help_or_the_config_prints_it_and_starts_nothing(tmp_path: Pa
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_wrong_flags_are_refused_in_one_line_each_before_anything_is_written(tmp_path: Path):
     home = Home(tmp_path)
     code, output, folder = home.pretrain("--no-such-flag", "3", "--train-iter", "4", run="never")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +12,13 @@ import pytest
 def slow(*values: Any) -> Any:
     """A test's parameters that only the slow tier runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def chosen(cases: Mapping[str, Any], *default: str) -> list[Any]:
+    """The named cases of a grid, with their names as ids; those that are not in `default` run in the slow tier."""
+    assert {*default} <= {*cases}, f"{default} are not all among {[*cases]}"
+    marks = {name: [] if name in default else [pytest.mark.slow] for name in cases}
+    return [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]
 
 
 def pairwise(grid: Iterable[tuple[Any, ...]]) -> list[Any]:

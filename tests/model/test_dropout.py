@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.tensor_parallel import CPU, build_gpt, local_gradients, tp_axis
+from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, Case, build_on_ranks, train_on_ranks
 
 from megazpp.model.attention import AttentionInputs, SelfAttention
@@ -208,7 +209,7 @@ def test_data_ranks_draw_different_masks(stage: int, tp: int, model: GPTConfig):
     assert len({tuple(loss.flatten().tolist()) for loss in losses.values()}) == 4 // tp
 
 
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [slow(1, False), slow(2, False), (2, True)])
 def test_a_training_run_with_dropout_can_be_repeated(tp: int, sequence_parallel: bool):
     case = Case(model=BOTH, tp=tp, sequence_parallel=sequence_parallel, micro_batches=2, steps=2)
     run, repeated = (ranks(4).run(train_on_ranks, case) for _ in range(2))

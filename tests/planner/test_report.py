@@ -37,6 +37,7 @@ def test_on_a_slow_network_zeropp_pays_and_everything_is_in_the_tables():
     assert "slower than the best" in text
 
 
+@pytest.mark.slow
 def test_on_a_fast_network_zeropp_does_not_pay_and_that_is_said():
     assert "ZeRO++ does not pay here" in report("--zeropp", links=FAST)
 
@@ -51,6 +52,7 @@ def test_what_does_not_fit_says_what_it_needs_and_what_would_help_and_nothing_pa
     assert "pay" not in text
 
 
+@pytest.mark.slow
 def test_a_device_without_measured_shares_has_ranges_and_another_one_figure_and_both_say_what_it_rests_on():
     text = report("--micro-batch-size", "1")
     seconds = re.search(r"a step takes ([\d.]+) to ([\d.]+) s", text)
@@ -63,6 +65,7 @@ def test_a_device_without_measured_shares_has_ranges_and_another_one_figure_and_
     assert "times are a range" not in text
 
 
+@pytest.mark.slow
 def test_days_and_money_are_those_of_all_samples_and_mfu_says_what_it_counts():
     text = report("--train-iters", "100000", device=SMALL._replace(shares="h800"), price=2.5)
     step = re.search(r"a step takes ([\d.]+) s", text)
@@ -75,6 +78,7 @@ def test_days_and_money_are_those_of_all_samples_and_mfu_says_what_it_counts():
     assert "no recomputation; MFU is their share of 10 TFLOP/s" in text
 
 
+@pytest.mark.slow
 def test_at_most_ten_candidates_are_shown_and_a_run_that_does_not_fit_is_planned_as_the_nearest():
     text = report("--tensor-model-parallel-size", "8", "--micro-batch-size", "3")
     assert text.startswith("note: --tensor-model-parallel-size 8 does not fit this cluster: planned with 4\n")

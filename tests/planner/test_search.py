@@ -69,6 +69,7 @@ def test_what_cannot_run_is_rejected_with_the_flags_that_say_so():
     assert any("--num-attention-heads 1" in verdict for name, verdict in verdicts.items() if "tp 2" in name)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_it_needs_and_more_recomputation_is_tried():
     name = "ZeRO-3, tp 1, local domain 2, micro-batch 1, recompute none"
     roomy = {choice.name: choice for choice in found("--global-batch-size", "4", gigabytes=1.0)}[name]
@@ -96,6 +97,7 @@ def test_the_fewest_memory_switches_that_let_a_run_fit_are_found():
     assert enough[1].fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [(8, 8), (8, 4)])
 def test_other_bits_are_taken_only_where_they_pay(asked: tuple[int, int]):
     choices = found("--zeropp", "--zero-gradient-bits", *map(str, asked), gigabytes=1.0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.ranks import ranks
+from helpers.tiers import chosen
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
 
 from megazpp.parallel.axis import TrafficCounter
@@ -85,7 +86,7 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize("case", GRID.values(), ids=GRID)
+@pytest.mark.parametrize("case", chosen(GRID, "stage 1", "HSDP", "zeropp", "zeropp, tp, sequence"))
 def test_planned_bytes_and_calls_are_the_counted_ones_exactly(case: Case):
     for rank, counted in enumerate(ranks(4).run(count, case)):
         assert measure(plan(case, 4, rank), case.micro_batches).traffic == counted
@@ -155,7 +156,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("case", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("case", chosen(ORDERS, "zeropp, tied, tp"))
 def test_hops_are_given_to_queues_and_sent_in_the_order_of_a_real_step(case: Case, monkeypatch: pytest.MonkeyPatch):
     real = ranks(4).run(real_order, case)[0]
     assert len(real[0]) > 10

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE
 
 from megazpp.model.config import GPTConfig
@@ -60,7 +61,7 @@ def test_recomputation_adds_the_layers_forward_and_keeps_less():
     assert full.segments[FORWARD, 3].kept < plain.segments[FORWARD, 3].kept / 4
 
 
-@pytest.mark.parametrize("again", [None, "full"])
+@pytest.mark.parametrize("again", [None, slow("full")])
 def test_rmsnorm_keeps_its_input_and_a_scale_per_row_as_the_kernel_of_cuda_does(again: str | None):
     """Of LayerNorm the kernel keeps one more fp32 per row, the mean, and its bias's gradient comes at the end."""
     kept = {

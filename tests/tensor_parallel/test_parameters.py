@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.tensor_parallel import CPU, tp_mesh
+from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -54,14 +55,14 @@ def weights_on_ranks(case: Case) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("size", "tp", "stage", "replicas", "blocks"), [
-    (2, 1, 3, 1, 1),
-    (2, 2, 3, 1, 1),
-    (4, 1, 0, 1, 8),
-    (4, 1, 1, 1, 1),
-    (4, 1, 3, 2, 1),
-    (4, 2, 0, 1, 1),
+    slow(2, 1, 3, 1, 1),
+    slow(2, 2, 3, 1, 1),
+    slow(4, 1, 0, 1, 8),
+    slow(4, 1, 1, 1, 1),
+    slow(4, 1, 3, 2, 1),
+    slow(4, 2, 0, 1, 1),
     (4, 2, 2, 1, 64),
-    (4, 2, 3, 1, 1),
+    slow(4, 2, 3, 1, 1),
     (4, 4, 3, 1, 32),
 ])  # fmt: skip
 @pytest.mark.parametrize("style", STYLES)

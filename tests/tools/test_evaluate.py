@@ -13,6 +13,7 @@ from helpers.trained import Trained
 from megazpp.run import Job
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_that_the_training_ended_with(trained: Trained):
     same = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--nproc", "2"]
     code, output = run_forked("tools/evaluate.py", "--load", str(trained.load), *same, folder=trained.home)

@@ -30,6 +30,7 @@ def texts(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith(tuple(PROMPTS))]
 
 
+@pytest.mark.slow
 def test_greedy_texts_are_the_same_with_and_without_the_cache_and_for_1_and_2_tp_ranks(trained: Trained):
     greedy = ["--temperature", "0", "--sample-tokens", "25"]
     alone = run(trained, "--prompt", *PROMPTS, *greedy, "--compare-without-cache")
@@ -47,6 +48,7 @@ def test_greedy_texts_are_the_same_with_and_without_the_cache_and_for_1_and_2_tp
     assert split.count("loading checkpoint") == 1
 
 
+@pytest.mark.slow
 def test_an_empty_prompt_is_continued_from_nothing(trained: Trained):
     flags = ["--temperature", "0", "--sample-tokens", "5"]
     assert "with the cache: 5 tokens in" in run(trained, "--prompt", "", *flags)

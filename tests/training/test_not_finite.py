@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import ranks
+from helpers.tiers import slow
 from helpers.training import Case, build_step
 
 from megazpp.training.anomalies import AnomalyConfig, Guard, LossHistory
@@ -84,9 +85,9 @@ def train_with_a_fault(case: Case, where: str, rank: int, folder: Path) -> tuple
 @pytest.mark.parametrize(
     ("case", "rank"),
     [
-        ({"nodes": 2, "zero": ZEROPP}, 3),
+        slow({"nodes": 2, "zero": ZEROPP}, 3),
         ({"nodes": 2, "zero": ZEROPP, "tp": 2}, 1),
-        ({"stage": 3}, 2),
+        slow({"stage": 3}, 2),
         ({"stage": 1}, 0),
     ],
     ids=["zeropp", "zeropp-tp", "stage3", "stage1"],

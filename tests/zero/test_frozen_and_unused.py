@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.ranks import ranks
+from helpers.tiers import slow
 from helpers.torch_versions import needs_unused_parameters
 from torch import nn
 
@@ -98,7 +99,7 @@ def train_sharded(zero: ZeroConfig, micro_batches: int) -> Weights:
     return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [slow(1), 3])
 @pytest.mark.parametrize(
     "zero", [ZeroConfig(), pytest.param(EXACT, marks=needs_unused_parameters)], ids=["FSDP2", "two hops"]
 )
@@ -112,7 +113,7 @@ def test_frozen_and_unused_parameters_train_as_in_one_process(zero: ZeroConfig, 
 
 
 @needs_unused_parameters
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [slow(1), 3])
 def test_quantized_gradients_leave_frozen_parameters_alone_and_move_the_others_alike(micro_batches: int):
     """8-bit weights and 8/4-bit gradients: within a tenth of the way that a parameter goes in 4 steps."""
     start, expected = dict(Partly().named_parameters()), train_plain(micro_batches)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from helpers.ranks import ranks
+from helpers.tiers import slow
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
@@ -82,7 +83,7 @@ def train_sharded(tied: bool, frozen: bool, zero: ZeroConfig, by_hand: bool) -> 
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["shard_model", "attach_zeropp"])
-@pytest.mark.parametrize(("tied", "frozen"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("tied", "frozen"), [slow(False, False), slow(True, False), (False, True)])
 def test_a_hugging_face_llama_trains_as_in_one_process(tied: bool, frozen: bool, by_hand: bool):
     """Not quantized: fp32 sums in another order, 1e-5 over 4 steps."""
     expected = train_plain(tied, frozen)

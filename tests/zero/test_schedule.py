@@ -70,12 +70,12 @@ def test_with_the_check_of_the_secondary_partition_too():
 @pytest.mark.parametrize(
     ("world", "case"),
     [
-        (2, {}),
+        slow(2, {}),
         (4, {"tp": 2, "sequence_parallel": True}),
-        (4, {"model": GPTConfig(**{**GPT2_STYLE.__dict__, "recompute_granularity": "full"}), "micro_batches": 2}),
-        (4, {"precision": PrecisionConfig(bf16=True)}),
+        slow(4, {"model": GPTConfig(**{**GPT2_STYLE.__dict__, "recompute_granularity": "full"}), "micro_batches": 2}),
+        slow(4, {"precision": PrecisionConfig(bf16=True)}),
         (4, {"precision": PrecisionConfig(bf16=True, grad_reduce_in_bf16=True), "micro_batches": 2}),
-        (6, {"nodes": 3, "global_batch": 12}),
+        slow(6, {"nodes": 3, "global_batch": 12}),
     ],
     ids=["one-rank-per-node", "tp", "recompute", "bf16", "bf16-reduce", "3-nodes"],
 )

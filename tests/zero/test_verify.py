@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import ranks
+from helpers.tiers import slow
 from helpers.training import LLAMA_STYLE, Case, build_step
 
 from megazpp.zero.config import ZeroConfig
@@ -30,11 +31,11 @@ def steps(case: Case, verify: bool) -> list[float]:
 @pytest.mark.parametrize(
     "case",
     [
-        {"nodes": 2, "zero": ZEROPP},
+        slow({"nodes": 2, "zero": ZEROPP}),
         {"nodes": 2, "tp": 2, "zero": ZEROPP, "precision": PrecisionConfig(bf16=True)},
-        {"nodes": 2, "replicas": 2},
-        {"stage": 1, "model": LLAMA_STYLE},
-        {"stage": 0, "tp": 2},
+        slow({"nodes": 2, "replicas": 2}),
+        slow({"stage": 1, "model": LLAMA_STYLE}),
+        slow({"stage": 0, "tp": 2}),
     ],
     ids=["zeropp", "zeropp-tp-bf16", "replicas", "stage1", "stage0-tp"],
 )
@@ -78,6 +79,7 @@ def test_a_flipped_bit_in_the_secondary_partition_of_one_rank_names_the_unit_and
     assert afterwards == "no error"
 
 
+@pytest.mark.slow
 def test_with_tensor_parallelism_only_ranks_of_one_index_are_compared_and_all_ranks_learn_of_it():
     """2 nodes x 4, tp 2: rank 6 keeps for ranks 4 and 6 what rank 2 has sent."""
     answers = ranks(8).run(corrupt, Case(nodes=2, tp=2, zero=ZEROPP), 6, 0)

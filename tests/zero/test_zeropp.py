@@ -45,12 +45,12 @@ GPT2, LLAMA = (GPT2_STYLE, 2), (LLAMA_STYLE, 1)  # model and number of micro-bat
 
 # 1, 2, 3 and 5 nodes; 1, 2, 3 and 4 data ranks per node; tp 1, 2, 4
 @pytest.mark.parametrize(("nodes", "per_node", "tp", "of"), [
-    (2, 2, 1, GPT2),
+    slow(2, 2, 1, GPT2),
     slow(2, 2, 1, LLAMA),
     slow(2, 2, 2, GPT2),
     (2, 2, 2, LLAMA),
     slow(3, 2, 1, GPT2),
-    (2, 3, 1, LLAMA),
+    slow(2, 3, 1, LLAMA),
     slow(5, 1, 1, GPT2),
     slow(2, 4, 1, LLAMA),
     slow(2, 4, 2, GPT2),
@@ -72,8 +72,8 @@ def test_without_quantization_two_hops_equal_plain_fsdp2(nodes: int, per_node: i
     [
         {"sequence_parallel": True, "tp": 2},
         slow({"documents": True, "micro_batches": 2}),
-        {"model": GPTConfig(**{**GPT2_STYLE.__dict__, "recompute_granularity": "full"}), "micro_batches": 2},
-        {"precision": PrecisionConfig(bf16=True)},
+        slow({"model": GPTConfig(**{**GPT2_STYLE.__dict__, "recompute_granularity": "full"}), "micro_batches": 2}),
+        slow({"precision": PrecisionConfig(bf16=True)}),
         slow({"precision": PrecisionConfig(fp16=True)}),
         slow({"precision": PrecisionConfig(bf16=True, grad_reduce_in_bf16=True)}),
     ],
@@ -98,7 +98,7 @@ def test_replicas_of_groups_of_nodes():
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "tp", "classic"), [
-    (2, 2, 1, False),
+    slow(2, 2, 1, False),
     slow(2, 2, 1, True),
     slow(2, 2, 2, False),
     (2, 2, 2, True),
@@ -279,10 +279,10 @@ def message_bytes(sharding: Sharding) -> tuple[int, int, int]:
     )
 
 
-@pytest.mark.parametrize(("nodes", "tp", "micro_batches"), [
-    *(slow(nodes, tp, k) for nodes in (2, 4) for tp in (1, 2) for k in (1, 8) if (nodes, tp, k) != (2, 2, 8)),
-    (2, 2, 8),
-])  # fmt: skip
+@pytest.mark.slow  # the next test is the default tier's
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 8])
 def test_bytes_are_a_function_of_the_layout_and_on_the_cross_axis_not_of_the_micro_batches(
     nodes: int, tp: int, micro_batches: int
 ):
