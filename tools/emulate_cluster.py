@@ -16,7 +16,6 @@ that was killed has left is removed by the next run.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
@@ -26,15 +25,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-from entry import exit_on_signals, leave_with, one_line_errors, undisturbed
 
 from megazpp.errors import EXIT_INTERRUPTED, UserError
 from megazpp.formatting import MEGA
 from megazpp.parallel.rank_processes import RankProcesses, RankSite, master_variables
+from megazpp.program import exit_on_signals, flags_of, program
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 UNLIMITED = "unlimited"
@@ -202,6 +200,18 @@ def remove_network(prefix: str) -> None:
         ETC_NETNS.rmdir()
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Clean up without being interrupted; the commands it runs inherit that."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _own_names(kind: str) -> list[str]:
     lines = _run("ip", "netns", "list") if kind == "netns" else "\n".join(p.name for p in SYS_CLASS_NET.iterdir())
     return [line.split()[0] for line in lines.splitlines() if line and OWN_NAMES.fullmatch(line.split()[0])]
@@ -218,16 +228,16 @@ def _run(*command: str, may_fail: bool = False) -> str:
     return done.stdout
 
 
-@one_line_errors
-def main() -> int:
+@program
+def main(argv: list[str]) -> int:
     """Parse, run the job on the cluster, say what the uplinks carried; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags_of(__doc__)
     parser.add_argument("--nodes", type=int, default=2, help="nodes of the cluster")
     parser.add_argument("--ranks-per-node", type=int, default=4, help="ranks of each node")
     parser.add_argument("--rate", default=UNLIMITED, help=f"of each uplink and direction: 500mbit, 1gbit, {UNLIMITED}")
     parser.add_argument("--clean", action="store_true", help="only remove what killed runs have left")
     parser.add_argument("command", nargs="*", help="a Python program of ours and its flags, after --")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     exit_on_signals()
     try:
         if args.clean:
@@ -255,4 +265,4 @@ def _run_job(cluster: EmulatedCluster, command: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())

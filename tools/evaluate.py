@@ -10,15 +10,13 @@ the work; on a CPU one process does it (--nproc).
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-
-from checkpoint_tool import Loaded, run_on_checkpoint
-from entry import leave_with
 
 from megazpp.arguments import RunConfig
 from megazpp.data.dataset import Splits, build_datasets, check_data, check_inputs
 from megazpp.flags import flag
+from megazpp.program import program
+from megazpp.run import Loaded, run_on_checkpoint
 from megazpp.training.batches import plan_batches
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.perplexity import Score, check_input, count_samples, score_whole
@@ -32,8 +30,9 @@ class EvaluateConfig:
     input: str | None = flag(None, "prefix of a .bin/.idx pair, or a text (default: the validation and test data)")
 
 
+@program
 def main(argv: list[str]) -> int:
-    return run_on_checkpoint("evaluate.py", __doc__ or "", EvaluateConfig, run, argv, check=check)
+    return run_on_checkpoint(__file__, __doc__, EvaluateConfig, run, argv, check=check)
 
 
 def check(config: RunConfig, extra: EvaluateConfig) -> None:
@@ -90,4 +89,4 @@ def score_held_out(loaded: Loaded) -> dict[str, Score]:
 
 
 if __name__ == "__main__":
-    leave_with(lambda: main(sys.argv[1:]))
+    raise SystemExit(main())

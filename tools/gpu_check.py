@@ -22,17 +22,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from entry import exit_on_signals
 from gpu_parts.clocks import describe_clocks, record_clocks
 from gpu_parts.part import Task, describe, read_report, start, tail
 
 from megazpp.files import write_whole
+from megazpp.program import exit_on_signals, flags_of, program
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
@@ -74,7 +74,8 @@ REHEARSAL = "REHEARSAL: no GPU, toy sizes, figures mean nothing"
 REHEARSAL_ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: list[str]) -> int:
     """Run the parts, then print the table; returns the exit code."""
     exit_on_signals()
     args = parse_flags(argv)
@@ -96,9 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(part["status"] == "failed" for part in results["parts"]) else 0
 
 
-def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags, checked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_flags(argv: list[str]) -> argparse.Namespace:
+    """The flags, checked.
+
+    Raises:
+        ValueError: naming the flag and its value.
+    """
+    parser = flags_of(__doc__)
     names = [part.name for part in PARTS]
     parser.add_argument("--out", type=Path, required=True, help="folder for results.json, table.md and the logs")
     parser.add_argument("--budget-minutes", type=float, default=8, help="for all parts together")
@@ -106,11 +111,11 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--corpus", help="text to train on in the part loss (default: the text that is shipped)")
     args = parser.parse_args(argv)
     if not args.budget_minutes > 0:
-        parser.error(f"--budget-minutes {args.budget_minutes} is not positive")
+        raise ValueError(f"--budget-minutes {args.budget_minutes} is not positive")
     if args.corpus is not None and not Path(args.corpus).is_file():
-        parser.error(f"--corpus {args.corpus} is no file")
+        raise ValueError(f"--corpus {args.corpus} is no file")
     if (args.out / "results.json").exists():
-        parser.error(f"--out {args.out} holds the results of another run")
+        raise ValueError(f"--out {args.out} holds the results of another run")
     return args
 
 
@@ -190,4 +195,4 @@ def save(results: dict[str, Any], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -8,15 +8,12 @@ Whatever has no hatching above it is hidden behind compute.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from entry import leave_with, one_line_errors
-from pictures import check_matplotlib
-
 from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span, hidden_shares, stalls
+from megazpp.program import check_matplotlib, flags_of, program
 from megazpp.training.step_timeline import read_chrome_trace, rows_without_crossings, sorted_tracks
 
 PHASES = {"forward": "#9ecae1", "backward": "#4292c6", "norm": "#c6dbef", "optimizer": "#08519c"}
@@ -26,15 +23,15 @@ STANDS_STILL: dict[str, Any] = {"facecolor": "white", "hatch": "//////", "edgeco
 ROW_INCHES, HEAD_INCHES, WIDTH_INCHES = 0.24, 0.32, 13.0
 
 
-@one_line_errors
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@program
+def main(argv: list[str]) -> None:
+    parser = flags_of(__doc__)
     parser.add_argument("trace", type=Path, help="the timeline.json of a run folder")
     parser.add_argument(
         "--out", type=Path, required=True, help="the picture; its suffix is the format (.png, .svg, .pdf)"
     )
     parser.add_argument("--ranks", type=int, nargs="+", help="which ranks (default: all)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     check_matplotlib(f"--out {args.out}")
     plot(pick(read_chrome_trace(args.trace), args.ranks), args.out)
 
@@ -141,4 +138,4 @@ def legend(by_rank: Mapping[str, list[Span]]) -> list[Any]:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())

@@ -23,11 +23,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import tools_path  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from entry import leave_with
 
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
@@ -43,6 +41,7 @@ from megazpp.optim.schedule import ScheduleConfig, build_schedule
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.worker import Worker
+from megazpp.program import program
 from megazpp.run import Job, run_on_ranks
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec, build_model
@@ -57,7 +56,8 @@ class Pair(NamedTuple):
     plain: float
 
 
-def main() -> int:
+@program
+def main(argv: list[str]) -> int:
     args = parse_args(sys.argv[1:])
     launch = LaunchConfig(nproc=args.nproc)
     return run_on_ranks(lambda: Job(find_place(launch), launch, functools.partial(measure, args)))
@@ -203,4 +203,4 @@ def seconds(call: Callable[[], None], before: Callable[[], None] = lambda: None)
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())

@@ -10,7 +10,6 @@ with other work on it only CPU time means something.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import resource
@@ -22,13 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import sentencepiece
-import tools_path  # noqa: F401
-from entry import leave_with
 
 from megazpp.data.preprocess import PreprocessConfig, preprocess
 from megazpp.data.text import read_documents, resolve_text_paths
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.data.tokenizer_training import train_sentencepiece
+from megazpp.program import flags_of, program
 
 VOCAB_SIZE = 8192
 
@@ -40,12 +38,13 @@ class Rates(NamedTuple):
     clock: float
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@program
+def main(argv: list[str]) -> None:
+    parser = flags_of(__doc__)
     parser.add_argument("--megabytes", type=float, default=16.0, help="size of the text for each worker")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="numbers of workers to try")
     parser.add_argument("--rounds", type=int, default=5, help="repetitions of which the median counts")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     chapters = list(read_documents(resolve_text_paths(["builtin:moby_dick"])[0]))
     paragraphs = [text for chapter in chapters for text in chapter.split("\n\n")]
@@ -106,4 +105,4 @@ def count_tokens(model: Path, texts: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())

@@ -16,9 +16,7 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
-import tools_path  # noqa: F401
 import torch
-from entry import leave_with
 from gradient_recording import CPU, Recording, decibels, flat, power, record_gradients
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -28,6 +26,7 @@ from megazpp.checks import RunPlan, check_run_config
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.worker import Worker
+from megazpp.program import flags_of, program
 from megazpp.run import Job, run_on_ranks
 from megazpp.topology.cluster import Cluster
 from megazpp.zero import PrecisionConfig, ZeroConfig, shard_model
@@ -71,14 +70,15 @@ class Ratios(NamedTuple):
     sum_of_steps: float
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@program
+def main(argv: list[str]) -> int:
+    parser = flags_of(__doc__)
     parser.add_argument("--nodes", type=int, default=2, help="nodes that the workers stand for, 2 or more")
     parser.add_argument("--ranks-per-node", type=int, default=2, help="workers of each")
     parser.add_argument("--train-steps", type=int, default=100, help="steps before the gradients are taken")
     parser.add_argument("--steps", type=int, default=12, help="steps whose gradients are measured and summed")
     parser.add_argument("flags", nargs="*", help="flags for pretrain_gpt.py, after --")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     cluster = Cluster(num_nodes=args.nodes, ranks_per_node=args.ranks_per_node)
     launch = LaunchConfig(nproc=cluster.world_size)
 
@@ -164,4 +164,4 @@ class _StandInUnit(nn.Module):
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())
