@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megazpp.errors import EXIT_INTERRUPTED, UserError
+from megazpp.errors import UserError
 from megazpp.formatting import MEGA
 from megazpp.parallel.rank_processes import RankProcesses, RankSite, master_variables
 from megazpp.program import exit_on_signals, flags_of, program
@@ -103,12 +103,12 @@ class EmulatedCluster:
 
     def uplink_bytes(self) -> list[UplinkBytes]:
         """What each node's uplink has carried so far."""
-
-        def counter(node: int, direction: str) -> int:
-            return int((SYS_CLASS_NET / f"{self._prefix}b{node}" / "statistics" / f"{direction}_bytes").read_text())
-
-        # the counters are of the bridge's end: it receives what the node sends
-        return [UplinkBytes(counter(node, "rx"), counter(node, "tx")) for node in range(self.nodes)]
+        found = []
+        for node in range(self.nodes):  # the counters are of the bridge's end: it receives what the node sends
+            counters = SYS_CLASS_NET / f"{self._prefix}b{node}" / "statistics"
+            sent, received = (int((counters / f"{name}_bytes").read_text()) for name in ("rx", "tx"))
+            found.append(UplinkBytes(sent, received))
+        return found
 
     def start(self, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> RankProcesses:
         """Start `command` once per rank, in the environment that torchrun would give it.
@@ -117,11 +117,9 @@ class EmulatedCluster:
             command: the program and its arguments.
             pass_fds: file descriptors that rank 0 inherits.
         """
+        name = self._prefix
         sites = [
-            RankSite(
-                prefix=("ip", "netns", "exec", f"{self._prefix}n{node}"),
-                env={"GLOO_SOCKET_IFNAME": f"{self._prefix}v{node}"},
-            )
+            RankSite(prefix=("ip", "netns", "exec", f"{name}n{node}"), env={"GLOO_SOCKET_IFNAME": f"{name}v{node}"})
             for node in range(self.nodes)
         ]
         # a port of its own for each job: the last one's may still be closing
@@ -230,7 +228,6 @@ def _run(*command: str, may_fail: bool = False) -> str:
 
 @program
 def main(argv: list[str]) -> int:
-    """Parse, run the job on the cluster, say what the uplinks carried; returns the exit code."""
     parser = flags_of(__doc__)
     parser.add_argument("--nodes", type=int, default=2, help="nodes of the cluster")
     parser.add_argument("--ranks-per-node", type=int, default=4, help="ranks of each node")
@@ -239,28 +236,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("command", nargs="*", help="a Python program of ours and its flags, after --")
     args = parser.parse_args(argv)
     exit_on_signals()
-    try:
-        if args.clean:
-            check_machine()
-            print("removed: " + (", ".join(remove_leftovers()) or "nothing was left"))
-            return 0
-        if not args.command or not Path(args.command[0]).is_file():
-            raise UserError("give a Python program that exists after --, like -- pretrain_gpt.py --zeropp")
-        with EmulatedCluster(nodes=args.nodes, ranks_per_node=args.ranks_per_node, rate=args.rate) as cluster:
-            return _run_job(cluster, args.command)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-
-
-def _run_job(cluster: EmulatedCluster, command: Sequence[str]) -> int:
-    started = time.monotonic()
-    code = cluster.start([sys.executable, *command]).wait()
-    seconds = time.monotonic() - started
-    for node, carried in enumerate(cluster.uplink_bytes()):
-        print(
-            f"uplink of node {node}: sent {carried.sent / MEGA:.3f} MB, received {carried.received / MEGA:.3f} MB "
-            f"in {seconds:.1f} s"
-        )
+    if args.clean:
+        check_machine()
+        print("removed: " + (", ".join(remove_leftovers()) or "nothing was left"))
+        return 0
+    if not args.command or not Path(args.command[0]).is_file():
+        raise UserError("give a Python program that exists after --, like -- pretrain_gpt.py --zeropp")
+    with EmulatedCluster(nodes=args.nodes, ranks_per_node=args.ranks_per_node, rate=args.rate) as cluster:
+        started = time.monotonic()
+        code = cluster.start([sys.executable, *args.command]).wait()
+        seconds = time.monotonic() - started
+        for node, carried in enumerate(cluster.uplink_bytes()):
+            sent, received = carried.sent / MEGA, carried.received / MEGA
+            print(f"uplink of node {node}: sent {sent:.3f} MB, received {received:.3f} MB in {seconds:.1f} s")
     return code
 
 

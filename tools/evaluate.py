@@ -47,24 +47,17 @@ def check(config: RunConfig, extra: EvaluateConfig) -> None:
 
 
 def run(loaded: Loaded) -> None:
-    scores = score_held_out(loaded) if loaded.extra.input is None else {"": score_input(loaded, loaded.extra.input)}
+    config, path = loaded.config, loaded.extra.input
+    if path is None:
+        scores = score_held_out(loaded)
+    else:
+        size, say = config.batches.micro_batch_size or 1, loaded.say
+        parts = (loaded.built, loaded.dims, loaded.tokenizer)
+        whole = score_whole(*parts, path, config.data, micro_batch_size=size, device=loaded.device, say=say)
+        scores = {"": whole}
     for where, score in scores.items():
         if loaded.dims.world.rank == 0:
             print("\n".join(score.lines(f"iteration {loaded.iteration}{where}")))
-
-
-def score_input(loaded: Loaded, path: str) -> Score:
-    """Of every token of a dataset or a text."""
-    return score_whole(
-        loaded.built,
-        loaded.dims,
-        loaded.tokenizer,
-        path,
-        loaded.config.data,
-        micro_batch_size=loaded.config.batches.micro_batch_size or 1,
-        device=loaded.device,
-        say=loaded.say,
-    )
 
 
 def score_held_out(loaded: Loaded) -> dict[str, Score]:
