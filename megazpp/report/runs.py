@@ -144,10 +144,10 @@ def _object(file: Path, notes: list[str]) -> Mapping[str, Any] | None:
     if not file.is_file():
         return None
     content = _parsed(file.read_text(encoding="utf-8", errors="replace"))
-    if isinstance(content, dict):
-        return content
-    notes.append(f"{file.name} is damaged and left out")
-    return None
+    if not isinstance(content, dict):
+        notes.append(f"{file.name} is damaged and left out")
+        return None
+    return content
 
 
 def _parsed(text: str) -> Any:

@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import sentencepiece
 
@@ -29,13 +28,6 @@ from megazpp.data.tokenizer_training import train_sentencepiece
 from megazpp.program import flags_of, program
 
 VOCAB_SIZE = 8192
-
-
-class Rates(NamedTuple):
-    """Tokens per second of CPU time of all processes, and of the clock."""
-
-    cpu: float
-    clock: float
 
 
 @program
@@ -69,8 +61,7 @@ def compare(corpus: Path, model: Path, texts: list[str], workers: int, rounds: i
         plain.append(measure(lambda: encode_plainly(model, texts, workers)))
         ours.append(measure(lambda: preprocess(config, tokenizer, lambda _: None).tokens))
     print(f"{workers} worker(s), {corpus.stat().st_size / 1e6:.1f} MB, {workers * len(texts):,} documents")
-    for unit in Rates._fields:
-        theirs, mine = ([getattr(rates, unit) for rates in column] for column in (plain, ours))
+    for unit, theirs, mine in zip(("cpu", "clock"), zip(*plain, strict=True), zip(*ours, strict=True), strict=True):
         ratio = statistics.median(b / a for a, b in zip(theirs, mine, strict=True))
         print(
             f"  tokens/s ({unit:5}): SentencePiece {statistics.median(theirs):9,.0f}, preprocess_data.py"
@@ -78,11 +69,11 @@ def compare(corpus: Path, model: Path, texts: list[str], workers: int, rounds: i
         )
 
 
-def measure(run: Callable[[], int]) -> Rates:
-    """Rates of what `run` returns the tokens of; the processes that it starts count once they have ended."""
+def measure(run: Callable[[], int]) -> tuple[float, float]:
+    """Tokens, which `run` returns, per second of CPU time of all processes that have ended since, and of the clock."""
     cpu, clock = cpu_seconds(), time.perf_counter()
     tokens = run()
-    return Rates(tokens / (cpu_seconds() - cpu), tokens / (time.perf_counter() - clock))
+    return tokens / (cpu_seconds() - cpu), tokens / (time.perf_counter() - clock)
 
 
 def cpu_seconds() -> float:
