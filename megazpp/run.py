@@ -1,25 +1,40 @@
 """What every program on ranks does: become a worker or start the workers, and find out on which cluster.
 
-pretrain_gpt.py trains, the tools that use a checkpoint do something else; until there, and in how they end, they are
-alike.
+pretrain_gpt.py trains; the programs that use a checkpoint (`run_on_checkpoint`) load its model on all ranks.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from megazpp.arguments import RunConfig
+import torch
+
+from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
+from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.read import find_weights, load_weights
+from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.source import LoadSource
+from megazpp.checkpoint_flags import with_checkpoint_flags
+from megazpp.checks import ModelPlan, check_model_config
+from megazpp.data.dataset import build_tokenizer
+from megazpp.data.tokenizer import Tokenizer
 from megazpp.errors import EXIT_USER_ERROR, UserError, user_errors
+from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.environment import prepare_environment
-from megazpp.parallel.launch import LaunchConfig, Place, find_place, launched_rank
+from megazpp.parallel.launch import LaunchConfig, Place, device_type, find_place, launched_rank
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.survey import settle_cluster
-from megazpp.parallel.worker import Worker, run_worker
+from megazpp.parallel.worker import Worker, run_worker, seed_everything
 from megazpp.topology.cluster import Cluster, detect_cluster, read_cluster
+from megazpp.training.console import Console
+from megazpp.training.setup import Built, build_model
 
 LATE_SECONDS = 10.0  # that rank 0, which says what is wrong, may be behind; when it leaves, the launcher ends all
 
@@ -80,3 +95,92 @@ def planned_cluster(config: RunConfig) -> Cluster:
     path = config.cluster.cluster_file
     world_size = find_place(config.launch, {}).world_size if path is None else read_cluster(path).world_size
     return detect_cluster(world_size, config.cluster, {}, tp=config.parallel.tensor_model_parallel_size)
+
+
+class Loaded(NamedTuple):
+    """What a program that uses a checkpoint works with, on every rank.
+
+    Attributes:
+        extra: the program's own config.
+        iteration: of the checkpoint.
+        say: prints a line of progress on rank 0, to stderr.
+    """
+
+    config: RunConfig
+    extra: Any
+    built: Built
+    dims: ParallelDims
+    tokenizer: Tokenizer
+    iteration: int
+    device: torch.device
+    say: Callable[[str], None]
+
+
+def run_on_checkpoint(
+    script: str,
+    description: str | None,
+    extra: type,
+    work: Callable[[Loaded], None],
+    argv: list[str],
+    *,
+    check: Callable[[RunConfig, Any], None],
+    spread: bool = True,
+) -> int:
+    """Read the command line and the checkpoint's flags, load the model on all ranks, and work; returns the exit status.
+
+    Args:
+        script: the program's file, in a folder of the repository.
+        description: its docstring, of which --help has the first line.
+        extra: config class of the program's own flags.
+        check: raises ValueError where the flags ask for what cannot be.
+        spread: whether more GPUs than tensor parallelism needs are of use, where --nproc does not say. On a CPU one
+            process per tensor-parallel rank has all cores.
+    """
+
+    def prepare() -> Job | int:
+        path, first_line = Path(script).resolve(), (description or "").partition("\n")[0]
+        parsed = parse_run_config(
+            argv, path.parents[1], program=path.name, description=first_line, extra=[extra], default_file=None
+        )
+        given = parsed.config.checkpoint
+        if given.load is None:
+            raise ValueError("--load is missing: the folder of checkpoints")
+        folder = CheckpointFolder(given.load, "--load")
+        source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback)
+        parsed = with_checkpoint_flags(parsed, record, folder)
+        if parsed.show.print_config:
+            print(parsed.report())
+            return 0
+        config = parsed.config
+        check(config, parsed.extra[0])
+        place, launch = find_place(config.launch), config.launch
+        if not (place.started or launch.nproc is not None or (spread and device_type() == "cuda")):
+            place = find_place(dataclasses.replace(launch, nproc=config.parallel.tensor_model_parallel_size))
+        plan = check_model_config(config, announced_cluster(config, place), device_type=device_type())
+        return Job(place, launch, functools.partial(_load_and_work, parsed, plan, source, record, work))
+
+    return run_on_ranks(prepare)
+
+
+def _load_and_work(
+    parsed: ParsedRun,
+    plan: ModelPlan,
+    source: LoadSource,
+    record: RunRecord,
+    work: Callable[[Loaded], None],
+    worker: Worker,
+) -> None:
+    config, device, seed = parsed.config, worker.device, parsed.config.launch.seed
+    say = Console(enabled=worker.rank == 0, out=sys.stderr).log
+    with user_errors():
+        cluster = found_cluster(config, plan.layout.cluster, worker)
+        plan = check_model_config(config, cluster, device_type=device.type)
+        dims = ParallelDims(plan.layout, device_type=device.type, nccl=config.nccl, timeout=worker.timeout)
+        seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+        tokenizer = build_tokenizer(config.tokenizer, config.data, announce=say)
+        for notice in (*parsed.notices, *plan.notices):
+            say(f"note: {notice}")
+        built = build_model(config.model_spec(tokenizer.vocab_size, plan.wire), dims, device)
+        size, identity = tokenizer.vocab_size, tokenizer.identity
+        iteration = load_weights(*built, dims, source, record, vocab_size=size, tokenizer=identity, say=say)
+        work(Loaded(config, parsed.extra[0], built, dims, tokenizer, iteration, device, say))

@@ -18,6 +18,7 @@ FLOORS = {
     "megazpp.flag_files": 0,
     "megazpp.flag_report": 0,
     "megazpp.megatron_flags": 0,
+    "megazpp.program": 0,
     "megazpp.topology": 1,
     "megazpp.parallel": 1,
     "megazpp.tensor_parallel": 2,
@@ -35,7 +36,7 @@ FLOORS = {
     "megazpp.checkpoint_flags": 7,
     "megazpp.env": 7,
     "megazpp.introduce": 7,
-    "megazpp.run": 7,
+    "megazpp.run": 8,
     "megazpp.trainer": 8,
     "megazpp.planner": 7,
 }

@@ -11,23 +11,15 @@ tensors go through one at a time, and the output appears whole or not at all.
 
 from __future__ import annotations
 
-import sys
-
-from entry import leave_with, run_tool, say
-
 from megazpp.convert.convert import ConvertConfig, convert
 from megazpp.data.tokenizer import TokenizerConfig
+from megazpp.program import program_of, say
 
 
-def main(argv: list[str]) -> int:
-    return run_tool(
-        "convert_checkpoint.py",
-        (__doc__ or "").partition("\n")[0],
-        [ConvertConfig, TokenizerConfig],
-        lambda config, tokenizer: print(convert(config, tokenizer, say)),
-        argv,
-    )
+@program_of(ConvertConfig, TokenizerConfig, description=(__doc__ or "").partition("\n")[0])
+def main(config: ConvertConfig, tokenizer: TokenizerConfig) -> None:
+    print(convert(config, tokenizer, say))
 
 
 if __name__ == "__main__":
-    leave_with(lambda: main(sys.argv[1:]))
+    raise SystemExit(main())

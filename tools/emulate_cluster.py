@@ -16,7 +16,6 @@ that was killed has left is removed by the next run.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
@@ -26,15 +25,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from entry import exit_on_signals, leave_with, one_line_errors, undisturbed
-
-from megazpp.errors import EXIT_INTERRUPTED, UserError
+from megazpp.errors import UserError
 from megazpp.formatting import MEGA
 from megazpp.parallel.rank_processes import RankProcesses, RankSite, master_variables
+from megazpp.program import exit_on_signals, flags_of, program
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 UNLIMITED = "unlimited"
@@ -105,12 +103,12 @@ class EmulatedCluster:
 
     def uplink_bytes(self) -> list[UplinkBytes]:
         """What each node's uplink has carried so far."""
-
-        def counter(node: int, direction: str) -> int:
-            return int((SYS_CLASS_NET / f"{self._prefix}b{node}" / "statistics" / f"{direction}_bytes").read_text())
-
-        # the counters are of the bridge's end: it receives what the node sends
-        return [UplinkBytes(counter(node, "rx"), counter(node, "tx")) for node in range(self.nodes)]
+        found = []
+        for node in range(self.nodes):  # the counters are of the bridge's end: it receives what the node sends
+            counters = SYS_CLASS_NET / f"{self._prefix}b{node}" / "statistics"
+            sent, received = (int((counters / f"{name}_bytes").read_text()) for name in ("rx", "tx"))
+            found.append(UplinkBytes(sent, received))
+        return found
 
     def start(self, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> RankProcesses:
         """Start `command` once per rank, in the environment that torchrun would give it.
@@ -119,11 +117,9 @@ class EmulatedCluster:
             command: the program and its arguments.
             pass_fds: file descriptors that rank 0 inherits.
         """
+        name = self._prefix
         sites = [
-            RankSite(
-                prefix=("ip", "netns", "exec", f"{self._prefix}n{node}"),
-                env={"GLOO_SOCKET_IFNAME": f"{self._prefix}v{node}"},
-            )
+            RankSite(prefix=("ip", "netns", "exec", f"{name}n{node}"), env={"GLOO_SOCKET_IFNAME": f"{name}v{node}"})
             for node in range(self.nodes)
         ]
         # a port of its own for each job: the last one's may still be closing
@@ -202,6 +198,18 @@ def remove_network(prefix: str) -> None:
         ETC_NETNS.rmdir()
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Clean up without being interrupted; the commands it runs inherit that."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _own_names(kind: str) -> list[str]:
     lines = _run("ip", "netns", "list") if kind == "netns" else "\n".join(p.name for p in SYS_CLASS_NET.iterdir())
     return [line.split()[0] for line in lines.splitlines() if line and OWN_NAMES.fullmatch(line.split()[0])]
@@ -218,41 +226,31 @@ def _run(*command: str, may_fail: bool = False) -> str:
     return done.stdout
 
 
-@one_line_errors
-def main() -> int:
-    """Parse, run the job on the cluster, say what the uplinks carried; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@program
+def main(argv: list[str]) -> int:
+    parser = flags_of(__doc__)
     parser.add_argument("--nodes", type=int, default=2, help="nodes of the cluster")
     parser.add_argument("--ranks-per-node", type=int, default=4, help="ranks of each node")
     parser.add_argument("--rate", default=UNLIMITED, help=f"of each uplink and direction: 500mbit, 1gbit, {UNLIMITED}")
     parser.add_argument("--clean", action="store_true", help="only remove what killed runs have left")
     parser.add_argument("command", nargs="*", help="a Python program of ours and its flags, after --")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     exit_on_signals()
-    try:
-        if args.clean:
-            check_machine()
-            print("removed: " + (", ".join(remove_leftovers()) or "nothing was left"))
-            return 0
-        if not args.command or not Path(args.command[0]).is_file():
-            raise UserError("give a Python program that exists after --, like -- pretrain_gpt.py --zeropp")
-        with EmulatedCluster(nodes=args.nodes, ranks_per_node=args.ranks_per_node, rate=args.rate) as cluster:
-            return _run_job(cluster, args.command)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-
-
-def _run_job(cluster: EmulatedCluster, command: Sequence[str]) -> int:
-    started = time.monotonic()
-    code = cluster.start([sys.executable, *command]).wait()
-    seconds = time.monotonic() - started
-    for node, carried in enumerate(cluster.uplink_bytes()):
-        print(
-            f"uplink of node {node}: sent {carried.sent / MEGA:.3f} MB, received {carried.received / MEGA:.3f} MB "
-            f"in {seconds:.1f} s"
-        )
+    if args.clean:
+        check_machine()
+        print("removed: " + (", ".join(remove_leftovers()) or "nothing was left"))
+        return 0
+    if not args.command or not Path(args.command[0]).is_file():
+        raise UserError("give a Python program that exists after --, like -- pretrain_gpt.py --zeropp")
+    with EmulatedCluster(nodes=args.nodes, ranks_per_node=args.ranks_per_node, rate=args.rate) as cluster:
+        started = time.monotonic()
+        code = cluster.start([sys.executable, *args.command]).wait()
+        seconds = time.monotonic() - started
+        for node, carried in enumerate(cluster.uplink_bytes()):
+            sent, received = carried.sent / MEGA, carried.received / MEGA
+            print(f"uplink of node {node}: sent {sent:.3f} MB, received {received:.3f} MB in {seconds:.1f} s")
     return code
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())

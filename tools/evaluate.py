@@ -10,15 +10,13 @@ the work; on a CPU one process does it (--nproc).
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-
-from checkpoint_tool import Loaded, run_on_checkpoint
-from entry import leave_with
 
 from megazpp.arguments import RunConfig
 from megazpp.data.dataset import Splits, build_datasets, check_data, check_inputs
 from megazpp.flags import flag
+from megazpp.program import program
+from megazpp.run import Loaded, run_on_checkpoint
 from megazpp.training.batches import plan_batches
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.perplexity import Score, check_input, count_samples, score_whole
@@ -32,8 +30,9 @@ class EvaluateConfig:
     input: str | None = flag(None, "prefix of a .bin/.idx pair, or a text (default: the validation and test data)")
 
 
+@program
 def main(argv: list[str]) -> int:
-    return run_on_checkpoint("evaluate.py", __doc__ or "", EvaluateConfig, run, argv, check=check)
+    return run_on_checkpoint(__file__, __doc__, EvaluateConfig, run, argv, check=check)
 
 
 def check(config: RunConfig, extra: EvaluateConfig) -> None:
@@ -48,24 +47,17 @@ def check(config: RunConfig, extra: EvaluateConfig) -> None:
 
 
 def run(loaded: Loaded) -> None:
-    scores = score_held_out(loaded) if loaded.extra.input is None else {"": score_input(loaded, loaded.extra.input)}
+    config, path = loaded.config, loaded.extra.input
+    if path is None:
+        scores = score_held_out(loaded)
+    else:
+        size, say = config.batches.micro_batch_size or 1, loaded.say
+        parts = (loaded.built, loaded.dims, loaded.tokenizer)
+        whole = score_whole(*parts, path, config.data, micro_batch_size=size, device=loaded.device, say=say)
+        scores = {"": whole}
     for where, score in scores.items():
         if loaded.dims.world.rank == 0:
             print("\n".join(score.lines(f"iteration {loaded.iteration}{where}")))
-
-
-def score_input(loaded: Loaded, path: str) -> Score:
-    """Of every token of a dataset or a text."""
-    return score_whole(
-        loaded.built,
-        loaded.dims,
-        loaded.tokenizer,
-        path,
-        loaded.config.data,
-        micro_batch_size=loaded.config.batches.micro_batch_size or 1,
-        device=loaded.device,
-        say=loaded.say,
-    )
 
 
 def score_held_out(loaded: Loaded) -> dict[str, Score]:
@@ -90,4 +82,4 @@ def score_held_out(loaded: Loaded) -> dict[str, Score]:
 
 
 if __name__ == "__main__":
-    leave_with(lambda: main(sys.argv[1:]))
+    raise SystemExit(main())

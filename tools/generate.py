@@ -18,13 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint_tool import Loaded, run_on_checkpoint
-from entry import leave_with
-
 from megazpp.arguments import RunConfig
 from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
 from megazpp.inference.text import continue_texts
+from megazpp.program import program
+from megazpp.run import Loaded, run_on_checkpoint
 
 DEFAULT_TOKENS = 100
 
@@ -38,8 +37,9 @@ class GenerateConfig:
     compare_without_cache: bool = flag(False, "generate again without the cache, and say how fast and whether equal")
 
 
+@program
 def main(argv: list[str]) -> int:
-    return run_on_checkpoint("generate.py", __doc__ or "", GenerateConfig, run, argv, check=check, spread=False)
+    return run_on_checkpoint(__file__, __doc__, GenerateConfig, run, argv, check=check, spread=False)
 
 
 def check(config: RunConfig, extra: GenerateConfig) -> None:
@@ -101,4 +101,4 @@ def _batches(lines: Iterator[str], size: int, name: str) -> Iterator[list[str]]:
 
 
 if __name__ == "__main__":
-    leave_with(lambda: main(sys.argv[1:]))
+    raise SystemExit(main())

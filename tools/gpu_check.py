@@ -13,6 +13,7 @@ time. After each, results.json and table.md are written; the parts' logs are in 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -22,27 +23,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from entry import exit_on_signals
-from gpu_parts.clocks import describe_clocks, record_clocks
-from gpu_parts.part import Task, describe, read_report, start, tail
+from gpu_parts.part import Task, last_line, start
 
 from megazpp.files import write_whole
+from megazpp.program import exit_on_signals, flags_of, program
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
-PROGRAM = "gpu_parts.{}"  # a part, as python -m takes it
-POLL_SECONDS = 0.1
+MODULE = "gpu_parts.{}"  # a part's
+RUN_PART = "import sys; from gpu_parts.part import run_part; sys.exit(run_part(*sys.argv[1:]))"
 SPARE_SECONDS = 5.0  # of a limit, for what a part does after its time
+CLOCKS = "clocks.sm,power.draw,temperature.gpu,utilization.gpu"
+BUSY_PERCENT = 50
 
 
 class Part(NamedTuple):
-    """One program tools/gpu_parts/<name>.py.
+    """One module tools/gpu_parts/<name>.py.
 
     Attributes:
         title: of its table.
@@ -74,7 +75,8 @@ REHEARSAL = "REHEARSAL: no GPU, toy sizes, figures mean nothing"
 REHEARSAL_ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: list[str]) -> int:
     """Run the parts, then print the table; returns the exit code."""
     exit_on_signals()
     args = parse_flags(argv)
@@ -96,9 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(part["status"] == "failed" for part in results["parts"]) else 0
 
 
-def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags, checked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_flags(argv: list[str]) -> argparse.Namespace:
+    """The flags, checked.
+
+    Raises:
+        ValueError: naming the flag and its value.
+    """
+    parser = flags_of(__doc__)
     names = [part.name for part in PARTS]
     parser.add_argument("--out", type=Path, required=True, help="folder for results.json, table.md and the logs")
     parser.add_argument("--budget-minutes", type=float, default=8, help="for all parts together")
@@ -106,11 +112,11 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--corpus", help="text to train on in the part loss (default: the text that is shipped)")
     args = parser.parse_args(argv)
     if not args.budget_minutes > 0:
-        parser.error(f"--budget-minutes {args.budget_minutes} is not positive")
+        raise ValueError(f"--budget-minutes {args.budget_minutes} is not positive")
     if args.corpus is not None and not Path(args.corpus).is_file():
-        parser.error(f"--corpus {args.corpus} is no file")
+        raise ValueError(f"--corpus {args.corpus} is no file")
     if (args.out / "results.json").exists():
-        parser.error(f"--out {args.out} holds the results of another run")
+        raise ValueError(f"--out {args.out} holds the results of another run")
     return args
 
 
@@ -133,55 +139,87 @@ def introduce(rehearse: bool, args: argparse.Namespace) -> dict[str, Any]:
 
 def run(part: Part, args: argparse.Namespace, limit: float, *, rehearse: bool, enough: bool) -> dict[str, Any]:
     """Run one part if there is `enough` time; returns what is to be said of it."""
+    outcome: dict[str, Any] = {"name": part.name, "title": part.title, "status": "skipped", "seconds": 0.0}
+    outcome |= {"rows": [], "notes": [], "failures": []}
     missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
-    outcome = {"name": part.name, "title": part.title, "status": "skipped", "seconds": 0.0}
-    empty: dict[str, Any] = {"rows": [], "notes": [], "failures": []}
     if missing:
-        return {**outcome, **empty, "notes": [f"not run: it needs {', '.join(missing)}, which is not installed"]}
+        outcome["notes"] = [f"not run: it needs {', '.join(missing)}, which is not installed"]
+        return outcome
     if not enough:
-        return {**outcome, **empty, "notes": [f"not run: less than the {part.least:g} s that it needs are left"]}
-    folder = args.out / part.name
+        outcome["notes"] = [f"not run: less than the {part.least:g} s that it needs are left"]
+        return outcome
+    folder = (args.out / part.name).resolve()
     folder.mkdir(exist_ok=True)
-    task = Task(
-        folder.resolve(),
-        rehearse,
-        limit - min(SPARE_SECONDS, limit / 10),
-        str(Path(args.corpus).resolve()) if args.corpus else None,
-    )
-    command = [sys.executable, "-u", "-m", PROGRAM.format(part.name), task.words()]
+    corpus = str(Path(args.corpus).resolve()) if args.corpus else None
+    task = Task(folder, rehearse, limit - min(SPARE_SECONDS, limit / 10), corpus)
     began = time.monotonic()
     with record_clocks(folder / "clocks.csv", rehearse=rehearse):
-        code = watch(command, folder / "log.txt", environment(rehearse), limit)
-    found = read_report(folder)
-    found["notes"] += describe_clocks(folder / "clocks.csv")
+        command = [
+            sys.executable,
+            "-u",
+            "-c",
+            RUN_PART,
+            MODULE.format(part.name),
+            json.dumps(task._asdict(), default=str),
+        ]
+        code = watch(command, folder / "log.txt", limit, rehearse=rehearse)
+    if (folder / "report.json").exists():
+        outcome |= json.loads((folder / "report.json").read_text())
+    outcome["notes"] += describe_clocks(folder / "clocks.csv")
     if code is None:
-        found["failures"].append(f"was not done in {limit:.0f} s; what it had found is above")
-    elif code and not found["failures"]:
-        found["failures"].append(f"ended with exit code {code}: {tail(folder / 'log.txt', 1)}")
-    status = "failed" if found["failures"] else "passed"
-    return {**outcome, **found, "status": status, "seconds": round(time.monotonic() - began, 1)}
+        outcome["failures"].append(f"was not done in {limit:.0f} s; what it had found is above")
+    elif code and not outcome["failures"]:
+        outcome["failures"].append(f"ended with exit code {code}: {last_line(folder / 'log.txt')}")
+    status = "failed" if outcome["failures"] else "passed"
+    return {**outcome, "status": status, "seconds": round(time.monotonic() - began, 1)}
 
 
-def environment(rehearse: bool) -> Mapping[str, str]:
-    """Modules are found in the checkout, whether or not it is installed."""
-    path = os.pathsep.join(
-        filter(None, [str(ROOT), str(TOOLS), str(TOOLS / "benchmarks"), os.environ.get("PYTHONPATH")])
-    )
-    return {"PYTHONPATH": path, **(REHEARSAL_ENV if rehearse else {})}
-
-
-def watch(command: list[str], log: Path, env: Mapping[str, str], limit: float) -> int | None:
-    """The exit code of a program; None if it was ended because its time was over."""
-    process = start(command, log, env)
-    deadline = time.monotonic() + limit
+def watch(command: list[str], log: Path, limit: float, *, rehearse: bool) -> int | None:
+    """The exit code of a part; None if it was ended because its time was over."""
+    # modules are found in the checkout, whether or not it is installed
+    folders = (str(ROOT), str(TOOLS), str(TOOLS / "benchmarks"), os.environ.get("PYTHONPATH"))
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "PYTHONUNBUFFERED": "1"}
+    process = start(command, log, {**env, **(REHEARSAL_ENV if rehearse else {})})
     try:
-        while (code := process.poll()) is None and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        return code
+        return process.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        return None
     finally:
-        with suppress(ProcessLookupError):  # what it has started ends with it
+        with contextlib.suppress(ProcessLookupError):  # what it has started ends with it
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextlib.contextmanager
+def record_clocks(file: Path, *, rehearse: bool) -> Iterator[None]:
+    """Write a line of CLOCKS to `file` twice a second; nothing where nvidia-smi is not there."""
+    nvidia_smi = shutil.which("nvidia-smi")
+    if rehearse or nvidia_smi is None:
+        yield
+        return
+    process = start([nvidia_smi, f"--query-gpu={CLOCKS}", "--format=csv,noheader,nounits", "-lms", "500"], file)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def describe_clocks(file: Path) -> list[str]:
+    """A sentence on the moments in which the GPU was busy; none where there were not any."""
+    busy = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with contextlib.suppress(ValueError):  # "[N/A]", or a last line that is not whole
+            clock, power, temperature, load = map(float, line.split(","))
+            if load >= BUSY_PERCENT:
+                busy.append((clock, power, temperature))
+    if not busy:
+        return []
+    clocks, powers, temperatures = zip(*busy, strict=True)
+    return [
+        f"while busy, SM clock {min(clocks):.0f} to {max(clocks):.0f} MHz, at most {max(powers):.0f} W and "
+        f"{max(temperatures):.0f} C ({len(busy)} samples)"
+    ]
 
 
 def save(results: dict[str, Any], out: Path) -> None:
@@ -189,5 +227,30 @@ def save(results: dict[str, Any], out: Path) -> None:
     write_whole(out / "table.md", describe(results).encode())
 
 
+def describe(results: dict[str, Any]) -> str:
+    """Markdown: a heading, tables with remarks for each part, and which parts came to what."""
+    versions = "torch {torch}, CUDA {cuda}, Triton {triton}, commit {commit}".format_map(results)
+    lines = [f"# {results['heading']}", "", versions]
+    for part in results["parts"]:
+        lines += ["", f"## {part['name']}: {part['title']} ({part['status']}, {part['seconds']} s)", ""]
+        lines += table(part["rows"])
+        lines += [f"- {note}" for note in part["notes"]]
+        lines += [f"- FAILED: {failure}" for failure in part["failures"]]
+    words = [f"{part['name']} {part['status']}" for part in results["parts"]]
+    return "\n".join([*lines, "", ", ".join(words) or "no part has run", results["heading"]]) + "\n"
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """One per set of headings, in the order in which they come."""
+    lines: list[str] = []
+    headings: list[str] | None = None
+    for row in rows:
+        if list(row) != headings:
+            headings = list(row)
+            lines += [*([""] if lines else []), f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+        lines.append(f"| {' | '.join(str(cell) for cell in row.values())} |")
+    return [*lines, ""] if lines else []
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -6,17 +6,15 @@ python tools/inspect_dataset.py --input my_text_document --tokenizer-model my.mo
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from entry import leave_with, run_tool
-from pictures import check_matplotlib
 
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.flags import flag
+from megazpp.program import check_matplotlib, program_of
 
 CHECKED_IDS, CHECKED_DOCUMENTS = 1 << 27, 1000  # a look at more of a large dataset takes minutes
 BARS = 40
@@ -32,11 +30,8 @@ class InspectConfig:
     histogram: str | None = flag(None, "picture of the documents' lengths (.svg, .png, .pdf)", metavar="FILE")
 
 
-def main(argv: list[str]) -> int:
-    return run_tool("inspect_dataset.py", __doc__, [InspectConfig, TokenizerConfig], run, argv)
-
-
-def run(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
+@program_of(InspectConfig, TokenizerConfig)
+def main(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
     if config.input is None:
         raise ValueError("--input is missing: the prefix of a .bin/.idx pair")
     if config.histogram is not None:
@@ -127,4 +122,4 @@ def draw_histogram(lengths: np.ndarray, title: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    leave_with(lambda: main(sys.argv[1:]))
+    raise SystemExit(main())

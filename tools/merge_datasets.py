@@ -7,18 +7,14 @@ python tools/merge_datasets.py --input parts/ --output-prefix all_text_document
 
 from __future__ import annotations
 
-import sys
-
-from entry import leave_with, run_tool, say
-
 from megazpp.data.merge import MergeConfig, merge_datasets
+from megazpp.program import program_of, say
 
 
-def main(argv: list[str]) -> int:
-    return run_tool(
-        "merge_datasets.py", __doc__, [MergeConfig], lambda config: print(merge_datasets(config, say)), argv
-    )
+@program_of(MergeConfig)
+def main(config: MergeConfig) -> None:
+    print(merge_datasets(config, say))
 
 
 if __name__ == "__main__":
-    leave_with(lambda: main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -8,26 +8,21 @@ All other flags are pretrain_gpt.py's (one run on one cluster: pretrain_gpt.py -
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
-
-from entry import leave_with, one_line_errors
 
 from megazpp.arguments import parse_run_config
 from megazpp.parallel.launch import device_type
 from megazpp.planner.report import with_data
 from megazpp.planner.scaling import scale, scaling_table
+from megazpp.program import flags_of, program
 from megazpp.topology.cluster import read_cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@one_line_errors
+@program
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = flags_of(__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", required=True, help="numbers of nodes of the cluster file")
     parser.add_argument("--micro-batches", type=int, default=1, help="of an optimizer step (default 1)")
     args, run_flags = parser.parse_known_args(argv)
@@ -46,4 +41,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    leave_with(lambda: main(sys.argv[1:]))
+    raise SystemExit(main())

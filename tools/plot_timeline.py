@@ -8,15 +8,12 @@ Whatever has no hatching above it is hidden behind compute.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from entry import leave_with, one_line_errors
-from pictures import check_matplotlib
-
 from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Span, hidden_shares, stalls
+from megazpp.program import check_matplotlib, flags_of, program
 from megazpp.training.step_timeline import read_chrome_trace, rows_without_crossings, sorted_tracks
 
 PHASES = {"forward": "#9ecae1", "backward": "#4292c6", "norm": "#c6dbef", "optimizer": "#08519c"}
@@ -26,15 +23,15 @@ STANDS_STILL: dict[str, Any] = {"facecolor": "white", "hatch": "//////", "edgeco
 ROW_INCHES, HEAD_INCHES, WIDTH_INCHES = 0.24, 0.32, 13.0
 
 
-@one_line_errors
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@program
+def main(argv: list[str]) -> None:
+    parser = flags_of(__doc__)
     parser.add_argument("trace", type=Path, help="the timeline.json of a run folder")
     parser.add_argument(
         "--out", type=Path, required=True, help="the picture; its suffix is the format (.png, .svg, .pdf)"
     )
     parser.add_argument("--ranks", type=int, nargs="+", help="which ranks (default: all)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     check_matplotlib(f"--out {args.out}")
     plot(pick(read_chrome_trace(args.trace), args.ranks), args.out)
 
@@ -59,57 +56,49 @@ def plot(by_rank: Mapping[str, list[Span]], out: Path) -> None:
         ValueError: matplotlib cannot write files of that name.
     """
     from matplotlib.figure import Figure  # optional
+    from matplotlib.patches import Patch
 
-    zero = min(span.start_seconds for spans in by_rank.values() for span in spans)
-    end = max(span.end_seconds for spans in by_rank.values() for span in spans) - zero
-    num_rows = sum(len(shown_tracks(spans)) for spans in by_rank.values())
-    height = ROW_INCHES * num_rows + HEAD_INCHES * len(by_rank) + 1.4
+    every = [span for spans in by_rank.values() for span in spans]
+    zero = min(span.start_seconds for span in every)
+    tracks = {name: [track for track in sorted_tracks(spans) if track != STEP] for name, spans in by_rank.items()}
+    height = ROW_INCHES * sum(map(len, tracks.values())) + HEAD_INCHES * len(by_rank) + 1.4
     figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
     axes = figure.add_subplot()
     y, ticks, labels = 0.0, [], []
     for name, spans in by_rank.items():
         y += HEAD_INCHES / ROW_INCHES
-        axes.text(0.0, y - 0.62, describe(name, spans), fontsize=8, fontweight="bold", va="bottom")
-        for track in shown_tracks(spans):
+        hidden = hidden_shares(spans, "cross")
+        head = (
+            name
+            if hidden is None
+            else (
+                f"{name}: {hidden.behind_compute:.0%} of the cross axis's time hidden behind compute, "
+                f"{hidden.behind_work:.0%} behind compute and other hops"
+            )
+        )
+        axes.text(0.0, y - 0.62, head, fontsize=8, fontweight="bold", va="bottom")
+        for track in tracks[name]:
             draw_track(axes, spans, track, y, zero)
             ticks.append(y)
             labels.append(track)
             y += 1
     axes.set_yticks(ticks, labels, fontsize=8)
     axes.set_ylim(y - 0.4, 0.2)
-    axes.set_xlim(0, end)
+    axes.set_xlim(0, max(span.end_seconds for span in every) - zero)
     axes.set_xlabel("seconds")
     axes.grid(axis="x", alpha=0.3)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_title(title(by_rank), fontsize=11)
-    figure.legend(handles=legend(by_rank), loc="outside lower center", ncols=10, fontsize=8, frameon=False)
+    steps = [span for span in every if span.track == STEP]
+    slowest = f"{max(span.seconds for span in steps):.3f} s"
+    axes.set_title(", ".join([*dict.fromkeys(span.name for span in steps), slowest]), fontsize=11)
+    shown = {span.name for span in every if span.track == COMPUTE}
+    names = {name: face for name, face in PHASES.items() if name in shown}
+    names |= {track: COLORS.get(track, OTHER) for track in sorted_tracks(every) if track not in (STEP, COMPUTE)}
+    patches = [Patch(facecolor=face, label=name) for name, face in names.items()]
+    patches.append(Patch(label="compute stands still", **STANDS_STILL))
+    figure.legend(handles=patches, loc="outside lower center", ncols=10, fontsize=8, frameon=False)
     figure.savefig(out, dpi=150)
-
-
-def shown_tracks(spans: Sequence[Span]) -> list[str]:
-    return [track for track in sorted_tracks(spans) if track != STEP]
-
-
-def title(by_rank: Mapping[str, list[Span]]) -> str:
-    """The step, its seconds on the slowest rank shown."""
-    steps = [span for spans in by_rank.values() for span in spans if span.track == STEP]
-    return ", ".join([*dict.fromkeys(span.name for span in steps), f"{max(span.seconds for span in steps):.3f} s"])
-
-
-def describe(name: str, spans: Sequence[Span]) -> str:
-    """The rank, and how much of the slow track's time is hidden."""
-    hidden = hidden_shares(spans, "cross")
-    if hidden is None:
-        return name
-    return (
-        f"{name}: {hidden.behind_compute:.0%} of the cross axis's time hidden behind compute, "
-        f"{hidden.behind_work:.0%} behind compute and other hops"
-    )
-
-
-def color(span: Span) -> str:
-    return PHASES.get(span.name, OTHER) if span.track == COMPUTE else COLORS.get(span.track, OTHER)
 
 
 def draw_track(axes: Any, spans: Sequence[Span], track: str, y: float, zero: float) -> None:
@@ -117,28 +106,16 @@ def draw_track(axes: Any, spans: Sequence[Span], track: str, y: float, zero: flo
     rows = rows_without_crossings(spans, track)
     height = 0.8 / len(rows)
     for index, row in enumerate(rows):
-        bottom = y - 0.4 + index * height
         bars: dict[str, list[tuple[float, float]]] = {}
         for span in row:
-            bars.setdefault(color(span), []).append((span.start_seconds - zero, span.seconds))
+            face = PHASES.get(span.name, OTHER) if track == COMPUTE else COLORS.get(track, OTHER)
+            bars.setdefault(face, []).append((span.start_seconds - zero, span.seconds))
         for face, times in bars.items():
-            axes.broken_barh(times, (bottom, height), facecolor=face, linewidth=0)
+            axes.broken_barh(times, (y - 0.4 + index * height, height), facecolor=face, linewidth=0)
     if track == COMPUTE:
         times = [(start - zero, end - start) for start, end in stalls(spans)]
         axes.broken_barh(times, (y - 0.4, 0.8), **STANDS_STILL)
 
 
-def legend(by_rank: Mapping[str, list[Span]]) -> list[Any]:
-    """A patch for each colour that occurs, and what hatching means."""
-    from matplotlib.patches import Patch
-
-    spans = [span for spans in by_rank.values() for span in spans if span.track != STEP]
-    tracks = sorted_tracks(spans)
-    names = {name: PHASES[name] for name in PHASES if any(s.name == name and s.track == COMPUTE for s in spans)}
-    names |= {track: COLORS.get(track, OTHER) for track in tracks if track != COMPUTE}
-    still = Patch(label="compute stands still", **STANDS_STILL)
-    return [*(Patch(facecolor=face, label=name) for name, face in names.items()), still]
-
-
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())

@@ -9,13 +9,10 @@ document a file (.txt), all but Parquet also as .gz and .zst; what has another n
 
 from __future__ import annotations
 
-import sys
-
-from entry import leave_with, run_tool, say
-
 from megazpp.data.preprocess import PreprocessConfig, preprocess
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.megatron_flags import MegatronFlag
+from megazpp.program import program_of, say
 
 MEGATRON_FLAGS = {
     flag.name: flag
@@ -28,18 +25,8 @@ MEGATRON_FLAGS = {
 }
 
 
-def main(argv: list[str]) -> int:
-    return run_tool(
-        "preprocess_data.py",
-        __doc__,
-        [PreprocessConfig, TokenizerConfig],
-        run,
-        argv,
-        megatron_flags=MEGATRON_FLAGS,
-    )
-
-
-def run(config: PreprocessConfig, tokenizer: TokenizerConfig) -> None:
+@program_of(PreprocessConfig, TokenizerConfig, megatron_flags=MEGATRON_FLAGS)
+def main(config: PreprocessConfig, tokenizer: TokenizerConfig) -> None:
     progress = preprocess(config, tokenizer, say)
     say(progress)
     if progress.bad_lines:
@@ -49,4 +36,4 @@ def run(config: PreprocessConfig, tokenizer: TokenizerConfig) -> None:
 
 
 if __name__ == "__main__":
-    leave_with(lambda: main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -9,22 +9,17 @@ server and nothing from the network: open it, or send it.
 
 from __future__ import annotations
 
-import argparse
 import datetime
-import sys
 from pathlib import Path
 
-from entry import leave_with, one_line_errors
-
+from megazpp.program import flags_of, program
 from megazpp.report.page import write_report
 from megazpp.report.runs import read_runs
 
 
-@one_line_errors
+@program
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = flags_of(__doc__)
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folder of a run")
     parser.add_argument(
         "--output", metavar="FILE", type=Path, help="the page (default: report.html in the first folder)"
@@ -36,4 +31,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    leave_with(lambda: main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -11,13 +11,11 @@ the layout count. Nothing is started.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
-
-from entry import leave_with, one_line_errors
 
 from megazpp.arguments import parse_run_config
 from megazpp.parallel.dims import plan_dims
+from megazpp.program import flags_of, program
 from megazpp.topology.cluster import Cluster, read_cluster
 from megazpp.topology.cluster_file import cyclic_order
 from megazpp.topology.picture import topology_svg
@@ -26,11 +24,9 @@ from megazpp.topology.table import topology_text
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@one_line_errors
+@program
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = flags_of(__doc__)
     parser.add_argument("--nodes", type=int, help="nodes of the cluster")
     parser.add_argument("--ranks-per-node", type=int, help="ranks on each node")
     parser.add_argument("--fast-domain", type=int, help="ranks that share the fastest wire (default: those of a node)")
@@ -74,4 +70,4 @@ def choose_cluster(args: argparse.Namespace, cluster_file: str | None) -> Cluste
 
 
 if __name__ == "__main__":
-    leave_with(lambda: main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -39,23 +39,43 @@ def write_report(runs: Sequence[Run], output: Path, now: datetime.datetime) -> N
 
 def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
     """The page."""
-    names = ", ".join(run.name for run in runs)
+    names = [_named(index, run.name) for index, run in enumerate(runs)]
     title = "What the run did" if len(runs) == 1 else f"What {len(runs)} runs did"
     assets = files("megazpp.report")
+    traffic = [
+        f"<h3>{name}</h3>{_table(table)}<p>{escape(traffic_line(run))}</p>"
+        for name, run in zip(names, runs, strict=True)
+        if (table := traffic_table(run)) is not None
+    ]
+    topology = []
+    for layout in dict.fromkeys(run.layout for run in runs if run.layout is not None):
+        where = " ".join(name for name, run in zip(names, runs, strict=True) if run.layout == layout)
+        topology.append(f'<h3>{where}</h3><div class="scroll topology">{topology_svg(layout)}</div>')
+    flags = []
+    if len(runs) > 1:
+        differences = flag_differences(runs)
+        flags = [_table(differences, names) if differences.rows else "<p>None.</p>"]
+    sections = {
+        "Summary": [_table(summary_table(runs), names)],
+        "Flags that differ": flags,
+        "Bytes by axis, wire and collective": traffic,
+        "Who gets which rank": topology,
+    }
     return "\n".join(
         [
             MARK,
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(names)} - MegaZ++</title>",
+            f"<title>{escape(', '.join(run.name for run in runs))} - MegaZ++</title>",
             f"<style>\n{(assets / 'page.css').read_text()}</style></head><body>",
             f"<header><h1>{title}</h1><p>MegaZ++, {now:%Y-%m-%d %H:%M}</p></header>",
             "<main>",
-            *_curve_section(runs),
-            *_section("Summary", _table(summary_table(runs), runs)),
-            *_flag_section(runs),
-            *_traffic_section(runs),
-            *_topology_section(runs),
+            *_curve_section(names),
+            *(
+                "\n".join([f"<section><h2>{name}</h2>", *parts, "</section>"])
+                for name, parts in sections.items()
+                if parts
+            ),
             "</main>",
             f'<script type="application/json" id="data">{_data(runs)}</script>',
             f"<script>\n{(assets / 'page.js').read_text()}</script></body></html>\n",
@@ -73,61 +93,27 @@ def _data(runs: Sequence[Run]) -> str:
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _curve_section(runs: Sequence[Run]) -> Iterator[str]:
+def _curve_section(names: Sequence[str]) -> Iterator[str]:
     yield '<section id="curves"><div class="bar"><div class="switch" role="radiogroup" aria-label="horizontal axis">'
     for index, name in enumerate(("steps", "tokens", "time")):
         checked = " checked" if index == 0 else ""
         yield f'<label><input type="radio" name="axis" value="{index}"{checked}><span>{name}</span></label>'
     yield '</div><ul class="legend">'
-    yield from (f"<li>{_named(index, run.name)}</li>" for index, run in enumerate(runs))
+    yield from (f"<li>{name}</li>" for name in names)
     yield "</ul></div>"
     yield '<div class="charts"></div><noscript>The curves are drawn by a script, which is switched off.</noscript>'
     yield "</section>"
 
 
-def _flag_section(runs: Sequence[Run]) -> Iterator[str]:
-    if len(runs) > 1:
-        table = flag_differences(runs)
-        yield from _section("Flags that differ", _table(table, runs) if table.rows else "<p>None.</p>")
-
-
-def _traffic_section(runs: Sequence[Run]) -> Iterator[str]:
-    parts = []
-    for index, run in enumerate(runs):
-        table = traffic_table(run)
-        if table is not None:
-            parts.append(f"<h3>{_named(index, run.name)}</h3>{_table(table)}<p>{escape(traffic_line(run))}</p>")
-    if parts:
-        yield from _section("Bytes by axis, wire and collective", *parts)
-
-
-def _topology_section(runs: Sequence[Run]) -> Iterator[str]:
-    layouts = list(dict.fromkeys(run.layout for run in runs if run.layout is not None))
-    parts = []
-    for layout in layouts:
-        where = [_named(i, run.name) for i, run in enumerate(runs) if run.layout == layout]
-        parts.append(f'<h3>{" ".join(where)}</h3><div class="scroll topology">{topology_svg(layout)}</div>')
-    if parts:
-        yield from _section("Who gets which rank", *parts)
-
-
-def _section(title: str, *parts: str) -> Iterator[str]:
-    yield f"<section><h2>{escape(title)}</h2>"
-    yield from parts
-    yield "</section>"
-
-
-def _table(table: HtmlTable, runs: Sequence[Run] = ()) -> str:
-    """A table whose columns after the first are the runs', if they are given."""
-    head = [escape(cell) for cell in table.head]
-    if runs:
-        head[1:] = [_named(index, run.name) for index, run in enumerate(runs)]
-    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) for row in table.rows]
+def _table(table: HtmlTable, names: Sequence[str] = ()) -> str:
+    """A table whose columns after the first are the runs', if their names are given, as HTML."""
+    head = [escape(table.head[0]), *names] if names else map(escape, table.head)
     body = "".join(
-        f'<tr><th scope="row">{escape(r[0])}</th>{line}</tr>' for r, line in zip(table.rows, lines, strict=True)
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in table.rows
     )
     columns = "".join(f'<th scope="col">{cell}</th>' for cell in head)
-    style = "" if runs else ' class="numbers"'
+    style = "" if names else ' class="numbers"'
     return f'<div class="scroll"><table{style}><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>'
 
 

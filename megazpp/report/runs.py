@@ -26,7 +26,7 @@ class Run:
         flags: the last start's; {} where there is no args.json.
         rows: of metrics.jsonl, in the order of the file: iterations go back where a restart went back.
         validations: of validation.jsonl.
-        summary: None unless a process of this run has come to its end.
+        summary: {} unless a process of this run has come to its end.
         layout: None where it was not recorded.
         notes: what a reader should know about the files.
         written: when the last line was, or None.
@@ -37,7 +37,7 @@ class Run:
     flags: Mapping[str, Any]
     rows: Sequence[Row]
     validations: Sequence[Row]
-    summary: Mapping[str, Any] | None
+    summary: Mapping[str, Any]
     layout: Layout | None
     notes: Sequence[str]
     written: datetime.datetime | None
@@ -81,7 +81,7 @@ def read_run(folder: Path, name: str) -> Run:
         flags=_object(folder / "args.json", notes) or {},
         rows=rows,
         validations=validations,
-        summary=_object(folder / "summary.json", notes),
+        summary=_object(folder / "summary.json", notes) or {},
         layout=layout,
         notes=notes,
         written=datetime.datetime.fromtimestamp(metrics.stat().st_mtime) if rows else None,
@@ -99,15 +99,12 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 def state(run: Run) -> str:
     """How the run stands, in a few words."""
-    if not run.rows and run.summary is None:
+    if not run.rows and not run.summary:
         return "no log line yet"
-    last = run.rows[-1]["iteration"] if run.rows else 0
-    summary = run.summary
-    if summary is None or number(summary.get("iteration"), 0) < last:
+    if not run.summary or (run.rows and number(run.summary.get("iteration"), 0) < run.rows[-1]["iteration"]):
         return "still running, or it crashed"
-    if summary.get("stop_reason"):
-        return f"stopped by {summary['stop_reason']}"
-    return "finished"
+    reason = run.summary.get("stop_reason")
+    return f"stopped by {reason}" if reason else "finished"
 
 
 def number(value: Any, default: float | None = None) -> Any:
@@ -147,10 +144,10 @@ def _object(file: Path, notes: list[str]) -> Mapping[str, Any] | None:
     if not file.is_file():
         return None
     content = _parsed(file.read_text(encoding="utf-8", errors="replace"))
-    if isinstance(content, dict):
-        return content
-    notes.append(f"{file.name} is damaged and left out")
-    return None
+    if not isinstance(content, dict):
+        notes.append(f"{file.name} is damaged and left out")
+        return None
+    return content
 
 
 def _parsed(text: str) -> Any:

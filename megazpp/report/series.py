@@ -53,7 +53,7 @@ CHARTS = (
 
 
 class Times(NamedTuple):
-    """Where every row of a run is on the horizontal axes."""
+    """Where rows of a run are on the horizontal axes."""
 
     steps: np.ndarray
     tokens: np.ndarray
@@ -69,9 +69,8 @@ def times(run: Run) -> Times:
         total += steps * max(0.0, _finite(row.get("step_seconds")))
         seconds.append(total)
         before = iteration
-    steps = np.array([row["iteration"] for row in run.rows], dtype=np.float64)
-    tokens = np.array([_finite(row.get("consumed_tokens")) for row in run.rows], dtype=np.float64)
-    return Times(steps, tokens, np.array(seconds, dtype=np.float64))
+    steps, tokens = [row["iteration"] for row in run.rows], [_finite(row.get("consumed_tokens")) for row in run.rows]
+    return Times(*(np.array(column, dtype=np.float64) for column in (steps, tokens, seconds)))
 
 
 def curves(run: Run, max_points: int) -> dict[str, list[Segment]]:
@@ -102,8 +101,8 @@ def thin(values: np.ndarray, max_points: int) -> np.ndarray:
     for start, end in itertools.pairwise(edges.tolist()):
         bucket, good = values[start:end], finite[start:end]
         if good.any():
-            kept |= {start + int(np.argmin(np.where(good, bucket, np.inf)))}
-            kept |= {start + int(np.argmax(np.where(good, bucket, -np.inf)))}
+            extremes = np.argmin(np.where(good, bucket, np.inf)), np.argmax(np.where(good, bucket, -np.inf))
+            kept |= {start + int(index) for index in extremes}
         if not good.all():
             kept.add(start + int(np.argmin(good)))
     return np.array(sorted(kept))
@@ -130,11 +129,8 @@ def _validation_times(run: Run, at: Times) -> Times:
     if len(at.steps):  # a row is done again if a later one has no higher iteration
         latest = np.minimum.accumulate(np.append(at.steps[1:], np.inf)[::-1])[::-1] > at.steps
     steps = np.array([row["iteration"] for row in run.validations], dtype=np.float64)
-    if not latest.any():
-        return Times(steps, *(np.zeros_like(steps) for _ in range(2)))
-    along = (np.insert(column[latest], 0, 0.0) for column in at)
-    known_steps, known_tokens, known_seconds = along
-    return Times(steps, np.interp(steps, known_steps, known_tokens), np.interp(steps, known_steps, known_seconds))
+    known, *others = (np.insert(column[latest], 0, 0.0) for column in at)
+    return Times(steps, *(np.interp(steps, known, column) for column in others))
 
 
 def _finite(value: Any) -> float:

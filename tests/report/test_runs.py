@@ -69,7 +69,7 @@ def test_damaged_files_beside_the_metrics_are_left_out_with_a_note(make_run: Mak
     (folder / "args.json").write_bytes(b"\xff\xfe\x00")
     (folder / "not-finite-2.json").touch()
     (run,) = read_runs([folder])
-    assert (run.flags, run.summary, run.layout) == ({}, None, None)
+    assert (run.flags, run.summary, run.layout) == ({}, {}, None)
     assert [note.split()[0] for note in run.notes] == [
         "not-finite-2.json", "topology.json", "args.json", "summary.json"
     ]  # fmt: skip

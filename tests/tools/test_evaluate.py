@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import checkpoint_tool
 import evaluate
 import pytest
 from helpers.program import run_forked
 from helpers.trained import Trained
 
+from megazpp import run
 from megazpp.run import Job
 
 
@@ -30,8 +30,8 @@ def test_a_cpu_has_one_process_per_tensor_parallel_rank_unless_nproc_says_more(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ):
     jobs: list[Job] = []
-    monkeypatch.setattr(checkpoint_tool, "run_on_ranks", lambda prepare: jobs.append(prepare()))
-    monkeypatch.setattr(checkpoint_tool, "device_type", lambda: "cpu")
+    monkeypatch.setattr(run, "run_on_ranks", lambda prepare: jobs.append(prepare()))
+    monkeypatch.setattr(run, "device_type", lambda: "cpu")
     for flags in ([], ["--tensor-model-parallel-size", "2"], ["--nproc", "3"]):
         evaluate.main(["--load", str(trained.load), *flags])
     assert [job.place.world_size for job in jobs] == [1, 2, 3]

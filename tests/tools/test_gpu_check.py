@@ -21,9 +21,8 @@ from gpu_check import Part
 
 TOOLS = Path(gpu_check.__file__).parent
 HEAD = """
-import sys, time
-from gpu_parts.part import run_part
-def body(task, report):
+import time
+def measure(task, report):
 """
 BODIES = {
     "good": "report.row(figure=1)",
@@ -36,11 +35,11 @@ BODIES = {
 
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Programs that do what BODIES says stand in for the parts."""
+    """Modules that do what BODIES says stand in for the parts."""
     for name, body in BODIES.items():
-        (tmp_path / f"{tmp_path.name}_{name}.py").write_text(f"{HEAD}    {body}\nsys.exit(run_part(body))\n")
+        (tmp_path / f"{tmp_path.name}_{name}.py").write_text(f"{HEAD}    {body}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(gpu_check, "PROGRAM", tmp_path.name + "_{}")
+    monkeypatch.setattr(gpu_check, "MODULE", tmp_path.name + "_{}")
     monkeypatch.setattr(gpu_check, "exit_on_signals", lambda: None)
     return tmp_path
 
@@ -100,7 +99,7 @@ def test_results_are_whole_after_a_kill_and_its_part_ends_with_it(parts: Path):
     program = (
         f"import sys; sys.path[:0] = [{str(TOOLS)!r}, {str(TOOLS.parent)!r}]\n"
         "import gpu_check\n"
-        f"gpu_check.PROGRAM = {gpu_check.PROGRAM!r}\n"
+        f"gpu_check.MODULE = {gpu_check.MODULE!r}\n"
         "gpu_check.PARTS = (gpu_check.Part('good', '', 60, 1), gpu_check.Part('hanging', '', 60, 1))\n"
         f"gpu_check.main(['--out', {str(out)!r}])\n"
     )
@@ -126,8 +125,20 @@ def _read(path: Path) -> bytes:
         return b""
 
 
+def test_rows_with_other_headings_begin_another_table():
+    rows = [{"a": 1}, {"a": 2}, {"b": 3}]
+    assert gpu_check.table(rows) == ["| a |", "|---|", "| 1 |", "| 2 |", "", "| b |", "|---|", "| 3 |", ""]
+
+
+def test_clocks_are_those_of_busy_moments(tmp_path: Path):
+    file = tmp_path / "clocks.csv"
+    file.write_text("345, 70.1, 30, 0\n1755, 690.5, 61, 100\n[N/A], 1, 1, 90\n1980, 500.0, 58, 97\n19")
+    [line] = gpu_check.describe_clocks(file)
+    assert line == "while busy, SM clock 1755 to 1980 MHz, at most 690 W and 61 C (2 samples)"
+    assert gpu_check.describe_clocks(tmp_path / "none") == []
+
+
 def test_results_of_another_run_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(SystemExit):
-        gpu_check.main(["--out", str(tmp_path)])
+    assert gpu_check.main(["--out", str(tmp_path)]) == 2
     assert f"--out {tmp_path} holds the results of another run" in capsys.readouterr().err

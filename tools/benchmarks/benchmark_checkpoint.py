@@ -16,18 +16,14 @@ import functools
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-import tools_path  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from entry import leave_with
 
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
@@ -43,6 +39,7 @@ from megazpp.optim.schedule import ScheduleConfig, build_schedule
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.worker import Worker
+from megazpp.program import flags_of, program
 from megazpp.run import Job, run_on_ranks
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec, build_model
@@ -50,27 +47,17 @@ from megazpp.training.setup import ModelSpec, build_model
 VOCAB = 8192
 
 
-class Pair(NamedTuple):
-    """Seconds of ours and of the plain call next to it."""
-
-    ours: float
-    plain: float
-
-
-def main() -> int:
-    args = parse_args(sys.argv[1:])
-    launch = LaunchConfig(nproc=args.nproc)
-    return run_on_ranks(lambda: Job(find_place(launch), launch, functools.partial(measure, args)))
-
-
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+@program
+def main(argv: list[str]) -> int:
+    parser = flags_of((__doc__ or "").splitlines()[0])
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--num-layers", type=int, default=8)
     parser.add_argument("--nproc", type=int, default=4)
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--dir", default=None, help="where to write; default: a folder in the system's temporary one")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    launch = LaunchConfig(nproc=args.nproc)
+    return run_on_ranks(lambda: Job(find_place(launch), launch, functools.partial(measure, args)))
 
 
 def measure(args: argparse.Namespace, worker: Worker) -> None:
@@ -82,7 +69,7 @@ def measure(args: argparse.Namespace, worker: Worker) -> None:
     state = build_state(args, dims, worker.device)
     folder = Path(dims.world.share_object(tempfile.mkdtemp(dir=args.dir) if worker.rank == 0 else None))
     try:
-        report(folder, state, dims, samples=args.samples)
+        compare(folder, state, dims, samples=args.samples)
     finally:
         dist.barrier()
         if worker.rank == 0:
@@ -91,12 +78,8 @@ def measure(args: argparse.Namespace, worker: Worker) -> None:
 
 def build_state(args: argparse.Namespace, dims: ParallelDims, device: torch.device) -> TrainState:
     """A model and moments after one step with made-up gradients."""
-    shape = GPTConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=8,
-        max_position_embeddings=1024,
-    )
+    sizes = {"num_layers": args.num_layers, "hidden_size": args.hidden_size}
+    shape = GPTConfig(**sizes, num_attention_heads=8, max_position_embeddings=1024)
     built = build_model(ModelSpec(config=shape, vocab_size=VOCAB, seed=1), dims, device)
     optimizer = build_optimizer(list(built.model.named_parameters()), OptimizerConfig(), device)
     for parameter in built.model.parameters():
@@ -105,7 +88,7 @@ def build_state(args: argparse.Namespace, dims: ParallelDims, device: torch.devi
     return TrainState(*built, optimizer, ConstantLossScale(1.0), dims, seed=1)
 
 
-def report(folder: Path, state: TrainState, dims: ParallelDims, *, samples: int) -> None:
+def compare(folder: Path, state: TrainState, dims: ParallelDims, *, samples: int) -> None:
     schedule = build_schedule(
         ScheduleConfig(lr=1e-3), weight_decay=0.0, train_iters=1, train_samples=None, global_batch_size=1
     )
@@ -160,8 +143,8 @@ def report(folder: Path, state: TrainState, dims: ParallelDims, *, samples: int)
         size = sum(path.stat().st_size for path in plain[-1].iterdir()) / GIGA
         print(f"{size:.3f} GB, {dims.world.size} ranks, torch {torch.__version__}, {samples} samples")
         for name, found in (("save", saves), ("load from disk", cold), ("load from the page cache", warm)):
-            ratio = statistics.median(pair.plain / pair.ours for pair in found)
-            a, b = min(pair.ours for pair in found), min(pair.plain for pair in found)
+            ratio = statistics.median(theirs / own for own, theirs in found)
+            a, b = (min(times) for times in zip(*found, strict=True))
             print(
                 f"{name}: throughput of ours / plain {ratio:.3f} (median of pairs), {b / a:.3f} (the fastest of each: "
                 f"{a:.3f} s, {size / a:.3f} GB/s; plain {b:.3f} s, {size / b:.3f} GB/s)"
@@ -178,22 +161,22 @@ def forget(files: Sequence[Path]) -> None:
 
 def pairs(
     ours: Callable[[], None], plain: Callable[[], None], samples: int, before: Callable[[], None] = lambda: None
-) -> list[Pair]:
-    """Both in turn, after one of each that does not count; the order changes each time. `before` precedes each call."""
+) -> list[tuple[float, float]]:
+    """Seconds of ours and of plain, in turn, after one of each that does not count; the order changes each time."""
     ours()
     plain()
     found = []
     for index in range(samples):
         if index % 2:
             second = seconds(plain, before)
-            found.append(Pair(seconds(ours, before), second))
+            found.append((seconds(ours, before), second))
         else:
-            found.append(Pair(seconds(ours, before), seconds(plain, before)))
+            found.append((seconds(ours, before), seconds(plain, before)))
     return found
 
 
 def seconds(call: Callable[[], None], before: Callable[[], None] = lambda: None) -> float:
-    """Of a call that all ranks begin together and end together."""
+    """Of a call, after `before`, that all ranks begin together and end together."""
     before()
     dist.barrier()
     started = time.perf_counter()
@@ -203,4 +186,4 @@ def seconds(call: Callable[[], None], before: Callable[[], None] = lambda: None)
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())

@@ -20,21 +20,18 @@ import itertools
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tools_path  # noqa: F401
+from benchmark_cluster_ranks import VARIANTS, BenchmarkSettings
 from benchmark_cluster_report import LOCAL, Sample, plot, tables
-from benchmark_cluster_variants import VARIANTS, BenchmarkSettings, Order
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate
-from entry import exit_on_signals, leave_with, one_line_errors
-from pictures import can_draw
 
 from megazpp.errors import EXIT_INTERRUPTED, UserError
 from megazpp.files import write_whole
-from megazpp.parallel.rank_processes import RankProcesses, start_on_this_machine
+from megazpp.parallel.rank_processes import start_on_this_machine
+from megazpp.program import can_draw, exit_on_signals, flags_of, program, say
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
 POLL_SECONDS = 0.05
@@ -74,47 +71,55 @@ class Results:
 
     def write(self) -> None:
         """Replace the file."""
-        content = {
-            "shape": self.shape,
-            "parameters": self.parameters,
-            "samples": [sample._asdict() for sample in self.samples],
-        }
+        samples = [sample._asdict() for sample in self.samples]
+        content = {"shape": self.shape, "parameters": self.parameters, "samples": samples}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, json.dumps(content, indent=1).encode())
 
 
 class Driver:
-    """A job of rank processes, and the pipe through which rank 0 takes orders."""
+    """A job of rank processes on the cluster, or on this machine, and the pipe through which rank 0 takes orders.
 
-    def __init__(self, start: Callable[[list[str], int], RankProcesses], settings: BenchmarkSettings) -> None:
-        ours, theirs = multiprocessing.Pipe()
-        self._pipe: Connection = ours
-        command = [sys.executable, str(RANKS), json.dumps(dataclasses.asdict(settings)), str(theirs.fileno())]
-        self.job = start(command, theirs.fileno())
+    A context manager, at whose end all of them have ended.
+    """
+
+    def __init__(self, cluster: EmulatedCluster | None, settings: BenchmarkSettings) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        control = theirs.fileno()
+        command = [sys.executable, str(RANKS), json.dumps(dataclasses.asdict(settings)), str(control)]
+        if cluster is not None:
+            self._job = cluster.start(command, pass_fds=(control,))
+        else:
+            shape = {"nodes": settings.nodes, "ranks_per_node": settings.ranks_per_node}
+            self._job = start_on_this_machine(command, **shape, pass_fds=(control,))
         theirs.close()
 
-    def wait_until_built(self) -> int:
-        """Returns the number of parameters of the model."""
-        return int(self._receive()["parameters"])
+    def __enter__(self) -> Driver:
+        return self
 
-    def step(self, order: Order) -> dict[str, Any]:
+    def __exit__(self, error: object, *_: object) -> None:
+        try:
+            if error is None:
+                self._pipe.send(None)
+                if self._job.wait():
+                    raise UserError("the ranks did not end well")
+        finally:
+            self._job.stop()
+
+    def step(self, variant: str, micro_batches: int) -> dict[str, Any]:
         """Have all ranks run one optimizer step."""
-        self._pipe.send(tuple(order))
-        return self._receive()
+        self._pipe.send((variant, micro_batches))
+        return self.receive()
 
-    def finish(self) -> None:
-        self._pipe.send(None)
-        if self.job.wait():
-            raise UserError("the ranks did not end well")
-
-    def _receive(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
+        """What rank 0 sends next: of the model it has built, then of every step."""
         try:
             while not self._pipe.poll(POLL_SECONDS):
-                if self.job.poll() is not None:
+                if self._job.poll() is not None:
                     raise EOFError
             answer: dict[str, Any] = self._pipe.recv()
         except EOFError:
-            self.job.wait()
+            self._job.wait()
             raise UserError("the ranks have ended") from None
         return answer
 
@@ -131,37 +136,14 @@ def measure(args: argparse.Namespace, results: Results) -> None:
             if not rounds:
                 continue
             settings = BenchmarkSettings(**results.shape, tp=tp, variants=tuple(args.variants))
-            with open_driver(cluster, settings) as driver:
-                results.parameters = driver.wait_until_built()
-                warm_up(cluster, driver, args.variants)
+            with Driver(cluster, settings) as driver:
+                results.parameters = driver.receive()["parameters"]
+                if cluster is not None:
+                    cluster.set_rate(UNLIMITED)
+                for name in args.variants:  # uncounted: connections, the optimizers' state, the allocator
+                    say(f"{name}: first step, {driver.step(name, 1)['seconds']:.2f} s")
                 for case, index in rounds:
                     run_round(cluster, driver, results, case, index, args.variants)
-
-
-@contextlib.contextmanager
-def open_driver(cluster: EmulatedCluster | None, settings: BenchmarkSettings) -> Iterator[Driver]:
-    """Rank processes on the cluster, or on this machine; ended in any case."""
-
-    def start(command: list[str], fd: int) -> RankProcesses:
-        if cluster is not None:
-            return cluster.start(command, pass_fds=(fd,))
-        shape = {"nodes": settings.nodes, "ranks_per_node": settings.ranks_per_node}
-        return start_on_this_machine(command, **shape, pass_fds=(fd,))
-
-    driver = Driver(start, settings)
-    try:
-        yield driver
-        driver.finish()
-    finally:
-        driver.job.stop()
-
-
-def warm_up(cluster: EmulatedCluster | None, driver: Driver, variants: list[str]) -> None:
-    """A step of every variant, uncounted: connections, the optimizers' state, the allocator."""
-    if cluster is not None:
-        cluster.set_rate(UNLIMITED)
-    for name in variants:
-        say(f"{name}: first step, {driver.step(Order(name, 1))['seconds']:.2f} s")
 
 
 def run_round(
@@ -177,7 +159,7 @@ def run_round(
         cluster.set_rate(case.rate)
     for name in results.missing(case, index, variants):
         before = cluster.uplink_bytes() if cluster else []
-        answer = driver.step(Order(name, case.micro_batches))
+        answer = driver.step(name, case.micro_batches)
         after = cluster.uplink_bytes() if cluster else []
         uplinks = [now.sent - then.sent for now, then in zip(after, before, strict=True)]
         results.samples.append(Sample(*case, round=index, variant=name, uplink_bytes=uplinks, **answer))
@@ -188,17 +170,13 @@ def run_round(
     results.write()
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def parse_flags() -> argparse.Namespace:
+def parse_flags(argv: list[str]) -> argparse.Namespace:
     """The flags, checked.
 
     Raises:
         ValueError: naming the flag and its value.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for samples.json, table.md and plot.png")
     parser.add_argument("--nodes", type=int, default=2, help="nodes of the cluster")
     parser.add_argument("--ranks-per-node", type=int, default=4, help="ranks of each node")
@@ -213,7 +191,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=512, help="tokens that the model knows")
     parser.add_argument("--seq-length", type=int, default=64, help="tokens of a sample")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="samples of a rank's micro-batch")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     for rate in args.rates:
         parse_rate(rate)
     for name in (*SHAPE, "samples"):
@@ -227,12 +205,12 @@ def parse_flags() -> argparse.Namespace:
     return args
 
 
-@one_line_errors
-def main() -> int:
+@program
+def main(argv: list[str]) -> int:
     """Measure what is missing, then write and print the tables; returns the exit code."""
     exit_on_signals()
     try:
-        args = parse_flags()
+        args = parse_flags(argv)
         drawn = not args.local and can_draw(str(args.out / "plot.png"))
         results = Results(args.out / "samples.json", {name: getattr(args, name) for name in SHAPE})
         measure(args, results)
@@ -249,4 +227,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())

@@ -14,16 +14,17 @@ import functools
 import json
 import sys
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from benchmark_cluster_variants import VARIANTS, BenchmarkSettings, Order, Variant
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from megazpp.data.batch import MicroBatch, make_micro_batch
+from megazpp.data.batch import make_micro_batch
+from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
@@ -36,6 +37,7 @@ from megazpp.topology.cluster import Cluster
 from megazpp.training.metrics import cpu_seconds
 from megazpp.training.setup import Built, ModelSpec, build_model
 from megazpp.training.step import TrainStep
+from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import Sharding, materialize
 from megazpp.zero.units import find_units
@@ -43,6 +45,68 @@ from megazpp.zero.units import find_units
 SEED, LEARNING_RATE = 1234, 1e-4
 TIMEOUT_MINUTES = 60  # a step of 8 micro-batches takes minutes on the slowest links
 PRECISION = PrecisionConfig(bf16=True, grad_reduce_in_bf16=True)
+
+
+class Variant(NamedTuple):
+    """One way to train.
+
+    Attributes:
+        label: for people.
+        zero: None for FSDP2 as it is.
+        hsdp: one sharded copy of the model per node.
+    """
+
+    label: str
+    zero: ZeroConfig | None
+    hsdp: bool = False
+
+
+VARIANTS = {
+    "fsdp2": Variant("FSDP2, gloo's collectives", None),
+    "zero3": Variant("ZeRO-3, ring", ZeroConfig()),
+    "zero3-overlap": Variant("ZeRO-3, ring, overlap", ZeroConfig(overlap_param_gather=True, overlap_grad_reduce=True)),
+    "hsdp": Variant("FSDP2 HSDP", ZeroConfig(), hsdp=True),
+    "qwz": Variant("+qwZ", ZeroConfig(zero_quantized_weights=True)),
+    "hpz": Variant("+hpZ", ZeroConfig(zero_hpz_partition_size="auto")),
+    "qgz": Variant("+qgZ", ZeroConfig(zero_quantized_gradients=True)),
+    "zeropp": Variant(
+        "--zeropp, no overlap", ZeroConfig(zeropp=True, overlap_param_gather=False, overlap_grad_reduce=False)
+    ),
+    "zeropp-overlap": Variant("--zeropp", ZeroConfig(zeropp=True)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkSettings:
+    """What the ranks of one job build.
+
+    Attributes:
+        tp: tensor-parallel degree.
+        variants: keys of VARIANTS.
+        hidden_size, num_layers, vocab_size: of the model.
+        seq_length, micro_batch_size: tokens of a sample and samples of a rank's micro-batch.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    tp: int
+    variants: tuple[str, ...]
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    seq_length: int
+    micro_batch_size: int
+
+    @property
+    def model(self) -> GPTConfig:
+        return GPTConfig(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_attention_heads=max(self.hidden_size // 64, self.tp),
+            max_position_embeddings=self.seq_length,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
 
 
 class RingAxis(MeshAxis):
@@ -57,11 +121,8 @@ class RingAxis(MeshAxis):
             partial = slots[self.rank - 1]
             for hop in range(2, self.size + 1):  # the slot that is sum so far goes round and ends at its owner
                 incoming = torch.empty_like(partial)
-                requests = [
-                    dist.irecv(incoming, predecessor, group=self.group),
-                    dist.isend(partial, successor, group=self.group),
-                ]
-                for request in requests:
+                received = dist.irecv(incoming, predecessor, group=self.group)
+                for request in (received, dist.isend(partial, successor, group=self.group)):
                     assert request is not None
                     request.wait()
                 partial = incoming.add_(slots[self.rank - hop])
@@ -70,17 +131,8 @@ class RingAxis(MeshAxis):
 
 
 def use_ring_(dims: ParallelDims) -> None:
-    """Replace the shard axis by one that reduces in a ring."""
-    axis = dims.shard
-    dims.shard = RingAxis(
-        axis.name,
-        ranks=axis.ranks,
-        rank=axis.rank,
-        group=axis.group,
-        counter=axis.counter,
-        wire=axis.wire,
-        timeline=axis.timeline,
-    )
+    """Have the shard axis reduce in a ring."""
+    dims.shard.__class__ = RingAxis
 
 
 class Bench:
@@ -91,35 +143,27 @@ class Bench:
         self.settings, self.cluster = settings, cluster
         self._dims: dict[bool, ParallelDims] = {}
         self._steps = {name: self._build(VARIANTS[name]) for name in settings.variants}
+        self.num_parameters = sum(p.numel() for p in next(iter(self._steps.values())).model.parameters())
         some_dims = next(iter(self._dims.values()))
         generator = torch.Generator().manual_seed(SEED + some_dims.data_rank)
         shape = (settings.micro_batch_size, settings.seq_length + 1)
-        self._batch: MicroBatch = make_micro_batch(
-            torch.randint(settings.vocab_size, shape, generator=generator), eod=None
-        )
-        self._world = some_dims.world
+        self._batch = make_micro_batch(torch.randint(settings.vocab_size, shape, generator=generator), eod=None)
+        self.world = some_dims.world
 
-    @property
-    def num_parameters(self) -> int:
-        """Of the whole model."""
-        return sum(p.numel() for p in next(iter(self._steps.values())).model.parameters())
-
-    def run(self, order: Order) -> dict[str, Any]:
-        """One step on all ranks.
+    def run(self, variant: str, micro_batches: int) -> dict[str, Any]:
+        """One optimizer step of one variant on all ranks.
 
         Returns:
             seconds between two barriers; cpu_seconds of all ranks together; cross_bytes, per node as our counters have
             it; the loss.
         """
-        step = self._steps[order.variant]
         before = self._counted()
         dist.barrier()
         started = time.perf_counter()
-        result = step([self._batch] * order.micro_batches, learning_rate=LEARNING_RATE, weight_decay=0.0)
+        result = self._steps[variant]([self._batch] * micro_batches, learning_rate=LEARNING_RATE, weight_decay=0.0)
         dist.barrier()
         seconds = time.perf_counter() - started
-        mine = torch.tensor([self._counted()], dtype=torch.float64) - torch.tensor([before], dtype=torch.float64)
-        everyone = self._world.all_gather(mine)  # [ranks, (CPU seconds, cross bytes)]
+        everyone = self.world.all_gather(self._counted() - before)  # [ranks, (CPU seconds, cross bytes)]
         per_node = everyone[:, 1].view(self.cluster.num_nodes, -1).sum(1)
         return {
             "seconds": seconds,
@@ -128,11 +172,12 @@ class Bench:
             "loss": result.loss,
         }
 
-    def _counted(self) -> tuple[float, float]:
-        return cpu_seconds(), float(sum(dims.counter.sent_bytes("cross") for dims in self._dims.values()))
+    def _counted(self) -> torch.Tensor:
+        sent = sum(dims.counter.sent_bytes("cross") for dims in self._dims.values())
+        return torch.tensor([[cpu_seconds(), sent]], dtype=torch.float64)
 
     def _build(self, variant: Variant) -> TrainStep:
-        settings = self.settings
+        settings, cpu = self.settings, torch.device("cpu")
         if variant.hsdp not in self._dims:
             config = ParallelConfig(tensor_model_parallel_size=settings.tp, hsdp=variant.hsdp)
             made = ParallelDims(plan_dims(config, self.cluster, zero_stage=3), device_type="cpu")
@@ -143,15 +188,10 @@ class Bench:
         if variant.zero is None:
             built = build_plain(settings, dims)
         else:
-            spec = ModelSpec(
-                config=settings.model,
-                vocab_size=settings.vocab_size,
-                zero=variant.zero,
-                precision=PRECISION,
-                seed=SEED,
-            )
-            built = build_model(spec, dims, torch.device("cpu"))
-        optimizer = build_optimizer(list(built.model.named_parameters()), OptimizerConfig(), torch.device("cpu"))
+            model, size = settings.model, settings.vocab_size
+            spec = ModelSpec(config=model, vocab_size=size, zero=variant.zero, precision=PRECISION, seed=SEED)
+            built = build_model(spec, dims, cpu)
+        optimizer = build_optimizer(list(built.model.named_parameters()), OptimizerConfig(), cpu)
         return TrainStep(*built, optimizer, build_loss_scaler(LossScaleConfig(), fp16=False), dims, clip_grad=1.0)
 
 
@@ -178,17 +218,13 @@ def build_plain(settings: BenchmarkSettings, dims: ParallelDims) -> Built:
 
 
 def serve(settings: BenchmarkSettings, control: int, worker: Worker) -> None:
-    """Build everything, then run what rank 0 is told to through the pipe `control`, until it is told None."""
+    """Build everything, then take the steps (variant, micro-batches) that rank 0 reads from the pipe, until None."""
     bench = Bench(settings)
     pipe = Connection(control) if worker.rank == 0 else None
     if pipe:
         pipe.send({"parameters": bench.num_parameters})
-    while True:
-        box: list[Order | None] = [Order(*words) if pipe and (words := pipe.recv()) else None]
-        dist.broadcast_object_list(box, src=0)
-        if box[0] is None:
-            return
-        answer = bench.run(box[0])
+    while (order := bench.world.share_object(pipe.recv() if pipe else None)) is not None:
+        answer = bench.run(*order)
         if pipe:
             pipe.send(answer)
 

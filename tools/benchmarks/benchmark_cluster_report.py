@@ -123,7 +123,7 @@ def _speed_table(samples: list[Sample], names: list[str], labels: Mapping[str, s
         for name in names:
             times = [s.seconds for s in here if s.variant == name]
             speed = paired_ratio(here, BASELINE, name, "seconds")
-            cells.append(f"{statistics.median(times):.2f} s ({_spell(speed, 'x')})" if times else NONE)
+            cells.append(f"{statistics.median(times):.2f} s ({_times(speed)})" if times else NONE)
         most = max(sum(s.variant == name for s in here) for name in names)
         rows.append([rate, *cells, str(most)])
     return _markdown(["uplink", *(labels[name] for name in names), "rounds"], rows)
@@ -138,16 +138,10 @@ def _bytes_table(samples: list[Sample], names: list[str], labels: Mapping[str, s
             continue
         measured = statistics.median(statistics.mean(s.uplink_bytes) for s in own)
         counted = statistics.median(statistics.mean(s.cross_bytes) for s in own)
-        seen = name != PLAIN  # nothing of ours is installed in it
-        rows.append(
-            [
-                labels[name],
-                f"{measured / MEGA:.3f}",
-                f"{measured / (2 * parameters):.3f}",
-                f"{counted / MEGA:.3f}" if seen else NONE,
-                f"{100 * (measured / counted - 1):+.2f} %" if seen and counted else NONE,
-            ]
-        )
+        ours = [f"{counted / MEGA:.3f}", f"{100 * (measured / counted - 1):+.2f} %" if counted else NONE]
+        if name == PLAIN:  # nothing of ours is installed in it
+            ours = [NONE, NONE]
+        rows.append([labels[name], f"{measured / MEGA:.3f}", f"{measured / (2 * parameters):.3f}", *ours])
     header = ["sent per uplink and step", "MB by the interface", "in M", "MB by our counters", "difference"]
     return _markdown(header, rows)
 
@@ -156,7 +150,7 @@ def _cpu_table(samples: list[Sample], names: list[str], labels: Mapping[str, str
     rows = []
     for name in names:
         own = [s.cpu_seconds for s in samples if s.variant == name]
-        ratios = [_spell(paired_ratio(samples, name, base, "cpu_seconds"), "x") for base in (BASELINE, PLAIN)]
+        ratios = [_times(paired_ratio(samples, name, base, "cpu_seconds")) for base in (BASELINE, PLAIN)]
         if own:
             rows.append([labels[name], f"{1e3 * statistics.median(own) / tokens:.3f}", *ratios])
     where = "no link" if samples[0].rate == LOCAL else "no limit"
@@ -173,8 +167,8 @@ def _rates(samples: Iterable[Sample]) -> list[str]:
     return sorted({s.rate for s in samples}, key=lambda rate: rate_bits(rate) or float("inf"))
 
 
-def _spell(ratio: float | None, unit: str) -> str:
-    return NONE if ratio is None else f"{ratio:.2f}{unit}"
+def _times(ratio: float | None) -> str:
+    return NONE if ratio is None else f"{ratio:.2f}x"
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:

@@ -5,23 +5,22 @@ python tools/benchmarks/benchmark_index.py --documents 10000000 --mean-length 50
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import numpy as np
-import tools_path  # noqa: F401
-from entry import leave_with
 
 from megazpp.data.gpt_dataset import build_indices
+from megazpp.program import flags_of, program
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@program
+def main(argv: list[str]) -> None:
+    parser = flags_of(__doc__)
     parser.add_argument("--documents", type=int, default=10_000_000, help="documents of the corpus")
     parser.add_argument("--mean-length", type=float, default=500, help="tokens of a document on average")
     parser.add_argument("--seq-length", type=int, default=2048, help="tokens of a sample")
     parser.add_argument("--epochs", type=float, default=1.0, help="how often the corpus is used")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     lengths = np.random.default_rng(0).exponential(args.mean_length, args.documents).astype(np.int32) + 1
     tokens = int(lengths.sum(dtype=np.int64))
@@ -36,4 +35,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())

@@ -10,7 +10,6 @@ with other work on it only CPU time means something.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import resource
@@ -19,33 +18,25 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import sentencepiece
-import tools_path  # noqa: F401
-from entry import leave_with
 
 from megazpp.data.preprocess import PreprocessConfig, preprocess
 from megazpp.data.text import read_documents, resolve_text_paths
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.data.tokenizer_training import train_sentencepiece
+from megazpp.program import flags_of, program
 
 VOCAB_SIZE = 8192
 
 
-class Rates(NamedTuple):
-    """Tokens per second of CPU time of all processes, and of the clock."""
-
-    cpu: float
-    clock: float
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@program
+def main(argv: list[str]) -> None:
+    parser = flags_of(__doc__)
     parser.add_argument("--megabytes", type=float, default=16.0, help="size of the text for each worker")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="numbers of workers to try")
     parser.add_argument("--rounds", type=int, default=5, help="repetitions of which the median counts")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     chapters = list(read_documents(resolve_text_paths(["builtin:moby_dick"])[0]))
     paragraphs = [text for chapter in chapters for text in chapter.split("\n\n")]
@@ -70,8 +61,7 @@ def compare(corpus: Path, model: Path, texts: list[str], workers: int, rounds: i
         plain.append(measure(lambda: encode_plainly(model, texts, workers)))
         ours.append(measure(lambda: preprocess(config, tokenizer, lambda _: None).tokens))
     print(f"{workers} worker(s), {corpus.stat().st_size / 1e6:.1f} MB, {workers * len(texts):,} documents")
-    for unit in Rates._fields:
-        theirs, mine = ([getattr(rates, unit) for rates in column] for column in (plain, ours))
+    for unit, theirs, mine in zip(("cpu", "clock"), zip(*plain, strict=True), zip(*ours, strict=True), strict=True):
         ratio = statistics.median(b / a for a, b in zip(theirs, mine, strict=True))
         print(
             f"  tokens/s ({unit:5}): SentencePiece {statistics.median(theirs):9,.0f}, preprocess_data.py"
@@ -79,11 +69,11 @@ def compare(corpus: Path, model: Path, texts: list[str], workers: int, rounds: i
         )
 
 
-def measure(run: Callable[[], int]) -> Rates:
-    """Rates of what `run` returns the tokens of; the processes that it starts count once they have ended."""
+def measure(run: Callable[[], int]) -> tuple[float, float]:
+    """Tokens, which `run` returns, per second of CPU time of all processes that have ended since, and of the clock."""
     cpu, clock = cpu_seconds(), time.perf_counter()
     tokens = run()
-    return Rates(tokens / (cpu_seconds() - cpu), tokens / (time.perf_counter() - clock))
+    return tokens / (cpu_seconds() - cpu), tokens / (time.perf_counter() - clock)
 
 
 def cpu_seconds() -> float:
@@ -106,4 +96,4 @@ def count_tokens(model: Path, texts: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())

@@ -6,23 +6,20 @@ python tools/benchmarks/calibrate.py --table   the tables with the recorded shar
 
 from __future__ import annotations
 
-import argparse
-
-import tools_path  # noqa: F401
-from entry import leave_with
-
 from megazpp.planner.published import ROWS, Study, errors, fit, median_errors, predict
 from megazpp.planner.published_fsdp2 import SPEED_ROWS, fit_matrix, planned_speed
+from megazpp.program import flags_of, program
 from megazpp.topology.shares import ASSUMED_SHARES, DGX2_SHARES, H100_SHARES, H800_SHARES, Shares
 
 RECORDED: dict[Study, Shares] = {"ZeRO++": DGX2_SHARES, "SDP4Bit": H800_SHARES}
 STUDIES: tuple[Study, ...] = ("ZeRO++", "SDP4Bit")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@program
+def main(argv: list[str]) -> None:
+    parser = flags_of(__doc__)
     parser.add_argument("--table", action="store_true", help="do not fit: use the recorded shares")
-    table = parser.parse_args().table
+    table = parser.parse_args(argv).table
     show_schemes(RECORDED if table else {study: fit(study, print) for study in STUDIES})
     show_speeds(fitted=not table)
 
@@ -62,4 +59,4 @@ def show_speeds(*, fitted: bool) -> None:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())

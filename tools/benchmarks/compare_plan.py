@@ -11,7 +11,6 @@ rings. So are rates above 1 Gbit/s, which processors that also compute do not re
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -22,15 +21,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tools_path  # noqa: F401
+from benchmark_cluster_ranks import VARIANTS, BenchmarkSettings
 from benchmark_cluster_report import BASELINE, PLAIN, Sample, rate_bits
-from benchmark_cluster_variants import VARIANTS, BenchmarkSettings
-from entry import leave_with, one_line_errors
 
 from megazpp.parallel.dims import ParallelConfig, plan_dims
 from megazpp.planner.costs import ClusterCosts
 from megazpp.planner.speed import measure
 from megazpp.planner.step import PaperStep
 from megazpp.planner.trace import Trace, trace_model
+from megazpp.program import flags_of, program
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.device import Device
 from megazpp.topology.layout import Layout
@@ -73,11 +72,11 @@ class Measured(NamedTuple):
     cpu_seconds: float
 
 
-@one_line_errors
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@program
+def main(argv: list[str]) -> None:
+    parser = flags_of(__doc__)
     parser.add_argument("samples", type=Path, help="samples.json of tools/benchmarks/benchmark_cluster.py")
-    content = json.loads(parser.parse_args().samples.read_text())
+    content = json.loads(parser.parse_args(argv).samples.read_text())
     measured = medians([Sample(**s) if isinstance(s, dict) else Sample(*s) for s in content["samples"]])
     if not measured:
         raise ValueError("no samples at emulated rates")
@@ -191,4 +190,4 @@ def trace(layout: Layout, shape: tuple[tuple[str, int], ...]) -> Trace:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())

@@ -8,7 +8,6 @@ folder under --out; runs whose summary.json is there already are not repeated, s
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -16,8 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import tools_path  # noqa: F401
-from entry import leave_with
+from megazpp.program import flags_of, program
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
 LAST_STEPS = 50
@@ -34,13 +32,14 @@ VARIANTS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@program
+def main(argv: list[str]) -> None:
+    parser = flags_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of weights and data order")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), help="which to run")
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
     parser.add_argument("flags", nargs="*", help="flags for pretrain_gpt.py, after --")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in args.variants}
     for seed in args.seeds:  # seeds outside, so that an interrupted study has whole rows
         for name in args.variants:
@@ -95,4 +94,4 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())

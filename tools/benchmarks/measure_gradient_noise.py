@@ -13,26 +13,34 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import tools_path  # noqa: F401
 import torch
-from entry import leave_with
-from gradient_recording import CPU, Recording, decibels, flat, power, record_gradients
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megazpp.arguments import ParsedRun, parse_run_config
 from megazpp.checks import RunPlan, check_run_config
+from megazpp.data.batch import MicroBatch
+from megazpp.data.dataset import build_tokenizer
+from megazpp.model.gpt import GPTModel
+from megazpp.optim.optimizer import build_optimizer, set_rates_
+from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.worker import Worker
+from megazpp.program import flags_of, program
 from megazpp.run import Job, run_on_ranks
+from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.topology.cluster import Cluster
+from megazpp.training.setup import open_datasets, open_loader
 from megazpp.zero import PrecisionConfig, ZeroConfig, shard_model
 
 ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
 
 
 class WireFormat(NamedTuple):
@@ -43,22 +51,7 @@ class WireFormat(NamedTuple):
     feedback: bool = False
 
     def __str__(self) -> str:
-        bits = f"{self.local_bits}/{self.cross_bits}"
-        return f"{bits}, error feedback" if self.feedback else bits
-
-    @property
-    def zero(self) -> ZeroConfig:
-        return ZeroConfig(
-            zero_quantized_gradients=True,
-            zero_gradient_bits=(self.local_bits, self.cross_bits),
-            zero_error_feedback=self.feedback,
-            zero_accumulate_in_bf16=self.cross_bits == 16,
-        )
-
-    @property
-    def precision(self) -> PrecisionConfig:
-        in_bf16 = self.local_bits == 16
-        return PrecisionConfig(bf16=in_bf16, grad_reduce_in_bf16=in_bf16)
+        return f"{self.local_bits}/{self.cross_bits}{', error feedback' if self.feedback else ''}"
 
 
 FORMATS = [WireFormat(16, 16), *(WireFormat(*bits, on) for bits in ((8, 8), (8, 4), (4, 4)) for on in (False, True))]
@@ -71,14 +64,31 @@ class Ratios(NamedTuple):
     sum_of_steps: float
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+class Recording(NamedTuple):
+    """Gradients of some steps; the ranks' sum is the mean over the global batch.
+
+    Attributes:
+        units: shapes of the parameters, unit by unit; the last unit is what the model's root keeps.
+        steps: this rank's gradients, parameter by parameter in that order.
+        exact: [n] fp64, their sums over all ranks, the same everywhere.
+        minibatch: signal to minibatch noise of those sums, in dB, from how the ranks differ.
+    """
+
+    units: list[list[torch.Size]]
+    steps: list[list[torch.Tensor]]
+    exact: list[torch.Tensor]
+    minibatch: float
+
+
+@program
+def main(argv: list[str]) -> int:
+    parser = flags_of(__doc__)
     parser.add_argument("--nodes", type=int, default=2, help="nodes that the workers stand for, 2 or more")
     parser.add_argument("--ranks-per-node", type=int, default=2, help="workers of each")
     parser.add_argument("--train-steps", type=int, default=100, help="steps before the gradients are taken")
     parser.add_argument("--steps", type=int, default=12, help="steps whose gradients are measured and summed")
     parser.add_argument("flags", nargs="*", help="flags for pretrain_gpt.py, after --")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     cluster = Cluster(num_nodes=args.nodes, ranks_per_node=args.ranks_per_node)
     launch = LaunchConfig(nproc=cluster.world_size)
 
@@ -101,10 +111,98 @@ def report(args: argparse.Namespace, parsed: ParsedRun, plan: RunPlan, worker: W
         print(table(ratios, recording, args.steps))
 
 
+def record_gradients(
+    parsed: ParsedRun, plan: RunPlan, dims: ParallelDims, *, train_steps: int, steps: int
+) -> Recording:
+    """Train a whole copy of the model on each rank, all-reducing its gradients; then record without training on."""
+    config, seed = parsed.config, parsed.config.launch.seed
+
+    def announce(line: str) -> None: ...
+
+    tokenizer = build_tokenizer(config.tokenizer, config.data, announce=announce)
+    datasets = open_datasets(config.data, tokenizer, plan.batches, config.evaluation, seed=seed, announce=announce)
+    assert datasets.train is not None
+    model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, tp=MeshAxis("tp"))
+    initialize_parameters_(model, seed=seed, draw_device=CPU)
+    optimizer = build_optimizer(list(model.named_parameters()), config.optimizer, CPU)
+    units = _parameters_by_unit(model)
+    parameters = [p for unit in units for p in unit]
+    size, recorded = plan.batches.global_batch_size, []
+    with open_loader(datasets.train, config.data, tokenizer, plan.batches, dims, CPU, ramp_up=False) as loader:
+        for consumed in range(0, (train_steps + steps) * size, size):
+            gradients = _gradients(model, parameters, loader.step(consumed, size), dims)
+            if consumed >= train_steps * size:
+                recorded.append(gradients)
+                continue
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = dims.world.all_reduce_(gradient)
+            nn.utils.clip_grad_norm_(parameters, config.optimizer.clip_grad)
+            rate, decay = plan.schedule.learning_rate(consumed), plan.schedule.weight_decay(consumed)
+            set_rates_(optimizer, learning_rate=rate, weight_decay=decay)
+            optimizer.step()
+    exact = [dims.world.all_reduce_(flat(gradients).double()) for gradients in recorded]
+    minibatch = _minibatch_ratio(recorded, exact, dims)
+    return Recording([[p.shape for p in unit] for unit in units], recorded, exact, minibatch)
+
+
+def _gradients(
+    model: GPTModel, parameters: list[nn.Parameter], batches: Sequence[MicroBatch], dims: ParallelDims
+) -> list[torch.Tensor]:
+    """This rank's gradients of the mean loss over the global batch."""
+    tokens = dims.sum_over_data_(torch.stack([batch.loss_mask.sum() for batch in batches]).sum())
+    for batch in batches:
+        losses = model(
+            batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
+        )
+        ((losses * batch.loss_mask).sum() / tokens).backward()
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    model.zero_grad()
+    return gradients
+
+
+def _parameters_by_unit(model: GPTModel) -> list[list[nn.Parameter]]:
+    """Each parameter once; the last unit is what `sharding_units` leaves to the model."""
+    units: list[list[nn.Parameter]] = []
+    seen: set[nn.Parameter] = set()
+    groups: list[list[nn.Module]] = [*model.sharding_units(), [model]]
+    for modules in groups:
+        found = [p for module in modules for p in module.parameters() if p not in seen]
+        seen.update(found)
+        units.append(found)
+    return units
+
+
+def _minibatch_ratio(recorded: list[list[torch.Tensor]], exact: list[torch.Tensor], dims: ParallelDims) -> float:
+    """The variance of a mean of W ranks, from the W ranks' distances to it."""
+    ranks = dims.data_size
+    distances = sum(power(ranks * flat(g).double() - e) for g, e in zip(recorded, exact, strict=True))
+    spread = dims.world.all_reduce_(torch.tensor(distances, dtype=torch.float64)).item()
+    return decibels(sum(map(power, exact)), spread / (ranks * (ranks - 1)))
+
+
+def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def power(x: torch.Tensor) -> float:
+    return float(x.square().sum())
+
+
+def decibels(signal: float, noise: float) -> float:
+    return 10 * math.log10(signal / noise) if noise else math.inf
+
+
 def measure(recording: Recording, wire: WireFormat, dims: ParallelDims) -> Ratios:
     """Send the recorded gradients through the reduction of `wire`; the same result on all ranks."""
     model = StandIn(recording.units)
-    sharding = shard_model(model, model.units, dims, zero=wire.zero, precision=wire.precision)
+    zero = ZeroConfig(
+        zero_quantized_gradients=True,
+        zero_gradient_bits=(wire.local_bits, wire.cross_bits),
+        zero_error_feedback=wire.feedback,
+        zero_accumulate_in_bf16=wire.cross_bits == 16,
+    )
+    precision = PrecisionConfig(bf16=wire.local_bits == 16, grad_reduce_in_bf16=wire.local_bits == 16)
+    sharding = shard_model(model, model.units, dims, zero=zero, precision=precision)
     signal, noise = 0.0, 0.0
     total, exact_total = torch.zeros_like(recording.exact[0]), torch.zeros_like(recording.exact[0])
     for gradients, exact in zip(recording.steps, recording.exact, strict=True):
@@ -164,4 +262,4 @@ class _StandInUnit(nn.Module):
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())

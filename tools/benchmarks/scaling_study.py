@@ -8,18 +8,14 @@ model and of tensor parallelism inside a node. Nothing is started. For one's own
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import tools_path  # noqa: F401
-from entry import leave_with, one_line_errors
-from pictures import can_draw
-
 from megazpp.arguments import parse_run_config
 from megazpp.planner.report import with_data
 from megazpp.planner.scaling import Scaled, choose, scale, scaling_table
+from megazpp.program import can_draw, flags_of, program
 from megazpp.topology.cluster import read_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,11 +67,11 @@ class StudyResult(NamedTuple):
     choices: list[Scaled | None]
 
 
-@one_line_errors
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@program
+def main(argv: list[str]) -> None:
+    parser = flags_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for scaling.md and scaling.svg")
-    out = parser.parse_args().out
+    out = parser.parse_args(argv).out
     drawn = can_draw(str(out / "scaling.svg"))
     out.mkdir(parents=True, exist_ok=True)
     results = [run(study, SIZES) for study in STUDIES]
@@ -132,4 +128,4 @@ def draw(results: Sequence[StudyResult], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    leave_with(main)
+    raise SystemExit(main())

@@ -9,58 +9,34 @@ which makes the smallest size look faster, the copy too.
 from __future__ import annotations
 
 import os
-import sys
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from benchmark_kernels import Piece, build_pieces, time_on
 
-from gpu_parts.part import Report, Task, run_part
+from gpu_parts.part import Report, Task
 from kernels import block_quant
 from kernels.formats import BlockFormat
 from megazpp.zero.config import GRADIENT_BLOCK, WEIGHT_BLOCK
 from megazpp.zero.layout import Segment, plan_message
 from megazpp.zero.wire import Codec
 
-
-class KernelSizes(NamedTuple):
-    """
-    Attributes:
-        elements, blocks: of the data of single kernels.
-        of_pass: elements of the whole pass.
-        rounds: of which the median counts.
-    """
-
-    elements: tuple[int, ...]
-    blocks: tuple[int, ...]
-    of_pass: int
-    rounds: int
-
-
-SIZES = {
-    "gpu": KernelSizes((2**28, 2**30, 2**26), (GRADIENT_BLOCK, WEIGHT_BLOCK), 10**9, 20),
-    "rehearsal": KernelSizes((2**12,), (GRADIENT_BLOCK,), 16 * 1024, 1),
-}
-PEERS = 8
 NODES, RANKS_PER_NODE = 2, 8
-GOALS = {"quantize": 0.9, "dequantize": 0.9, "sum": 0.8}  # of the copy's rate, from and to int8
-PASS_GOAL_SECONDS = 1.3e-3
+GOALS = {"quantize": "90%", "dequantize": "90%", "sum": "80%"}  # of the copy's rate, from and to int8
+WHOLE_PASS, PASS_GOAL = "pass: all of it", "1300 us for 1e9"
 
 
 def measure(task: Task, report: Report) -> None:
-    """One row per kernel and size, then the pass."""
-    sizes = SIZES[task.sizes]
+    """The pass, then one row per kernel and size; medians of rounds."""
+    rounds, device = task.size(20, 1), task.device
     if task.rehearse:
         use_interpreter(report)
-    whole_pass(task.device, sizes, report)
-    for elements in sizes.elements:
-        for block in sizes.blocks:
-            pieces = [
-                piece
-                for piece in build_pieces(elements, block, PEERS, task.device) + permuted(elements, block, task.device)
-                if block == GRADIENT_BLOCK or "sum" not in piece.name
-            ]
-            add_rows(pieces, time_on(task.device, pieces, sizes.rounds), f"block {block}", report)
+    whole_pass(device, task.size(10**9, 16 * 1024), rounds, report)
+    for elements in task.size((2**28, 2**30, 2**26), (2**12,)):
+        for block in task.size((GRADIENT_BLOCK, WEIGHT_BLOCK), (GRADIENT_BLOCK,)):
+            pieces = build_pieces(elements, block, RANKS_PER_NODE, device) + permuted(elements, block, device)
+            pieces = [piece for piece in pieces if block == GRADIENT_BLOCK or "sum" not in piece.name]
+            add_rows(pieces, time_on(device, pieces, rounds), f"block {block}", report)
             if report.elapsed() > 0.8 * task.seconds:
                 report.note(f"no time for more than {elements} elements in blocks of {block}")
                 return
@@ -79,36 +55,38 @@ def add_rows(pieces: list[Piece], seconds: list[float], what: str, report: Repor
     """The first piece is the copy."""
     copied = pieces[0].num_bytes / seconds[0]
     for piece, taken in zip(pieces, seconds, strict=True):
-        goal = GOALS.get(piece.name.split()[0])
-        counts = goal is not None and "int8" in piece.name and "int4" not in piece.name and "feedback" not in piece.name
+        name, rate = piece.name, piece.num_bytes / taken
+        counts = "int8" in name and "int4" not in name and "feedback" not in name
         report.row(
-            kernel=piece.name,
+            kernel=name,
             of=what,
             elements=piece.elements,
             us=round(taken * 1e6, 1),
-            GB_per_s=round(piece.num_bytes / taken / 1e9, 1),
-            of_copy=f"{piece.num_bytes / taken / copied:.0%}",
-            goal=f"{goal:.0%}" if counts else "",
+            GB_per_s=round(rate / 1e9, 1),
+            of_copy=f"{rate / copied:.0%}",
+            goal=PASS_GOAL if name == WHOLE_PASS else GOALS.get(name.split()[0], "") if counts else "",
         )
 
 
 def permuted(n: int, block: int, device: str) -> list[Piece]:
     """bf16 [nodes, ranks, S] to messages by rank of a node, and back."""
     fmt = BlockFormat(8, block)
-    codec = one_segment(n // (NODES * PEERS), fmt, torch.bfloat16)
-    x = torch.randn(NODES, PEERS, codec.layout.size, device=device).to(torch.bfloat16)
-    messages = codec.empty(PEERS, NODES, device=x.device)
+    codec = one_segment(n // (NODES * RANKS_PER_NODE), fmt, torch.bfloat16)
+    x = torch.randn(NODES, RANKS_PER_NODE, codec.layout.size, device=device).to(torch.bfloat16)
+    messages = codec.empty(RANKS_PER_NODE, NODES, device=x.device)
     moved = x.numel() * (2 + fmt.bits_per_element(codec.layout.size) / 8)
     return [
-        Piece("quantize bf16 to int8, permuted", x.numel(), moved, lambda: codec.pack(x.transpose(0, 1), messages)),
-        Piece("dequantize int8 to bf16, permuted", x.numel(), moved, lambda: codec.unpack(messages, x.transpose(0, 1))),
+        Piece("quantize bf16 to int8, permuted", x.numel(), moved, partial(codec.pack, x.transpose(0, 1), messages)),
+        Piece(
+            "dequantize int8 to bf16, permuted", x.numel(), moved, partial(codec.unpack, messages, x.transpose(0, 1))
+        ),
     ]
 
 
-def whole_pass(device: str, sizes: KernelSizes, report: Report) -> None:
+def whole_pass(device: str, n: int, rounds: int, report: Report) -> None:
     """Everything that qgZ computes for n bf16 gradients on one rank, as zero/reduce.py does it."""
-    n = sizes.of_pass
     size = n // (NODES * RANKS_PER_NODE)
+    sums = NODES * size
     inside = one_segment(size, BlockFormat(8, GRADIENT_BLOCK), torch.bfloat16)
     across = one_segment(size, BlockFormat(4, GRADIENT_BLOCK), torch.float32)
     gradients = torch.randn(NODES, RANKS_PER_NODE, size, device=device, dtype=torch.bfloat16)
@@ -118,48 +96,22 @@ def whole_pass(device: str, sizes: KernelSizes, report: Report) -> None:
     errors = across.new_errors(NODES, device=gradients.device)
     wire8, wire4 = (codec.layout.message_bytes / size for codec in (inside, across))
     source, target = (torch.randn(min(n, 2**28), device=device) for _ in range(2))
+    sum_inside = partial(inside.unpack_sum, sent, partial_sums, accumulate=False)
+    sum_across = partial(across.unpack_sum, crossing.unsqueeze(1), result, accumulate=False)
+    pack_across, kept = partial(across.pack, partial_sums, crossing, errors=errors), 2 * (1 + 2 / GRADIENT_BLOCK)
     pieces = [
         Piece("memcpy fp32", source.numel(), 8 * source.numel(), lambda: target.copy_(source)),
-        Piece("pass: pack int8", n, n * (2 + wire8), lambda: inside.pack(gradients.transpose(0, 1), sent)),
-        Piece(
-            f"pass: sum of {RANKS_PER_NODE}",
-            n,
-            n * wire8 + 4 * NODES * size,
-            lambda: inside.unpack_sum(sent, partial_sums, accumulate=False),
-        ),
-        Piece(
-            "pass: pack int4, feedback",
-            NODES * size,
-            NODES * size * (4 + wire4 + 2 * (1 + 2 / GRADIENT_BLOCK)),
-            lambda: across.pack(partial_sums, crossing, errors=errors),
-        ),
-        Piece(
-            f"pass: sum of {NODES}",
-            NODES * size,
-            NODES * size * wire4 + 4 * size,
-            lambda: across.unpack_sum(crossing.unsqueeze(1), result, accumulate=False),
-        ),
+        Piece("pass: pack int8", n, n * (2 + wire8), partial(inside.pack, gradients.transpose(0, 1), sent)),
+        Piece(f"pass: sum of {RANKS_PER_NODE}", n, n * wire8 + 4 * sums, sum_inside),
+        Piece("pass: pack int4, feedback", sums, sums * (4 + wire4 + kept), pack_across),
+        Piece(f"pass: sum of {NODES}", sums, sums * wire4 + 4 * size, sum_across),
     ]
-    seconds = time_on(device, pieces, sizes.rounds)
-    add_rows(pieces, seconds, f"{NODES} x {RANKS_PER_NODE} ranks", report)
-    total, moved = sum(seconds[1:]), sum(piece.num_bytes for piece in pieces[1:])
-    copied = pieces[0].num_bytes / seconds[0]
-    report.row(
-        kernel="pass: all of it",
-        of=f"{NODES} x {RANKS_PER_NODE} ranks",
-        elements=n,
-        us=round(total * 1e6, 1),
-        GB_per_s=round(moved / total / 1e9, 1),
-        of_copy=f"{moved / total / copied:.0%}",
-        goal=f"{PASS_GOAL_SECONDS * 1e6:.0f} us for 1e9",
-    )
+    seconds = time_on(device, pieces, rounds)
+    whole = Piece(WHOLE_PASS, n, sum(piece.num_bytes for piece in pieces[1:]), lambda: None)
+    add_rows([*pieces, whole], [*seconds, sum(seconds[1:])], f"{NODES} x {RANKS_PER_NODE} ranks", report)
 
 
 def one_segment(size: int, fmt: BlockFormat, dtype: torch.dtype) -> Codec:
     """Messages of one weight matrix of `size` elements per rank."""
     segments = (Segment(name="weight", start=0, size=size, exact=False),)
     return Codec(plan_message(segments, fmt, exact_itemsize=dtype.itemsize), dtype)
-
-
-if __name__ == "__main__":
-    sys.exit(run_part(measure))

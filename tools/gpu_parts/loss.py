@@ -10,34 +10,19 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from gpu_parts.part import Report, Task, run_part
+from gpu_parts.part import Report, Task
 from gpu_parts.ranks import ON_ONE_GPU, ON_THE_CPU, running, side_by_side, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-RANKS = 4
-SHIPPED = "builtin:moby_dick"
 NATS_APART = 0.02  # of the last steps' mean: several times what one seed differs from the next
-
-
-class LossSizes(NamedTuple):
-    """
-    Attributes:
-        flags: of the model and the micro-batch.
-        steps: at most.
-    """
-
-    flags: tuple[str, ...]
-    steps: int
-
-
-TOY = ("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32")
-SIZES = {
-    "gpu": LossSizes(("--seq-length", "1024", "--micro-batch-size", "4"), 2000),
-    "rehearsal": LossSizes((*TOY, "--micro-batch-size", "4"), 3),
-}
-COMMON = ("--tokenizer-type", "NullTokenizer", "--split", "100,0,0", "--emulate-nodes", "2")
+MODEL = "--seq-length 1024 --micro-batch-size 4"
+TOY = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --micro-batch-size 4"
+COMMON = (
+    "--tokenizer-type NullTokenizer --vocab-size 256 --split 100,0,0 --emulate-nodes 2 --lr-decay-style constant "
+    "--eval-iters 0 --log-interval 1"
+)
 RUNS = {"ZeRO-3": (), "--zeropp": ("--zeropp",)}
 BATCH, WARM_UP_STEPS = 16, 20
 
@@ -73,28 +58,14 @@ def measure(task: Task, report: Report) -> None:
 
 def train(task: Task, folder: Path, flags: tuple[str, ...], env: dict[str, str], limit: float) -> list[dict[str, Any]]:
     """Run the program until it has taken its steps or the time is over; returns what it has logged, one line a step."""
-    sizes = SIZES[task.sizes]
-    ours = {
-        "--text-path": task.corpus or SHIPPED,
-        "--data-cache-path": str(task.folder / "cache"),
-        "--vocab-size": "256",
-        "--run-dir": str(folder),
-        "--global-batch-size": str(BATCH),
-        "--train-samples": str(BATCH * sizes.steps),
-        "--lr-warmup-samples": str(BATCH * min(WARM_UP_STEPS, sizes.steps - 1)),
-        "--lr-decay-style": "constant",
-        "--lr-decay-samples": str(BATCH * sizes.steps),
-        "--eval-iters": "0",
-        "--log-interval": "1",
-    }
-    words = [word for pair in ours.items() for word in pair]
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "@configs/gpt_125m.args", *sizes.flags, *words]
-    with running([*command, *COMMON, *flags], RANKS, env) as ranks:
+    steps = task.size(2000, 3)
+    samples = f"--global-batch-size {BATCH} --train-samples {BATCH * steps} --lr-decay-samples {BATCH * steps}"
+    warm_up = f"--lr-warmup-samples {BATCH * min(WARM_UP_STEPS, steps - 1)}"
+    words = f"@configs/gpt_125m.args {task.size(MODEL, TOY)} {samples} {warm_up} {COMMON}".split()
+    paths = ["--text-path", task.corpus or "builtin:moby_dick", "--data-cache-path", str(task.folder / "cache")]
+    program = [sys.executable, str(ROOT / "pretrain_gpt.py")]
+    with running([*program, *words, *paths, "--run-dir", str(folder), *flags], 4, env) as ranks:
         wait_for(ranks, time.monotonic() + limit)
     metrics = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     return [line for line in lines if "lm_loss" in line]
-
-
-if __name__ == "__main__":
-    sys.exit(run_part(measure))

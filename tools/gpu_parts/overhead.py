@@ -8,17 +8,15 @@ the quantization kernels take by the profiler is the most that they could cost i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
-import sys
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
-from gpu_parts.measure import time_turn, wait
-from gpu_parts.part import Report, Task, run_part
-from gpu_parts.steps import build_step, make_batches, read_config
+from gpu_parts.part import Report, Task
+from gpu_parts.steps import build_step, make_batches, read_config, time_turn, wait
 from megazpp.arguments import RunConfig
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, plan_dims
@@ -35,45 +33,13 @@ VARIANTS = {
     ZERO_3: ZeroConfig(),
 }
 KERNELS = ("_quantize_kernel", "_dequantize_sum_kernel")
-GOAL = "3 %"
-LEARNING_RATE = 1e-4
 VOCAB = 512  # so that the layers are nearly everything
-
-
-class OverheadCase(NamedTuple):
-    """Some layers of a config, split over `tp` ranks."""
-
-    config: str
-    layers: int
-    tp: int
-
-
-class OverheadSizes(NamedTuple):
-    """
-    Attributes:
-        shrink: flags that make toys of the configs.
-        warm_up, turns: untimed steps, then turns of one step.
-    """
-
-    cases: tuple[OverheadCase, ...]
-    shrink: tuple[str, ...]
-    warm_up: int
-    turns: int
-
-
+CASES = ((6, "gpt_1b3", 1), (3, "gpt_6b7", 1), (8, "gpt_6b7", 8))  # layers of a config, split over TP ranks
+TOY_CASES = ((2, "gpt_1b3", 1), (1, "gpt_6b7", 2))
 TOY = (
-    *("--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32", "--max-position-embeddings", "32"),
-    *("--micro-batch-size", "1", "--global-batch-size", "16"),
+    "--hidden-size 64 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "
+    "--global-batch-size 16"
 )
-SIZES = {
-    "gpu": OverheadSizes(
-        (OverheadCase("gpt_1b3", 6, 1), OverheadCase("gpt_6b7", 3, 1), OverheadCase("gpt_6b7", 8, 8)),
-        ("--compile",),
-        3,
-        15,
-    ),
-    "rehearsal": OverheadSizes((OverheadCase("gpt_1b3", 2, 1), OverheadCase("gpt_6b7", 1, 2)), TOY, 1, 1),
-}
 
 
 class CopyingAxis(MeshAxis):
@@ -95,33 +61,30 @@ class CopyingAxis(MeshAxis):
 
 def measure(task: Task, report: Report) -> None:
     """One row per case."""
-    sizes, device = SIZES[task.sizes], torch.device(task.device)
-    longest = 0.0
+    device, longest = torch.device(task.device), 0.0
     with fake_ranks(0, CLUSTER.world_size):
-        for case in sizes.cases:
-            began = report.elapsed()
+        for layers, name, tp in task.size(CASES, TOY_CASES):
+            case, began = f"{layers} of {name}, TP {tp}", report.elapsed()
             if began + longest > task.seconds:
                 report.note(f"no time for {case}")
                 continue
-            parallel = ["--tensor-model-parallel-size", str(case.tp), *(["--sequence-parallel"] if case.tp > 1 else [])]
-            config = read_config(f"@configs/{case.config}.args", *sizes.shrink, *parallel, num_layers=case.layers)
-            measure_layers(case, config, sizes, report, device)
+            flags = f"@configs/{name}.args {task.size('--compile', TOY)} --tensor-model-parallel-size {tp}"
+            flags += " --sequence-parallel" * (tp > 1)
+            measure_layers(case, read_config(flags, num_layers=layers), task, report, device)
             torch._dynamo.reset()
             longest = max(longest, report.elapsed() - began)
 
 
-def measure_layers(
-    case: OverheadCase, config: RunConfig, sizes: OverheadSizes, report: Report, device: torch.device
-) -> None:
+def measure_layers(case: str, config: RunConfig, task: Task, report: Report, device: torch.device) -> None:
     """All variants in turn, then the kernels alone."""
     data = make_batches(config, VOCAB, 1, device)
     steps = {
-        variant: functools.partial(build(config, zero, device), data, learning_rate=LEARNING_RATE, weight_decay=0.0)
+        variant: functools.partial(build(config, zero, device), data, learning_rate=1e-4, weight_decay=0.0)
         for variant, zero in VARIANTS.items()
     }
     for step in steps.values():
-        time_turn(step, sizes.warm_up, device)
-    turns = [{variant: time_turn(step, 1, device) for variant, step in steps.items()} for _ in range(sizes.turns)]
+        time_turn(step, task.size(3, 1), device)  # warms up
+    turns = [{name: time_turn(step, 1, device) for name, step in steps.items()} for _ in range(task.size(15, 1))]
     seconds = {variant: statistics.median(turn[variant] for turn in turns) for variant in steps}
     kernels = kernel_seconds(steps[QUANTIZED], device)
 
@@ -129,7 +92,7 @@ def measure_layers(
         return f"{statistics.median(turn[QUANTIZED] / turn[other] for turn in turns) - 1:.1%}"
 
     report.row(
-        layers=f"{case.layers} of {case.config}, TP {case.tp}",
+        layers=case,
         tokens=data[0].tokens.numel(),
         ms_of_a_step=round(seconds[QUANTIZED] * 1e3, 2),
         ms_at_16_bit=round(seconds[UNQUANTIZED] * 1e3, 2),
@@ -138,21 +101,16 @@ def measure_layers(
         slower_than_ZeRO_3_by=slower_than(ZERO_3),
         ms_of_quantization_kernels=round(kernels * 1e3, 2),
         of_a_step=f"{kernels / seconds[QUANTIZED]:.1%}",
-        goal=GOAL,
+        goal="3 %",
     )
 
 
 def build(config: RunConfig, zero: ZeroConfig, device: torch.device) -> TrainStep:
     """The rank's shards and its step."""
     dims = ParallelDims(plan_dims(config.parallel, CLUSTER, zero_stage=3), device_type=device.type)
-    dims.tp, dims.cross, dims.local, dims.shard = map(copying, (dims.tp, dims.cross, dims.local, dims.shard))
-    return build_step(config, dims, vocab_size=VOCAB, device=device, zero=zero)
-
-
-def copying(axis: MeshAxis) -> CopyingAxis:
-    return CopyingAxis(
-        axis.name, ranks=axis.ranks, rank=axis.rank, group=axis.group, wire=axis.wire, timeline=axis.timeline
-    )
+    for axis in (dims.tp, dims.cross, dims.local, dims.shard):
+        axis.__class__ = CopyingAxis
+    return build_step(dataclasses.replace(config, zero=zero), dims, vocab_size=VOCAB, device=device)
 
 
 def kernel_seconds(step: Callable[[], object], device: torch.device) -> float:
@@ -165,7 +123,3 @@ def kernel_seconds(step: Callable[[], object], device: torch.device) -> float:
         wait(device)
     found = [event for event in profiled.key_averages() if event.key.startswith(KERNELS)]
     return sum(event.self_device_time_total for event in found) * 1e-6
-
-
-if __name__ == "__main__":
-    sys.exit(run_part(measure))

@@ -7,11 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 
 import torch
 
-from gpu_parts.part import Report, Task, run_part, start, tail
+from gpu_parts.part import Report, Task, last_line, start
 from kernels.block_quant import Feedback, dequantize_sum, quantize_blockwise
 from kernels.formats import BlockFormat
 
@@ -21,7 +20,6 @@ TOOLS = {
     "initcheck": [],
 }
 CLEAN = ("ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards")
-ONLY_KERNELS = "only the kernels"  # on the command line
 
 
 def measure(task: Task, report: Report) -> None:
@@ -32,21 +30,21 @@ def measure(task: Task, report: Report) -> None:
         run_kernels(task.device)
         report.row(tool="none", errors="")
         return
-    kernels = [sys.executable, "-m", "gpu_parts.sanitizer", ONLY_KERNELS]
+    kernels = [sys.executable, "-m", "gpu_parts.sanitizer"]
     logs = {tool: task.folder / f"{tool}.log" for tool in TOOLS}
     running = {tool: start([sanitizer, "--tool", tool, *TOOLS[tool], *kernels], log) for tool, log in logs.items()}
     for tool, process in running.items():
-        with suppress(subprocess.TimeoutExpired):
+        try:
             process.wait(timeout=max(0.0, task.seconds - report.elapsed()))
-        if process.poll() is None:
+        except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # its child too
             report.row(tool=tool, errors="not done in time")
             continue
-        text = logs[tool].read_text(errors="replace")
+        text, last = logs[tool].read_text(errors="replace"), last_line(logs[tool])
         clean = any(line in text for line in CLEAN)
-        report.row(tool=tool, errors="none" if clean else tail(logs[tool], 1))
+        report.row(tool=tool, errors="none" if clean else last)
         if not clean and "SUMMARY" in text:
-            report.fail(f"{tool}: {tail(logs[tool], 1)}")
+            report.fail(f"{tool}: {last}")
 
 
 def run_kernels(device: str) -> None:
@@ -57,13 +55,9 @@ def run_kernels(device: str) -> None:
             payload = torch.zeros(2, 3, fmt.payload_bytes(n), dtype=torch.uint8, device=device)
             scales = torch.zeros(2, 3, fmt.num_blocks(n), dtype=torch.bfloat16, device=device)
             quantize_blockwise(x, fmt, payload=payload, scales=scales, feedback=Feedback.zeros((2, 3), n, fmt, device))
-            out = torch.zeros(3, n, device=device)
-            dequantize_sum(payload, scales, fmt, out=out)
+            dequantize_sum(payload, scales, fmt, out=torch.zeros(3, n, device=device))
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == ONLY_KERNELS:
-        run_kernels("cuda")
-        torch.cuda.synchronize()
-        sys.exit(0)
-    sys.exit(run_part(measure))
+    run_kernels("cuda")
+    torch.cuda.synchronize()

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_recording import Recording, record_gradients
 from helpers.program import ROOT
 from helpers.ranks import ranks
 from measure_gradient_noise import (
     FORMATS,
     Ratios,
+    Recording,
     StandIn,
     WireFormat,
+    main,
     measure,
+    record_gradients,
     table,
 )
 
@@ -95,9 +97,6 @@ def test_the_table_names_formats_and_steps():
     ]
 
 
-def test_one_node_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    import measure_gradient_noise
-
-    monkeypatch.setattr("sys.argv", ["measure_gradient_noise.py", "--nodes", "1"])
-    assert measure_gradient_noise.main() == 2
+def test_one_node_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["--nodes", "1"]) == 2
     assert "error: --nodes 1 --ranks-per-node 2: no two nodes" in capsys.readouterr().err

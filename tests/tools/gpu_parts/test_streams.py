@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_parts.streams import COMMON, StreamSettings
-from gpu_parts.streams_rank import serve
+from gpu_parts.streams import COMMON, StreamSettings, serve
 from helpers.ranks import ranks
 
 from megazpp.parallel import comm_queue
@@ -53,7 +52,7 @@ def train(settings: StreamSettings, impatient: bool) -> None:
 @pytest.mark.parametrize(("tp", "impatient"), [(1, False), (2, False), (1, True)])
 def test_disturbances_change_no_bit_unless_something_does_not_wait(tmp_path: Path, tp: int, impatient: bool):
     result = tmp_path / "result.json"
-    flags = ("--num-layers", "2", "--hidden-size", "32", "--seq-length", "8", *COMMON)
+    flags = f"--num-layers 2 --hidden-size 32 --seq-length 8 {COMMON}"
     ranks(4).run(train, StreamSettings("gloo", tp, flags, 2, time.time() + 120, True, str(result)), impatient)
     found = json.loads(result.read_text())
     assert len(found["losses"]) == 2

@@ -1,23 +1,38 @@
-"""How tools end, above all where nobody reads on."""
+"""How programs end, above all where nobody reads on."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from entry import leave_with
 from helpers.program import ROOT
 from helpers.trained import Trained
 
+from megazpp.errors import JobError
+from megazpp.program import program
 
-@pytest.mark.parametrize(("returned", "status"), [(0, 0), (None, None), (2, 2)])
-def test_a_tool_ends_with_the_status_of_its_main(returned: int | None, status: int | None):
-    with pytest.raises(SystemExit) as left:
-        leave_with(lambda: returned)
-    assert left.value.code == status
+
+@pytest.mark.parametrize("returned", [0, None, 2])
+def test_a_program_ends_with_the_status_of_its_main(returned: int | None):
+    assert program(lambda argv: returned)([]) == (returned or 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("no"), 2), (OSError(2, "no"), 2), (JobError("no"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_a_mistake_and_an_interrupt_are_one_line(error: BaseException, status: int, capsys: pytest.CaptureFixture[str]):
+    @program
+    def main(argv: list[str]) -> None:
+        raise error
+
+    assert main([]) == status
+    line = capsys.readouterr().err
+    assert line.startswith("test_program.py: ")
+    assert line.count("\n") == 1
 
 
 def unread(*command: str, folder: Path) -> tuple[int, str]:
@@ -52,8 +67,8 @@ def test_every_tool_ends_that_way():
     programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tools/benchmarks").glob("*.py")]
     tools = [path for path in programs if 'if __name__ == "__main__":' in path.read_text()]
     assert len(tools) > 15
-    ranks = [path.name for path in tools if "leave_with(" not in path.read_text()]
-    assert all(name.endswith(("_rank.py", "_ranks.py")) or name.startswith("gpu_check") for name in ranks), ranks
+    others = [path.name for path in tools if not re.search(r"^@program", path.read_text(), re.MULTILINE)]
+    assert others == ["benchmark_cluster_ranks.py"]
 
 
 def test_tools_for_data_start_without_torch():

@@ -1,0 +1,129 @@
+"""How every program reads its flags, reports a mistake of the user and ends; nothing here needs torch.
+
+    @program
+    def main(argv: list[str]) -> int | None: ...
+
+    if __name__ == "__main__":
+        raise SystemExit(main())
+
+Where the flags are fields of configs, `@program_of(Config, ...)` stands over a function that takes the configs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megazpp.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, JobError, UserError
+from megazpp.flag_files import expand_flag_files
+from megazpp.flags import FlagParser, split_into_flags
+from megazpp.megatron_flags import MegatronFlag, sift_flags
+
+
+def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
+    """Make a main take its words from the command line if none are given, and return the exit status.
+
+    A file or a flag that is wrong is reported in one line. Where the reader of stdout has gone, it ends without a word.
+    """
+    name = Path(inspect.getfile(inspect.unwrap(main))).name
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            try:
+                return main(sys.argv[1:] if argv is None else list(argv)) or 0
+            finally:
+                sys.stdout.flush()  # what is in the buffer meets the closed pipe here, not in the interpreter's exit
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_READER_GONE
+        except (OSError, ValueError, JobError) as error:
+            failure = error if isinstance(error, JobError) else UserError(str(error))
+            failure.show(name)
+            return failure.exit_code
+        except KeyboardInterrupt as interrupt:
+            say(f"{name}: interrupted{interrupt}")
+            return EXIT_INTERRUPTED
+
+    return run
+
+
+def program_of(
+    *configs: type, description: str | None = None, megatron_flags: Mapping[str, MegatronFlag] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., int]]:
+    """Make what takes one config of each class a main that reads them from the command line and writes all or nothing.
+
+    Args:
+        configs: their fields are the flags.
+        description: for --help (default: the docstring of the program).
+        megatron_flags: further flags of Megatron's tool of that name, which have no effect or are refused.
+    """
+
+    def decorate(work: Callable[..., None]) -> Callable[..., int]:
+        @functools.wraps(work)
+        def main(argv: list[str]) -> None:
+            text = description or sys.modules[work.__module__].__doc__ or ""
+            parser = FlagParser(configs, program=Path(inspect.getfile(work)).name, description=text)
+            words = expand_flag_files(argv, Path.cwd())
+            sifted = sift_flags(list(split_into_flags(words)), parser.spellings, megatron_flags or {})
+            values, _ = parser.parse(sifted.flags)
+            for notice in sifted.notices:
+                say(notice)
+            try:
+                work(*parser.build(values))
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt("; nothing was written") from None
+
+        return program(main)
+
+    return decorate
+
+
+def flags_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser, still without flags, whose --help begins with the program's docstring as it stands."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+
+
+def exit_on_signals() -> None:
+    """Have SIGTERM and SIGHUP leave through `finally` and `with`, as Ctrl-C does."""
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
+
+
+def say(line: Any) -> None:
+    """Print a line of progress, where it does not mix with results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def check_matplotlib(what: str) -> None:
+    """Look, before any work, whether `what`, which was asked for, can be drawn.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"{what} needs matplotlib, which is not installed (pip install matplotlib)")
+
+
+def can_draw(what: str) -> bool:
+    """Whether `what`, which goes with other results, can be drawn; if not, a line on stderr says so."""
+    try:
+        check_matplotlib(f"{what} is left out: it")
+    except ValueError as missing:
+        say(missing)
+        return False
+    return True
