@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megazpp.data.indexed_dataset import IndexedDataset
-from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder, check_output
+from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, check_output
 from megazpp.flags import flag
 
 

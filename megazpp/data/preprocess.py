@@ -2,7 +2,7 @@
 
 The main process cuts the files into blocks (documents.py), worker processes tokenize them, and the main process writes
 what comes back in the order of the input. So the output depends neither on the number of workers nor on their speed. It
-appears when it is complete (indexed_dataset_builder.py): a run that was killed is simply started again.
+appears when it is complete (indexed_dataset.py): a run that was killed is simply started again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from megazpp.data.documents import BadLine, Block, check_readable, parse_block, read_blocks, stop_or_skip
-from megazpp.data.indexed_dataset import optimal_dtype
-from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder, check_output
+from megazpp.data.indexed_dataset import IndexedDatasetBuilder, check_output, optimal_dtype
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.data.workers import map_in_processes
 from megazpp.flag_checks import check_positive

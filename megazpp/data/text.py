@@ -13,8 +13,7 @@ from pathlib import Path
 
 from megazpp.data.cache import build_once, cache_key
 from megazpp.data.documents import BadLine, check_readable, kind_of, read_texts
-from megazpp.data.indexed_dataset import optimal_dtype
-from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megazpp.data.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
 from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer
 from megazpp.data.tokenizer_training import MAX_CHARACTERS, first_characters, train_sentencepiece
 

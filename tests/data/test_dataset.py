@@ -20,7 +20,7 @@ from megazpp.data.dataset import (
     parse_split,
     unigram_entropy,
 )
-from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megazpp.data.indexed_dataset import IndexedDatasetBuilder
 from megazpp.data.text import read_documents, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TokenizerConfig
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazpp.data.blend import BlendedDataset
-from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megazpp.data.indexed_dataset import IndexedDatasetBuilder
 from megazpp.data.sources import Sampling, TokenRange, build_split, indexed_source, open_sources
 
 
