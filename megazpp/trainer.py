@@ -64,9 +64,9 @@ class Trainer:
         self.config, self.plan, self.run = config, plan, run
         self.profiler = Profiler(config.profiler, run)  # first: it remembers allocations
         with user_errors():
-            self.tokenizer = build_tokenizer(config.tokenizer, config.data, announce=run.log)
+            self.tokenizer = build_tokenizer(config.tokenizer, config.data, log=run.log)
             self.datasets = open_datasets(
-                config.data, self.tokenizer, plan.batches, config.evaluation, seed=seed, announce=run.log
+                config.data, self.tokenizer, plan.batches, config.evaluation, seed=seed, log=run.log
             )
 
         self.built = build_model(config.model_spec(self.tokenizer.vocab_size, plan.wire), dims, run.device)

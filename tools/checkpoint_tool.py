@@ -114,7 +114,7 @@ def _load_and_work(
         plan = check_model_config(config, cluster, device_type=device.type)
         dims = ParallelDims(plan.layout, device_type=device.type, nccl=config.nccl, timeout=worker.timeout)
         seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
-        tokenizer = build_tokenizer(config.tokenizer, config.data, announce=say)
+        tokenizer = build_tokenizer(config.tokenizer, config.data, log=say)
         for notice in (*parsed.notices, *plan.notices):
             say(f"note: {notice}")
         built = build_model(config.model_spec(tokenizer.vocab_size, plan.wire), dims, device)

@@ -141,7 +141,7 @@ def _remade_tokenizer(record: RunRecord, say: Callable[[str], None]) -> Tokenize
         mock_data=bool(record.flags.get("mock_data")),
         data_cache_path=record.flags.get("data_cache_path"),
     )
-    return build_tokenizer(config, data, announce=say)
+    return build_tokenizer(config, data, log=say)
 
 
 def _read(reader: SafeReader, key: str, entry: TensorStorageMetadata) -> torch.Tensor:

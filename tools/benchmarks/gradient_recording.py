@@ -44,8 +44,8 @@ def record_gradients(
 ) -> Recording:
     """Train a whole copy of the model on each rank, all-reducing its gradients; then record without training on."""
     config, seed = parsed.config, parsed.config.launch.seed
-    tokenizer = build_tokenizer(config.tokenizer, config.data, announce=_say_nothing)
-    datasets = open_datasets(config.data, tokenizer, plan.batches, config.evaluation, seed=seed, announce=_say_nothing)
+    tokenizer = build_tokenizer(config.tokenizer, config.data, log=_say_nothing)
+    datasets = open_datasets(config.data, tokenizer, plan.batches, config.evaluation, seed=seed, log=_say_nothing)
     assert datasets.train is not None
     model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, tp=MeshAxis("tp"))
     initialize_parameters_(model, seed=seed, draw_device=CPU)
