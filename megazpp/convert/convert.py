@@ -21,8 +21,7 @@ from megazpp.convert.model import Imported, Model, first_rows
 from megazpp.convert.native import empty_schedule, open_checkpoint, open_tokenizer, write_checkpoint
 from megazpp.convert.output import check_output, whole_folder
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
-from megazpp.data.tokenizer import TokenizerConfig, find_tokenizer, load_tokenizer
-from megazpp.data.tokenizer_files import CONFIG
+from megazpp.data.tokenizer import CONFIG, TokenizerConfig, find_tokenizer, load_tokenizer
 from megazpp.flags import flag
 
 

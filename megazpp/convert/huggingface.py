@@ -16,7 +16,7 @@ from megazpp.convert.model import WORDS, Model, model_shapes
 from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
 from megazpp.convert.settings import Settings
 from megazpp.convert.tensors import Deferred, join_all, split_all
-from megazpp.data.tokenizer_files import CONFIG
+from megazpp.data.tokenizer import CONFIG
 from megazpp.files import write_whole
 from megazpp.model.config import GPTConfig
 

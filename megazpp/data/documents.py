@@ -179,13 +179,11 @@ def read_texts(path: Path, key: str, on_bad_line: Callable[[BadLine], None]) -> 
                 yield document[0]
 
 
-def stop_or_skip(on_error: Literal["stop", "skip"], announce: Callable[[str], None]) -> Callable[[BadLine], None]:
-    """What is done with a bad line: a ValueError, or a line to the user."""
-
-    def stop(bad: BadLine) -> None:
+def stop_or_skip(bad: BadLine, on_error: Literal["stop", "skip"], log: Callable[[str], None]) -> None:
+    """What --on-error makes of a bad line: a ValueError, or a line to the user."""
+    if on_error == "stop":
         raise ValueError(f"{bad} (--on-error skip goes on without such lines)")
-
-    return stop if on_error == "stop" else lambda bad: announce(f"skipped {bad}")
+    log(f"skipped {bad}")
 
 
 def _line_pieces(path: Path, file: IO[bytes], block_bytes: int) -> Iterator[tuple[bytes, int, int]]:

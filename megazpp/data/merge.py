@@ -25,7 +25,7 @@ class MergeConfig:
     overwrite: bool = flag(False, "replace a pair of that name")
 
 
-def merge_datasets(config: MergeConfig, announce: Callable[[str], None]) -> Path:
+def merge_datasets(config: MergeConfig, log: Callable[[str], None]) -> Path:
     """Write the pairs one after the other; the prefix of the result.
 
     Raises:
@@ -47,7 +47,7 @@ def merge_datasets(config: MergeConfig, announce: Callable[[str], None]) -> Path
     with IndexedDatasetBuilder(output, first.dtype) as builder:
         for i, dataset in enumerate(datasets, start=1):
             builder.extend(dataset.tokens, dataset.lengths, dataset.document_indices[1:])
-            announce(f"{i} of {len(datasets)}: {dataset.prefix}, {len(dataset.tokens):,} tokens")
+            log(f"{i} of {len(datasets)}: {dataset.prefix}, {len(dataset.tokens):,} tokens")
         builder.finalize()
     return output
 
