@@ -14,9 +14,8 @@ from __future__ import annotations
 import functools
 
 from megazpp.arguments import ParsedRun
-from megazpp.checkpoint.read import Resumed
+from megazpp.checkpoint.read import LoadSource, Resumed
 from megazpp.checkpoint.record import TrainingProgress
-from megazpp.checkpoint.source import LoadSource
 from megazpp.checkpoint.state import TrainState
 from megazpp.checks import RunPlan
 from megazpp.data.dataset import Dataset, build_tokenizer, unigram_entropy

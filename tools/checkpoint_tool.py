@@ -13,9 +13,8 @@ import torch
 
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.read import find_weights, load_weights
+from megazpp.checkpoint.read import LoadSource, find_weights, load_weights
 from megazpp.checkpoint.record import RunRecord
-from megazpp.checkpoint.source import LoadSource
 from megazpp.checkpoint_flags import with_checkpoint_flags
 from megazpp.checks import ModelPlan, check_model_config
 from megazpp.data.dataset import build_tokenizer

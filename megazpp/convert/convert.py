@@ -18,7 +18,7 @@ from megazpp.checkpoint.record import SHAPE, RunRecord, TrainingProgress, found_
 from megazpp.convert.huggingface import choose_architecture, open_model, write_model
 from megazpp.convert.megatron import open_megatron
 from megazpp.convert.model import Imported, Model, first_rows
-from megazpp.convert.native import empty_schedule, open_checkpoint, open_tokenizer, write_checkpoint
+from megazpp.convert.native import empty_schedule, open_checkpoint, open_tokenizer, write_weights
 from megazpp.convert.output import check_output, whole_folder
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
 from megazpp.data.tokenizer import CONFIG, TokenizerConfig, find_tokenizer, load_tokenizer
@@ -132,7 +132,7 @@ def bring_in(imported: Imported, target: Path, given: TokenizerConfig, say: Call
             has_rng=False,
             torch=torch.__version__,
         )
-        write_checkpoint(folder, model, record, {} if tokenizer is None else tokenizer.files)
+        write_weights(folder, model, record, {} if tokenizer is None else tokenizer.files)
     return f"{target} holds the model as iteration {imported.progress.iteration}{_described(model)}"
 
 

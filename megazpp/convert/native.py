@@ -20,7 +20,7 @@ from megazpp.checkpoint.read import find_weights
 from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.tokenizer import read_tokenizer
-from megazpp.checkpoint.write import CheckpointWriter
+from megazpp.checkpoint.write import write_checkpoint
 from megazpp.convert.model import WORDS, Model, first_rows, model_shapes
 from megazpp.convert.tensors import Deferred, check_tensors
 from megazpp.data.dataset import DataConfig, build_tokenizer
@@ -87,23 +87,22 @@ def open_tokenizer(
     return tokenizer
 
 
-def write_checkpoint(folder: Path, model: Model, record: RunRecord, tokenizer: Mapping[str, bytes]) -> str:
+def write_weights(folder: Path, model: Model, record: RunRecord, tokenizer: Mapping[str, bytes]) -> str:
     """Write a checkpoint of the record's iteration, and the tokenizer's files; returns the line that says so."""
-    axis, destination = MeshAxis("checkpoint"), CheckpointFolder(folder, "--output")
     meta = {
         _PREFIX + name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         for name, entry in model.tensors.items()
     }
-    writer = CheckpointWriter(
-        folder=destination,
-        axis=axis,
-        keep_last=None,
-        retain_interval=None,
-        read=lambda key: model.tensors[key.removeprefix(_PREFIX)].read(),
-        tokenizer=tokenizer,
-    )
+    destination, axis = CheckpointFolder(folder, "--output"), MeshAxis("checkpoint")
     with alone():
-        return writer.write(record, meta)
+        return write_checkpoint(
+            record,
+            meta,
+            destination,
+            axis,
+            read=lambda key: model.tensors[key.removeprefix(_PREFIX)].read(),
+            tokenizer=tokenizer,
+        )
 
 
 @contextlib.contextmanager
