@@ -17,7 +17,7 @@ from megazpp.checkpoint.folder import TRACKER
 from megazpp.checkpoint.record import SHAPE, RunRecord, TrainingProgress, found_from_anywhere
 from megazpp.convert.huggingface import choose_architecture, open_model, write_model
 from megazpp.convert.megatron import open_megatron
-from megazpp.convert.model import Imported, Model, first_rows
+from megazpp.convert.model import Imported, Model
 from megazpp.convert.native import empty_schedule, open_checkpoint, open_tokenizer, write_weights
 from megazpp.convert.output import check_output, whole_folder
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
@@ -117,7 +117,7 @@ def bring_in(imported: Imported, target: Path, given: TokenizerConfig, say: Call
     elif vocab_size > model.rows:
         say(f"note: the tokenizer has {vocab_size} tokens, the model knows the first {model.rows}")
     if imported.padded:
-        model = first_rows(model, min(vocab_size, model.rows))
+        model = model.first_rows(min(vocab_size, model.rows))
     with whole_folder(target) as folder:
         record = RunRecord(
             progress=imported.progress,

@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
-from megazpp.convert.architecture import Architecture
 from megazpp.convert.gpt2 import GPT2
 from megazpp.convert.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from megazpp.convert.model import WORDS, Model, model_shapes
+from megazpp.convert.model import WORDS, Architecture, Deferred, Model, join_all, model_shapes, split_all
 from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
 from megazpp.convert.settings import Settings
-from megazpp.convert.tensors import Deferred, join_all, split_all
 from megazpp.data.tokenizer import CONFIG
 from megazpp.files import write_whole
 from megazpp.model.config import GPTConfig

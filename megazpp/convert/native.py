@@ -21,8 +21,7 @@ from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.tokenizer import read_tokenizer
 from megazpp.checkpoint.write import write_checkpoint
-from megazpp.convert.model import WORDS, Model, first_rows, model_shapes
-from megazpp.convert.tensors import Deferred, check_tensors
+from megazpp.convert.model import WORDS, Deferred, Model, check_tensors, model_shapes
 from megazpp.data.dataset import DataConfig, build_tokenizer
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer, names_tokenizer
 from megazpp.model.config import GPTConfig
@@ -59,7 +58,7 @@ def open_checkpoint(folder: Path, iteration: int | None) -> tuple[Model, RunReco
     check_tensors({name: entry.shape for name, entry in tensors.items()}, expected, str(checkpoint))
     model = Model(config, rows, tensors)
     # a run pads; a checkpoint without a layout comes from a conversion, and has the rows it had there
-    return (first_rows(model, record.vocab_size) if record.layout else model), record
+    return (model.first_rows(record.vocab_size) if record.layout else model), record
 
 
 def open_tokenizer(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megazpp.convert.tensors import Deferred
+from megazpp.convert.model import Deferred
 from megazpp.files import sync
 
 try:
