@@ -57,9 +57,10 @@ def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> 
     architecture = choose_architecture(model.config)
     tensors = split_all(architecture.pieces(model.config), model.tensors)
     groups = split_into_files(tensors, FILE_BYTES)
-    names = [WHOLE] if len(groups) == 1 else [_part_name(i + 1, len(groups)) for i in range(len(groups))]
+    count = len(groups)
+    names = [WHOLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     total = sum(write_tensors(folder / name, group) for name, group in zip(names, groups, strict=True))
-    if len(groups) > 1:
+    if count > 1:
         places = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     description = {
@@ -74,11 +75,7 @@ def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> 
 
 
 def choose_architecture(config: GPTConfig) -> Architecture:
-    """The one that holds such a model.
-
-    Raises:
-        ValueError: names the flags that it has not.
-    """
+    """The one that holds such a model; raises ValueError naming the flags that it has not."""
     if config.positions != "rope":
         architecture = GPT2
     elif config.qk_layernorm:
@@ -92,11 +89,7 @@ def choose_architecture(config: GPTConfig) -> Architecture:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds a JSON object.
-
-    Raises:
-        ValueError: it is missing or holds something else.
-    """
+    """A file that holds a JSON object; raises ValueError if it is missing or holds something else."""
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -143,10 +136,6 @@ def _drop_tied_copy(tensors: dict[str, Deferred], words: str, where: str) -> Non
             f"{where}: tie_word_embeddings is true, but lm_head.weight is not {words}; "
             "write false into config.json to keep both, or take lm_head.weight out of the files"
         )
-
-
-def _part_name(number: int, count: int) -> str:
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ The rows of query_key_value on one rank of np heads with hn channels: [3, np, hn
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,6 @@ from megazpp.convert.settings import Settings
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
 
-Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 _RANK = re.compile(r"mp_rank_(\d{2,})")
 _LAYER = re.compile(r"(?:language_model\.(?:transformer|encoder)|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
@@ -98,8 +96,13 @@ def open_megatron(folder: Path, iteration: int | None) -> Imported:
         check_tensors(found, shapes[0], str(file))  # all ranks' alike
     tensors: dict[str, Deferred] = {}
     for name in parts[0]:
-        join = _join(name, config, version, len(ranks))
-        tensors |= _merge(name, [part[name] for part in parts], join, swiglu=config.swiglu)
+        join = functools.partial(_join, name=name, config=config, version=version)
+        of_ranks = [part[name] for part in parts]
+        if config.swiglu and ".mlp.fc1." in name:  # a rank's part of gate above that of ours
+            halves = [tensor.chunk(2) for tensor in of_ranks]
+            tensors[name.replace(".fc1.", ".gate.")] = _deferred([half[0] for half in halves], join)
+            of_ranks = [half[-1] for half in halves]
+        tensors[name] = _deferred(of_ranks, join)
     if config.use_rope_scaling and "language_model" in ranks[0]["model"]:
         raise ValueError(f"{where}: args: use_rope_scaling True is not supported here with the legacy model")
     if config.tied:
@@ -224,18 +227,25 @@ def _read_config(settings: Settings) -> dict[str, Any]:
     }
 
 
-def our_tensors(model: Mapping[str, Any], where: str) -> dict[str, torch.Tensor]:
+def our_tensors(model: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, torch.Tensor]:
     """One rank's tensors by our names; with SwiGLU gate and fc1 are still one.
 
+    Args:
+        model: nested dicts; Transformer Engine's extra state in them is left out.
+        prefix: of the names in them.
     Raises:
         ValueError: one has a name that is not known.
     """
-    found = {}
-    for name, tensor in _flatten(model):
-        ours = our_name(name)
-        if ours is None:
-            raise ValueError(f"{where}: {name} has no place in this model")
-        found[ours] = tensor
+    found: dict[str, torch.Tensor] = {}
+    for key, value in model.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found |= our_tensors(value, where, f"{name}.")
+        elif isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
+            ours = our_name(name)
+            if ours is None:
+                raise ValueError(f"{where}: {name} has no place in this model")
+            found[ours] = value
     return found
 
 
@@ -250,54 +260,27 @@ def our_name(name: str) -> str | None:
     return _OTHER_NAMES.get(name.removeprefix("language_model."))
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, torch.Tensor]]:
-    """Tensors in nested dicts by their dotted names, without Transformer Engine's extra state."""
-    found: list[tuple[str, torch.Tensor]] = []
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found += _flatten(value, f"{prefix}{name}.")
-        elif isinstance(value, torch.Tensor) and not str(name).endswith("_extra_state"):
-            found.append((f"{prefix}{name}", value))
-    return found
-
-
 def _find_tokenizer(settings: Settings) -> TokenizerConfig:
     """The run's tokenizer, where its files are on this machine."""
-    files: dict[str, Any] = {
-        name: settings.text(name) for name in ("tokenizer_model", "vocab_file", "merge_file") if name in settings
-    }
-    if not files or not all(Path(file).exists() for file in files.values()):
-        return TokenizerConfig()
-    return dataclasses.replace(TokenizerConfig(), **files)
+    names = ("tokenizer_model", "vocab_file", "merge_file")
+    files: dict[str, Any] = {name: settings.text(name) for name in names if name in settings}
+    return TokenizerConfig(**files) if all(Path(file).exists() for file in files.values()) else TokenizerConfig()
 
 
-def _join(name: str, config: GPTConfig, version: float, tp: int) -> Join:
-    """How the ranks' parts of a tensor make the whole."""
+def _join(parts: Sequence[torch.Tensor], *, name: str, config: GPTConfig, version: float) -> torch.Tensor:
+    """The whole of the ranks' parts of a tensor."""
     if not name.endswith(_SPLIT_ROWS + _SPLIT_COLUMNS):
-        return lambda parts: parts[0]
-    if ".qkv." in name and version < 2.0:
-        heads = max(config.heads // tp, 1)
-        return functools.partial(_join_old_qkv, heads=heads, head_size=config.head_size, version=version)
-    dim = 0 if name.endswith(_SPLIT_ROWS) else 1
-    return lambda parts: torch.cat(list(parts), dim=dim)
+        return parts[0]
+    heads, head_size = max(config.heads // len(parts), 1), config.head_size
+    if ".qkv." in name and version == 0:
+        parts = [fuse_qkv(part.chunk(3), groups=heads, head_size=head_size) for part in parts]
+    elif ".qkv." in name and version < 2.0:
+        rows = [part.reshape(heads, head_size, 3, *part.shape[1:]).transpose(1, 2) for part in parts]
+        parts = [part.flatten(0, 2) for part in rows]
+    return torch.cat(list(parts), dim=0 if name.endswith(_SPLIT_ROWS) else 1)
 
 
-def _join_old_qkv(parts: Sequence[torch.Tensor], *, heads: int, head_size: int, version: float) -> torch.Tensor:
-    if version == 0:
-        return torch.cat([fuse_qkv(part.chunk(3), groups=heads, head_size=head_size) for part in parts])
-    rows = [part.reshape(heads, head_size, 3, *part.shape[1:]).transpose(1, 2) for part in parts]
-    return torch.cat([part.flatten(0, 2) for part in rows])
-
-
-def _merge(name: str, parts: Sequence[torch.Tensor], join: Join, *, swiglu: bool) -> dict[str, Deferred]:
-    """Our tensors of the ranks' parts of one of theirs: with SwiGLU fc1 is a rank's part of gate above that of ours."""
-    if not (swiglu and ".mlp.fc1." in name):
-        return {name: _deferred(parts, join)}
-    gate, halves = name.replace(".fc1.", ".gate."), [part.chunk(2) for part in parts]
-    return {gate: _deferred([half[0] for half in halves], join), name: _deferred([half[-1] for half in halves], join)}
-
-
-def _deferred(parts: Sequence[torch.Tensor], join: Join) -> Deferred:
+def _deferred(parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Deferred:
     try:
         whole = join([part.to("meta") for part in parts])
     except RuntimeError:  # nothing that can be put together: reported with the shape of a part

@@ -8,7 +8,6 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,7 +24,6 @@ from megazpp.convert.model import WORDS, Deferred, Model, check_tensors, model_s
 from megazpp.data.dataset import DataConfig, build_tokenizer
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer, names_tokenizer
 from megazpp.model.config import GPTConfig
-from megazpp.optim.schedule import ScheduleConfig, build_schedule
 from megazpp.parallel.axis import MeshAxis
 
 _PREFIX = "model."
@@ -110,14 +108,6 @@ def alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def empty_schedule() -> dict[str, Any]:
-    """Of weights that no schedule goes with."""
-    schedule = build_schedule(
-        ScheduleConfig(lr=0.0), weight_decay=0.0, train_iters=1, train_samples=None, global_batch_size=1
-    )
-    return schedule.state_dict()
 
 
 def _read_config(record: RunRecord) -> GPTConfig:
