@@ -183,24 +183,24 @@ def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], whe
 
 def found_from_anywhere(flags: Mapping[str, Any]) -> dict[str, Any]:
     """`flags` with absolute paths of data and tokenizer, so that programs in other folders find them."""
-    paths = {name: value for name, value in flags.items() if name.endswith(("_path", "_file", "tokenizer_model"))}
-    return {**flags, **{name: _absolute(value) for name, value in paths.items()}}
 
+    def absolute(value: Any) -> Any:
+        """A path, or the .bin and .idx that it is the prefix of; weights and names of what is no file stay."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(absolute, value))
+        if not isinstance(value, str) or value == "":
+            return value
+        path = Path(value).expanduser()
+        return str(path.resolve()) if path.exists() or path.with_name(path.name + ".idx").exists() else value
 
-def _absolute(value: Any) -> Any:
-    """A path, or the .bin and .idx that it is the prefix of; weights and names of what is no file stay."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_absolute(each) for each in value)
-    if not isinstance(value, str):
-        return value
-    path = Path(value).expanduser()
-    there = value != "" and (path.exists() or path.with_name(path.name + ".idx").exists())
-    return str(path.resolve()) if there else value
+    names = [name for name in flags if name.endswith(("_path", "_file", "tokenizer_model"))]
+    return {**flags, **{name: absolute(flags[name]) for name in names}}
 
 
 def data_notes(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) -> list[str]:
     """A line if the order of samples may be another one than before."""
-    names = [name for name in DATA if name in saved and _plain(saved[name]) != _plain(flags[name])]
+    own = {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()}  # as JSON has it
+    names = [name for name in DATA if name in saved and saved[name] != own[name]]
     if not names:
         return []
     return [f"{_differences(names, flags, saved, where)}: from here on samples may come in another order"]
@@ -231,8 +231,3 @@ def agreed_schedule(saved: Mapping[str, Any], schedule: Schedule, config: Checkp
 def _differences(names: Iterable[str], now: Mapping[str, Any], saved: Mapping[str, Any], where: Path) -> str:
     parts = [f"--{name.replace('_', '-')} is {now[name]}, was {saved.get(name)}" for name in names]
     return f"{', '.join(parts)} in {where}"
-
-
-def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
-    return list(value) if isinstance(value, tuple) else value

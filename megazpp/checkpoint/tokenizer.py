@@ -29,7 +29,10 @@ def write_tokenizer(save: Path, files: Mapping[str, bytes]) -> str | None:
     """
     if not files:
         return None
-    folder = save / _name_of(files)
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
+    folder = save / f"tokenizer-{digest.hexdigest()[:16]}"
     with contextlib.suppress(DamagedError):
         verify_files(folder)
         return folder.name
@@ -61,10 +64,3 @@ def read_tokenizer(save: Path, name: str) -> TokenizerConfig:
     if found == TokenizerConfig():
         raise DamagedError(f"{folder} holds no tokenizer")
     return found
-
-
-def _name_of(files: Mapping[str, bytes]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
-    return f"tokenizer-{digest.hexdigest()[:16]}"
