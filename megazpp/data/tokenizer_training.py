@@ -92,10 +92,25 @@ def train_sentencepiece(
     Raises:
         ValueError: the text does not support `vocab_size` pieces. What `documents` raises comes out as it is.
     """
-    model, lines = io.BytesIO(), _TrainingLines(documents)
+    model = io.BytesIO()
+    failure: Exception | None = None  # SentencePiece makes a RuntimeError of what the lines raise
+    blank = True
+
+    def lines() -> Iterator[str]:
+        nonlocal failure, blank
+        try:
+            for text in documents:
+                for line in text.splitlines():
+                    for start in range(0, len(line), _MAX_LINE_CHARACTERS):
+                        blank = False
+                        yield line[start : start + _MAX_LINE_CHARACTERS]
+        except Exception as error:
+            failure = error
+            raise
+
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
+            sentence_iterator=lines(),
             model_writer=model,
             model_type=model_type,
             vocab_size=vocab_size,
@@ -113,9 +128,9 @@ def train_sentencepiece(
             minloglevel=min_log_level,
         )
     except RuntimeError as error:
-        if lines.error is not None:
-            raise lines.error from None
-        reason = "it is blank" if lines.blank else _IN_SENTENCEPIECE.sub("", str(error)).strip() or str(error)
+        if failure is not None:
+            raise failure from None
+        reason = "it is blank" if blank else _IN_SENTENCEPIECE.sub("", str(error)).strip() or str(error)
         raise ValueError(f"--vocab-size {vocab_size} does not suit this text: {reason}") from error
     return model.getvalue()
 
@@ -146,28 +161,3 @@ def _texts(paths: Sequence[Path], config: TrainTokenizerConfig, log: Callable[[s
         raise ValueError(f"--input {' '.join(config.input)} holds no text")
     seconds = time.monotonic() - started
     log(f"read {read:,} characters in {seconds:.1f} s; training {config.vocab_size} pieces takes a while")
-
-
-class _TrainingLines:
-    """The lines of the documents, in pieces that SentencePiece takes, which makes a RuntimeError of what they raise.
-
-    Attributes:
-        error: what they raised.
-        blank: they had no line with anything in it so far.
-    """
-
-    def __init__(self, documents: Iterable[str]) -> None:
-        self._documents = documents
-        self.error: Exception | None = None
-        self.blank = True
-
-    def __iter__(self) -> Iterator[str]:
-        try:
-            for text in self._documents:
-                for line in text.splitlines():
-                    for start in range(0, len(line), _MAX_LINE_CHARACTERS):
-                        self.blank = False
-                        yield line[start : start + _MAX_LINE_CHARACTERS]
-        except Exception as error:
-            self.error = error
-            raise
