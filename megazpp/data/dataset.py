@@ -20,7 +20,15 @@ import numpy as np
 from megazpp.data.batch import check_eod
 from megazpp.data.blend import parse_blend
 from megazpp.data.cache import check_cache_dir
-from megazpp.data.sources import Sampling, SourceBlend, build_split, indexed_source, mock_source, open_sources
+from megazpp.data.sources import (
+    DataSource,
+    MockSequences,
+    Sampling,
+    SourceBlend,
+    build_split,
+    indexed_source,
+    open_sources,
+)
 from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.files import cache_folder
@@ -243,7 +251,8 @@ def cache_dir(config: DataConfig) -> Path:
 def _open_shared(config: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None]) -> SourceBlend:
     """What --split shares out among the uses."""
     if config.mock_data:
-        return SourceBlend((mock_source(tokenizer),), None)
+        sequences = MockSequences(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)
+        return SourceBlend((DataSource(sequences, "mock data", None),), None)
     if config.text_path:
         files = resolve_text_paths(config.text_path)
         prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(config), log=log)

@@ -18,7 +18,6 @@ from megazpp.data.blend import BlendedDataset, BlendIndices, blend_indices, pars
 from megazpp.data.cache import cache_key, load_or_save_arrays
 from megazpp.data.gpt_dataset import GPTDataset, Sequences
 from megazpp.data.indexed_dataset import IndexedDataset
-from megazpp.data.tokenizer import Tokenizer
 
 
 class DataSource(NamedTuple):
@@ -94,11 +93,6 @@ def indexed_source(prefix: Path, flag_name: str) -> DataSource:
     facts = [path.stat() for path in (sequences.idx_path, sequences.bin_path)]
     numbers = [number for fact in facts for number in (fact.st_size, fact.st_mtime_ns)]
     return DataSource(sequences, str(prefix), (str(prefix.resolve()), *numbers))
-
-
-def mock_source(tokenizer: Tokenizer) -> DataSource:
-    """Made-up documents in the tokenizer's vocabulary."""
-    return DataSource(MockSequences(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod), "mock data", None)
 
 
 def build_split(
