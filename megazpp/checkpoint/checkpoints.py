@@ -35,8 +35,6 @@ class Checkpoints:
     """Every rank calls every method.
 
     Args:
-        config: the flags.
-        state: what is saved.
         record: of run.json: what does not change from one save to the next.
         axis: all ranks, see `open_axis`.
         say: prints a line on rank 0.
@@ -96,11 +94,7 @@ class Checkpoints:
             self._save(self._folder, progress)
 
     def rewind(self) -> TrainingProgress:
-        """Go back to the newest checkpoint of --save.
-
-        Raises:
-            ValueError: there is none, or it is damaged.
-        """
+        """Go back to the newest checkpoint of --save; raises ValueError if there is none, or it is damaged."""
         assert self._folder is not None, "a rewind needs --save"
         self._finish_writing()
         config = self._config

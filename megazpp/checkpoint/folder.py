@@ -163,8 +163,7 @@ class CheckpointFolder:
     def complete(self, iteration: int) -> Path | None:
         """Give a checkpoint, whose files are on disk, its name, and point the tracker at it.
 
-        Returns:
-            Where an older checkpoint of the same iteration has gone, if there was one.
+        Returns where an older checkpoint of the same iteration has gone, if there was one.
         """
         sync_directory(self.partial(iteration))
         earlier = [other for other in self.iterations() if other < iteration]
@@ -210,11 +209,7 @@ def iteration_of(checkpoint: Path) -> int | None:
 
 
 def read_tracker(tracker: Path, *, words: tuple[str, ...] = ()) -> str | None:
-    """The digits that a tracker holds, or one of `words`; None if there is none.
-
-    Raises:
-        DamagedError: it holds something else, or cannot be read.
-    """
+    """The digits that a tracker holds, or one of `words`; None if there is none; raises DamagedError at all else."""
     try:
         text = tracker.read_bytes().decode(errors="replace").strip()
     except FileNotFoundError:

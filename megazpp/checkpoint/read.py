@@ -154,15 +154,7 @@ class Resumed(NamedTuple):
 
 
 class CheckpointReader:
-    """Reads for one run. Every rank calls every method.
-
-    Args:
-        config: the flags.
-        state: the tensors to fill.
-        own: what run.json would say of this run.
-        axis: all ranks.
-        say: prints a line on rank 0.
-    """
+    """Reads for one run, which `own` describes, into `state`. Every rank calls every method; `say` prints on rank 0."""
 
     def __init__(
         self, config: CheckpointConfig, state: TrainState, own: RunRecord, axis: MeshAxis, say: Callable[[str], None]
@@ -287,8 +279,7 @@ def find_weights(
 ) -> tuple[LoadSource, RunRecord]:
     """A checkpoint without its optimizer, and what it says; its files are not verified yet.
 
-    Raises:
-        ValueError: there is none, or it cannot be read.
+    Raises ValueError if there is none, or it cannot be read.
     """
     source = LoadSource(folder, iteration, continues=False, optimizer=False, rng=False, fallback=fallback)
     record = peek(source)

@@ -45,20 +45,15 @@ class RunRecord:
     """What a checkpoint says about its run.
 
     Attributes:
-        progress: where training stood.
-        scaler: the loss scaler's state.
         groups: the optimizer's values per parameter group.
         guard: the state of what looks for loss spikes.
         schedule: `Schedule.state_dict()`.
         flags: every flag's value by field name; see `found_from_anywhere`.
-        vocab_size: of the tokenizer.
         tokenizer: its identity; None in format 1, or if none is known.
         tokenizer_folder: beside the checkpoint, see `write_tokenizer`; None for a tokenizer without files.
-        layout: sizes of the axes, and the cluster.
-        has_optimizer, has_rng: what was saved.
+        layout: sizes of the axes, and the cluster; empty for a model that was converted.
         run_dir, wandb_run_id: where the run is recorded.
         torch: the version that wrote it.
-        format: of this file.
     """
 
     progress: TrainingProgress
@@ -207,11 +202,7 @@ def data_notes(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) 
 
 
 def agreed_schedule(saved: Mapping[str, Any], schedule: Schedule, config: CheckpointConfig, where: Path) -> Schedule:
-    """The schedule to go on with: Megatron's rule, equal unless a flag says whose counts.
-
-    Raises:
-        ValueError: they differ and no flag is given.
-    """
+    """The schedule to go on with: Megatron's rule; raises ValueError if they differ and no flag says whose counts."""
     own = schedule.state_dict()
     if config.override_opt_param_scheduler or dict(saved) == own:
         return schedule

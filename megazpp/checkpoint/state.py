@@ -38,16 +38,7 @@ MODEL, OPTIMIZER = "model.", "optimizer.state."  # what keys begin with
 
 
 class TrainState:
-    """What a step changes, beside where it stands.
-
-    Args:
-        model, sharding: the model and its handle.
-        optimizer: over the model's parameters.
-        scaler: the loss scale.
-        dims: this rank's place.
-        seed: the run's.
-        guard: remembers the losses that the next one is compared with; None if nothing does.
-    """
+    """What a step changes, beside where it stands; `guard` remembers the losses that the next one is compared with."""
 
     def __init__(
         self,
@@ -97,11 +88,7 @@ class TrainState:
         return targets
 
     def accept(self, loaded: Mapping[str, torch.Tensor], *, optimizer: bool, rng: bool, iteration: int) -> list[str]:
-        """Go on from `loaded`, the targets with their values.
-
-        Returns:
-            A line for each thing that begins anew instead.
-        """
+        """Go on from `loaded`, the targets with their values; returns a line for each thing that begins anew."""
         notes = []
         self._sharding.weights_changed()
         if optimizer:
@@ -149,11 +136,7 @@ class TrainState:
         return {"scaler": self.scaler.state_dict(), "guard": guard, "groups": groups}
 
     def set_values(self, record: RunRecord) -> None:
-        """Go on from `values` of an earlier run.
-
-        Raises:
-            KeyError, TypeError, ValueError: they are damaged.
-        """
+        """Go on from `values` of an earlier run; raises KeyError, TypeError or ValueError if they are damaged."""
         self.scaler.load_state_dict(record.scaler)
         if self.guard is not None and record.guard:
             self.guard.load_state_dict(record.guard)

@@ -47,11 +47,7 @@ def write_tokenizer(save: Path, files: Mapping[str, bytes]) -> str | None:
 
 
 def read_tokenizer(save: Path, name: str) -> TokenizerConfig:
-    """The flags of the tokenizer in `save`/`name`, whose files are sound.
-
-    Raises:
-        DamagedError: a file is missing or not as it was written, or there is no such folder.
-    """
+    """The flags of the tokenizer in `save`/`name`; raises DamagedError if a file is missing or was changed."""
     folder = save / name
     if not _NAME.fullmatch(name):
         raise DamagedError(f"{save}: {name!r} is no folder of a tokenizer")

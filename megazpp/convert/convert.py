@@ -82,11 +82,7 @@ _NAMES = {
 
 
 def guess_format(folder: Path) -> str:
-    """What a folder looks like.
-
-    Raises:
-        ValueError: like nothing that is known.
-    """
+    """What a folder looks like; raises ValueError if like nothing that is known."""
     if (folder / CONFIG).is_file():
         return "huggingface"
     if any(folder.glob("iter_*/run.json")):

@@ -49,11 +49,7 @@ def open_model(folder: Path) -> Model:
 
 
 def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> None:
-    """Write config.json and the tensors, cut into files of `FILE_BYTES`.
-
-    Args:
-        token_ids: what config.json says about the tokenizer.
-    """
+    """Write config.json, with `token_ids` about the tokenizer, and the tensors, cut into files of `FILE_BYTES`."""
     architecture = choose_architecture(model.config)
     tensors = split_all(architecture.pieces(model.config), model.tensors)
     groups = split_into_files(tensors, FILE_BYTES)
@@ -123,11 +119,7 @@ def _open_files(folder: Path) -> dict[str, Deferred]:
 
 
 def _drop_tied_copy(tensors: dict[str, Deferred], words: str, where: str) -> None:
-    """Some files hold the tied matrix twice; one that differs is used by some versions of transformers and not by all.
-
-    Raises:
-        ValueError: it differs.
-    """
+    """Some files hold the tied matrix twice: ValueError if the copies differ, as versions of transformers do then."""
     copy, original = tensors.pop("lm_head.weight", None), tensors.get(words)
     if copy is None or original is None:
         return

@@ -126,11 +126,7 @@ def open_megatron(folder: Path, iteration: int | None) -> Imported:
 
 
 def find_checkpoint(folder: Path, iteration: int | None) -> Path:
-    """The folder with the ranks' folders.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The folder with the ranks' folders; raises ValueError if there is none."""
     if iteration is None and any(folder.glob("mp_rank_*")):
         return folder
     if iteration is None:

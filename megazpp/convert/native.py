@@ -30,12 +30,9 @@ _PREFIX = "model."
 
 
 def open_checkpoint(folder: Path, iteration: int | None) -> tuple[Model, RunRecord]:
-    """The weights of a checkpoint without the padding of their vocabulary, and what it says.
+    """The weights of a checkpoint (None: the latest) without the padding of their vocabulary, and what it says.
 
-    Args:
-        iteration: None for what the tracker names.
-    Raises:
-        ValueError: there is none, or it is damaged.
+    Raises ValueError if there is none, or it is damaged.
     """
     source, record = find_weights(CheckpointFolder(folder, "--input"), iteration)
     checkpoint = source.folder.of(source.candidates()[0])

@@ -91,11 +91,7 @@ class Dataset(Protocol):
 
 
 def check_data(config: DataConfig) -> None:
-    """Refuse flags that contradict each other; opens no file.
-
-    Raises:
-        ValueError: names the flags and values.
-    """
+    """Raises ValueError naming the flags and values that contradict each other; opens no file."""
     if config.seq_length is None or config.seq_length < 1:
         raise ValueError(f"--seq-length {config.seq_length}: it must be a positive number of tokens")
     given = {
@@ -144,8 +140,7 @@ def check_inputs(config: DataConfig, tokenizer: TokenizerConfig) -> None:
 def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, log: Callable[[str], None]) -> Tokenizer:
     """The tokenizer the flags name, else one trained on --text-path, else bytes for --mock-data.
 
-    Raises:
-        ValueError: none of the three applies, or a file is not usable.
+    Raises ValueError if none of the three applies, or a file is not usable.
     """
     tokenizer = load_tokenizer(config)
     if tokenizer is not None:
@@ -217,11 +212,7 @@ def batch_options(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def parse_split(split: str) -> Splits[tuple[float, float]]:
-    """`969, 30, 1` to the share of the documents at which each split begins and ends.
-
-    Raises:
-        ValueError: not one to three numbers, or negative, or all zero.
-    """
+    """`969, 30, 1` to the share of the documents at which each split begins and ends; raises ValueError at all else."""
     try:
         parts = [float(part) for part in re.split(r"[,/]", split)]
     except ValueError:

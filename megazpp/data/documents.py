@@ -264,11 +264,7 @@ def _pyarrow_parquet() -> ModuleType:
 
 
 def decompressed(path: Path, file: IO[bytes]) -> BufferedIOBase:
-    """What is in `file`, which is open and called `path`.
-
-    Raises:
-        ValueError: it needs a package that is missing.
-    """
+    """What is in `file`, which is open and called `path`; raises ValueError if that needs a package that is missing."""
     if path.suffix == ".gz":
         return gzip.open(file)
     return cast(BufferedIOBase, _zstd().open(file) if path.suffix == ".zst" else file)

@@ -208,11 +208,7 @@ class IndexedDatasetBuilder:
         self._document_indices.frombytes((np.asarray(document_ends, dtype=np.int64) + before).tobytes())
 
     def add_document(self, *sequences: npt.ArrayLike) -> None:
-        """Append a document: mostly one sequence of ids, or several (its sentences).
-
-        Raises:
-            ValueError: an id does not fit the dtype.
-        """
+        """Append a document: mostly one sequence of ids, or several (its sentences). Raises as `extend` does."""
         for ids in map(np.asarray, sequences):
             self._write(ids)
             self._lengths.append(ids.size)

@@ -57,15 +57,7 @@ class SourceBlend(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """How the samples of a split are drawn.
-
-    Attributes:
-        num_samples: at least so many.
-        seq_length: ids of a sample, without the one more for the last label.
-        seed: of the order.
-        vocab_size: ids are below this.
-        cache_path: directory for the indices.
-    """
+    """How the samples of a split are drawn: arguments of `GPTDataset`, and the folder for all indices."""
 
     num_samples: int
     seq_length: int
@@ -98,15 +90,11 @@ def indexed_source(prefix: Path, flag_name: str) -> DataSource:
 def build_split(
     use: str, blend: SourceBlend, bounds: tuple[float, float], sampling: Sampling
 ) -> GPTDataset | BlendedDataset:
-    """The samples of one split.
+    """The samples of one split of `blend`; raises ValueError if that gets too few ids of a source for one sample.
 
     Args:
         use: "train", "valid" or "test", for messages.
-        blend: what to sample.
         bounds: the share of each source's sequences (or tokens) at which the split begins and ends.
-        sampling: how.
-    Raises:
-        ValueError: the split gets too few ids of a source for one sample.
     """
     pairs = [_take(source, bounds) for source in blend.sources]
     if len(pairs) == 1:
@@ -121,12 +109,7 @@ def build_split(
 
 
 class TokenRange:
-    """Ids `start` to `stop` of the line that the sequences make: the first and the last of them may be cut.
-
-    Args:
-        sequences: where the ids are.
-        start, stop: 0 <= start <= stop <= the sum of their lengths.
-    """
+    """Ids `start` to `stop` of the line that the sequences make: the first and the last of them may be cut."""
 
     def __init__(self, sequences: Sequences, start: int, stop: int) -> None:
         ends = np.cumsum(sequences.lengths, dtype=np.int64)

@@ -95,12 +95,7 @@ class Tokenizer(Protocol):
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model; the end of a document is its `<eod>` piece if it has one, else its eos.
-
-    Args:
-        model: the content of its file.
-        companions: what else is said about it; see `_read_companions`.
-    """
+    """A SentencePiece model, its file's content; a document ends with its `<eod>` piece if it has one, else its eos."""
 
     def __init__(self, model: bytes, companions: Mapping[str, bytes] | None = None) -> None:
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -154,8 +149,7 @@ class HFTokenizer:
 class ByteTokenizer:
     """One id per UTF-8 byte. It counts as Megatron's NullTokenizer does: eod is the id after all others.
 
-    Args:
-        num_ids: ids below eod, at least 256; those above 255 serve pre-tokenized and mock data only.
+    There are `num_ids` below eod, at least 256; those above 255 serve pre-tokenized and mock data only.
     """
 
     def __init__(self, num_ids: int = 256) -> None:
