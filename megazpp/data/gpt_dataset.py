@@ -127,7 +127,7 @@ class GPTDataset:
         )
 
     def token_counts(self, size: int, *, max_tokens: int = 1 << 27) -> npt.NDArray[np.int64]:
-        """How often each id occurs in the first `max_tokens` or so of one epoch: [size]; from `size` on they are refused."""
+        """How often each id occurs in the first `max_tokens` or so of one epoch: [size]; larger ids are refused."""
         counts, left = np.zeros(size, dtype=np.int64), max_tokens
         for start in range(*self.sequence_range, _COUNT_SEQUENCES):
             stop = min(start + _COUNT_SEQUENCES, self.sequence_range[1])
