@@ -19,8 +19,8 @@ from pathlib import Path
 
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checkpoint.config import check_checkpoint
+from megazpp.checkpoint.read import LoadSource, choose_source, peek
 from megazpp.checkpoint.record import RunRecord, TrainingProgress, check_same_model
-from megazpp.checkpoint.source import LoadSource, choose_source, peek
 from megazpp.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer
 from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.dataset import cache_dir, check_inputs

@@ -18,9 +18,8 @@ import torch
 
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.read import find_weights, load_weights
+from megazpp.checkpoint.read import LoadSource, find_weights, load_weights
 from megazpp.checkpoint.record import RunRecord
-from megazpp.checkpoint.source import LoadSource
 from megazpp.checkpoint_flags import with_checkpoint_flags
 from megazpp.checks import ModelPlan, check_model_config
 from megazpp.data.dataset import build_tokenizer
@@ -177,7 +176,7 @@ def _load_and_work(
         plan = check_model_config(config, cluster, device_type=device.type)
         dims = ParallelDims(plan.layout, device_type=device.type, nccl=config.nccl, timeout=worker.timeout)
         seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
-        tokenizer = build_tokenizer(config.tokenizer, config.data, announce=say)
+        tokenizer = build_tokenizer(config.tokenizer, config.data, log=say)
         for notice in (*parsed.notices, *plan.notices):
             say(f"note: {notice}")
         built = build_model(config.model_spec(tokenizer.vocab_size, plan.wire), dims, device)

@@ -14,9 +14,8 @@ from __future__ import annotations
 import functools
 
 from megazpp.arguments import ParsedRun
-from megazpp.checkpoint.read import Resumed
+from megazpp.checkpoint.read import LoadSource, Resumed
 from megazpp.checkpoint.record import TrainingProgress
-from megazpp.checkpoint.source import LoadSource
 from megazpp.checkpoint.state import TrainState
 from megazpp.checks import RunPlan
 from megazpp.data.dataset import Dataset, build_tokenizer, unigram_entropy
@@ -64,9 +63,9 @@ class Trainer:
         self.config, self.plan, self.run = config, plan, run
         self.profiler = Profiler(config.profiler, run)  # first: it remembers allocations
         with user_errors():
-            self.tokenizer = build_tokenizer(config.tokenizer, config.data, announce=run.log)
+            self.tokenizer = build_tokenizer(config.tokenizer, config.data, log=run.log)
             self.datasets = open_datasets(
-                config.data, self.tokenizer, plan.batches, config.evaluation, seed=seed, announce=run.log
+                config.data, self.tokenizer, plan.batches, config.evaluation, seed=seed, log=run.log
             )
 
         self.built = build_model(config.model_spec(self.tokenizer.vocab_size, plan.wire), dims, run.device)

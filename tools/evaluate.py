@@ -66,7 +66,7 @@ def score_held_out(loaded: Loaded) -> dict[str, Score]:
     plan = plan_batches(config.batches, data_parallel_size=dims.data_size)
     count = config.evaluation.eval_iters * plan.global_batch_size
     wanted = Splits(train=0, valid=count, test=count)
-    datasets = build_datasets(config.data, tokenizer, num_samples=wanted, seed=config.launch.seed, announce=loaded.say)
+    datasets = build_datasets(config.data, tokenizer, num_samples=wanted, seed=config.launch.seed, log=loaded.say)
     scores = {}
     for where, dataset in (("", datasets.valid), (" on test set", datasets.test)):
         if dataset is None:

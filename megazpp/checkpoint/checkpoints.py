@@ -8,6 +8,7 @@ next, pinned where the tensors are on a GPU.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -18,12 +19,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.read import CheckpointReader, Resumed
+from megazpp.checkpoint.read import CheckpointReader, LoadSource, Resumed
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
-from megazpp.checkpoint.source import LoadSource
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import together
-from megazpp.checkpoint.write import CheckpointWriter
+from megazpp.checkpoint.write import write_checkpoint
 from megazpp.errors import user_errors
 from megazpp.formatting import GIGA
 from megazpp.optim.schedule import Schedule
@@ -35,8 +35,6 @@ class Checkpoints:
     """Every rank calls every method.
 
     Args:
-        config: the flags.
-        state: what is saved.
         record: of run.json: what does not change from one save to the next.
         axis: all ranks, see `open_axis`.
         say: prints a line on rank 0.
@@ -96,11 +94,7 @@ class Checkpoints:
             self._save(self._folder, progress)
 
     def rewind(self) -> TrainingProgress:
-        """Go back to the newest checkpoint of --save.
-
-        Raises:
-            ValueError: there is none, or it is damaged.
-        """
+        """Go back to the newest checkpoint of --save; raises ValueError if there is none, or it is damaged."""
         assert self._folder is not None, "a rewind needs --save"
         self._finish_writing()
         config = self._config
@@ -137,16 +131,10 @@ class Checkpoints:
         config, iteration = self._config, progress.iteration
         self._say(f"saving checkpoint at iteration {iteration:7d} to {folder.path}")
         tensors = self._state.tensors(optimizer=config.save_optim, rng=config.save_rng)
-        record = dataclasses.replace(
-            self._record,
-            progress=progress,
-            scaler=self._state.scaler.state_dict(),
-            guard=self._state.guard.state_dict() if self._state.guard is not None else {},
-            groups=self._state.group_values(),
-            has_optimizer=config.save_optim,
-            has_rng=config.save_rng,
-        )
-        writer = CheckpointWriter(
+        saved = {"has_optimizer": config.save_optim, "has_rng": config.save_rng} | self._state.values()
+        record = dataclasses.replace(self._record, progress=progress, **saved)
+        write = functools.partial(
+            write_checkpoint,
             folder=folder,
             axis=self._axis,
             keep_last=config.keep_last,
@@ -156,11 +144,11 @@ class Checkpoints:
         self._saved = iteration
         if self._thread is None or self._stager is None:
             with user_errors():
-                self._say(writer.write(record, tensors))
+                self._say(write(record, tensors))
             return
         copies = self._stager.stage(tensors)
         assert isinstance(copies, dict), "it does not stage in a thread"
-        self._writing = self._thread.submit(writer.write, record, copies)
+        self._writing = self._thread.submit(write, record, copies)
         self._say(
             f"  scheduled an async checkpoint save at iteration {iteration:7d} to {folder.path}"
             f" | training waited {time.perf_counter() - started:.3f} s"

@@ -41,11 +41,7 @@ def write_checksums(folder: Path, sums: Mapping[str, FileSum]) -> None:
 
 
 def read_checksums(folder: Path) -> dict[str, FileSum]:
-    """The list of a checkpoint.
-
-    Raises:
-        DamagedError: it is missing or damaged itself.
-    """
+    """The list of a checkpoint; raises DamagedError if it is missing or damaged itself."""
     path = folder / NAME
     try:
         *lines, last = path.read_bytes().decode().splitlines(keepends=True)
@@ -72,22 +68,21 @@ def verify_files(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, names: 
     sums = read_checksums(checkpoint)
     writers = {name: int(match[1]) if (match := _WRITER.match(name)) else 0 for name in sums}
     mine = [name for name in sums if writers[name] % num_ranks == rank and (names is None or name in names)]
-    problems = [problem for name in mine if (problem := _find_damage(checkpoint / name, sums[name]))]
+    problems = []
+    for name in mine:
+        path, expected = checkpoint / name, sums[name]
+        try:
+            found = sum_file(path)
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error.strerror}")
+            continue
+        if found.size != expected.size:
+            problems.append(f"{path} is damaged: it has {found.size} bytes, {expected.size} were written")
+        elif found.crc != expected.crc:
+            problems.append(f"{path} is damaged: its checksum is {found.crc:08x}, not {expected.crc:08x}")
     if problems:
         raise DamagedError("\n".join(problems))
     return sum(part.size for part in sums.values())
-
-
-def _find_damage(path: Path, expected: FileSum) -> str | None:
-    try:
-        found = sum_file(path)
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-    if found.size != expected.size:
-        return f"{path} is damaged: it has {found.size} bytes, {expected.size} were written"
-    if found.crc != expected.crc:
-        return f"{path} is damaged: its checksum is {found.crc:08x}, not {expected.crc:08x}"
-    return None
 
 
 def sum_file(path: Path) -> FileSum:

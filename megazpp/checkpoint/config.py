@@ -44,11 +44,7 @@ class CheckpointConfig:
 
 
 def check_checkpoint(config: CheckpointConfig) -> None:
-    """Refuse flags that contradict each other.
-
-    Raises:
-        ValueError: names the flags and their values.
-    """
+    """Raises ValueError naming the flags that contradict each other, and their values."""
     check_positive(config, "save_interval", "keep_last", "save_retain_interval")
     check_not_negative(config, "ckpt_step")
     for name in ("save_interval", "keep_last", "save_retain_interval", "async_save"):

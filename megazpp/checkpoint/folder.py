@@ -33,12 +33,7 @@ _PARTIAL = re.compile(r"(iter_\d{7,}|tokenizer-[0-9a-f]{16})\.partial")
 
 
 class CheckpointFolder:
-    """Names and renames; one process at a time writes (`lock`).
-
-    Args:
-        path: the folder; nothing is made yet.
-        flag: whose value it is, for messages.
-    """
+    """Names and renames in `path`, which `flag` names; nothing is made yet. One process at a time writes (`lock`)."""
 
     def __init__(self, path: str | Path, flag: str) -> None:
         self.path, self.flag = Path(path).expanduser(), flag
@@ -168,8 +163,7 @@ class CheckpointFolder:
     def complete(self, iteration: int) -> Path | None:
         """Give a checkpoint, whose files are on disk, its name, and point the tracker at it.
 
-        Returns:
-            Where an older checkpoint of the same iteration has gone, if there was one.
+        Returns where an older checkpoint of the same iteration has gone, if there was one.
         """
         sync_directory(self.partial(iteration))
         earlier = [other for other in self.iterations() if other < iteration]
@@ -177,7 +171,10 @@ class CheckpointFolder:
             self._prepare(earlier[-1])
             self._advance()
         self._prepare(iteration)
-        aside = self._move_aside(iteration) if self.of(iteration).exists() else None
+        aside = None
+        if self.of(iteration).exists():
+            aside = first_free(lambda number: self.path / f"{self.of(iteration).name}.replaced-{number}")
+            self.of(iteration).rename(aside)
         self.partial(iteration).rename(self.of(iteration))
         sync_directory(self.path)
         self._advance()
@@ -189,11 +186,6 @@ class CheckpointFolder:
             with contextlib.suppress(FileNotFoundError):
                 self.of(iteration).rename(self.partial(iteration))
             shutil.rmtree(self.partial(iteration), ignore_errors=True)
-
-    def _move_aside(self, iteration: int) -> Path:
-        aside = first_free(lambda number: self.path / f"{self.of(iteration).name}.replaced-{number}")
-        self.of(iteration).rename(aside)
-        return aside
 
     @property
     def _new(self) -> Path:
@@ -217,11 +209,7 @@ def iteration_of(checkpoint: Path) -> int | None:
 
 
 def read_tracker(tracker: Path, *, words: tuple[str, ...] = ()) -> str | None:
-    """The digits that a tracker holds, or one of `words`; None if there is none.
-
-    Raises:
-        DamagedError: it holds something else, or cannot be read.
-    """
+    """The digits that a tracker holds, or one of `words`; None if there is none; raises DamagedError at all else."""
     try:
         text = tracker.read_bytes().decode(errors="replace").strip()
     except FileNotFoundError:

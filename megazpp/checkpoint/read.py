@@ -1,12 +1,11 @@
-"""Reads one checkpoint, for a run that goes on or for a program that only uses the weights (generate, evaluate).
+"""What reads: which checkpoint a run begins with, and its state; for a program that only uses a model, its weights.
 
-It looks for damage first, then for contradictions, and only then changes anything.
+Damage is looked for first, then contradictions, and only then anything is changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,6 @@ from megazpp.checkpoint.record import (
     read_record,
 )
 from megazpp.checkpoint.safe_reader import FittingPlanner, SafeReader
-from megazpp.checkpoint.source import LoadSource, peek
 from megazpp.checkpoint.state import MODEL, Saved, TrainState
 from megazpp.checkpoint.together import open_axis, together
 from megazpp.formatting import GIGA
@@ -40,6 +38,113 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.sharding import Sharding
 
 
+class LoadSource(NamedTuple):
+    """Which folder, which checkpoint in it, and how much of that.
+
+    Attributes:
+        folder: of checkpoints.
+        iteration: --ckpt-step; None for what the tracker names.
+        continues: the run goes on; otherwise (--finetune) only weights are taken.
+        optimizer, rng: what of it is loaded.
+        fallback: a damaged checkpoint is passed over for the newest that is not.
+    """
+
+    folder: CheckpointFolder
+    iteration: int | None
+    continues: bool
+    optimizer: bool
+    rng: bool
+    fallback: bool
+
+    def candidates(self) -> list[int]:
+        """Iterations to try, the wanted one first; [] if there is no checkpoint.
+
+        Raises:
+            DamagedError: the wanted one is not there, and there is no --load-fallback.
+            ValueError: --ckpt-step has no checkpoint, no tracker says which of several is wanted, or the folder is that
+                of one checkpoint.
+        """
+        self.folder.check_not_inside()
+        found = self.folder.iterations()
+        if self.iteration is not None and self.iteration not in found:
+            raise ValueError(
+                f"--ckpt-step {self.iteration}: {self.folder.of(self.iteration)} is missing; "
+                f"{self.folder.name} has iterations {', '.join(map(str, found)) or 'none'}"
+            )
+        wanted = self.iteration
+        if wanted is None:
+            try:
+                wanted = self.folder.latest()
+            except DamagedError:
+                if not self.fallback or not found:
+                    raise
+            if wanted is None and found:
+                if not self.fallback:
+                    raise ValueError(
+                        f"{self.folder.name} has iterations {', '.join(map(str, found))}, but no {TRACKER} that says "
+                        "where to go on: choose one with --ckpt-step"
+                    )
+                wanted = found[-1]
+        if wanted is None:
+            return []
+        others = [iteration for iteration in reversed(found) if iteration != wanted]
+        return [wanted, *others] if self.fallback else [wanted]
+
+
+def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | None:
+    """What the flags ask to begin with; None to begin anew.
+
+    Args:
+        restarted: a fault ended an earlier attempt of this job: what it has saved comes first.
+    Raises:
+        ValueError: --save holds another run's checkpoints, or --load has none and must.
+    """
+    if config.save is not None:
+        own = CheckpointFolder(config.save, "--save")
+        own.check_not_inside()
+        if restarted and own.iterations():
+            rest = {"optimizer": config.save_optim, "rng": config.save_rng, "fallback": config.load_fallback}
+            return LoadSource(own, None, continues=True, **rest)
+        same = config.load is not None and CheckpointFolder(config.load, "").path.resolve() == own.path.resolve()
+        if own.iterations() and not same:
+            raise ValueError(
+                f"--save {config.save} holds checkpoints already (up to iteration {own.iterations()[-1]}): "
+                f"--load {config.save} goes on from there, or take another folder"
+            )
+    if config.load is None:
+        return None
+    continues = not config.finetune
+    source = LoadSource(
+        CheckpointFolder(config.load, "--load"),
+        config.ckpt_step,
+        continues=continues,
+        optimizer=continues and config.load_optim,
+        rng=continues and config.load_rng,
+        fallback=config.load_fallback,
+    )
+    if config.exit_on_missing_checkpoint and not source.candidates():
+        raise ValueError(f"--load {config.load} has no checkpoint ({source.folder.path / TRACKER} is missing)")
+    return source
+
+
+def peek(source: LoadSource | None) -> RunRecord | None:
+    """The record of the checkpoint that will most likely be loaded, before anything is verified or made.
+
+    Raises:
+        ValueError: see `LoadSource.candidates`; it cannot be read, and there is no --load-fallback.
+    """
+    if source is None:
+        return None
+    for iteration in source.candidates():
+        try:
+            verify_files(source.folder.of(iteration), names=[RECORD])
+            return read_record(source.folder.of(iteration))
+        except DamagedError:
+            if not source.fallback:
+                raise
+    return None
+
+
 class Resumed(NamedTuple):
     """What a run goes on with; `checkpoint` is where it came from."""
 
@@ -49,15 +154,7 @@ class Resumed(NamedTuple):
 
 
 class CheckpointReader:
-    """Reads for one run. Every rank calls every method.
-
-    Args:
-        config: the flags.
-        state: the tensors to fill.
-        own: what run.json would say of this run.
-        axis: all ranks.
-        say: prints a line on rank 0.
-    """
+    """Reads for one run, which `own` describes, into `state`. Every rank calls every method; `say` prints on rank 0."""
 
     def __init__(
         self, config: CheckpointConfig, state: TrainState, own: RunRecord, axis: MeshAxis, say: Callable[[str], None]
@@ -97,22 +194,23 @@ class CheckpointReader:
 
     def _first_sound(self, source: LoadSource, candidates: list[int]) -> tuple[int, int]:
         """The first candidate whose files are all as they were written, and its size in bytes."""
-        problem = DamagedError("no checkpoint")
+        axis, problem = self._axis, DamagedError("no checkpoint")
+
+        def verify() -> int:
+            size = verify_files(checkpoint, rank=axis.rank, num_ranks=axis.size)
+            if axis.rank == 0:
+                read_record(checkpoint)
+            return size
+
         for iteration in candidates:
+            checkpoint = source.folder.of(iteration)
             try:
-                verify = functools.partial(self._verify, source.folder.of(iteration))
-                return iteration, together(self._axis, verify)
+                return iteration, together(axis, verify)
             except DamagedError as error:
                 if source.fallback:
                     self._say(f"WARNING: {error}")
                 problem = error
         raise problem
-
-    def _verify(self, checkpoint: Path) -> int:
-        size = verify_files(checkpoint, rank=self._axis.rank, num_ranks=self._axis.size)
-        if self._axis.rank == 0:
-            read_record(checkpoint)
-        return size
 
     def _check(self, source: LoadSource, record: RunRecord, schedule: Schedule, checkpoint: Path) -> Schedule:
         own = self._own
@@ -151,8 +249,12 @@ class CheckpointReader:
         planner, group = FittingPlanner(self._state.padded(targets)), self._axis.group
         together(self._axis, lambda: dcp.load(targets, storage_reader=reader, planner=planner, process_group=group))
         if source.optimizer:
-            self._load_small(record, checkpoint)
-        return self._state.accept(targets, saved, iteration=record.progress.iteration, **parts)
+            try:
+                self._state.set_values(record)
+            except (KeyError, TypeError, ValueError) as error:
+                problem = f"loss scale, losses or groups are damaged: {error!r}"
+                raise DamagedError(f"{checkpoint / RECORD}: {problem}") from error
+        return self._state.accept(targets, iteration=record.progress.iteration, **parts)
 
     def _check_weights(self, saved: Saved, record: RunRecord, checkpoint: Path) -> None:
         """Raises DamagedError where the saved weights are not those of the model that run.json describes."""
@@ -171,27 +273,13 @@ class CheckpointReader:
                 continue
             raise DamagedError(f"{checkpoint}: the tensors are not of the model that {RECORD} describes: {problem}")
 
-    def _load_small(self, record: RunRecord, checkpoint: Path) -> None:
-        """What the optimizer remembers beside tensors."""
-        try:
-            self._state.scaler.load_state_dict(record.scaler)
-            if self._state.guard is not None and record.guard:
-                self._state.guard.load_state_dict(record.guard)
-            self._state.set_group_values(record.groups)
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedError(f"{checkpoint / RECORD}: loss scale, losses or groups are damaged: {error!r}") from error
-
 
 def find_weights(
     folder: CheckpointFolder, iteration: int | None, *, fallback: bool = False
 ) -> tuple[LoadSource, RunRecord]:
     """A checkpoint without its optimizer, and what it says; its files are not verified yet.
 
-    Args:
-        iteration: None for what the tracker names.
-        fallback: see `LoadSource`.
-    Raises:
-        ValueError: there is none, or it cannot be read.
+    Raises ValueError if there is none, or it cannot be read.
     """
     source = LoadSource(folder, iteration, continues=False, optimizer=False, rng=False, fallback=fallback)
     record = peek(source)

@@ -45,20 +45,15 @@ class RunRecord:
     """What a checkpoint says about its run.
 
     Attributes:
-        progress: where training stood.
-        scaler: the loss scaler's state.
         groups: the optimizer's values per parameter group.
         guard: the state of what looks for loss spikes.
         schedule: `Schedule.state_dict()`.
         flags: every flag's value by field name; see `found_from_anywhere`.
-        vocab_size: of the tokenizer.
         tokenizer: its identity; None in format 1, or if none is known.
         tokenizer_folder: beside the checkpoint, see `write_tokenizer`; None for a tokenizer without files.
-        layout: sizes of the axes, and the cluster.
-        has_optimizer, has_rng: what was saved.
+        layout: sizes of the axes, and the cluster; empty for a model that was converted.
         run_dir, wandb_run_id: where the run is recorded.
         torch: the version that wrote it.
-        format: of this file.
     """
 
     progress: TrainingProgress
@@ -183,35 +178,31 @@ def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], whe
 
 def found_from_anywhere(flags: Mapping[str, Any]) -> dict[str, Any]:
     """`flags` with absolute paths of data and tokenizer, so that programs in other folders find them."""
-    paths = {name: value for name, value in flags.items() if name.endswith(("_path", "_file", "tokenizer_model"))}
-    return {**flags, **{name: _absolute(value) for name, value in paths.items()}}
 
+    def absolute(value: Any) -> Any:
+        """A path, or the .bin and .idx that it is the prefix of; weights and names of what is no file stay."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(absolute, value))
+        if not isinstance(value, str) or value == "":
+            return value
+        path = Path(value).expanduser()
+        return str(path.resolve()) if path.exists() or path.with_name(path.name + ".idx").exists() else value
 
-def _absolute(value: Any) -> Any:
-    """A path, or the .bin and .idx that it is the prefix of; weights and names of what is no file stay."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_absolute(each) for each in value)
-    if not isinstance(value, str):
-        return value
-    path = Path(value).expanduser()
-    there = value != "" and (path.exists() or path.with_name(path.name + ".idx").exists())
-    return str(path.resolve()) if there else value
+    names = [name for name in flags if name.endswith(("_path", "_file", "tokenizer_model"))]
+    return {**flags, **{name: absolute(flags[name]) for name in names}}
 
 
 def data_notes(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) -> list[str]:
     """A line if the order of samples may be another one than before."""
-    names = [name for name in DATA if name in saved and _plain(saved[name]) != _plain(flags[name])]
+    own = {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()}  # as JSON has it
+    names = [name for name in DATA if name in saved and saved[name] != own[name]]
     if not names:
         return []
     return [f"{_differences(names, flags, saved, where)}: from here on samples may come in another order"]
 
 
 def agreed_schedule(saved: Mapping[str, Any], schedule: Schedule, config: CheckpointConfig, where: Path) -> Schedule:
-    """The schedule to go on with: Megatron's rule, equal unless a flag says whose counts.
-
-    Raises:
-        ValueError: they differ and no flag is given.
-    """
+    """The schedule to go on with: Megatron's rule; raises ValueError if they differ and no flag says whose counts."""
     own = schedule.state_dict()
     if config.override_opt_param_scheduler or dict(saved) == own:
         return schedule
@@ -231,8 +222,3 @@ def agreed_schedule(saved: Mapping[str, Any], schedule: Schedule, config: Checkp
 def _differences(names: Iterable[str], now: Mapping[str, Any], saved: Mapping[str, Any], where: Path) -> str:
     parts = [f"--{name.replace('_', '-')} is {now[name]}, was {saved.get(name)}" for name in names]
     return f"{', '.join(parts)} in {where}"
-
-
-def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
-    return list(value) if isinstance(value, tuple) else value

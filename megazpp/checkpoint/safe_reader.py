@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 class SafeReader(FileSystemReader):
     """Reads tensors only (`torch.load(weights_only=True)`), and an index that can name nothing but what it is made of.
 
-    Raises:
-        ValueError: the index asks for anything else.
+    Raises ValueError if the index asks for anything else.
     """
 
     @functools.cached_property

@@ -16,12 +16,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
 
+from megazpp.checkpoint.record import RunRecord
 from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaler
@@ -32,28 +34,11 @@ from megazpp.topology.layout import COORDINATES
 from megazpp.zero.sharding import Sharding
 
 Saved = Mapping[str, TensorStorageMetadata]
-MODEL = "model."  # what the keys of the weights begin with
-
-
-class Remembers(Protocol):
-    """Something small with a state of its own."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+MODEL, OPTIMIZER = "model.", "optimizer.state."  # what keys begin with
 
 
 class TrainState:
-    """What a step changes, beside where it stands.
-
-    Args:
-        model, sharding: the model and its handle.
-        optimizer: over the model's parameters.
-        scaler: the loss scale.
-        dims: this rank's place.
-        seed: the run's.
-        guard: remembers the losses that the next one is compared with; None if nothing does.
-    """
+    """What a step changes, beside where it stands; `guard` remembers the losses that the next one is compared with."""
 
     def __init__(
         self,
@@ -64,7 +49,7 @@ class TrainState:
         dims: ParallelDims,
         *,
         seed: int,
-        guard: Remembers | None = None,
+        guard: Stateful | None = None,
     ) -> None:
         self.model, self.dims, self.scaler, self.guard = model, dims, scaler, guard
         self._sharding, self._optimizer, self._seed = sharding, optimizer, seed
@@ -76,53 +61,54 @@ class TrainState:
         if optimizer:
             for name, parameter in self.model.named_parameters():
                 moments = self._optimizer.state.get(parameter, {})
-                found |= {f"optimizer.state.{name}.{key}": value for key, value in moments.items()}
-            found |= self._feedback()
+                found |= {f"{OPTIMIZER}{name}.{moment}": value for moment, value in moments.items()}
+            found |= self._rank_tensors()
         if rng:
             states = rng_states(self.model.shared_generator, self.device)
-            found |= {f"{self._rng_prefix}.{key}": state for key, state in states.items()}
+            found |= {self._rng_prefix + key: state for key, state in states.items()}
         return found
 
     def targets(self, saved: Saved, *, optimizer: bool, rng: bool) -> dict[str, torch.Tensor]:
-        """The tensors to read `saved` into: weights and feedback as they are, the rest new or where it was."""
+        """The tensors to read `saved` into: weights and a rank's own as they are, the rest new or where it was."""
         self._sharding.free_gathered()
         targets = self.weights()
         if optimizer:
-            targets |= {key: value for moments in self._moments(saved).values() for key, value in moments.items()}
-            targets |= {
-                key: value for key, value in self._feedback().items() if key in saved and saved[key].size == value.shape
-            }
+            parameters = dict(self.model.named_parameters())
+            for key, entry in saved.items():
+                name, moment = _split_moment(key)
+                if name in parameters:
+                    own = self._optimizer.state.get(parameters[name], {})
+                    targets[key] = own[moment] if moment in own else _like(entry, parameters[name])
+            for key, value in self._rank_tensors().items():
+                if key in saved and saved[key].size == value.shape:
+                    targets[key] = value
         if rng:
-            entries = {key: entry for key, entry in saved.items() if key.startswith(f"{self._rng_prefix}.")}
+            entries = {key: entry for key, entry in saved.items() if key.startswith(self._rng_prefix)}
             targets |= {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
         return targets
 
-    def accept(
-        self, loaded: Mapping[str, torch.Tensor], saved: Saved, *, optimizer: bool, rng: bool, iteration: int
-    ) -> list[str]:
-        """Go on from `loaded`, the targets with their values.
-
-        Returns:
-            A line for each thing that begins anew instead.
-        """
+    def accept(self, loaded: Mapping[str, torch.Tensor], *, optimizer: bool, rng: bool, iteration: int) -> list[str]:
+        """Go on from `loaded`, the targets with their values; returns a line for each thing that begins anew."""
         notes = []
         self._sharding.weights_changed()
         if optimizer:
-            self._load_optimizer(loaded, saved)
-            missing = {key: value for key, value in self._feedback().items() if key not in loaded}
-            for value in missing.values():
+            self._load_optimizer(loaded)
+            missing = [value for key, value in self._rank_tensors().items() if key not in loaded]
+            for value in missing:
                 value.zero_()
             if missing:
                 notes.append("error feedback begins at zero: the checkpoint has none of this layout")
         if rng:
-            prefix = f"{self._rng_prefix}."
+            prefix, dims, shared = self._rng_prefix, self.dims, self.model.shared_generator
             states = {key.removeprefix(prefix): state for key, state in loaded.items() if key.startswith(prefix)}
-            dims, shared = self.dims, self.model.shared_generator
             if states:
                 set_rng_states(states, shared, self.device)
             else:
-                ranks = {"data_rank": dims.data_rank, "data_size": dims.data_size, "tp_rank": dims.tp.rank}
-                reseed(shared, seed=self._seed, iteration=iteration, **ranks)
+                # by the iteration, too: the masks of the run's first steps must not come again
+                seed = seed_for(f"iteration {iteration} on {dims.data_size} data ranks", seed=self._seed)
+                seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+                if shared is not None:
+                    shared.generator.manual_seed(seed_for(f"dropout on data rank {dims.data_rank}", seed=seed))
                 notes.append("random generators are seeded anew: the checkpoint has no states of this layout")
         return notes
 
@@ -132,73 +118,65 @@ class TrainState:
 
     def padded(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
         """Keys of those of `tensors` that end in rows of padding."""
-        names = [owned.name for owned in owned_parameters(self.model) if owned.spec.rows is not None]
-        weights, moments = {f"model.{name}" for name in names}, tuple(f"optimizer.state.{name}." for name in names)
-        return {key for key, x in tensors.items() if x.ndim > 0 and (key in weights or key.startswith(moments))}
+        names = {owned.name for owned in owned_parameters(self.model) if owned.spec.rows is not None}
+        weights = {f"{MODEL}{name}" for name in names}
+        return {key for key, x in tensors.items() if x.ndim > 0 and (key in weights or _split_moment(key)[0] in names)}
 
     def estimate_bytes(self, *, optimizer: bool) -> int:
-        """About how large a checkpoint is: fp32 weights and moments, and the feedback of all ranks."""
+        """About how large a checkpoint is: fp32 weights and moments, and what ranks have of their own."""
         copies = 3 if optimizer and "betas" in self._optimizer.defaults else 2 if optimizer else 1
         weights = sum(parameter.numel() for parameter in self.model.parameters()) * 4
-        feedback = sum(buffer.nbytes for buffer in self._feedback().values()) * self.dims.world.size
-        return copies * weights + (feedback if optimizer else 0)
+        of_ranks = sum(x.nbytes for x in self._rank_tensors().values()) * self.dims.world.size
+        return copies * weights + (of_ranks if optimizer else 0)
 
-    def group_values(self) -> list[dict[str, Any]]:
-        """What an optimizer keeps per group and not per parameter: apex's step."""
-        return [{key: group[key] for key in ("step",) if key in group} for group in self._optimizer.param_groups]
+    def values(self) -> dict[str, Any]:
+        """What is no tensor: fields of the record. Of its groups an optimizer keeps the step there: apex's."""
+        groups = [{key: group[key] for key in ("step",) if key in group} for group in self._optimizer.param_groups]
+        guard = self.guard.state_dict() if self.guard is not None else {}
+        return {"scaler": self.scaler.state_dict(), "guard": guard, "groups": groups}
 
-    def set_group_values(self, values: list[dict[str, Any]]) -> None:
-        """The other way round."""
-        for group, own in zip(self._optimizer.param_groups, values, strict=True):
+    def set_values(self, record: RunRecord) -> None:
+        """Go on from `values` of an earlier run; raises KeyError, TypeError or ValueError if they are damaged."""
+        self.scaler.load_state_dict(record.scaler)
+        if self.guard is not None and record.guard:
+            self.guard.load_state_dict(record.guard)
+        for group, own in zip(self._optimizer.param_groups, record.groups, strict=True):
             group.update(own)
 
-    def _feedback(self) -> dict[str, torch.Tensor]:
+    def _rank_tensors(self) -> dict[str, torch.Tensor]:
+        """What each rank of one layout has for itself, by key; a run on another layout begins with zeros."""
         axes = [getattr(self.dims, name) for name in COORDINATES]
         layout, place = ("x".join(str(getattr(axis, part)) for axis in axes) for part in ("size", "rank"))
         return {f"feedback.{layout}.{place}.{key}": x for key, x in self._sharding.error_feedback().items()}
 
-    def _moments(self, saved: Saved) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:
-        """The optimizer's state as it was saved: {parameter: {key: tensor to read into}}."""
-        moments: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
-        by_name = _by_parameter(saved)
-        for name, parameter in self.model.named_parameters():
-            own = self._optimizer.state.get(parameter, {})
-            for moment, entry in by_name.get(name, {}).items():
-                key = f"optimizer.state.{name}.{moment}"
-                moments.setdefault(parameter, {})[key] = own[moment] if moment in own else _like(entry, parameter)
-        return moments
-
-    def _load_optimizer(self, loaded: Mapping[str, torch.Tensor], saved: Saved) -> None:
+    def _load_optimizer(self, loaded: Mapping[str, torch.Tensor]) -> None:
         """Through the optimizer's own method, which puts each tensor on the device where it is used."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        by_name = _by_parameter(saved)
-        state = self._optimizer.state_dict()
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        state["state"] = {
-            index: {moment: loaded[f"optimizer.state.{names[p]}.{moment}"] for moment in by_name[names[p]]}
-            for index, p in enumerate(parameters)
-            if names[p] in by_name
-        }
-        self._optimizer.load_state_dict(state)
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        indices = {names[parameter]: index for index, parameter in enumerate(parameters)}
+        moments: dict[int, dict[str, torch.Tensor]] = {}
+        for key, value in loaded.items():
+            name, moment = _split_moment(key)
+            if name in indices:
+                moments.setdefault(indices[name], {})[moment] = value
+        self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": moments})
 
     @property
     def _rng_prefix(self) -> str:
         dims = self.dims
-        return f"rng.{dims.data_size}x{dims.tp.size}.{dims.data_rank}x{dims.tp.rank}"
+        return f"rng.{dims.data_size}x{dims.tp.size}.{dims.data_rank}x{dims.tp.rank}."
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
 
-def _by_parameter(saved: Saved) -> dict[str, dict[str, TensorStorageMetadata]]:
-    """{parameter's name: {moment: entry}}"""
-    found: dict[str, dict[str, TensorStorageMetadata]] = {}
-    for key, entry in saved.items():
-        if key.startswith("optimizer.state."):
-            name, moment = key.removeprefix("optimizer.state.").rsplit(".", 1)
-            found.setdefault(name, {})[moment] = entry
-    return found
+def _split_moment(key: str) -> tuple[str, str]:
+    """The parameter and the moment of a key of the optimizer's state; empty names of any other."""
+    if not key.startswith(OPTIMIZER):
+        return "", ""
+    name, _, moment = key.removeprefix(OPTIMIZER).rpartition(".")
+    return name, moment
 
 
 def _like(entry: TensorStorageMetadata, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -238,19 +216,6 @@ def set_rng_states(states: Mapping[str, torch.Tensor], shared: SharedGenerator |
         torch.cuda.set_rng_state(states["cuda"], device)
     if "shared" in states and shared is not None:
         shared.generator.set_state(states["shared"])
-
-
-def reseed(
-    shared: SharedGenerator | None, *, seed: int, iteration: int, data_rank: int, data_size: int, tp_rank: int
-) -> None:
-    """Seed all generators for a run that continues on other ranks: from what they are now, and from the iteration.
-
-    So that the masks of the run's first steps do not come again.
-    """
-    seed = seed_for(f"iteration {iteration} on {data_size} data ranks", seed=seed)
-    seed_everything(seed, data_rank=data_rank, tp_rank=tp_rank)
-    if shared is not None:
-        shared.generator.manual_seed(seed_for(f"dropout on data rank {data_rank}", seed=seed))
 
 
 def _as_tensor(state: Any) -> torch.Tensor:

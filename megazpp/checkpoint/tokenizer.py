@@ -29,7 +29,10 @@ def write_tokenizer(save: Path, files: Mapping[str, bytes]) -> str | None:
     """
     if not files:
         return None
-    folder = save / _name_of(files)
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
+    folder = save / f"tokenizer-{digest.hexdigest()[:16]}"
     with contextlib.suppress(DamagedError):
         verify_files(folder)
         return folder.name
@@ -44,11 +47,7 @@ def write_tokenizer(save: Path, files: Mapping[str, bytes]) -> str | None:
 
 
 def read_tokenizer(save: Path, name: str) -> TokenizerConfig:
-    """The flags of the tokenizer in `save`/`name`, whose files are sound.
-
-    Raises:
-        DamagedError: a file is missing or not as it was written, or there is no such folder.
-    """
+    """The flags of the tokenizer in `save`/`name`; raises DamagedError if a file is missing or was changed."""
     folder = save / name
     if not _NAME.fullmatch(name):
         raise DamagedError(f"{save}: {name!r} is no folder of a tokenizer")
@@ -61,10 +60,3 @@ def read_tokenizer(save: Path, name: str) -> TokenizerConfig:
     if found == TokenizerConfig():
         raise DamagedError(f"{folder} holds no tokenizer")
     return found
-
-
-def _name_of(files: Mapping[str, bytes]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
-    return f"tokenizer-{digest.hexdigest()[:16]}"

@@ -17,13 +17,13 @@ from megazpp.checkpoint.folder import TRACKER
 from megazpp.checkpoint.record import SHAPE, RunRecord, TrainingProgress, found_from_anywhere
 from megazpp.convert.huggingface import choose_architecture, open_model, write_model
 from megazpp.convert.megatron import open_megatron
-from megazpp.convert.model import Imported, Model, first_rows
-from megazpp.convert.native import empty_schedule, open_checkpoint, open_tokenizer, write_checkpoint
+from megazpp.convert.model import Imported, Model
+from megazpp.convert.native import open_checkpoint, open_tokenizer, write_weights
 from megazpp.convert.output import check_output, whole_folder
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
-from megazpp.data.tokenizer import TokenizerConfig, find_tokenizer, load_tokenizer
-from megazpp.data.tokenizer_files import CONFIG
+from megazpp.data.tokenizer import CONFIG, TokenizerConfig, find_tokenizer, load_tokenizer
 from megazpp.flags import flag
+from megazpp.optim.schedule import ScheduleConfig, build_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,13 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[st
     say(f"{source} is {_NAMES[kind]}")
     if kind == "megazpp":
         return export(source, target, config.ckpt_step, tokenizer, say)
-    imported = _import_huggingface(source) if kind == "huggingface" else open_megatron(source, config.ckpt_step)
-    return bring_in(imported, target, tokenizer, say)
+    if kind == "megatron":
+        return bring_in(open_megatron(source, config.ckpt_step), target, tokenizer, say)
+    model = open_model(source)
+    length, window = model.config.max_position_embeddings, model.config.window
+    assert length is not None
+    found, seq_length = find_tokenizer(source), min(length, window or length)
+    return bring_in(Imported(model, TrainingProgress(), seq_length, found, padded=False), target, tokenizer, say)
 
 
 _NAMES = {
@@ -77,11 +82,7 @@ _NAMES = {
 
 
 def guess_format(folder: Path) -> str:
-    """What a folder looks like.
-
-    Raises:
-        ValueError: like nothing that is known.
-    """
+    """What a folder looks like; raises ValueError if like nothing that is known."""
     if (folder / CONFIG).is_file():
         return "huggingface"
     if any(folder.glob("iter_*/run.json")):
@@ -118,13 +119,16 @@ def bring_in(imported: Imported, target: Path, given: TokenizerConfig, say: Call
     elif vocab_size > model.rows:
         say(f"note: the tokenizer has {vocab_size} tokens, the model knows the first {model.rows}")
     if imported.padded:
-        model = first_rows(model, min(vocab_size, model.rows))
+        model = model.first_rows(min(vocab_size, model.rows))
+    schedule = build_schedule(  # which no weights go with
+        ScheduleConfig(lr=0.0), weight_decay=0.0, train_iters=1, train_samples=None, global_batch_size=1
+    )
     with whole_folder(target) as folder:
         record = RunRecord(
             progress=imported.progress,
             scaler={},
             groups=[],
-            schedule=empty_schedule(),
+            schedule=schedule.state_dict(),
             flags=found_from_anywhere(_flags(model, imported.seq_length, found)),
             vocab_size=vocab_size,
             tokenizer=None if tokenizer is None else tokenizer.identity,
@@ -133,15 +137,8 @@ def bring_in(imported: Imported, target: Path, given: TokenizerConfig, say: Call
             has_rng=False,
             torch=torch.__version__,
         )
-        write_checkpoint(folder, model, record, {} if tokenizer is None else tokenizer.files)
+        write_weights(folder, model, record, {} if tokenizer is None else tokenizer.files)
     return f"{target} holds the model as iteration {imported.progress.iteration}{_described(model)}"
-
-
-def _import_huggingface(source: Path) -> Imported:
-    model = open_model(source)
-    length, window = model.config.max_position_embeddings, model.config.window
-    assert length is not None
-    return Imported(model, TrainingProgress(), min(length, window or length), find_tokenizer(source), padded=False)
 
 
 def _flags(model: Model, seq_length: int, tokenizer: TokenizerConfig) -> dict[str, Any]:

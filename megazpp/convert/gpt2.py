@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from megazpp.convert.architecture import Architecture, refuse
+from megazpp.convert.model import Architecture, ForeignTensors, fuse_qkv, refuse, same, split_qkv, transposed
 from megazpp.convert.settings import Settings
-from megazpp.convert.tensors import ForeignTensors, fuse_qkv, same, split_qkv, transposed
 from megazpp.model.config import GPTConfig
 
 # activation_function there -> flags here; what is written is the first of each kind

@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from megazpp.convert.architecture import Architecture
 from megazpp.convert.gpt2 import GPT2
 from megazpp.convert.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from megazpp.convert.model import WORDS, Model, model_shapes
+from megazpp.convert.model import WORDS, Architecture, Deferred, Model, join_all, model_shapes, split_all
 from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
 from megazpp.convert.settings import Settings
-from megazpp.convert.tensors import Deferred, join_all, split_all
-from megazpp.data.tokenizer_files import CONFIG
+from megazpp.data.tokenizer import CONFIG
 from megazpp.files import write_whole
 from megazpp.model.config import GPTConfig
 
@@ -51,17 +49,14 @@ def open_model(folder: Path) -> Model:
 
 
 def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> None:
-    """Write config.json and the tensors, cut into files of `FILE_BYTES`.
-
-    Args:
-        token_ids: what config.json says about the tokenizer.
-    """
+    """Write config.json, with `token_ids` about the tokenizer, and the tensors, cut into files of `FILE_BYTES`."""
     architecture = choose_architecture(model.config)
     tensors = split_all(architecture.pieces(model.config), model.tensors)
     groups = split_into_files(tensors, FILE_BYTES)
-    names = [WHOLE] if len(groups) == 1 else [_part_name(i + 1, len(groups)) for i in range(len(groups))]
+    count = len(groups)
+    names = [WHOLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     total = sum(write_tensors(folder / name, group) for name, group in zip(names, groups, strict=True))
-    if len(groups) > 1:
+    if count > 1:
         places = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     description = {
@@ -76,11 +71,7 @@ def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> 
 
 
 def choose_architecture(config: GPTConfig) -> Architecture:
-    """The one that holds such a model.
-
-    Raises:
-        ValueError: names the flags that it has not.
-    """
+    """The one that holds such a model; raises ValueError naming the flags that it has not."""
     if config.positions != "rope":
         architecture = GPT2
     elif config.qk_layernorm:
@@ -94,11 +85,7 @@ def choose_architecture(config: GPTConfig) -> Architecture:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds a JSON object.
-
-    Raises:
-        ValueError: it is missing or holds something else.
-    """
+    """A file that holds a JSON object; raises ValueError if it is missing or holds something else."""
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -132,11 +119,7 @@ def _open_files(folder: Path) -> dict[str, Deferred]:
 
 
 def _drop_tied_copy(tensors: dict[str, Deferred], words: str, where: str) -> None:
-    """Some files hold the tied matrix twice; one that differs is used by some versions of transformers and not by all.
-
-    Raises:
-        ValueError: it differs.
-    """
+    """Some files hold the tied matrix twice: ValueError if the copies differ, as versions of transformers do then."""
     copy, original = tensors.pop("lm_head.weight", None), tensors.get(words)
     if copy is None or original is None:
         return
@@ -145,10 +128,6 @@ def _drop_tied_copy(tensors: dict[str, Deferred], words: str, where: str) -> Non
             f"{where}: tie_word_embeddings is true, but lm_head.weight is not {words}; "
             "write false into config.json to keep both, or take lm_head.weight out of the files"
         )
-
-
-def _part_name(number: int, count: int) -> str:
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -15,9 +15,8 @@ import functools
 import re
 from typing import Any
 
-from megazpp.convert.architecture import Architecture, refuse
+from megazpp.convert.model import Architecture, ForeignTensors, fuse_qkv, refuse, same, split_qkv
 from megazpp.convert.settings import Settings
-from megazpp.convert.tensors import ForeignTensors, fuse_qkv, same, split_qkv
 from megazpp.model.attention import HIGH_TURNS, LOW_TURNS, ORIGINAL_CONTEXT
 from megazpp.model.config import GPTConfig
 

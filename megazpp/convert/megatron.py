@@ -1,5 +1,12 @@
 """Megatron-LM's legacy checkpoints, mp_rank_XX/model_optim_rng.pt: what they are, and the ranks' parts put together.
 
+What its versions call our tensors:
+
+    language_model.embedding.{word,position}_embeddings.weight
+    language_model.{transformer,encoder}.layers.N.{attention,self_attention}.query_key_value.{weight,bias}  ...
+    language_model.output_layer.weight                       untied
+    decoder.layers.N.self_attention.linear_qkv.weight  ...   Megatron-core's names for the same
+
 The rows of query_key_value on one rank of np heads with hn channels: [3, np, hn] in version 0, [np, hn, 3] in version
 1.0, [np, 3, hn] from 2.0 on (with grouped queries [groups, queries + 2, hn]), which is ours.
 """
@@ -7,7 +14,6 @@ The rows of query_key_value on one rank of np heads with hn channels: [3, np, hn
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,16 +25,48 @@ import torch
 from megazpp.checkpoint.folder import TRACKER, read_tracker
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.convert.megatron_file import load_file
-from megazpp.convert.megatron_names import our_tensors, split_dim
-from megazpp.convert.model import OUTPUT, WORDS, Imported, Model, model_shapes
+from megazpp.convert.model import OUTPUT, WORDS, Deferred, Imported, Model, check_tensors, fuse_qkv, model_shapes
 from megazpp.convert.settings import Settings
-from megazpp.convert.tensors import Deferred, check_tensors, fuse_qkv
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
 
-Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 _RANK = re.compile(r"mp_rank_(\d{2,})")
+_LAYER = re.compile(r"(?:language_model\.(?:transformer|encoder)|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_FUSED_NORM = re.compile(r"(.*\.)(?:self_attention\.|mlp\.)(linear_qkv|linear_fc1)\.layer_norm_(weight|bias)")
+_FUSED_NORMS = {"linear_qkv": "input_layernorm", "linear_fc1": "pre_mlp_layernorm"}
+_LAYER_NAMES = {
+    "input_layernorm": "attention_norm",
+    "input_norm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "post_attention_norm": "mlp_norm",
+    "pre_mlp_layernorm": "mlp_norm",
+    "attention.query_key_value": "attention.qkv",
+    "self_attention.query_key_value": "attention.qkv",
+    "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.q_layernorm": "attention.q_norm",
+    "self_attention.k_layernorm": "attention.k_norm",
+    "attention.dense": "attention.proj",
+    "self_attention.dense": "attention.proj",
+    "self_attention.linear_proj": "attention.proj",
+    "mlp.dense_h_to_4h": "mlp.fc1",
+    "mlp.linear_fc1": "mlp.fc1",
+    "mlp.dense_4h_to_h": "mlp.fc2",
+    "mlp.linear_fc2": "mlp.fc2",
+}
+_OTHER_NAMES = {
+    "embedding.word_embeddings.weight": WORDS,
+    "embedding.position_embeddings.weight": "embedding.position.weight",
+    "output_layer.weight": OUTPUT,
+    **{
+        f"{stack}.{norm}.{kind}": f"final_norm.{kind}"
+        for stack in ("transformer", "encoder", "decoder")
+        for norm in ("final_layernorm", "final_norm")
+        for kind in ("weight", "bias")
+    },
+}
+_SPLIT_ROWS = ("qkv.weight", "qkv.bias", "fc1.weight", "fc1.bias", WORDS, OUTPUT)
+_SPLIT_COLUMNS = ("proj.weight", "fc2.weight")
 
 
 def open_megatron(folder: Path, iteration: int | None) -> Imported:
@@ -48,7 +86,9 @@ def open_megatron(folder: Path, iteration: int | None) -> Imported:
         raise ValueError(f"{where} has no args: a checkpoint from before Megatron kept them with the weights")
     settings = Settings(vars(arguments), f"{where}: args")
     _check_ranks(settings, len(ranks))
-    version = _version(ranks[0], where)
+    version = ranks[0].get("checkpoint_version", 0)
+    if version not in (0, 1.0, 2.0, 3.0):
+        raise ValueError(f"{where}: checkpoint_version {version!r} is not known (0, 1.0, 2.0, 3.0)")
     config = GPTConfig(**_read_config(settings))
     parts = [our_tensors(rank["model"], str(file)) for rank, file in zip(ranks, files, strict=True)]
     shapes = [{name: tuple(tensor.shape) for name, tensor in part.items()} for part in parts]
@@ -56,8 +96,13 @@ def open_megatron(folder: Path, iteration: int | None) -> Imported:
         check_tensors(found, shapes[0], str(file))  # all ranks' alike
     tensors: dict[str, Deferred] = {}
     for name in parts[0]:
-        join = _join(name, config, version, len(ranks))
-        tensors |= _merge(name, [part[name] for part in parts], join, swiglu=config.swiglu)
+        join = functools.partial(_join, name=name, config=config, version=version)
+        of_ranks = [part[name] for part in parts]
+        if config.swiglu and ".mlp.fc1." in name:  # a rank's part of gate above that of ours
+            halves = [tensor.chunk(2) for tensor in of_ranks]
+            tensors[name.replace(".fc1.", ".gate.")] = _deferred([half[0] for half in halves], join)
+            of_ranks = [half[-1] for half in halves]
+        tensors[name] = _deferred(of_ranks, join)
     if config.use_rope_scaling and "language_model" in ranks[0]["model"]:
         raise ValueError(f"{where}: args: use_rope_scaling True is not supported here with the legacy model")
     if config.tied:
@@ -81,11 +126,7 @@ def open_megatron(folder: Path, iteration: int | None) -> Imported:
 
 
 def find_checkpoint(folder: Path, iteration: int | None) -> Path:
-    """The folder with the ranks' folders.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The folder with the ranks' folders; raises ValueError if there is none."""
     if iteration is None and any(folder.glob("mp_rank_*")):
         return folder
     if iteration is None:
@@ -130,13 +171,6 @@ def _check_ranks(settings: Settings, found: int) -> None:
         raise ValueError(f"{settings.where}: {name} is {settings.count(name)}, but there are {found} ranks")
 
 
-def _version(rank: Mapping[str, Any], where: str) -> float:
-    version = rank.get("checkpoint_version", 0)
-    if version not in (0, 1.0, 2.0, 3.0):
-        raise ValueError(f"{where}: checkpoint_version {version!r} is not known (0, 1.0, 2.0, 3.0)")
-    return float(version)
-
-
 def _read_config(settings: Settings) -> dict[str, Any]:
     """Fields of GPTConfig; older versions lack many arguments, and are what the defaults say."""
     settings.absent(
@@ -147,85 +181,102 @@ def _read_config(settings: Settings) -> dict[str, Any]:
         "window_size",
     )
     settings.absent("rotary_seq_len_interpolation_factor", empty=(None, 1, 1.0))
-    heads = settings.count("num_attention_heads")
-    positions = settings.only("position_embedding_type", "learned_absolute", "rope", "none")
-    grouped = settings.truth("group_query_attention", False)
-    swiglu, squared = settings.truth("swiglu", False), settings.truth("squared_relu", False)
+    heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
+    truths = {
+        name: settings.truth(name, False)
+        for name in (
+            "group_query_attention",
+            "use_rotary_position_embeddings",
+            "qk_layernorm",
+            "apply_layernorm_1p",
+            "swiglu",
+            "squared_relu",
+            "untie_embeddings_and_output_weights",
+            "add_qkv_bias",
+        )
+    }
     # Megatron's fused bias and GeLU, its default, computes the tanh approximation
     tanh = settings.truth("openai_gelu", False) or settings.truth("bias_gelu_fusion", True)
-    bias = settings.truth("add_bias_linear", True)
-    scaled = settings.truth("use_rope_scaling", False)
+    scaling: dict[str, Any] = {}
+    if settings.truth("use_rope_scaling", False):
+        scaling = {"use_rope_scaling": True, "rope_scaling_factor": settings.number("rope_scaling_factor", 8.0)}
     return {
+        **truths,
+        **scaling,
         "num_layers": settings.count("num_layers"),
-        "hidden_size": settings.count("hidden_size"),
-        "ffn_hidden_size": settings.count("ffn_hidden_size", 4 * settings.count("hidden_size")),
+        "hidden_size": hidden,
+        "ffn_hidden_size": settings.count("ffn_hidden_size", 4 * hidden),
         "num_attention_heads": heads,
-        "kv_channels": settings.count("kv_channels", max(settings.count("hidden_size") // heads, 1)),
-        "group_query_attention": grouped,
-        "num_query_groups": settings.count("num_query_groups", heads) if grouped else 1,
+        "kv_channels": settings.count("kv_channels", max(hidden // heads, 1)),
+        "num_query_groups": settings.count("num_query_groups", heads) if truths["group_query_attention"] else 1,
         "max_position_embeddings": settings.count("max_position_embeddings"),
-        "position_embedding_type": positions,
-        "use_rotary_position_embeddings": settings.truth("use_rotary_position_embeddings", False),
+        "position_embedding_type": settings.only("position_embedding_type", "learned_absolute", "rope", "none"),
         "rotary_base": settings.number("rotary_base", 10000.0),
         "rotary_percent": settings.number("rotary_percent", 1.0),
-        **(
-            {"use_rope_scaling": True, "rope_scaling_factor": settings.number("rope_scaling_factor", 8.0)}
-            if scaled
-            else {}
-        ),
-        "qk_layernorm": settings.truth("qk_layernorm", False),
         "normalization": settings.only("normalization", "LayerNorm", "RMSNorm"),
         "norm_epsilon": settings.number("norm_epsilon" if "norm_epsilon" in settings else "layernorm_epsilon", 1e-5),
-        "apply_layernorm_1p": settings.truth("apply_layernorm_1p", False),
-        "swiglu": swiglu,
-        "squared_relu": squared,
-        "openai_gelu": tanh and not swiglu and not squared,
-        "untie_embeddings_and_output_weights": settings.truth("untie_embeddings_and_output_weights", False),
-        "disable_bias_linear": not bias,
-        "add_qkv_bias": settings.truth("add_qkv_bias", False),
+        "openai_gelu": tanh and not truths["swiglu"] and not truths["squared_relu"],
+        "disable_bias_linear": not settings.truth("add_bias_linear", True),
         "init_method_std": settings.number("init_method_std", 0.02),
         "hidden_dropout": settings.number("hidden_dropout", 0.1),
         "attention_dropout": settings.number("attention_dropout", 0.1),
     }
 
 
+def our_tensors(model: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, torch.Tensor]:
+    """One rank's tensors by our names; with SwiGLU gate and fc1 are still one.
+
+    Args:
+        model: nested dicts; Transformer Engine's extra state in them is left out.
+        prefix: of the names in them.
+    Raises:
+        ValueError: one has a name that is not known.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for key, value in model.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found |= our_tensors(value, where, f"{name}.")
+        elif isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
+            ours = our_name(name)
+            if ours is None:
+                raise ValueError(f"{where}: {name} has no place in this model")
+            found[ours] = value
+    return found
+
+
+def our_name(name: str) -> str | None:
+    """What we call the tensor; None if we do not have it."""
+    fused = _FUSED_NORM.fullmatch(name)  # Transformer Engine's layers begin with their norm
+    if fused:
+        name = f"{fused[1]}{_FUSED_NORMS[fused[2]]}.{fused[3]}"
+    layer = _LAYER.fullmatch(name)
+    if layer:
+        return f"layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{layer[3]}" if layer[2] in _LAYER_NAMES else None
+    return _OTHER_NAMES.get(name.removeprefix("language_model."))
+
+
 def _find_tokenizer(settings: Settings) -> TokenizerConfig:
     """The run's tokenizer, where its files are on this machine."""
-    files: dict[str, Any] = {
-        name: settings.text(name) for name in ("tokenizer_model", "vocab_file", "merge_file") if name in settings
-    }
-    if not files or not all(Path(file).exists() for file in files.values()):
-        return TokenizerConfig()
-    return dataclasses.replace(TokenizerConfig(), **files)
+    names = ("tokenizer_model", "vocab_file", "merge_file")
+    files: dict[str, Any] = {name: settings.text(name) for name in names if name in settings}
+    return TokenizerConfig(**files) if all(Path(file).exists() for file in files.values()) else TokenizerConfig()
 
 
-def _join(name: str, config: GPTConfig, version: float, tp: int) -> Join:
-    """How the ranks' parts of a tensor make the whole."""
-    dim = split_dim(name)
-    if dim is None:
-        return lambda parts: parts[0]
-    if ".qkv." in name and version < 2.0:
-        heads = max(config.heads // tp, 1)
-        return functools.partial(_join_old_qkv, heads=heads, head_size=config.head_size, version=version)
-    return lambda parts: torch.cat(list(parts), dim=dim)
+def _join(parts: Sequence[torch.Tensor], *, name: str, config: GPTConfig, version: float) -> torch.Tensor:
+    """The whole of the ranks' parts of a tensor."""
+    if not name.endswith(_SPLIT_ROWS + _SPLIT_COLUMNS):
+        return parts[0]
+    heads, head_size = max(config.heads // len(parts), 1), config.head_size
+    if ".qkv." in name and version == 0:
+        parts = [fuse_qkv(part.chunk(3), groups=heads, head_size=head_size) for part in parts]
+    elif ".qkv." in name and version < 2.0:
+        rows = [part.reshape(heads, head_size, 3, *part.shape[1:]).transpose(1, 2) for part in parts]
+        parts = [part.flatten(0, 2) for part in rows]
+    return torch.cat(list(parts), dim=0 if name.endswith(_SPLIT_ROWS) else 1)
 
 
-def _join_old_qkv(parts: Sequence[torch.Tensor], *, heads: int, head_size: int, version: float) -> torch.Tensor:
-    if version == 0:
-        return torch.cat([fuse_qkv(part.chunk(3), groups=heads, head_size=head_size) for part in parts])
-    rows = [part.reshape(heads, head_size, 3, *part.shape[1:]).transpose(1, 2) for part in parts]
-    return torch.cat([part.flatten(0, 2) for part in rows])
-
-
-def _merge(name: str, parts: Sequence[torch.Tensor], join: Join, *, swiglu: bool) -> dict[str, Deferred]:
-    """Our tensors of the ranks' parts of one of theirs: with SwiGLU fc1 is a rank's part of gate above that of ours."""
-    if not (swiglu and ".mlp.fc1." in name):
-        return {name: _deferred(parts, join)}
-    gate, halves = name.replace(".fc1.", ".gate."), [part.chunk(2) for part in parts]
-    return {gate: _deferred([half[0] for half in halves], join), name: _deferred([half[-1] for half in halves], join)}
-
-
-def _deferred(parts: Sequence[torch.Tensor], join: Join) -> Deferred:
+def _deferred(parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Deferred:
     try:
         whole = join([part.to("meta") for part in parts])
     except RuntimeError:  # nothing that can be put together: reported with the shape of a part

@@ -70,15 +70,14 @@ def load_file(path: Path) -> dict[str, Any]:
 
 def _global_names(path: Path) -> set[str]:
     """What the pickle would import, read without unpickling."""
+
+    def names(file: IO[bytes]) -> set[str]:
+        codes = pickletools.genops(file)
+        return {str(value).replace(" ", ".") for code, value, _ in codes if code.name in ("GLOBAL", "INST")}
+
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             name = [name for name in archive.namelist() if name.endswith("/data.pkl")][0]  # noqa: RUF015 - IndexError
-            return _globals_of(io.BytesIO(archive.read(name)))
+            return names(io.BytesIO(archive.read(name)))
     with path.open("rb") as file:  # magic number, version, machine, content
-        return set().union(*(_globals_of(file) for _ in range(4)))
-
-
-def _globals_of(file: IO[bytes]) -> set[str]:
-    return {
-        str(value).replace(" ", ".") for code, value, _ in pickletools.genops(file) if code.name in ("GLOBAL", "INST")
-    }
+        return set().union(*(names(file) for _ in range(4)))

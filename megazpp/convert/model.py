@@ -1,21 +1,35 @@
-"""A model between two formats: its shape, and its tensors under our names."""
+"""A model between two formats: its tensors under our names, and which of another format's tensors make one of ours.
+
+A model passes through a conversion one tensor at a time: shapes and types are known and checked before the first one
+is read, and each is read, rearranged and written before the next.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from megazpp.checkpoint.record import TrainingProgress
-from megazpp.convert.tensors import Deferred
+from megazpp.convert.settings import Settings
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig, check_gpt_config
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 
 WORDS, OUTPUT = "embedding.word.weight", "output.weight"
+
+
+class Deferred(NamedTuple):
+    """A tensor that `read` gives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
 
 
 class Model(NamedTuple):
@@ -36,6 +50,15 @@ class Model(NamedTuple):
         """Of the embedding, and hence of nearly all."""
         return self.tensors[WORDS].dtype
 
+    def first_rows(self, rows: int) -> Model:
+        """The model without what pads its vocabulary."""
+
+        def cut(entry: Deferred) -> Deferred:
+            return Deferred((rows, *entry.shape[1:]), entry.dtype, lambda: entry.read()[:rows])
+
+        tensors = {name: cut(entry) if name in (WORDS, OUTPUT) else entry for name, entry in self.tensors.items()}
+        return Model(self.config, rows, tensors)
+
 
 class Imported(NamedTuple):
     """A model that is to be a checkpoint of ours.
@@ -52,6 +75,48 @@ class Imported(NamedTuple):
     seq_length: int
     tokenizer: TokenizerConfig
     padded: bool
+
+
+class ForeignTensors(NamedTuple):
+    """Which tensors of another format make one of ours, and how.
+
+    Attributes:
+        theirs: the names of the tensors that it is there.
+        join: makes ours of them, in that order.
+        split: the other way round; tells the shapes too, of a tensor without data.
+    """
+
+    theirs: tuple[str, ...]
+    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A kind of Hugging Face model.
+
+    Attributes:
+        model_type: in config.json.
+        class_name: of the model with its output layer.
+        read: settings to the fields of GPTConfig; a ValueError names the key of what we do not have.
+        write: the other way round; a ValueError names the flags of what it cannot hold.
+        pieces: what our tensors are called there.
+        their_name: of a tensor in a file; None for one that holds no weight.
+    """
+
+    model_type: str
+    class_name: str
+    read: Callable[[Settings], dict[str, Any]]
+    write: Callable[[GPTConfig], dict[str, Any]]
+    pieces: Callable[[GPTConfig], dict[str, ForeignTensors]]
+    their_name: Callable[[str], str | None]
+
+
+def refuse(class_name: str, problems: Mapping[str, bool]) -> None:
+    """Raises ValueError naming the flags whose problem is there."""
+    found = [flag for flag, there in problems.items() if there]
+    if found:
+        raise ValueError(f"{class_name} cannot hold a model with {', '.join(found)}")
 
 
 def model_shapes(config: GPTConfig, rows: int, where: str, *, num_tensors: int) -> dict[str, tuple[int, ...]]:
@@ -75,11 +140,92 @@ def model_shapes(config: GPTConfig, rows: int, where: str, *, num_tensors: int) 
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def first_rows(model: Model, rows: int) -> Model:
-    """The model without what pads its vocabulary."""
-    cut = {name: _cut(entry, rows) if name in (WORDS, OUTPUT) else entry for name, entry in model.tensors.items()}
-    return Model(model.config, rows, cut)
+def same(name: str) -> ForeignTensors:
+    """Ours as it is."""
+    return ForeignTensors((name,), lambda parts: parts[0], lambda ours: [ours])
 
 
-def _cut(entry: Deferred, rows: int) -> Deferred:
-    return Deferred((rows, *entry.shape[1:]), entry.dtype, lambda: entry.read()[:rows])
+def transposed(name: str) -> ForeignTensors:
+    """A matrix that is stored as [in, out] there."""
+    return ForeignTensors((name,), lambda parts: parts[0].t(), lambda ours: [ours.t()])
+
+
+def fuse_qkv(parts: Sequence[torch.Tensor], *, groups: int, head_size: int) -> torch.Tensor:
+    """Rows of queries, keys and values to our fused rows [group, (queries of the group, key, value), channel]."""
+    rest = parts[0].shape[1:]
+    return torch.cat([part.reshape(groups, -1, head_size, *rest) for part in parts], dim=1).flatten(0, 2)
+
+
+def split_qkv(fused: torch.Tensor, *, groups: int, head_size: int) -> list[torch.Tensor]:
+    """What `fuse_qkv` has fused."""
+    rows = fused.reshape(groups, -1, head_size, *fused.shape[1:])
+    queries = rows.shape[1] - 2
+    return [part.flatten(0, 2) for part in rows.split((queries, 1, 1), dim=1)]
+
+
+def join_all(
+    pieces: Mapping[str, ForeignTensors],
+    theirs: Mapping[str, Deferred],
+    shapes: Mapping[str, tuple[int, ...]],
+    where: str,
+) -> dict[str, Deferred]:
+    """Our tensors, each made of theirs when it is read.
+
+    Args:
+        shapes: of ours.
+        where: what holds `theirs`, for messages.
+    Raises:
+        ValueError: a tensor is missing, has another shape than the model's, or has no place in it.
+    """
+    expected = {
+        name: tuple(part.shape)
+        for ours, piece in pieces.items()
+        for name, part in zip(piece.theirs, piece.split(torch.empty(shapes[ours], device="meta")), strict=True)
+    }
+    check_tensors({name: entry.shape for name, entry in theirs.items()}, expected, where)
+    joined = {}
+    for ours, piece in pieces.items():
+        dtypes = {theirs[name].dtype for name in piece.theirs}
+        if len(dtypes) > 1:
+            raise ValueError(f"{where}: {', '.join(piece.theirs)} are one tensor here, and have different types")
+        joined[ours] = Deferred(shapes[ours], dtypes.pop(), functools.partial(_join, piece, theirs))
+    return joined
+
+
+def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]) -> dict[str, Deferred]:
+    """Their tensors, each a part of ours; one that is several parts is read as often."""
+    found = {}
+    for name, piece in pieces.items():
+        entry = ours[name]
+        parts = piece.split(torch.empty(entry.shape, device="meta"))
+        for index, (their_name, part) in enumerate(zip(piece.theirs, parts, strict=True)):
+            found[their_name] = Deferred(tuple(part.shape), entry.dtype, functools.partial(_split, piece, entry, index))
+    return found
+
+
+def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Raises ValueError naming tensors that are missing, that nobody expects, or that have another shape."""
+    problems = []
+    for names, one, several in (
+        ([name for name in expected if name not in found], "is missing", "are missing"),
+        ([name for name in found if name not in expected], "has no place in this model", "have no place in this model"),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            problems.append(f"{', '.join(names[:3])}{more} {one if len(names) == 1 else several}")
+    problems += [
+        f"{name} has shape {list(found[name])}, the model's is {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more like that)" if len(problems) > 3 else ""
+        raise ValueError(f"{where}: {'; '.join(problems[:3])}{more}")
+
+
+def _join(piece: ForeignTensors, theirs: Mapping[str, Deferred]) -> torch.Tensor:
+    return piece.join([theirs[name].read() for name in piece.theirs]).contiguous()
+
+
+def _split(piece: ForeignTensors, ours: Deferred, index: int) -> torch.Tensor:
+    return piece.split(ours.read())[index].contiguous()

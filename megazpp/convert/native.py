@@ -8,7 +8,6 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,25 +19,20 @@ from megazpp.checkpoint.read import find_weights
 from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.tokenizer import read_tokenizer
-from megazpp.checkpoint.write import CheckpointWriter
-from megazpp.convert.model import WORDS, Model, first_rows, model_shapes
-from megazpp.convert.tensors import Deferred, check_tensors
+from megazpp.checkpoint.write import write_checkpoint
+from megazpp.convert.model import WORDS, Deferred, Model, check_tensors, model_shapes
 from megazpp.data.dataset import DataConfig, build_tokenizer
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer, names_tokenizer
 from megazpp.model.config import GPTConfig
-from megazpp.optim.schedule import ScheduleConfig, build_schedule
 from megazpp.parallel.axis import MeshAxis
 
 _PREFIX = "model."
 
 
 def open_checkpoint(folder: Path, iteration: int | None) -> tuple[Model, RunRecord]:
-    """The weights of a checkpoint without the padding of their vocabulary, and what it says.
+    """The weights of a checkpoint (None: the latest) without the padding of their vocabulary, and what it says.
 
-    Args:
-        iteration: None for what the tracker names.
-    Raises:
-        ValueError: there is none, or it is damaged.
+    Raises ValueError if there is none, or it is damaged.
     """
     source, record = find_weights(CheckpointFolder(folder, "--input"), iteration)
     checkpoint = source.folder.of(source.candidates()[0])
@@ -59,7 +53,7 @@ def open_checkpoint(folder: Path, iteration: int | None) -> tuple[Model, RunReco
     check_tensors({name: entry.shape for name, entry in tensors.items()}, expected, str(checkpoint))
     model = Model(config, rows, tensors)
     # a run pads; a checkpoint without a layout comes from a conversion, and has the rows it had there
-    return (first_rows(model, record.vocab_size) if record.layout else model), record
+    return (model.first_rows(record.vocab_size) if record.layout else model), record
 
 
 def open_tokenizer(
@@ -87,23 +81,22 @@ def open_tokenizer(
     return tokenizer
 
 
-def write_checkpoint(folder: Path, model: Model, record: RunRecord, tokenizer: Mapping[str, bytes]) -> str:
+def write_weights(folder: Path, model: Model, record: RunRecord, tokenizer: Mapping[str, bytes]) -> str:
     """Write a checkpoint of the record's iteration, and the tokenizer's files; returns the line that says so."""
-    axis, destination = MeshAxis("checkpoint"), CheckpointFolder(folder, "--output")
     meta = {
         _PREFIX + name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         for name, entry in model.tensors.items()
     }
-    writer = CheckpointWriter(
-        folder=destination,
-        axis=axis,
-        keep_last=None,
-        retain_interval=None,
-        read=lambda key: model.tensors[key.removeprefix(_PREFIX)].read(),
-        tokenizer=tokenizer,
-    )
+    destination, axis = CheckpointFolder(folder, "--output"), MeshAxis("checkpoint")
     with alone():
-        return writer.write(record, meta)
+        return write_checkpoint(
+            record,
+            meta,
+            destination,
+            axis,
+            read=lambda key: model.tensors[key.removeprefix(_PREFIX)].read(),
+            tokenizer=tokenizer,
+        )
 
 
 @contextlib.contextmanager
@@ -112,14 +105,6 @@ def alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def empty_schedule() -> dict[str, Any]:
-    """Of weights that no schedule goes with."""
-    schedule = build_schedule(
-        ScheduleConfig(lr=0.0), weight_decay=0.0, train_iters=1, train_samples=None, global_batch_size=1
-    )
-    return schedule.state_dict()
 
 
 def _read_config(record: RunRecord) -> GPTConfig:
@@ -141,7 +126,7 @@ def _remade_tokenizer(record: RunRecord, say: Callable[[str], None]) -> Tokenize
         mock_data=bool(record.flags.get("mock_data")),
         data_cache_path=record.flags.get("data_cache_path"),
     )
-    return build_tokenizer(config, data, announce=say)
+    return build_tokenizer(config, data, log=say)
 
 
 def _read(reader: SafeReader, key: str, entry: TensorStorageMetadata) -> torch.Tensor:

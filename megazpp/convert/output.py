@@ -11,11 +11,7 @@ from megazpp.files import remove, renamed_when_done, try_lock
 
 
 def check_output(path: Path) -> None:
-    """Refuse an output folder before the work for it begins.
-
-    Raises:
-        ValueError: there is something in its place.
-    """
+    """Refuse an output folder before the work for it begins: raises ValueError if there is something in its place."""
     if path.is_dir():
         if any(path.iterdir()):
             raise ValueError(f"--output {path} is not empty")

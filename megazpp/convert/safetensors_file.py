@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megazpp.convert.tensors import Deferred
+from megazpp.convert.model import Deferred
 from megazpp.files import sync
 
 try:
@@ -63,11 +63,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Deferred]) -> int:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name, entry in tensors.items():
         size = _num_bytes(entry)
-        header[name] = {
-            "dtype": names[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [start, start + size],
-        }
+        place = [start, start + size]
+        header[name] = {"dtype": names[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
         start += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)

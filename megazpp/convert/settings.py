@@ -10,12 +10,7 @@ _LARGEST = 2**31 - 1
 
 
 class Settings:
-    """Values by key.
-
-    Args:
-        values: as they were read.
-        where: the file, for messages.
-    """
+    """Values by key, as they were read from `where`, which messages name."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self._values, self.where = values, where

@@ -9,8 +9,7 @@ from typing import Any
 
 import sentencepiece
 
-from megazpp.data.tokenizer import HFTokenizer, Tokenizer
-from megazpp.data.tokenizer_files import CONFIG, DEFINITION, DESCRIPTION, SENTENCEPIECE, VOCABULARY
+from megazpp.data.tokenizer import CONFIG, DEFINITION, DESCRIPTION, SENTENCEPIECE, VOCABULARY, HFTokenizer, Tokenizer
 from megazpp.files import write_whole
 
 _EOD = "<eod>"

@@ -43,14 +43,8 @@ class MicroBatch(NamedTuple):
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, f: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        starts = self.document_starts
-        return MicroBatch(
-            tokens=f(self.tokens),
-            labels=f(self.labels),
-            loss_mask=f(self.loss_mask),
-            position_ids=f(self.position_ids),
-            document_starts=None if starts is None else f(starts),
-        )
+        starts = None if self.document_starts is None else f(self.document_starts)
+        return MicroBatch(f(self.tokens), f(self.labels), f(self.loss_mask), f(self.position_ids), starts)
 
 
 def make_micro_batch(
@@ -72,12 +66,8 @@ def make_micro_batch(
     Raises:
         ValueError: one of the three flags is set and there is no eod.
     """
-    check_eod(
-        eod,
-        reset_position_ids=reset_position_ids,
-        reset_attention_mask=reset_attention_mask,
-        eod_mask_loss=eod_mask_loss,
-    )
+    flags = {"reset_position_ids": reset_position_ids, "reset_attention_mask": reset_attention_mask}
+    check_eod(eod, **flags, eod_mask_loss=eod_mask_loss)
     tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     loss_mask = torch.ones_like(tokens, dtype=torch.float32)
@@ -99,11 +89,7 @@ def make_micro_batch(
 
 
 def check_eod(eod: int | None, *, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool) -> None:
-    """Refuse flags that need to know where documents end when the tokenizer has no such token.
-
-    Raises:
-        ValueError: names the flags that were set.
-    """
+    """Raises ValueError naming the flags that need to know where documents end, if the tokenizer has no such token."""
     wanted = {
         "--reset-position-ids": reset_position_ids,
         "--reset-attention-mask": reset_attention_mask,

@@ -17,20 +17,8 @@ import numpy.typing as npt
 from megazpp.data.gpt_dataset import GPTDataset
 
 
-class Blend(NamedTuple):
-    """What a --data-path says.
-
-    Attributes:
-        prefixes: of the .bin/.idx pairs.
-        weights: as given, positive; None if none were given (in proportion to the samples each dataset has).
-    """
-
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None
-
-
-def parse_blend(values: Sequence[str], *, flag_name: str) -> Blend:
-    """Prefixes and weights of a flag like --data-path.
+def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+    """What a flag like --data-path says: the prefixes of .bin/.idx pairs, and their positive weights if it has any.
 
     Args:
         values: `A B C`, or `0.3 A 0.7 B`. As in Megatron the latter is meant if every other value is a number.
@@ -43,31 +31,21 @@ def parse_blend(values: Sequence[str], *, flag_name: str) -> Blend:
         weights = tuple(number for number in numbers[::2] if number is not None)
         if not all(0 < weight < float("inf") for weight in weights):
             raise ValueError(f"{flag_name} {' '.join(values)}: weights must be positive numbers")
-        return Blend(tuple(values[1::2]), weights)
+        return tuple(values[1::2]), weights
     if any(number is not None for number in numbers):
         raise ValueError(f"{flag_name} {' '.join(values)}: give a weight before every dataset, or before none")
-    return Blend(tuple(values), None)
+    return tuple(values), None
 
 
 class BlendIndices(NamedTuple):
-    """The order of a blend of n samples.
-
-    Attributes:
-        datasets: [n] int16, which dataset sample i comes from.
-        samples: [n] int64, which of that dataset's samples it is.
-    """
+    """Of n samples [n] int16, which dataset each comes from, and [n] int64, which of that dataset's samples it is."""
 
     datasets: np.ndarray
     samples: np.ndarray
 
 
 class BlendedDataset:
-    """Samples of several datasets in the order of `blend_indices`.
-
-    Args:
-        datasets: each with at least as many samples as the blend takes from it.
-        indices: which dataset and which of its samples each sample is.
-    """
+    """Samples of `datasets`, each with as many as the blend takes from it, in the order of `blend_indices`."""
 
     def __init__(self, datasets: Sequence[GPTDataset], indices: BlendIndices) -> None:
         self.datasets, self._indices = list(datasets), indices
@@ -87,19 +65,14 @@ class BlendedDataset:
     @property
     def description(self) -> str:
         """One line for people, and one for each dataset."""
-        lines = [
-            f"    {count:,} from {dataset.description}"
-            for count, dataset in zip(self._taken, self.datasets, strict=True)
-        ]
+        parts = zip(self._taken, self.datasets, strict=True)
+        lines = [f"    {count:,} from {dataset.description}" for count, dataset in parts]
         return "\n".join([f"{len(self):,} samples, of which", *lines])
 
     def token_counts(self, size: int) -> npt.NDArray[np.float64]:
         """How often each id below `size` is to be expected among the samples served: [size], up to a factor."""
-        shares = [
-            taken * counts / counts.sum()
-            for taken, counts in zip(self._taken, (d.token_counts(size) for d in self.datasets), strict=True)
-        ]
-        return np.sum(shares, axis=0)
+        counted = zip(self._taken, (dataset.token_counts(size) for dataset in self.datasets), strict=True)
+        return np.sum([taken * counts / counts.sum() for taken, counts in counted], axis=0)
 
 
 def blend_indices(weights: Sequence[float], num_samples: int) -> BlendIndices:

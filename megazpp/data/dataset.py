@@ -20,7 +20,15 @@ import numpy as np
 from megazpp.data.batch import check_eod
 from megazpp.data.blend import parse_blend
 from megazpp.data.cache import check_cache_dir
-from megazpp.data.sources import Sampling, SourceBlend, build_split, indexed_source, mock_source, open_sources
+from megazpp.data.sources import (
+    DataSource,
+    MockSequences,
+    Sampling,
+    SourceBlend,
+    build_split,
+    indexed_source,
+    open_sources,
+)
 from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.files import cache_folder
@@ -83,17 +91,13 @@ class Dataset(Protocol):
 
 
 def check_data(config: DataConfig) -> None:
-    """Refuse flags that contradict each other; opens no file.
-
-    Raises:
-        ValueError: names the flags and values.
-    """
+    """Raises ValueError naming the flags and values that contradict each other; opens no file."""
     if config.seq_length is None or config.seq_length < 1:
         raise ValueError(f"--seq-length {config.seq_length}: it must be a positive number of tokens")
     given = {
         "--data-path": bool(config.data_path),
         "--text-path": bool(config.text_path),
-        "--train-data-path, --valid-data-path or --test-data-path": any(_paths_per_split(config)),
+        "--train-data-path, --valid-data-path or --test-data-path": any(_paths_by_use(config).values()),
         "--mock-data": config.mock_data,
     }
     names = [name for name, is_given in given.items() if is_given]
@@ -110,9 +114,8 @@ def check_data(config: DataConfig) -> None:
         )
     check_not_negative(config, "num_workers")
     parse_split(config.split)
-    parse_blend(config.data_path, flag_name="--data-path")
-    for use, values in _paths_per_split(config)._asdict().items():
-        parse_blend(values, flag_name=f"--{use}-data-path")
+    for flag_name, values in {"--data-path": config.data_path, **_paths_by_use(config)}.items():
+        parse_blend(values, flag_name=flag_name)
 
 
 _NO_TOKENIZER = "--tokenizer-model is missing: the ids in --data-path mean nothing without their tokenizer"
@@ -129,19 +132,15 @@ def check_inputs(config: DataConfig, tokenizer: TokenizerConfig) -> None:
     check_cache_dir(cache_dir(config))
     if config.text_path:
         check_texts(resolve_text_paths(config.text_path))
-    for flag_name, values in {
-        "--data-path": config.data_path,
-        **{f"--{use}-data-path": values for use, values in _paths_per_split(config)._asdict().items()},
-    }.items():
+    for flag_name, values in {"--data-path": config.data_path, **_paths_by_use(config)}.items():
         if values:
             open_sources(values, flag_name=flag_name)
 
 
-def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, announce: Callable[[str], None]) -> Tokenizer:
+def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, log: Callable[[str], None]) -> Tokenizer:
     """The tokenizer the flags name, else one trained on --text-path, else bytes for --mock-data.
 
-    Raises:
-        ValueError: none of the three applies, or a file is not usable.
+    Raises ValueError if none of the three applies, or a file is not usable.
     """
     tokenizer = load_tokenizer(config)
     if tokenizer is not None:
@@ -149,7 +148,7 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, announce: Call
     if data.text_path:
         paths = resolve_text_paths(data.text_path)
         size = DEFAULT_VOCAB_SIZE if config.vocab_size is None else config.vocab_size
-        return cached_sentencepiece(paths, size, cache_dir=cache_dir(data), announce=announce)
+        return cached_sentencepiece(paths, size, cache_dir=cache_dir(data), log=log)
     if data.mock_data:
         return ByteTokenizer(256 if config.vocab_size is None else config.vocab_size)
     raise ValueError(_NO_TOKENIZER)
@@ -161,14 +160,14 @@ def build_datasets(
     *,
     num_samples: Splits[int],
     seed: int,
-    announce: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Splits[Dataset | None]:
     """The training, validation and test data.
 
     Args:
         num_samples: samples each will be asked for; 0 gives None for that one.
         seed: of the order of documents and samples.
-        announce: told what is built and what was found.
+        log: told what is built, before that takes its time, and what was found.
     Returns:
         The datasets; None where no samples are asked for, or --split gives that use nothing.
     Raises:
@@ -177,17 +176,29 @@ def build_datasets(
     check_data(config)
     check_eod(**batch_options(config, tokenizer))
     assert config.seq_length is not None
-    sampling = Sampling(0, config.seq_length, seed, tokenizer.vocab_size, cache_dir(config))
-
-    def build(use: str, blend: SourceBlend | None, bounds: tuple[float, float], wanted: int) -> Dataset | None:
-        if blend is None or wanted == 0 or bounds[0] == bounds[1]:
-            return None
-        dataset = build_split(use, blend, bounds, sampling._replace(num_samples=wanted))
-        announce(f"{use}: {dataset.description}")
-        return dataset
-
-    blends, bounds = _open_splits(config, tokenizer, announce)
-    return Splits(*map(build, Splits._fields, blends, bounds, num_samples))
+    paths, bounds = _paths_by_use(config), parse_split(config.split)
+    blends: list[SourceBlend | None]
+    if any(paths.values()):
+        blends = [open_sources(values, flag_name=name) if values else None for name, values in paths.items()]
+        bounds = Splits((0.0, 1.0), (0.0, 1.0), (0.0, 1.0))
+    else:
+        blend = _open_shared(config, tokenizer, log).fit_for(bounds)
+        blends = [blend] * len(bounds)
+        for source in blend.sources:
+            if source.by_tokens:
+                count = len(source.sequences.lengths)
+                log(
+                    f"note: --split: {source.name} has too few documents ({count}) to give each use whole ones;"
+                    " it is split inside documents, by tokens"
+                )
+    found: dict[str, Dataset | None] = dict.fromkeys(Splits._fields)
+    for use, each, (start, stop), wanted in zip(Splits._fields, blends, bounds, num_samples, strict=True):
+        if each is not None and wanted > 0 and start < stop:
+            sampling = Sampling(wanted, config.seq_length, seed, tokenizer.vocab_size, cache_dir(config))
+            dataset = build_split(use, each, (start, stop), sampling)
+            log(f"{use}: {dataset.description}")
+            found[use] = dataset
+    return Splits(**found)
 
 
 def batch_options(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -201,11 +212,7 @@ def batch_options(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def parse_split(split: str) -> Splits[tuple[float, float]]:
-    """`969, 30, 1` to the share of the documents at which each split begins and ends.
-
-    Raises:
-        ValueError: not one to three numbers, or negative, or all zero.
-    """
+    """`969, 30, 1` to the share of the documents at which each split begins and ends; raises ValueError at all else."""
     try:
         parts = [float(part) for part in re.split(r"[,/]", split)]
     except ValueError:
@@ -232,30 +239,18 @@ def cache_dir(config: DataConfig) -> Path:
     return cache_folder() if config.data_cache_path is None else Path(config.data_cache_path).expanduser()
 
 
-def _open_splits(
-    config: DataConfig, tokenizer: Tokenizer, announce: Callable[[str], None]
-) -> tuple[Splits[SourceBlend | None], Splits[tuple[float, float]]]:
-    """For each split what to sample, and the share of it at which the split begins and ends."""
-    paths = _paths_per_split(config)
-    if any(paths):
-        opened = (
-            open_sources(values, flag_name=f"--{use}-data-path") if values else None
-            for use, values in paths._asdict().items()
-        )
-        return Splits(*opened), Splits((0.0, 1.0), (0.0, 1.0), (0.0, 1.0))
+def _open_shared(config: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None]) -> SourceBlend:
+    """What --split shares out among the uses."""
     if config.mock_data:
-        blend = SourceBlend((mock_source(tokenizer),), None)
-    elif config.text_path:
+        sequences = MockSequences(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)
+        return SourceBlend((DataSource(sequences, "mock data", None),), None)
+    if config.text_path:
         files = resolve_text_paths(config.text_path)
-        prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(config), announce=announce)
-        source = indexed_source(prefix, "--text-path")._replace(name=" ".join(config.text_path))
-        blend = SourceBlend((source,), None)
-    else:
-        blend = open_sources(config.data_path, flag_name="--data-path")
-    split = parse_split(config.split)
-    blend = blend.fit_for(split, announce)
-    return Splits(blend, blend, blend), split
+        prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(config), log=log)
+        return SourceBlend((indexed_source(prefix, "--text-path")._replace(name=" ".join(config.text_path)),), None)
+    return open_sources(config.data_path, flag_name="--data-path")
 
 
-def _paths_per_split(config: DataConfig) -> Splits[tuple[str, ...]]:
-    return Splits(config.train_data_path, config.valid_data_path, config.test_data_path)
+def _paths_by_use(config: DataConfig) -> dict[str, tuple[str, ...]]:
+    """The flags that name data for one use alone, and what they name."""
+    return {f"--{use}-data-path": getattr(config, f"{use}_data_path") for use in Splits._fields}

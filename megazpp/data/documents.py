@@ -13,18 +13,20 @@ block by block, in any process. A line that is no document is a `BadLine`: its r
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from io import BufferedIOBase
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Literal, NamedTuple
-
-from megazpp.data.compression import COMPRESSED, check_signature, decompressed, read_head
+from typing import IO, Literal, NamedTuple, cast
 
 Kind = Literal["json lines", "parquet", "text"]
 
 BLOCK_BYTES = 1 << 20
+_HEAD_BYTES = 512
 _ROWS = 1024
 _KINDS: dict[str, Kind] = {
     ".jsonl": "json lines",
@@ -32,6 +34,18 @@ _KINDS: dict[str, Kind] = {
     ".ndjson": "json lines",
     ".parquet": "parquet",
     ".txt": "text",
+}
+_COMPRESSED = (".gz", ".zst")
+_FOREIGN = {  # (place, signature) -> what such a file is
+    (0, b"PK\x03\x04"): "a zip archive: unpack it",
+    (0, b"7z\xbc\xaf\x27\x1c"): "a 7z archive: unpack it",
+    (257, b"ustar"): "a tar archive: unpack it",
+    (0, b"BZh"): "compressed with bzip2: unpack it, or use gzip or zstd",
+    (0, b"\xfd7zXZ\x00"): "compressed with xz: unpack it, or use gzip or zstd",
+    (0, b"\x1f\x8b"): "compressed with gzip: its name has to end in .gz",
+    (0, b"\x28\xb5\x2f\xfd"): "compressed with zstd: its name has to end in .zst",
+    (0, b"PAR1"): "a Parquet file: its name has to end in .parquet",
+    (0, b"%PDF-"): "a PDF: extract its text",
 }
 _BOM = b"\xef\xbb\xbf"
 _JSON_TYPES = {
@@ -78,11 +92,11 @@ class BadLine(NamedTuple):
 
 def kind_of(path: Path) -> Kind:
     """What is in a file; see the top of this file."""
-    known = _KINDS.get(Path(path.stem if path.suffix in COMPRESSED else path.name).suffix)
+    known = _KINDS.get(Path(path.stem if path.suffix in _COMPRESSED else path.name).suffix)
     if known is not None:
         return known
     with open(path, "rb") as file, decompressed(path, file) as plain:
-        return "json lines" if read_head(plain).removeprefix(_BOM).lstrip().startswith(b"{") else "text"
+        return "json lines" if _read_head(plain).removeprefix(_BOM).lstrip().startswith(b"{") else "text"
 
 
 def check_readable(path: Path, keys: Sequence[str]) -> None:
@@ -98,9 +112,15 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
         kind = kind_of(path)
         with open(path, "rb") as file:
             if kind == "parquet":
-                _check_columns(_pyarrow_parquet().ParquetFile(file).schema_arrow.names, keys)
+                columns = _pyarrow_parquet().ParquetFile(file).schema_arrow.names
+                for key in keys:
+                    if key not in columns:
+                        raise ValueError(f"it has no column {key!r}, only {', '.join(columns)}")
             else:
-                check_signature(read_head(decompressed(path, file)))
+                head = _read_head(decompressed(path, file))
+                for (place, signature), what in _FOREIGN.items():
+                    if head.startswith(signature, place):
+                        raise ValueError(f"it is {what}")
     except Exception as error:  # each decompressor has exceptions of its own
         raise ValueError(f"{path} cannot be read: {error}") from error
     if kind == "text" and len(keys) != 1:
@@ -118,11 +138,9 @@ def read_blocks(path: Path, keys: Sequence[str], *, block_bytes: int = BLOCK_BYT
     line, position = 1, 0
     with open(path, "rb") as file:
         try:
+            lines = sys.maxsize if kind == "text" else block_bytes
             pieces: Iterator[tuple[bytes | list[dict[str, object]], int, int]]
-            if kind == "parquet":
-                pieces = _row_pieces(path, file, keys)
-            else:
-                pieces = _line_pieces(path, file, None if kind == "text" else block_bytes)
+            pieces = _row_pieces(path, file, keys) if kind == "parquet" else _line_pieces(path, file, lines)
             for content, num_lines, reached in pieces:
                 if content:
                     yield Block(path, kind, line, content, None, reached - position)
@@ -139,12 +157,11 @@ def parse_block(block: Block, keys: Sequence[str]) -> Iterator[tuple[str, ...] |
         return
     for number, record in _records(block):
         try:
-            if isinstance(record, dict):
-                yield _texts(record, keys)
-            elif block.kind == "text":
-                yield (_decode(record).replace("\r\n", "\n").replace("\r", "\n"),)
+            text = record.removeprefix(_BOM).decode() if isinstance(record, bytes) else ""
+            if block.kind == "text":
+                yield (text.replace("\r\n", "\n").replace("\r", "\n"),)
             else:
-                yield _texts(_json_value(_decode(record)), keys)
+                yield _texts(_json_value(text) if isinstance(record, bytes) else record, keys)
         except UnicodeDecodeError as error:
             inside = error.object.count(b"\n", 0, error.start)  # of plain text: its line
             yield BadLine(block.path, number + inside, f"not UTF-8: {error}")
@@ -162,33 +179,32 @@ def read_texts(path: Path, key: str, on_bad_line: Callable[[BadLine], None]) -> 
                 yield document[0]
 
 
-def stop_or_skip(on_error: Literal["stop", "skip"], announce: Callable[[str], None]) -> Callable[[BadLine], None]:
-    """What is done with a bad line: a ValueError, or a line to the user."""
-
-    def stop(bad: BadLine) -> None:
+def stop_or_skip(bad: BadLine, on_error: Literal["stop", "skip"], log: Callable[[str], None]) -> None:
+    """What --on-error makes of a bad line: a ValueError, or a line to the user."""
+    if on_error == "stop":
         raise ValueError(f"{bad} (--on-error skip goes on without such lines)")
+    log(f"skipped {bad}")
 
-    return stop if on_error == "stop" else lambda bad: announce(f"skipped {bad}")
 
-
-def _line_pieces(path: Path, file: IO[bytes], block_bytes: int | None) -> Iterator[tuple[bytes, int, int]]:
-    """(lines, their number, position in the file), all of it at once if `block_bytes` is None.
+def _line_pieces(path: Path, file: IO[bytes], block_bytes: int) -> Iterator[tuple[bytes, int, int]]:
+    """(lines, their number, position in the file), all of it at once if `block_bytes` is sys.maxsize.
 
     Of a damaged file's last line there is nothing, nor of its only document, but their lines are counted.
     """
     plain, damage = decompressed(path, file), None
-    limit = sys.maxsize if block_bytes is None else block_bytes
     while damage is None:
         content = bytearray()
         try:  # read1, because in a damaged file read loses what it has read already
-            while len(content) < limit and (piece := plain.read1(min(BLOCK_BYTES, limit - len(content)))):
+            while len(content) < block_bytes and (piece := plain.read1(min(BLOCK_BYTES, block_bytes - len(content)))):
                 content += piece
             content += plain.readline()
         except Exception as error:  # each decompressor has exceptions of its own
             damage = error
         if not content and damage is None:
             return
-        whole = len(content) if damage is None else 0 if block_bytes is None else content.rfind(b"\n") + 1
+        whole = len(content)
+        if damage is not None:
+            whole = 0 if block_bytes == sys.maxsize else content.rfind(b"\n") + 1
         yield bytes(content[:whole]), content.count(b"\n"), file.tell()
     raise damage
 
@@ -210,10 +226,6 @@ def _records(block: Block) -> Iterator[tuple[int, bytes | dict[str, object]]]:
     else:
         lines = enumerate(block.content.split(b"\n"), start=block.first_line)
         yield from ((number, line) for number, line in lines if line.removeprefix(_BOM).strip())
-
-
-def _decode(content: bytes) -> str:
-    return content.removeprefix(_BOM).decode("utf-8")
 
 
 def _json_value(line: str) -> object:
@@ -243,15 +255,36 @@ def _named_type(value: object) -> str:
     return _JSON_TYPES.get(type(value), f"of type {type(value).__name__}")  # Parquet has more types
 
 
-def _check_columns(columns: Sequence[str], keys: Sequence[str]) -> None:
-    for key in keys:
-        if key not in columns:
-            raise ValueError(f"it has no column {key!r}, only {', '.join(columns)}")
-
-
 def _pyarrow_parquet() -> ModuleType:
     try:
         from pyarrow import parquet  # optional
     except ImportError as error:
         raise ValueError("it needs the package pyarrow: pip install pyarrow") from error
     return parquet
+
+
+def decompressed(path: Path, file: IO[bytes]) -> BufferedIOBase:
+    """What is in `file`, which is open and called `path`; raises ValueError if that needs a package that is missing."""
+    if path.suffix == ".gz":
+        return gzip.open(file)
+    return cast(BufferedIOBase, _zstd().open(file) if path.suffix == ".zst" else file)
+
+
+def _read_head(plain: BufferedIOBase) -> bytes:
+    """The first bytes of what is in a file, as far as they can be read if it was cut."""
+    head = b""
+    with contextlib.suppress(EOFError):
+        while len(head) < _HEAD_BYTES and (piece := plain.read1(_HEAD_BYTES - len(head))):
+            head += piece
+    return head
+
+
+def _zstd() -> ModuleType:
+    try:
+        from compression import zstd  # Python 3.14
+    except ImportError:
+        try:
+            from backports import zstd  # optional
+        except ImportError as error:
+            raise ValueError("it needs the package backports.zstd: pip install backports.zstd") from error
+    return zstd

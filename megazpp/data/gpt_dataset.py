@@ -16,7 +16,7 @@ Legend: S is seq_length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -88,12 +88,9 @@ class GPTDataset:
             raise ValueError(
                 f"{name} has {self.tokens_per_epoch} tokens, too few for one sample of --seq-length {seq_length} + 1"
             )
-
-        def build() -> Indices:
-            return build_indices(
-                lengths, first=sequence_range[0], num_samples=num_samples, seq_length=seq_length, seed=seed
-            )
-
+        build = functools.partial(
+            build_indices, lengths, first=sequence_range[0], num_samples=num_samples, seq_length=seq_length, seed=seed
+        )
         self.indices = build() if cache_path is None else Indices(*load_or_save_arrays(cache_path, build))
 
     def __len__(self) -> int:
@@ -116,7 +113,7 @@ class GPTDataset:
             ]
         sample = np.concatenate(parts, dtype=np.int64)
         if self._vocab_size is not None:
-            self._check_vocabulary(sample, f"sample {index}", vocab_size=self._vocab_size)
+            self._check_vocabulary(sample, f"sample {index}", self._vocab_size)
         return sample
 
     @property
@@ -130,35 +127,25 @@ class GPTDataset:
         )
 
     def token_counts(self, size: int, *, max_tokens: int = 1 << 27) -> npt.NDArray[np.int64]:
-        """How often each id below `size` occurs in the first `max_tokens` or so of one epoch: [size].
-
-        Raises:
-            ValueError: there are ids that are not below `size`.
-        """
+        """How often each id occurs in the first `max_tokens` or so of one epoch: [size]; larger ids are refused."""
         counts, left = np.zeros(size, dtype=np.int64), max_tokens
         for start in range(*self.sequence_range, _COUNT_SEQUENCES):
             stop = min(start + _COUNT_SEQUENCES, self.sequence_range[1])
             ids = np.concatenate([self._sequences.get(index) for index in range(start, stop)])
-            self._check_vocabulary(ids, f"one of sequences {start} to {stop - 1}", vocab_size=size)
+            self._check_vocabulary(ids, f"one of sequences {start} to {stop - 1}", size)
             counts += np.bincount(ids, minlength=size)
             left -= len(ids)
             if left <= 0:
                 break
         return counts
 
-    def _check_vocabulary(self, ids: np.ndarray, where: str, *, vocab_size: int) -> None:
+    def _check_vocabulary(self, ids: np.ndarray, where: str, vocab_size: int) -> None:
         low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
         if low < 0 or high >= vocab_size:
             raise ValueError(
                 f"{self.name}: {where} holds the token id {low if low < 0 else high}, outside the tokenizer's"
                 f" vocabulary of {vocab_size}; was it written with another tokenizer?"
             )
-
-
-def num_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> int:
-    """Epochs until `num_samples` windows (None: any) of seq_length ids and one more are there; at least 1."""
-    wanted = 0 if num_samples is None else num_samples * seq_length + 1
-    return max(1, -(-wanted // tokens_per_epoch))
 
 
 def build_indices(
@@ -174,18 +161,29 @@ def build_indices(
         seed: of the shuffles.
     """
     per_epoch = int(lengths.sum(dtype=np.int64))
-    epochs = num_epochs(per_epoch, num_samples, seq_length)
+    wanted = 0 if num_samples is None else num_samples * seq_length + 1
+    epochs = max(1, -(-wanted // per_epoch))
     total = (epochs * per_epoch - 1) // seq_length
     before_last = ((epochs - 1) * per_epoch - 1) // seq_length
-    separate = _separate_last_epoch(epochs, per_epoch, num_samples, seq_length)
+    separate = False
+    if epochs > 1 and num_samples is not None:
+        separate = num_samples - before_last < int(_SEPARATE_BELOW * ((per_epoch - 1) // seq_length))
 
     generator = np.random.RandomState(seed)
-    order = [epochs - 1, 1] if separate else [epochs]
-    documents = np.concatenate([_shuffled_documents(len(lengths), n, generator) for n in order])
+    parts = []
+    for count in [epochs - 1, 1] if separate else [epochs]:
+        part = np.tile(np.arange(len(lengths), dtype=np.int32), count)
+        generator.shuffle(part)
+        parts.append(part)
+    documents = np.concatenate(parts)
     samples = build_sample_index(lengths[documents], total, seq_length)
-    shuffle = _shuffled_ranges([before_last, total] if separate else [total], generator)
+    dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
+    ranges = [(0, before_last), (before_last, total)] if separate else [(0, total)]
+    shuffle = [np.arange(start, stop, dtype=dtype) for start, stop in ranges]
+    for windows in shuffle:
+        generator.shuffle(windows)
     documents += np.int32(first)
-    return Indices(documents, samples, shuffle)
+    return Indices(documents, samples, np.concatenate(shuffle))
 
 
 def build_sample_index(lengths: npt.NDArray[np.int32], num_samples: int, seq_length: int) -> np.ndarray:
@@ -206,25 +204,3 @@ def build_sample_index(lengths: npt.NDArray[np.int32], num_samples: int, seq_len
     index[:, 0] = holders
     index[:, 1] = starts - (ends[holders] - lengths[holders])
     return index
-
-
-def _separate_last_epoch(epochs: int, per_epoch: int, num_samples: int | None, seq_length: int) -> bool:
-    if epochs == 1 or num_samples is None:
-        return False
-    from_last = num_samples - ((epochs - 1) * per_epoch - 1) // seq_length
-    return from_last < int(_SEPARATE_BELOW * ((per_epoch - 1) // seq_length))
-
-
-def _shuffled_documents(num_documents: int, epochs: int, generator: np.random.RandomState) -> np.ndarray:
-    documents = np.tile(np.arange(num_documents, dtype=np.int32), epochs)
-    generator.shuffle(documents)
-    return documents
-
-
-def _shuffled_ranges(stops: Sequence[int], generator: np.random.RandomState) -> np.ndarray:
-    """[0, stops[0]), [stops[0], stops[1]), ... each shuffled by itself, in one array."""
-    dtype = np.uint32 if stops[-1] < np.iinfo(np.uint32).max - 1 else np.int64
-    ranges = [np.arange(start, stop, dtype=dtype) for start, stop in zip([0, *stops], stops, strict=False)]
-    for part in ranges:
-        generator.shuffle(part)
-    return np.concatenate(ranges)

@@ -1,4 +1,4 @@
-"""Megatron's .bin/.idx pair: token ids on disk, byte for byte what Megatron writes.
+"""Megatron's .bin/.idx pair: token ids on disk, byte for byte what Megatron writes; read here and written here.
 
 `<prefix>.bin` is the ids of all sequences back to back. `<prefix>.idx` says where they are, little endian:
 
@@ -13,28 +13,51 @@
     34 + 12N      8D     int64 document indices: the sequence each document starts at, and N at the end
 
 A document is one sequence unless it was split into sentences. Both files are memory-mapped: the ranks of a node
-share the pages, and opening a pair reads the index once and none of the ids. `indexed_dataset_builder.py` writes them.
+share the pages, and opening a pair reads the index once and none of the ids.
+
+A reader sees a whole pair or none: both files are written under names of their own, brought to the disk, and then
+renamed, the .idx last, for a .bin without its .idx is no dataset. What a killed process left behind is replaced by the
+next that writes the same pair; two living processes cannot write the same one.
 """
 
 from __future__ import annotations
 
+import array
+import contextlib
+import os
 import struct
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-MAGIC = b"MMIDIDX\x00\x00"
+from megazpp.files import check_writable, sync, sync_directory, try_lock, write_synced
+
+_MAGIC = b"MMIDIDX\x00\x00"
 _OLD_MAGIC = b"TNTIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")
+_HEADER = struct.Struct("<9sQBQQ")
 # 6 and 7 are float64 and float32, and GPT-NeoX swaps the two: no ids are stored so, and both are refused.
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
+_CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
+_PIECE = 1 << 24  # ids that are checked and copied at a time
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype:
     """The dtype Megatron stores ids of such a vocabulary in: uint16 below 65,500, else int32."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+
+
+def pair_paths(prefix: Path) -> tuple[Path, Path]:
+    """The .bin and the .idx file of a pair."""
+    # not with_suffix: a prefix may contain dots
+    return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
+
+
+def check_output(prefix: Path, *, overwrite: bool) -> None:
+    """`check_writable` of both files of a pair."""
+    for path in pair_paths(prefix):
+        check_writable(path, "--output-prefix", overwrite=overwrite)
 
 
 class IndexedDataset:
@@ -60,7 +83,7 @@ class IndexedDataset:
             if not path.is_file():
                 raise ValueError(f"{path} {'is a directory' if path.is_dir() else 'does not exist'}")
         self.dtype, num_sequences, num_indices = _read_header(self.idx_path)
-        index = np.memmap(self.idx_path, dtype=np.uint8, mode="r", offset=HEADER.size)
+        index = np.memmap(self.idx_path, dtype=np.uint8, mode="r", offset=_HEADER.size)
         ends = np.cumsum([4 * num_sequences, 8 * num_sequences, 8 * num_indices])
         lengths, pointers, documents, modes = np.split(index, ends)
         self.lengths: npt.NDArray[np.int32] = lengths.view("<i4")
@@ -115,24 +138,24 @@ class IndexedDataset:
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     """dtype, N and D of an .idx file, once its size is known to agree with them."""
     with open(path, "rb") as file:
-        header = file.read(HEADER.size)
+        header = file.read(_HEADER.size)
     size = path.stat().st_size
     if header.startswith(_OLD_MAGIC):
         raise ValueError(
             f"{path} is in the old TNTIDX format (lazy or cached); tokenize again with --dataset-impl mmap"
         )
-    if not header.startswith(MAGIC):
-        raise ValueError(f"{path} is not a Megatron index: it starts with {header[:9]!r} instead of {MAGIC!r}")
-    if len(header) < HEADER.size:
-        raise ValueError(f"{path} is truncated: {size} bytes are less than its {HEADER.size}-byte header")
-    _, version, code, num_sequences, num_indices = HEADER.unpack(header)
+    if not header.startswith(_MAGIC):
+        raise ValueError(f"{path} is not a Megatron index: it starts with {header[:9]!r} instead of {_MAGIC!r}")
+    if len(header) < _HEADER.size:
+        raise ValueError(f"{path} is truncated: {size} bytes are less than its {_HEADER.size}-byte header")
+    _, version, code, num_sequences, num_indices = _HEADER.unpack(header)
     if version != 1:
         raise ValueError(f"{path} has version {version}; only 1 is known")
     if code not in _DTYPES:
         raise ValueError(f"{path} has the dtype code {code}, which is no integer type")
     if num_sequences == 0:
         raise ValueError(f"{path} holds no sequences")
-    expected = HEADER.size + 12 * num_sequences + 8 * num_indices
+    expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
     if size not in (expected, expected + num_sequences):  # multimodal indices end with a byte per sequence
         raise ValueError(
             f"{path} is damaged: {size} bytes where {num_sequences} sequences and {num_indices} document indices"
@@ -141,7 +164,102 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     return np.dtype(_DTYPES[code]), num_sequences, num_indices
 
 
-def pair_paths(prefix: Path) -> tuple[Path, Path]:
-    """The .bin and the .idx file of a pair."""
-    # not with_suffix: a prefix may contain dots
-    return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
+class IndexedDatasetBuilder:
+    """Writes a .bin/.idx pair; both appear under their names, replacing others, when all is on the disk.
+
+    As a context manager it removes the unfinished files when an exception ends the writing.
+
+    Args:
+        prefix: path without .bin and .idx; its directory exists.
+        dtype: of the ids, see `optimal_dtype`.
+    Raises:
+        ValueError: the dtype is none for ids, or another process is writing this pair.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
+        self._dtype = np.dtype(dtype)
+        if self._dtype not in _CODES:
+            raise ValueError(f"token ids cannot be stored as {self._dtype}")
+        self._bin_path, self._idx_path = pair_paths(Path(prefix))
+        self._unfinished_bin = self._bin_path.with_name(self._bin_path.name + ".unfinished")
+        self._unfinished_idx = self._idx_path.with_name(self._idx_path.name + ".unfinished")
+        self._lengths = array.array("i")  # 4 bytes a sequence: there may be billions
+        self._document_indices = array.array("q", [0])
+        self._file = _claim(self._unfinished_bin)
+
+    def __len__(self) -> int:
+        """The number of sequences so far."""
+        return len(self._lengths)
+
+    def extend(self, tokens: np.ndarray, lengths: npt.ArrayLike, document_ends: npt.ArrayLike) -> None:
+        """Append many sequences.
+
+        Args:
+            tokens: [sum of lengths] their ids, back to back.
+            lengths: [n] ids of each sequence.
+            document_ends: [d] rising: after how many of these sequences a document ends.
+        Raises:
+            ValueError: an id does not fit the dtype.
+        """
+        for start in range(0, len(tokens), _PIECE):
+            self._write(tokens[start : start + _PIECE])
+        before = len(self._lengths)
+        self._lengths.frombytes(np.asarray(lengths, dtype=np.int32).tobytes())
+        self._document_indices.frombytes((np.asarray(document_ends, dtype=np.int64) + before).tobytes())
+
+    def add_document(self, *sequences: npt.ArrayLike) -> None:
+        """Append a document: mostly one sequence of ids, or several (its sentences). Raises as `extend` does."""
+        for ids in map(np.asarray, sequences):
+            self._write(ids)
+            self._lengths.append(ids.size)
+        self._document_indices.append(len(self._lengths))
+
+    def finalize(self) -> None:
+        """Write the index, bring both files to the disk and give them their names."""
+        sync(self._file)
+        write_synced(self._unfinished_idx, self._index_bytes())
+        self._idx_path.unlink(missing_ok=True)  # the new .bin must never stand beside the old .idx
+        os.replace(self._unfinished_bin, self._bin_path)
+        os.replace(self._unfinished_idx, self._idx_path)
+        sync_directory(self._idx_path.parent)
+        self._file.close()  # not before: closing lets others claim the unfinished file
+
+    def _write(self, ids: np.ndarray) -> None:
+        limits = np.iinfo(self._dtype)
+        if ids.size and ids.dtype != self._dtype and not (limits.min <= ids.min() and ids.max() <= limits.max):
+            raise ValueError(f"{self._bin_path}: token ids {ids.min()} to {ids.max()} do not fit {self._dtype}")
+        self._file.write(ids.astype(self._dtype, copy=False).tobytes())
+
+    def _index_bytes(self) -> bytes:
+        sizes = np.asarray(self._lengths, dtype="<i4")
+        pointers = np.zeros(len(sizes), dtype="<i8")
+        np.cumsum(sizes[:-1], dtype="<i8", out=pointers[1:])
+        pointers *= self._dtype.itemsize
+        documents = np.asarray(self._document_indices, dtype="<i8")
+        header = _HEADER.pack(_MAGIC, 1, _CODES[self._dtype], len(sizes), len(documents))
+        return header + sizes.tobytes() + pointers.tobytes() + documents.tobytes()
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file.closed:  # finished: what now has the unfinished names is not ours
+            return
+        for path in (self._unfinished_bin, self._unfinished_idx):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a full disk, again
+            self._file.close()
+
+
+def _claim(path: Path) -> BinaryIO:
+    """An empty file that only we write, whatever was in it."""
+    file = open(path, "ab")  # noqa: SIM115 - and not "wb": it may be another's
+    try:
+        mine = try_lock(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        mine = True  # a file system without locks
+    if not mine:
+        file.close()
+        raise ValueError(f"{path}: another process is writing it")
+    file.truncate(0)
+    return file

@@ -8,10 +8,10 @@ interpreter lock where it matters); `wait_seconds` says whether they were fast e
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -71,9 +71,13 @@ class BatchLoader:
         """
         step = _Step(consumed_samples, global_batch_size)
         started = time.perf_counter()
-        batches = self._take(step)
+        if self._workers is None:
+            batches = [self._build(first) for first in self._first_samples(step)]
+        else:
+            batches = [future.result() for future in self._ahead.pop(step, []) or self._submit(self._workers, step)]
         self.wait_seconds += time.perf_counter() - started
-        self._look_ahead(step)
+        if self._workers is not None:
+            self._look_ahead(self._workers, step)
         return [batch.to(self._device, non_blocking=True) for batch in batches]
 
     def close(self) -> None:
@@ -85,36 +89,22 @@ class BatchLoader:
     def __enter__(self) -> BatchLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take(self, step: _Step) -> list[MicroBatch]:
-        if self._workers is None:
-            return [self._build(first) for first in self._first_samples(step)]
-        futures = self._ahead.pop(step, []) or self._submit(self._workers, step)
-        return [future.result() for future in futures]
-
-    def _look_ahead(self, step: _Step) -> None:
+    def _look_ahead(self, workers: ThreadPoolExecutor, step: _Step) -> None:
         """Have the next steps built, and forget the ones foreseen that did not come."""
-        if self._workers is None:
-            return
         ahead: dict[_Step, list[Future[MicroBatch]]] = {}
         for _ in range(_STEPS_AHEAD):
-            step = self._next(step)
-            if step.consumed_samples + step.global_batch_size > len(self._dataset):
+            consumed = step.consumed_samples + step.global_batch_size
+            size = step.global_batch_size if self._batch_size_at is None else self._batch_size_at(consumed)
+            step = _Step(consumed, size)
+            if consumed + size > len(self._dataset):
                 break
-            ahead[step] = self._ahead.pop(step, []) or self._submit(self._workers, step)
-        for futures in self._ahead.values():
-            for future in futures:
-                future.cancel()
+            ahead[step] = self._ahead.pop(step, []) or self._submit(workers, step)
+        for future in itertools.chain.from_iterable(self._ahead.values()):
+            future.cancel()
         self._ahead = ahead
-
-    def _next(self, step: _Step) -> _Step:
-        consumed = step.consumed_samples + step.global_batch_size
-        size = step.global_batch_size if self._batch_size_at is None else self._batch_size_at(consumed)
-        return _Step(consumed, size)
 
     def _submit(self, workers: ThreadPoolExecutor, step: _Step) -> list[Future[MicroBatch]]:
         return [workers.submit(self._build, first) for first in self._first_samples(step)]

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megazpp.data.indexed_dataset import IndexedDataset
-from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder, check_output
+from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, check_output
 from megazpp.flags import flag
 
 
@@ -26,7 +25,7 @@ class MergeConfig:
     overwrite: bool = flag(False, "replace a pair of that name")
 
 
-def merge_datasets(config: MergeConfig, announce: Callable[[str], None]) -> Path:
+def merge_datasets(config: MergeConfig, log: Callable[[str], None]) -> Path:
     """Write the pairs one after the other; the prefix of the result.
 
     Raises:
@@ -48,7 +47,7 @@ def merge_datasets(config: MergeConfig, announce: Callable[[str], None]) -> Path
     with IndexedDatasetBuilder(output, first.dtype) as builder:
         for i, dataset in enumerate(datasets, start=1):
             builder.extend(dataset.tokens, dataset.lengths, dataset.document_indices[1:])
-            announce(f"{i} of {len(datasets)}: {dataset.prefix}, {len(dataset.tokens):,} tokens")
+            log(f"{i} of {len(datasets)}: {dataset.prefix}, {len(dataset.tokens):,} tokens")
         builder.finalize()
     return output
 

@@ -2,7 +2,7 @@
 
 The main process cuts the files into blocks (documents.py), worker processes tokenize them, and the main process writes
 what comes back in the order of the input. So the output depends neither on the number of workers nor on their speed. It
-appears when it is complete (indexed_dataset_builder.py): a run that was killed is simply started again.
+appears when it is complete (indexed_dataset.py): a run that was killed is simply started again.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from megazpp.data.documents import BadLine, Block, check_readable, parse_block, read_blocks, stop_or_skip
-from megazpp.data.indexed_dataset import optimal_dtype
-from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder, check_output
+from megazpp.data.indexed_dataset import IndexedDatasetBuilder, check_output, optimal_dtype
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.data.workers import map_in_processes
 from megazpp.flag_checks import check_positive
@@ -89,13 +88,11 @@ class PreprocessProgress:
         )
 
 
-def preprocess(
-    config: PreprocessConfig, tokenizer: TokenizerConfig, announce: Callable[[str], None]
-) -> PreprocessProgress:
+def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callable[[str], None]) -> PreprocessProgress:
     """Tokenize a corpus; see `PreprocessConfig`.
 
     Args:
-        announce: told of progress and of bad lines.
+        log: told of progress and of bad lines.
     Raises:
         ValueError: a flag or an input is not usable, there is no text, or a line is bad and --on-error is stop. Nothing
             is written then.
@@ -103,23 +100,27 @@ def preprocess(
     loaded = load_tokenizer(tokenizer)
     inputs, prefixes = _check(config, loaded)
     assert loaded is not None
-    dtype = optimal_dtype(loaded.vocab_size)
-    on_bad_line = stop_or_skip(config.on_error, announce)
+    dtype, keys = optimal_dtype(loaded.vocab_size), config.json_keys
     progress = PreprocessProgress(total_disk_bytes=sum(path.stat().st_size for path in inputs))
     with contextlib.ExitStack() as stack:
         builders = [stack.enter_context(IndexedDatasetBuilder(prefix, dtype)) for prefix in prefixes]
-        blocks = itertools.chain.from_iterable(read_blocks(path, config.json_keys) for path in inputs)
-        encoded = stack.enter_context(contextlib.closing(_encode_all(blocks, config, tokenizer, loaded)))
-        for block in encoded:
+        blocks = itertools.chain.from_iterable(read_blocks(path, keys) for path in inputs)
+        encoded: Generator[Encoded, None, None]
+        if config.workers == 1:
+            encoded = (encode_block(block, loaded, keys=keys, append_eod=config.append_eod) for block in blocks)
+        else:
+            encode = functools.partial(_encode_in_worker, config=tokenizer, keys=keys, append_eod=config.append_eod)
+            encoded = map_in_processes(encode, blocks, config.workers)
+        for block in stack.enter_context(contextlib.closing(encoded)):
             for bad in block.bad_lines:
-                on_bad_line(bad)
+                stop_or_skip(bad, config.on_error, log)
             for builder, tokens, lengths in zip(builders, block.tokens, block.lengths, strict=True):
                 builder.extend(tokens, lengths[lengths > 0], np.cumsum(lengths > 0))  # as Megatron: no empty sequences
             logged = progress.documents // config.log_interval
             progress.add(block)
             if progress.documents // config.log_interval > logged:
-                announce(str(progress))
-        for builder, key in zip(builders, config.json_keys, strict=True):
+                log(str(progress))
+        for builder, key in zip(builders, keys, strict=True):
             if len(builder) == 0:
                 raise ValueError(f"--input {' '.join(config.input)} holds no {key}")
         for builder in builders:
@@ -176,26 +177,13 @@ def _check(config: PreprocessConfig, tokenizer: Tokenizer | None) -> tuple[list[
     return inputs, prefixes
 
 
-def _encode_all(
-    blocks: Iterable[Block], config: PreprocessConfig, tokenizer: TokenizerConfig, loaded: Tokenizer
-) -> Generator[Encoded, None, None]:
-    """The blocks in their order, tokenized here or by worker processes."""
-    settings: dict[str, Any] = {"keys": config.json_keys, "append_eod": config.append_eod}
-    if config.workers == 1:
-        return (encode_block(block, loaded, **settings) for block in blocks)
-    return map_in_processes(functools.partial(_load_and_encode, config=tokenizer, **settings), blocks, config.workers)
+def _encode_in_worker(block: Block, *, config: TokenizerConfig, keys: Sequence[str], append_eod: bool) -> Encoded:
+    tokenizer = _load_once(config)
+    assert tokenizer is not None
+    return encode_block(block, tokenizer, keys=keys, append_eod=append_eod)
 
 
-def _load_and_encode(block: Block, *, config: TokenizerConfig, keys: Sequence[str], append_eod: bool) -> Encoded:
-    return encode_block(block, _load_once(config), keys=keys, append_eod=append_eod)
-
-
-@functools.lru_cache(maxsize=1)
-def _load_once(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer of a worker process."""
-    loaded = load_tokenizer(config)
-    assert loaded is not None
-    return loaded
+_load_once = functools.lru_cache(maxsize=1)(load_tokenizer)
 
 
 def _clock(seconds: float) -> str:

@@ -7,18 +7,17 @@ The blend is planned first, so that each source builds exactly as many samples a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megazpp.data.blend import BlendedDataset, BlendIndices, blend_indices, parse_blend
 from megazpp.data.cache import cache_key, load_or_save_arrays
 from megazpp.data.gpt_dataset import GPTDataset, Sequences
 from megazpp.data.indexed_dataset import IndexedDataset
-from megazpp.data.mock import MockSequences
-from megazpp.data.tokenizer import Tokenizer
 
 
 class DataSource(NamedTuple):
@@ -43,36 +42,22 @@ class SourceBlend(NamedTuple):
     sources: tuple[DataSource, ...]
     weights: tuple[float, ...] | None
 
-    def fit_for(self, split: Sequence[tuple[float, float]], announce: Callable[[str], None]) -> SourceBlend:
-        """The same, in which sources with too few sequences for some share are cut by tokens; each is announced.
+    def fit_for(self, split: Sequence[tuple[float, float]]) -> SourceBlend:
+        """The same, in which sources with too few sequences for some share are cut by tokens.
 
         Whether that share is then used does not matter: another run on the same data trains on the same tokens.
         """
+        shares = [bounds for bounds in split if bounds[0] < bounds[1]]
 
-        def prepare(source: DataSource) -> DataSource:
-            count = len(source.sequences.lengths)
-            edges = [_edges(bounds, count) for bounds in split if bounds[0] < bounds[1]]
-            if all(start < stop for start, stop in edges):
-                return source
-            announce(
-                f"note: --split: {source.name} has too few documents ({count}) to give each use whole ones;"
-                " it is split inside documents, by tokens"
-            )
-            return source._replace(by_tokens=True)
+        def fit(source: DataSource) -> DataSource:
+            edges = [_edges(bounds, len(source.sequences.lengths)) for bounds in shares]
+            return source._replace(by_tokens=any(start >= stop for start, stop in edges))
 
-        return self._replace(sources=tuple(map(prepare, self.sources)))
+        return self._replace(sources=tuple(map(fit, self.sources)))
 
 
 class Sampling(NamedTuple):
-    """How the samples of a split are drawn.
-
-    Attributes:
-        num_samples: at least so many.
-        seq_length: ids of a sample, without the one more for the last label.
-        seed: of the order.
-        vocab_size: ids are below this.
-        cache_path: directory for the indices.
-    """
+    """How the samples of a split are drawn: arguments of `GPTDataset`, and the folder for all indices."""
 
     num_samples: int
     seq_length: int
@@ -87,9 +72,8 @@ def open_sources(values: Sequence[str], *, flag_name: str) -> SourceBlend:
     Raises:
         ValueError: a weight is out of place, or a file is missing or damaged.
     """
-    blend = parse_blend(values, flag_name=flag_name)
-    prefixes = [Path(prefix).expanduser() for prefix in blend.prefixes]
-    return SourceBlend(tuple(indexed_source(prefix, flag_name) for prefix in prefixes), blend.weights)
+    prefixes, weights = parse_blend(values, flag_name=flag_name)
+    return SourceBlend(tuple(indexed_source(Path(prefix).expanduser(), flag_name) for prefix in prefixes), weights)
 
 
 def indexed_source(prefix: Path, flag_name: str) -> DataSource:
@@ -103,41 +87,29 @@ def indexed_source(prefix: Path, flag_name: str) -> DataSource:
     return DataSource(sequences, str(prefix), (str(prefix.resolve()), *numbers))
 
 
-def mock_source(tokenizer: Tokenizer) -> DataSource:
-    """Made-up documents in the tokenizer's vocabulary."""
-    return DataSource(MockSequences(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod), "mock data", None)
-
-
 def build_split(
     use: str, blend: SourceBlend, bounds: tuple[float, float], sampling: Sampling
 ) -> GPTDataset | BlendedDataset:
-    """The samples of one split.
+    """The samples of one split of `blend`; raises ValueError if that gets too few ids of a source for one sample.
 
     Args:
         use: "train", "valid" or "test", for messages.
-        blend: what to sample.
         bounds: the share of each source's sequences (or tokens) at which the split begins and ends.
-        sampling: how.
-    Raises:
-        ValueError: the split gets too few ids of a source for one sample.
     """
     pairs = [_take(source, bounds) for source in blend.sources]
     if len(pairs) == 1:
         return _sample(use, *pairs[0], sampling)
-    weights = blend.weights or tuple(float(_num_windows(*pair, sampling.seq_length)) for pair in pairs)
-    indices = _blend_indices(weights, sampling)
+    weights = blend.weights or tuple(_num_windows(*pair, sampling.seq_length) for pair in pairs)
+    key = cache_key(kind="blend-1", weights=weights, num_samples=sampling.num_samples)
+    path = sampling.cache_path / "indices" / f"blend-{key}"
+    indices = BlendIndices(*load_or_save_arrays(path, lambda: blend_indices(weights, sampling.num_samples)))
     taken = np.bincount(indices.datasets, minlength=len(pairs)).tolist()
     datasets = [_sample(use, *pair, sampling._replace(num_samples=n)) for pair, n in zip(pairs, taken, strict=True)]
     return BlendedDataset(datasets, indices)
 
 
 class TokenRange:
-    """Ids `start` to `stop` of the line that the sequences make: the first and the last of them may be cut.
-
-    Args:
-        sequences: where the ids are.
-        start, stop: 0 <= start <= stop <= the sum of their lengths.
-    """
+    """Ids `start` to `stop` of the line that the sequences make: the first and the last of them may be cut."""
 
     def __init__(self, sequences: Sequences, start: int, stop: int) -> None:
         ends = np.cumsum(sequences.lengths, dtype=np.int64)
@@ -171,38 +143,38 @@ def _edges(bounds: tuple[float, float], count: int) -> tuple[int, int]:
     return round(bounds[0] * count), round(bounds[1] * count)
 
 
-def _num_windows(source: DataSource, span: tuple[int, int], seq_length: int) -> int:
+def _num_windows(source: DataSource, span: tuple[int, int], seq_length: int) -> float:
     """Samples in one epoch; at least 1, for `_sample` to complain about the source if it has none."""
-    return max(1, (int(source.sequences.lengths[slice(*span)].sum(dtype=np.int64)) - 1) // seq_length)
+    return float(max(1, (int(source.sequences.lengths[slice(*span)].sum(dtype=np.int64)) - 1) // seq_length))
 
 
 def _sample(use: str, source: DataSource, span: tuple[int, int], sampling: Sampling) -> GPTDataset:
+    order = {name: getattr(sampling, name) for name in ("num_samples", "seq_length", "seed")}
     path = None
     if source.fingerprint is not None:
-        key = cache_key(
-            kind="gpt-1",
-            source=source.fingerprint,
-            span=span,
-            num_samples=sampling.num_samples,
-            seq_length=sampling.seq_length,
-            seed=sampling.seed,
-        )
+        key = cache_key(kind="gpt-1", source=source.fingerprint, span=span, **order)
         path = sampling.cache_path / "indices" / f"gpt-{key}"
-    dataset = GPTDataset(
-        source.sequences,
-        span,
-        num_samples=sampling.num_samples,
-        seq_length=sampling.seq_length,
-        seed=sampling.seed,
-        name=f"{source.name} ({use})",
-        vocab_size=sampling.vocab_size,
-        cache_path=path,
-    )
+    name, size = f"{source.name} ({use})", sampling.vocab_size
+    dataset = GPTDataset(source.sequences, span, **order, name=name, vocab_size=size, cache_path=path)
     _ = dataset[0]  # ids of another vocabulary are found now, not in the first step
     return dataset
 
 
-def _blend_indices(weights: Sequence[float], sampling: Sampling) -> BlendIndices:
-    key = cache_key(kind="blend-1", weights=weights, num_samples=sampling.num_samples)
-    path = sampling.cache_path / "indices" / f"blend-{key}"
-    return BlendIndices(*load_or_save_arrays(path, lambda: blend_indices(weights, sampling.num_samples)))
+class MockSequences:
+    """Made-up documents for --mock-data, which a model can learn: 100,000 of 1 to 4,095 ids, made when they are read.
+
+    A document is 1, 2, 3, ... modulo the vocabulary as in Megatron, with eod at its end; without one counting goes on.
+    """
+
+    def __init__(self, *, vocab_size: int, eod: int | None) -> None:
+        self._vocab_size, self._eod = vocab_size, eod
+        self.lengths: npt.NDArray[np.int32] = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` ids (default: all the rest) of document `index`, from its id number `offset`."""
+        size = int(self.lengths[index])
+        stop = size if length is None else offset + length
+        ids = (np.arange(offset, stop) + 1) % self._vocab_size
+        if self._eod is not None and stop == size and stop > offset:
+            ids[-1] = self._eod
+        return ids

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from megazpp.data.cache import build_once, cache_key
 from megazpp.data.documents import BadLine, check_readable, kind_of, read_texts
-from megazpp.data.indexed_dataset import optimal_dtype
-from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megazpp.data.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
 from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer
 from megazpp.data.tokenizer_training import MAX_CHARACTERS, first_characters, train_sentencepiece
 
@@ -30,7 +29,18 @@ def resolve_text_paths(values: Sequence[str]) -> list[Path]:
     Raises:
         ValueError: a file does not exist or is a directory, or there is no such corpus.
     """
-    return [_resolve(value) for value in values]
+    paths = []
+    for value in values:
+        path = Path(value).expanduser()
+        if value.startswith(_BUILTIN):
+            path = _CORPUS / f"{value.removeprefix(_BUILTIN)}.jsonl"
+            if not path.is_file():
+                known = ", ".join(_BUILTIN + file.stem for file in sorted(_CORPUS.glob("*.jsonl")))
+                raise ValueError(f"--text-path {value}: there is no such corpus; there are {known}")
+        elif not path.is_file():
+            raise ValueError(f"--text-path {value} {'is a directory' if path.is_dir() else 'does not exist'}")
+        paths.append(path)
+    return paths
 
 
 def read_documents(path: Path, *, flag_name: str = _FLAG) -> Iterator[str]:
@@ -51,33 +61,28 @@ def read_documents(path: Path, *, flag_name: str = _FLAG) -> Iterator[str]:
 
 
 def check_texts(paths: Sequence[Path], *, flag_name: str = _FLAG) -> None:
-    """Look at the first document of each file, so that what is no text is known at once.
-
-    Raises:
-        ValueError: as `read_documents` does, or there is no text at all.
-    """
+    """Look at the first document of each file: raises ValueError at once if one is no text, or all are empty."""
     first = [next(read_documents(path, flag_name=flag_name), None) for path in paths]
     if not any(first):
         raise ValueError(f"{flag_name} {_names(paths)} holds no text")
 
 
 def cached_sentencepiece(
-    paths: Sequence[Path], vocab_size: int, *, cache_dir: Path, announce: Callable[[str], None]
+    paths: Sequence[Path], vocab_size: int, *, cache_dir: Path, log: Callable[[str], None]
 ) -> SentencePieceTokenizer:
-    """The SentencePiece tokenizer of `vocab_size` pieces trained on these files.
+    """The SentencePiece tokenizer of `vocab_size` pieces trained on these files; `log` is told before it is trained.
 
     Raises:
         ValueError: the text is empty, or does not support so many pieces.
     """
-    key = cache_key(kind="sentencepiece-1", text=_content_hash(paths), vocab_size=vocab_size)
-
-    path = cache_dir / "tokenizers" / f"{key}.model"
 
     def build(file: Path) -> None:
         file.write_bytes(train_sentencepiece(first_characters(_all_documents(paths), MAX_CHARACTERS), vocab_size))
 
-    if not path.exists():  # announced also by a process that then waits for the one that builds
-        announce(f"training a SentencePiece tokenizer of {vocab_size} pieces on {_names(paths)}")
+    key = cache_key(kind="sentencepiece-1", text=_content_hash(paths), vocab_size=vocab_size)
+    path = cache_dir / "tokenizers" / f"{key}.model"
+    if not path.exists():  # logged also by a process that then waits for the one that builds
+        log(f"training a SentencePiece tokenizer of {vocab_size} pieces on {_names(paths)}")
     return SentencePieceTokenizer(build_once(path, build).read_bytes())
 
 
@@ -86,24 +91,22 @@ def cached_indexed_dataset(
     tokenizer: Tokenizer,
     *,
     cache_dir: Path,
-    announce: Callable[[str], None],
+    log: Callable[[str], None],
     flag_name: str = _FLAG,
 ) -> Path:
-    """The prefix of the .bin/.idx pair of these files' documents, each ended by eod if the tokenizer has one.
+    """The prefix of the .bin/.idx pair of these files' documents; `log` is told before they are tokenized.
 
     Raises:
         ValueError: the text is empty.
     """
-    key = cache_key(kind="indexed-1", text=_content_hash(paths), tokenizer=tokenizer.identity)
-
-    path = cache_dir / "text" / key
 
     def build(directory: Path) -> None:
         directory.mkdir()
         write_indexed_dataset(_all_documents(paths, flag_name), tokenizer, directory / "text")
 
+    path = cache_dir / "text" / cache_key(kind="indexed-1", text=_content_hash(paths), tokenizer=tokenizer.identity)
     if not path.exists():
-        announce(f"tokenizing {_names(paths)}")
+        log(f"tokenizing {_names(paths)}")
     return build_once(path, build) / "text"
 
 
@@ -124,19 +127,6 @@ def _all_documents(paths: Sequence[Path], flag_name: str = _FLAG) -> Iterator[st
             yield text
     if empty:
         raise ValueError(f"{flag_name} {_names(paths)} holds no text")
-
-
-def _resolve(value: str) -> Path:
-    if value.startswith(_BUILTIN):
-        path = _CORPUS / f"{value.removeprefix(_BUILTIN)}.jsonl"
-        if not path.is_file():
-            known = ", ".join(_BUILTIN + file.stem for file in sorted(_CORPUS.glob("*.jsonl")))
-            raise ValueError(f"--text-path {value}: there is no such corpus; there are {known}")
-        return path
-    path = Path(value).expanduser()
-    if not path.is_file():
-        raise ValueError(f"--text-path {value} {'is a directory' if path.is_dir() else 'does not exist'}")
-    return path
 
 
 def _content_hash(paths: Sequence[Path]) -> list[str]:

@@ -2,11 +2,14 @@
 
 Everything downstream needs six things of a tokenizer: its vocabulary size, the id that ends a document, encode, decode,
 an identity to build cache keys from (tokenizers with one identity give the same ids), and the files it is made of.
+Those are kept in memory under the names that they have in a Hugging Face folder, so that a checkpoint, or a converted
+model, can have them as they were read.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +17,6 @@ from typing import Literal, Protocol
 
 import sentencepiece
 
-from megazpp.data.tokenizer_files import (
-    DEFINITION,
-    MERGES,
-    SENTENCEPIECE,
-    VOCABULARY,
-    flags_for,
-    named_eod,
-    read_companions,
-    read_folder,
-)
 from megazpp.flags import flag
 
 try:
@@ -34,7 +27,19 @@ except ImportError:  # an optional dependency: HFTokenizer says how to get it
 # What the end of a document is called in tokenizers that have no configuration beside them, likeliest first.
 _EOD_NAMES = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
-_NO_TOKENIZERS = "this --tokenizer-type needs the package tokenizers: pip install tokenizers"
+SENTENCEPIECE, DEFINITION = "tokenizer.model", "tokenizer.json"
+VOCABULARY, MERGES = "vocab.json", "merges.txt"
+DESCRIPTION, CONFIG = "tokenizer_config.json", "config.json"
+_VOCABULARIES = (DEFINITION, SENTENCEPIECE, VOCABULARY, MERGES)
+# what else a Hugging Face folder says about text
+_COMPANIONS = (
+    DESCRIPTION,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +95,13 @@ class Tokenizer(Protocol):
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model; the end of a document is its `<eod>` piece if it has one, else its eos.
-
-    Args:
-        model: the content of its file.
-        companions: what else is said about it; see `read_companions`.
-    """
+    """A SentencePiece model, its file's content; a document ends with its `<eod>` piece if it has one, else its eos."""
 
     def __init__(self, model: bytes, companions: Mapping[str, bytes] | None = None) -> None:
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size: int = self._processor.get_piece_size()
-        self.eod = self._find_eod()
+        named, eos = self._processor.piece_to_id("<eod>"), self._processor.eos_id()
+        self.eod = named if named != self._processor.unk_id() else eos if eos >= 0 else None
         self.identity = f"sentencepiece-{hashlib.sha256(model).hexdigest()}"
         self.files = {**(companions or {}), SENTENCEPIECE: model}
 
@@ -109,13 +110,6 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode([int(i) for i in ids])
-
-    def _find_eod(self) -> int | None:
-        named = self._processor.piece_to_id("<eod>")
-        if named != self._processor.unk_id():
-            return named
-        eos = self._processor.eos_id()
-        return eos if eos >= 0 else None
 
 
 class HFTokenizer:
@@ -131,7 +125,7 @@ class HFTokenizer:
 
     def __init__(self, definition: str, *, eod: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
         if tokenizers is None:
-            raise ValueError(_NO_TOKENIZERS)
+            raise ValueError("this --tokenizer-type needs the package tokenizers: pip install tokenizers")
         self._tokenizer = tokenizers.Tokenizer.from_str(definition)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if eod is not None and eod not in vocabulary:
@@ -155,8 +149,7 @@ class HFTokenizer:
 class ByteTokenizer:
     """One id per UTF-8 byte. It counts as Megatron's NullTokenizer does: eod is the id after all others.
 
-    Args:
-        num_ids: ids below eod, at least 256; those above 255 serve pre-tokenized and mock data only.
+    There are `num_ids` below eod, at least 256; those above 255 serve pre-tokenized and mock data only.
     """
 
     def __init__(self, num_ids: int = 256) -> None:
@@ -204,7 +197,14 @@ def names_tokenizer(config: TokenizerConfig) -> bool:
 
 def find_tokenizer(folder: Path) -> TokenizerConfig:
     """Flags for the tokenizer in a Hugging Face folder, or beside a checkpoint; none if there is none we can use."""
-    return TokenizerConfig(**flags_for(folder))
+    if (folder / DEFINITION).is_file():
+        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    if (folder / SENTENCEPIECE).is_file():
+        return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / SENTENCEPIECE))
+    vocabulary, merges = folder / VOCABULARY, folder / MERGES
+    if vocabulary.is_file() and merges.is_file():
+        return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocabulary), merge_file=str(merges))
+    return TokenizerConfig()
 
 
 def _guess_type(config: TokenizerConfig) -> str | None:
@@ -229,18 +229,21 @@ def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     if path.is_dir():
         raise ValueError(f"--tokenizer-model {path} is a directory; a SentencePiece model is a file")
     try:
-        return SentencePieceTokenizer(path.read_bytes(), read_companions(path))
+        return SentencePieceTokenizer(path.read_bytes(), _read_companions(path))
     except RuntimeError as error:
         raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
 
 
 def _load_huggingface(path: Path) -> HFTokenizer:
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = path / DEFINITION if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"--tokenizer-model {path}: there is no {file.name} in it")
     try:
-        files = read_folder(path) if path.is_dir() else read_companions(file) | {DEFINITION: file.read_bytes()}
-        return HFTokenizer(file.read_text(encoding="utf-8"), eod=named_eod(files), files=files)
+        vocabularies = _read(path, _VOCABULARIES) if path.is_dir() else {DEFINITION: file.read_bytes()}
+        files = _read_companions(file) | vocabularies
+        eos = json.loads(files[DESCRIPTION]).get("eos_token") if DESCRIPTION in files else None
+        eod = eos["content"] if isinstance(eos, dict) else eos
+        return HFTokenizer(file.read_text(encoding="utf-8"), eod=eod, files=files)
     except Exception as error:  # the package raises bare Exception for a malformed definition
         raise ValueError(f"--tokenizer-model {file} is not a usable tokenizer.json: {error}") from error
 
@@ -255,4 +258,26 @@ def _load_gpt2(config: TokenizerConfig) -> HFTokenizer:
         raise ValueError("--tokenizer-type GPT2BPETokenizer needs the package tokenizers: pip install tokenizers")
     tokenizer = tokenizers.ByteLevelBPETokenizer.from_file(config.vocab_file, config.merge_file)
     contents = {VOCABULARY: Path(config.vocab_file).read_bytes(), MERGES: Path(config.merge_file).read_bytes()}
-    return HFTokenizer(tokenizer.to_str(), files=read_companions(Path(config.vocab_file)) | contents)
+    return HFTokenizer(tokenizer.to_str(), files=_read_companions(Path(config.vocab_file)) | contents)
+
+
+def _read_companions(file: Path) -> dict[str, bytes]:
+    """What is said about text beside a vocabulary: all of it where the file has its name at Hugging Face.
+
+    Beside a definition of another name only tokenizer_config.json counts, which names its end of a document: other
+    files of such a folder are somebody else's. Of config.json only the ids of tokens are taken.
+    """
+    if file.name not in _VOCABULARIES:
+        return _read(file.parent, (DESCRIPTION,)) if file.suffix == ".json" else {}
+    found = _read(file.parent, _COMPANIONS)
+    try:
+        settings = json.loads((file.parent / CONFIG).read_bytes())
+    except (OSError, ValueError):
+        settings = None
+    known = settings.items() if isinstance(settings, dict) else ()
+    ids = {name: value for name, value in known if name in _TOKEN_IDS}
+    return found | ({CONFIG: (json.dumps(ids, indent=2) + "\n").encode()} if ids else {})
+
+
+def _read(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import time
@@ -43,24 +44,33 @@ class TrainTokenizerConfig:
     overwrite: bool = flag(False, "replace a tokenizer of that name")
 
 
-def train_tokenizer(config: TrainTokenizerConfig, announce: Callable[[str], None]) -> Path:
+def train_tokenizer(config: TrainTokenizerConfig, log: Callable[[str], None]) -> Path:
     """Train a tokenizer; the path of its model.
 
     Raises:
         ValueError: a flag or an input is not usable, or the text does not support so many pieces. Nothing is written
             then.
     """
-    paths, output = _check(config)
+    if not config.input:
+        raise ValueError("--input is missing: the files to train on")
+    if config.output_prefix is None:
+        raise ValueError("--output-prefix is missing: where the tokenizer goes")
+    check_positive(config, "vocab_size", "max_characters", "workers")
+    output = Path(config.output_prefix + ".model").expanduser()
+    check_writable(output, "--output-prefix", overwrite=config.overwrite)
+    paths = [Path(value).expanduser() for value in config.input]
+    for path in paths:
+        check_readable(path, (config.json_key,))
     started = time.monotonic()
     model = train_sentencepiece(
-        _texts(paths, config, announce),
+        _texts(paths, config, log),
         config.vocab_size,
         model_type=config.model_type,
         num_threads=config.workers,
         min_log_level=config.minloglevel,
     )
     write_whole(output, model)
-    announce(f"a tokenizer of {config.vocab_size} pieces in {time.monotonic() - started:.1f} s")
+    log(f"a tokenizer of {config.vocab_size} pieces in {time.monotonic() - started:.1f} s")
     return output
 
 
@@ -82,10 +92,25 @@ def train_sentencepiece(
     Raises:
         ValueError: the text does not support `vocab_size` pieces. What `documents` raises comes out as it is.
     """
-    model, lines = io.BytesIO(), _TrainingLines(documents)
+    model = io.BytesIO()
+    failure: Exception | None = None  # SentencePiece makes a RuntimeError of what the lines raise
+    blank = True
+
+    def lines() -> Iterator[str]:
+        nonlocal failure, blank
+        try:
+            for text in documents:
+                for line in text.splitlines():
+                    for start in range(0, len(line), _MAX_LINE_CHARACTERS):
+                        blank = False
+                        yield line[start : start + _MAX_LINE_CHARACTERS]
+        except Exception as error:
+            failure = error
+            raise
+
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
+            sentence_iterator=lines(),
             model_writer=model,
             model_type=model_type,
             vocab_size=vocab_size,
@@ -103,9 +128,9 @@ def train_sentencepiece(
             minloglevel=min_log_level,
         )
     except RuntimeError as error:
-        if lines.error is not None:
-            raise lines.error from None
-        reason = "it is blank" if lines.blank else _IN_SENTENCEPIECE.sub("", str(error)).strip() or str(error)
+        if failure is not None:
+            raise failure from None
+        reason = "it is blank" if blank else _IN_SENTENCEPIECE.sub("", str(error)).strip() or str(error)
         raise ValueError(f"--vocab-size {vocab_size} does not suit this text: {reason}") from error
     return model.getvalue()
 
@@ -119,24 +144,9 @@ def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
             return
 
 
-def _check(config: TrainTokenizerConfig) -> tuple[list[Path], Path]:
-    """The input files and the model's path, once all that can be refused beforehand has been."""
-    if not config.input:
-        raise ValueError("--input is missing: the files to train on")
-    if config.output_prefix is None:
-        raise ValueError("--output-prefix is missing: where the tokenizer goes")
-    check_positive(config, "vocab_size", "max_characters", "workers")
-    output = Path(config.output_prefix + ".model").expanduser()
-    check_writable(output, "--output-prefix", overwrite=config.overwrite)
-    paths = [Path(value).expanduser() for value in config.input]
-    for path in paths:
-        check_readable(path, (config.json_key,))
-    return paths, output
-
-
-def _texts(paths: Sequence[Path], config: TrainTokenizerConfig, announce: Callable[[str], None]) -> Iterator[str]:
+def _texts(paths: Sequence[Path], config: TrainTokenizerConfig, log: Callable[[str], None]) -> Iterator[str]:
     """Equal parts of the files, with a line now and then about how much was read."""
-    on_bad_line = stop_or_skip(config.on_error, announce)
+    on_bad_line = functools.partial(stop_or_skip, on_error=config.on_error, log=log)
     started = said = time.monotonic()
     read = 0
     for path in paths:
@@ -146,33 +156,8 @@ def _texts(paths: Sequence[Path], config: TrainTokenizerConfig, announce: Callab
             read += len(text)
             if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
-                announce(f"read {read:,} characters, {read / (said - started) / 1e6:.1f} million a second: {path}")
+                log(f"read {read:,} characters, {read / (said - started) / 1e6:.1f} million a second: {path}")
     if read == 0:
         raise ValueError(f"--input {' '.join(config.input)} holds no text")
     seconds = time.monotonic() - started
-    announce(f"read {read:,} characters in {seconds:.1f} s; training {config.vocab_size} pieces takes a while")
-
-
-class _TrainingLines:
-    """The lines of the documents, in pieces that SentencePiece takes, which makes a RuntimeError of what they raise.
-
-    Attributes:
-        error: what they raised.
-        blank: they had no line with anything in it so far.
-    """
-
-    def __init__(self, documents: Iterable[str]) -> None:
-        self._documents = documents
-        self.error: Exception | None = None
-        self.blank = True
-
-    def __iter__(self) -> Iterator[str]:
-        try:
-            for text in self._documents:
-                for line in text.splitlines():
-                    for start in range(0, len(line), _MAX_LINE_CHARACTERS):
-                        self.blank = False
-                        yield line[start : start + _MAX_LINE_CHARACTERS]
-        except Exception as error:
-            self.error = error
-            raise
+    log(f"read {read:,} characters in {seconds:.1f} s; training {config.vocab_size} pieces takes a while")

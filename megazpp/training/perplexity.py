@@ -98,7 +98,7 @@ def score_whole(
         files, prefix = None, Path(path).expanduser()
     else:
         files = resolve_text_paths([path])
-        prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(data), announce=say, flag_name="--input")
+        prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(data), log=say, flag_name="--input")
     sequences = IndexedDataset(prefix)
     text = WholeText(
         sequences, seq_length=data.seq_length, eod=tokenizer.eod, vocab_size=tokenizer.vocab_size, name=path

@@ -100,12 +100,12 @@ def open_datasets(
     evaluation: EvalConfig,
     *,
     seed: int,
-    announce: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Splits[Dataset | None]:
     """Datasets with as many samples as the run will ask for."""
     held_out = evaluation.eval_iters * plan.global_batch_size
     wanted = Splits(train=plan.total_samples, valid=held_out, test=held_out)
-    return build_datasets(config, tokenizer, num_samples=wanted, seed=seed, announce=announce)
+    return build_datasets(config, tokenizer, num_samples=wanted, seed=seed, log=log)
 
 
 def open_loader(

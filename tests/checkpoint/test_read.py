@@ -18,7 +18,7 @@ from helpers.training import Case
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
 from megazpp.checkpoint.checksums import read_checksums, sum_file, write_checksums
-from megazpp.checkpoint.source import choose_source
+from megazpp.checkpoint.read import choose_source
 from megazpp.errors import UserError
 from megazpp.optim.schedule import Schedule
 

@@ -17,7 +17,7 @@ from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.checkpoint.tokenizer import read_tokenizer, write_tokenizer
-from megazpp.checkpoint.write import CheckpointWriter
+from megazpp.checkpoint.write import write_checkpoint
 from megazpp.convert.native import alone
 from megazpp.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from megazpp.data.tokenizer_training import train_sentencepiece
@@ -44,12 +44,10 @@ def save(path: Path, iteration: int, files: dict[str, bytes]) -> dict[str, objec
     """A checkpoint of one process; its run.json."""
     folder = CheckpointFolder(path, "--save")
     folder.lock()
-    writer = CheckpointWriter(
-        folder=folder, axis=MeshAxis("all"), keep_last=None, retain_interval=None, tokenizer=files
-    )
     record = template(Job(case=Case(), steps=0, flags={}))
+    record = dataclasses.replace(record, progress=TrainingProgress(iteration=iteration))
     with alone():
-        writer.write(dataclasses.replace(record, progress=TrainingProgress(iteration=iteration)), {"x": torch.zeros(2)})
+        write_checkpoint(record, {"x": torch.zeros(2)}, folder, MeshAxis("all"), tokenizer=files)
     folder.unlock()
     return json.loads((folder.of(iteration) / "run.json").read_text())
 

@@ -27,7 +27,7 @@ from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.checkpoint.safe_reader import SafeReader
-from megazpp.checkpoint.write import CheckpointWriter, SummingWriter
+from megazpp.checkpoint.write import SummingWriter, write_checkpoint
 from megazpp.errors import UserError
 from megazpp.parallel.axis import MeshAxis
 
@@ -49,13 +49,13 @@ def save_forever(path: Path, pipe: Any) -> None:
         dcp.load(tensors, storage_reader=SafeReader(folder.of(iteration)))
         assert all((tensor == iteration).all() for tensor in tensors.values())
     pipe.send(iteration)
-    writer = CheckpointWriter(folder=folder, axis=MeshAxis("all"), keep_last=2, retain_interval=None)
     record = template(Job(case=Case(), steps=0, flags={}))
     while True:
         iteration += 1
         for tensor in tensors.values():
             tensor.fill_(iteration)
-        writer.write(dataclasses.replace(record, progress=TrainingProgress(iteration=iteration)), tensors)
+        now = dataclasses.replace(record, progress=TrainingProgress(iteration=iteration))
+        write_checkpoint(now, tensors, folder, MeshAxis("all"), keep_last=2)
         pipe.send(iteration)
 
 

@@ -10,8 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from megazpp.convert.model import Deferred
 from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
-from megazpp.convert.tensors import Deferred
 
 TENSORS = {
     "matrix": torch.randn(7, 5),

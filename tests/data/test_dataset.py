@@ -20,7 +20,7 @@ from megazpp.data.dataset import (
     parse_split,
     unigram_entropy,
 )
-from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megazpp.data.indexed_dataset import IndexedDatasetBuilder
 from megazpp.data.text import read_documents, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TokenizerConfig
 
@@ -36,7 +36,7 @@ def write(prefix: Path, *, first_id: int, documents: int = 10, length: int = 20)
 
 def build(tmp_path: Path, *, num_samples: tuple[int, int, int] = (20, 5, 5), **flags: Any) -> Splits:
     config = DataConfig(**{"data_cache_path": str(tmp_path / "cache"), "seq_length": 8, **flags})
-    return build_datasets(config, ByteTokenizer(), num_samples=Splits(*num_samples), seed=1, announce=lambda _: None)
+    return build_datasets(config, ByteTokenizer(), num_samples=Splits(*num_samples), seed=1, log=lambda _: None)
 
 
 def ids(dataset: Any) -> set[int]:
@@ -95,9 +95,7 @@ def test_a_source_with_too_few_documents_for_its_split_is_split_inside_documents
     config = DataConfig(
         data_path=(str(tmp_path / "a"),), split="80,12,8", seq_length=8, data_cache_path=str(tmp_path / "cache")
     )
-    train, valid, test = build_datasets(
-        config, ByteTokenizer(), num_samples=Splits(19, 2, 1), seed=1, announce=said.append
-    )
+    train, valid, test = build_datasets(config, ByteTokenizer(), num_samples=Splits(19, 2, 1), seed=1, log=said.append)
     assert ids(train) <= set(range(160))
     assert len(ids(train)) >= 153  # windows of 8 + 1 ids of the two parts
     assert ids(valid) <= set(range(160, 184))
@@ -132,9 +130,9 @@ def test_one_text_of_100_kilobytes_is_enough_for_a_tokenizer_and_every_use(tmp_p
     file = tmp_path / "my_text.txt"
     file.write_text(text, encoding="utf-8")
     config = DataConfig(text_path=(str(file),), data_cache_path=str(tmp_path), seq_length=128, split=split)
-    tokenizer = build_tokenizer(TokenizerConfig(vocab_size=8000), config, announce=lambda _: None)
+    tokenizer = build_tokenizer(TokenizerConfig(vocab_size=8000), config, log=lambda _: None)
     wanted = Splits(300, 128, 128)
-    datasets = build_datasets(config, tokenizer, num_samples=wanted, seed=1, announce=lambda _: None)
+    datasets = build_datasets(config, tokenizer, num_samples=wanted, seed=1, log=lambda _: None)
     for dataset, count in zip(datasets, wanted, strict=True):
         assert dataset is None or len(dataset) >= count
     assert datasets.valid is not None
@@ -186,10 +184,10 @@ def test_mock_data_need_no_files(tmp_path: Path) -> None:
 def test_the_shipped_corpus_trains_a_tokenizer_and_gives_text_back(tmp_path: Path) -> None:
     config = DataConfig(text_path=("builtin:moby_dick",), data_cache_path=str(tmp_path), seq_length=64, split="90,10,0")
     said: list[str] = []
-    tokenizer = build_tokenizer(TokenizerConfig(vocab_size=1000), config, announce=said.append)
+    tokenizer = build_tokenizer(TokenizerConfig(vocab_size=1000), config, log=said.append)
     assert isinstance(tokenizer, SentencePieceTokenizer)
     assert tokenizer.vocab_size == 1000
-    datasets = build_datasets(config, tokenizer, num_samples=Splits(100, 50, 10), seed=1, announce=said.append)
+    datasets = build_datasets(config, tokenizer, num_samples=Splits(100, 50, 10), seed=1, log=said.append)
     assert datasets.test is None
     assert any("124 documents" in line for line in said)
     assert tokenizer.decode(datasets.train[0]).isprintable() or "\n" in tokenizer.decode(datasets.train[0])
@@ -275,13 +273,13 @@ def test_document_flags_need_a_tokenizer_that_ends_documents(tmp_path: Path) -> 
     tokenizer.eod = None
     config = DataConfig(mock_data=True, seq_length=8, reset_position_ids=True)
     with pytest.raises(ValueError, match="--reset-position-ids needs a tokenizer with an end-of-document token"):
-        build_datasets(config, tokenizer, num_samples=Splits(1, 0, 0), seed=1, announce=lambda _: None)
+        build_datasets(config, tokenizer, num_samples=Splits(1, 0, 0), seed=1, log=lambda _: None)
 
 
 def test_written_data_need_a_tokenizer(tmp_path: Path) -> None:
     config = DataConfig(data_path=("a",), seq_length=8)
     with pytest.raises(ValueError, match="--tokenizer-model is missing"):
-        build_tokenizer(TokenizerConfig(), config, announce=lambda _: None)
+        build_tokenizer(TokenizerConfig(), config, log=lambda _: None)
 
 
 RANK = """
@@ -295,8 +293,8 @@ def counted(*args):
     return train(*args)
 text.train_sentencepiece = counted
 config = DataConfig(text_path=("builtin:moby_dick",), data_cache_path=sys.argv[1], seq_length=64, split="90,10,0")
-tokenizer = build_tokenizer(TokenizerConfig(vocab_size=600), config, announce=print)
-data = build_datasets(config, tokenizer, num_samples=Splits(900, 9, 0), seed=1, announce=lambda _: None)
+tokenizer = build_tokenizer(TokenizerConfig(vocab_size=600), config, log=print)
+data = build_datasets(config, tokenizer, num_samples=Splits(900, 9, 0), seed=1, log=lambda _: None)
 print(tokenizer.identity, [int(sum(data.train[i])) for i in range(0, 900, 100)])
 """
 

@@ -17,8 +17,16 @@ import pytest
 from backports import zstd
 from pyarrow import parquet
 
-from megazpp.data.compression import decompressed
-from megazpp.data.documents import BadLine, Block, check_readable, kind_of, parse_block, read_blocks, read_texts
+from megazpp.data.documents import (
+    BadLine,
+    Block,
+    check_readable,
+    decompressed,
+    kind_of,
+    parse_block,
+    read_blocks,
+    read_texts,
+)
 
 TEXTS = ["one\ntwo", "", "naïve—日本語 🐳", "line\u2028separator", "a\x00b", "x" * 5000]
 JSON_LINES = "".join(json.dumps({"title": str(i), "text": text}) + "\n" for i, text in enumerate(TEXTS)).encode()

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazpp.data.indexed_dataset import IndexedDataset, optimal_dtype
-from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
 
 DOCUMENTS = [[1, 2, 3], [], [65499, 7]]
 
@@ -63,9 +62,7 @@ def test_a_pair_written_by_hand_is_read(tmp_path: Path) -> None:
 
 def test_a_document_may_be_several_sequences(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "a", np.int32) as builder:
-        builder.add_sequence([1, 2])
-        builder.add_sequence([3])
-        builder.end_document()
+        builder.add_document([1, 2], [3])
         builder.add_document([4])
         builder.finalize()
     dataset = IndexedDataset(tmp_path / "a")

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazpp.data import indexed_dataset_builder
-from megazpp.data.indexed_dataset import IndexedDataset
-from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder, check_output
+from megazpp.data import indexed_dataset
+from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, check_output
 
 
 def write(prefix: Path, *documents: list[int]) -> None:
@@ -28,12 +27,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_many_sequences_at_once_are_the_same_bytes_as_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    monkeypatch.setattr(indexed_dataset_builder, "_PIECE", piece)
+    monkeypatch.setattr(indexed_dataset, "_PIECE", piece)
     with IndexedDatasetBuilder(tmp_path / "a", "<u2") as one_by_one:
         for sentences in ([[1, 2], [3]], [[4]], [], [[5, 6, 7]], [[8]]):
-            for sentence in sentences:
-                one_by_one.add_sequence(sentence)
-            one_by_one.end_document()
+            one_by_one.add_document(*sentences)
         one_by_one.finalize()
     with IndexedDatasetBuilder(tmp_path / "b", "<u2") as at_once:
         at_once.extend(np.array([1, 2, 3, 4]), [2, 1, 1], [2, 3, 3])

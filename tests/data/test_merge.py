@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.data.indexed_dataset import IndexedDataset
-from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megazpp.data.merge import MergeConfig, merge_datasets
 
 A, B, C = [[[1, 2], [3]], [[4]]], [[], [[5, 6, 7]]], [[[8]]]  # documents of sentences of ids
@@ -16,9 +15,7 @@ A, B, C = [[[1, 2], [3]], [[4]]], [[], [[5, 6, 7]]], [[[8]]]  # documents of sen
 def write(prefix: Path, documents: list[list[list[int]]], dtype: str = "<u2") -> str:
     with IndexedDatasetBuilder(prefix, dtype) as builder:
         for sentences in documents:
-            for sentence in sentences:
-                builder.add_sequence(sentence)
-            builder.end_document()
+            builder.add_document(*sentences)
         builder.finalize()
     return str(prefix)
 

@@ -55,7 +55,7 @@ def test_the_same_content_is_tokenized_once_and_edited_content_again(tmp_path: P
     said: list[str] = []
 
     def tokenize(path: Path) -> Path:
-        return cached_indexed_dataset([path], ByteTokenizer(), cache_dir=tmp_path / "cache", announce=said.append)
+        return cached_indexed_dataset([path], ByteTokenizer(), cache_dir=tmp_path / "cache", log=said.append)
 
     first = tokenize(write_jsonl(tmp_path / "a.jsonl", "one"))
     assert tokenize(write_jsonl(tmp_path / "renamed.jsonl", "one")) == first
@@ -72,7 +72,7 @@ def test_a_tokenizer_is_trained_once_per_text_and_size(tmp_path: Path) -> None:
     path, said = write_jsonl(tmp_path / "a.jsonl", "some text to learn from " * 20), []
 
     def train(size: int) -> str:
-        return cached_sentencepiece([path], size, cache_dir=tmp_path / "cache", announce=said.append).identity
+        return cached_sentencepiece([path], size, cache_dir=tmp_path / "cache", log=said.append).identity
 
     assert train(280) == train(280)
     assert len(said) == 1
@@ -82,7 +82,7 @@ def test_a_tokenizer_is_trained_once_per_text_and_size(tmp_path: Path) -> None:
 
 def test_a_tokenizer_learns_from_lines_of_any_length(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", "abracadabra" * 5000)  # 55,000 characters without a break
-    tokenizer = cached_sentencepiece([path], 300, cache_dir=tmp_path, announce=lambda _: None)
+    tokenizer = cached_sentencepiece([path], 300, cache_dir=tmp_path, log=lambda _: None)
     assert len(tokenizer.encode("abracadabra" * 10)) < 50
 
 
@@ -111,8 +111,8 @@ def test_missing_files_directories_and_empty_corpora_are_refused(tmp_path: Path)
         resolve_text_paths(["builtin:hamlet"])
     empty = write_jsonl(tmp_path / "empty.jsonl")
     for build in (
-        lambda: cached_indexed_dataset([empty], ByteTokenizer(), cache_dir=tmp_path, announce=lambda _: None),
-        lambda: cached_sentencepiece([empty], 300, cache_dir=tmp_path, announce=lambda _: None),
+        lambda: cached_indexed_dataset([empty], ByteTokenizer(), cache_dir=tmp_path, log=lambda _: None),
+        lambda: cached_sentencepiece([empty], 300, cache_dir=tmp_path, log=lambda _: None),
     ):
         with pytest.raises(ValueError, match=r"--text-path empty\.jsonl holds no text"):
             build()

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megazpp.data.indexed_dataset import IndexedDataset
-from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megazpp.data.whole import PADDING, WholeText, make_padded_batch
 
 EOD = 99

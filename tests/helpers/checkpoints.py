@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.read import choose_source
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
-from megazpp.checkpoint.source import choose_source
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import open_axis
 from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule

@@ -7,7 +7,7 @@ from pathlib import Path
 import inspect_dataset
 import pytest
 
-from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megazpp.data.indexed_dataset import IndexedDatasetBuilder
 
 NULL = ["--tokenizer-type", "NullTokenizer"]
 DOCUMENTS = [[b"Hello, ", b"world"], [], [b"x" * 1000], [b"end"]]
@@ -17,10 +17,10 @@ DOCUMENTS = [[b"Hello, ", b"world"], [], [b"x" * 1000], [b"end"]]
 def prefix(tmp_path: Path) -> Path:
     with IndexedDatasetBuilder(tmp_path / "my", "<u2") as builder:
         for i, sentences in enumerate(DOCUMENTS):
-            for j, sentence in enumerate(sentences):
-                last = i == 0 and j == len(sentences) - 1
-                builder.add_sequence([*sentence, 256] if last else list(sentence))
-            builder.end_document()
+            ids = [list(sentence) for sentence in sentences]
+            if i == 0:
+                ids[-1].append(256)
+            builder.add_document(*ids)
         builder.finalize()
     return tmp_path / "my"
 

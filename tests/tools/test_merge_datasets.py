@@ -7,8 +7,7 @@ from pathlib import Path
 import merge_datasets
 import pytest
 
-from megazpp.data.indexed_dataset import IndexedDataset
-from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 
 def test_a_folder_is_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -27,8 +27,8 @@ import torch.distributed.checkpoint as dcp
 
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.read import choose_source
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
-from megazpp.checkpoint.source import choose_source
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import open_axis
 from megazpp.formatting import GIGA

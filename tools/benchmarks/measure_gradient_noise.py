@@ -117,10 +117,10 @@ def record_gradients(
     """Train a whole copy of the model on each rank, all-reducing its gradients; then record without training on."""
     config, seed = parsed.config, parsed.config.launch.seed
 
-    def announce(line: str) -> None: ...
+    def quiet(line: str) -> None: ...
 
-    tokenizer = build_tokenizer(config.tokenizer, config.data, announce=announce)
-    datasets = open_datasets(config.data, tokenizer, plan.batches, config.evaluation, seed=seed, announce=announce)
+    tokenizer = build_tokenizer(config.tokenizer, config.data, log=quiet)
+    datasets = open_datasets(config.data, tokenizer, plan.batches, config.evaluation, seed=seed, log=quiet)
     assert datasets.train is not None
     model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, tp=MeshAxis("tp"))
     initialize_parameters_(model, seed=seed, draw_device=CPU)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazpp.convert.tensors import (
+from megazpp.convert.model import (
     Deferred,
     ForeignTensors,
     check_tensors,

@@ -14,8 +14,8 @@ from megazpp.checkpoint.checksums import DamagedError, write_checksums, write_du
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD as NAME
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
+from megazpp.checkpoint.read import LoadSource, choose_source, peek
 from megazpp.checkpoint.record import TrainingProgress
-from megazpp.checkpoint.source import LoadSource, choose_source, peek
 
 
 @pytest.fixture
