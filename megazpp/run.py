@@ -19,7 +19,8 @@ from megazpp.parallel.launch import LaunchConfig, Place, find_place, launched_ra
 from megazpp.parallel.supervisor import launch_workers
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import Worker, run_worker
-from megazpp.topology.cluster import Cluster, detect_cluster, read_cluster
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import detect_cluster, read_cluster
 
 LATE_SECONDS = 10.0  # that rank 0, which says what is wrong, may be behind; when it leaves, the launcher ends all
 

@@ -20,8 +20,8 @@ import torch
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
+from megazpp.topology.cluster import LINK_KINDS, MEASURED, Link, LinkKind, Links
 from megazpp.topology.layout import Layout
-from megazpp.topology.links import LINK_KINDS, MEASURED, Link, LinkKind, Links
 
 REPEATS = 5
 SMALL_BYTES = 256  # so few that a limited uplink lets them pass at once: what they take is latency

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from megazpp.parallel.nvml import describe_gpu
 from megazpp.parallel.worker import Worker
-from megazpp.topology.cluster import Cluster, ClusterConfig, detect_cluster
-from megazpp.topology.hosts import HostInfo, Nic, cluster_from_hosts, describe_hosts
-from megazpp.topology.parts import known_links
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import ClusterConfig, detect_cluster
+from megazpp.topology.hosts import HostInfo, Nic, cluster_from_hosts, describe_hosts, known_links
 from megazpp.topology.plain import from_json, to_json
 
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")

@@ -10,8 +10,7 @@ from megazpp.parallel import measure_links as links_module
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.measure_links import AxisTime, fit_link, measure_links
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.links import Link, Links
+from megazpp.topology.cluster import Cluster, Link, Links
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
