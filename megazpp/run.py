@@ -16,7 +16,7 @@ from megazpp.arguments import RunConfig
 from megazpp.errors import EXIT_USER_ERROR, UserError, user_errors
 from megazpp.parallel.environment import prepare_environment
 from megazpp.parallel.launch import LaunchConfig, Place, find_place, launched_rank
-from megazpp.parallel.supervisor import launch_workers
+from megazpp.parallel.processes import launch_workers
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import Worker, run_worker
 from megazpp.topology.cluster import Cluster

@@ -34,7 +34,7 @@ from entry import exit_on_signals, leave_with, one_line_errors, undisturbed
 
 from megazpp.errors import EXIT_INTERRUPTED, UserError
 from megazpp.formatting import MEGA
-from megazpp.parallel.rank_processes import RankProcesses, RankSite, master_variables
+from megazpp.parallel.processes import RankProcesses, RankSite, master_variables
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 UNLIMITED = "unlimited"

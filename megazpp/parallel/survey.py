@@ -2,7 +2,7 @@
 
 The launcher's environment is enough to refuse wrong flags before workers start; where the ranks really are, and what
 joins their GPUs, only they can say. They say it through the process group's store, which works also while ranks
-disagree about devices and back ends; as JSON, because others may reach that store (parallel/rendezvous.py).
+disagree about devices and back ends; as JSON, because others may reach that store (parallel/launch.py).
 """
 
 from __future__ import annotations

@@ -31,11 +31,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megazpp.errors import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, JobError
+from megazpp.errors import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, JobError, end_with
 from megazpp.parallel.cpu_tuning import keep_freed_memory, share_gloo_device
-from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, LaunchConfig, Place
-from megazpp.parallel.orphans import end_with
-from megazpp.parallel.rendezvous import is_on_one_machine, open_store
+from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, LaunchConfig, Place, is_on_one_machine, open_store
 
 REPORT_SECONDS = 1.0  # that the rank which failed first is given to say so
 WATCHDOG_SECONDS = 30.0  # collectives time out that much after the watchdog's limit, so that it can speak first

@@ -34,7 +34,7 @@ from pictures import can_draw
 
 from megazpp.errors import EXIT_INTERRUPTED, UserError
 from megazpp.files import write_whole
-from megazpp.parallel.rank_processes import RankProcesses, start_on_this_machine
+from megazpp.parallel.processes import RankProcesses, start_on_this_machine
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
 POLL_SECONDS = 0.05
