@@ -4,7 +4,7 @@ A track is a row of a trace: "compute", the name of an axis ("tp", "local", "cro
 computing thread waits for something in flight, or "step", the whole. Spans may nest and overlap.
 
     Timeline     the code tells it of spans; it hands them to recordings, to a profiler, to the watchdog's activity
-    Recording    keeps the spans that end; while there is none, a span costs less than a microsecond
+    SpanRecording    keeps the spans that end; while there is none, a span costs less than a microsecond
     Activity     the spans that are open now (about three microseconds each)
     below        how long each track was busy, and how much of that was hidden behind other work
 
@@ -95,27 +95,27 @@ class Timeline:
         """Undo `show_activity`."""
         self._activity = None
 
-    def start(self, *, after: Recording | None = None) -> Recording:
+    def start(self, *, after: SpanRecording | None = None) -> SpanRecording:
         """A recording, beside others. The calling thread (its current stream on CUDA) is the one that computes.
 
         Args:
             after: a recording that hears of no span from the moment on in which the new one begins.
         """
-        recording = Recording(cuda=self.device_type == "cuda")
+        recording = SpanRecording(cuda=self.device_type == "cuda")
         self._listeners = (*(other for other in self._listeners if other is not after), recording)
         return recording
 
-    def stop(self, recording: Recording) -> list[Span]:
+    def stop(self, recording: SpanRecording) -> list[Span]:
         """The spans that have ended since it started, by their beginning, outer ones first; on CUDA waits for it."""
         self.detach(recording)
         return self.spans(recording)
 
-    def spans(self, recording: Recording) -> list[Span]:
+    def spans(self, recording: SpanRecording) -> list[Span]:
         """The spans that have ended since `recording` started, in the order of `stop`; it goes on."""
         return sorted(recording.spans(), key=lambda span: (span.start_seconds, -span.seconds))
 
 
-class Recording:
+class SpanRecording:
     """Keeps the spans that end, by the clock or by CUDA events.
 
     Events have no common zero with the clock: one of them is tied to it at the start.
@@ -149,7 +149,7 @@ class Recording:
 class _OpenSpan:
     """A context manager that is faster than a generator's."""
 
-    def __init__(self, recording: Recording, track: str, name: str, blocking: bool) -> None:
+    def __init__(self, recording: SpanRecording, track: str, name: str, blocking: bool) -> None:
         self._recording, self._track, self._name, self._blocking = recording, track, name, blocking
 
     def __enter__(self) -> None:
