@@ -3,10 +3,10 @@
 A track is a row of a trace: "compute", the name of an axis ("tp", "local", "cross", "shard", ...), "wait", where the
 computing thread waits for something in flight, or "step", the whole. Spans may nest and overlap.
 
-    Timeline     the code tells it of spans; it hands them to recordings, to a profiler, to the watchdog's activity
-    SpanRecording    keeps the spans that end; while there is none, a span costs less than a microsecond
-    Activity     the spans that are open now (about three microseconds each)
-    below        how long each track was busy, and how much of that was hidden behind other work
+    Timeline        the code tells it of spans; it hands them to recordings, to a profiler, to the watchdog's activity
+    SpanRecording   keeps the spans that end; while there is none, a span costs less than a microsecond
+    Activity        the spans that are open now (about three microseconds each)
+    below           how long each track was busy, and how much of that was hidden behind other work
 
 On the CPU a span is two readings of the monotonic clock. On CUDA it is a pair of events on the current stream, turned
 into seconds when the recording stops: work that is launched but not waited for ends where the stream ends it. All times
