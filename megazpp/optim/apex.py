@@ -56,7 +56,11 @@ class ApexAdam(torch.optim.Optimizer):
             {**group, "params": [nn.Parameter(local(p.detach())) for p in group["params"]]}
             for group in self.param_groups
         ]
-        self._fused = _import_fused_adam()(stand_ins, lr=0.0, betas=betas, eps=eps, adam_w_mode=True)
+        try:
+            fused_adam = importlib.import_module("apex.optimizers").FusedAdam
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"--optimizer-backend apex: cannot import FusedAdam ({error}); {_ADVICE}") from error
+        self._fused = fused_adam(stand_ins, lr=0.0, betas=betas, eps=eps, adam_w_mode=True)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -93,10 +97,3 @@ class ApexAdam(torch.optim.Optimizer):
         stand_in.data = shard
         stand_in.grad = local(parameter.grad)
         self._fused.state[stand_in] = {name: local(moment) for name, moment in state.items()}
-
-
-def _import_fused_adam() -> Callable[..., torch.optim.Optimizer]:
-    try:
-        return importlib.import_module("apex.optimizers").FusedAdam
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--optimizer-backend apex: cannot import FusedAdam ({error}); {_ADVICE}") from error

@@ -108,7 +108,8 @@ class Watchdog:
         self._root.add(FAILURES.format(self._worker.restarts), 1)  # what breaks from now on is an echo
         keys = [STATE.format(r) for r in range(self._worker.world_size)]
         _wait_for(store, keys, ANSWER_SECONDS)
-        states = {r: _read_state(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
+        answers = {r: json.loads(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
+        states = {r: RankState([Doing(*each) for each in doing], *rest) for r, (doing, *rest) in answers.items()}
         report = describe_hang(states, self._dims.layout, limit)
         stacks = "".join(f"\n==== rank {r}\n{states[r].stacks}" for r in sorted(states))
         print(f"\n{report}\n{self._write(report + stacks)}", file=sys.stderr, flush=True)
@@ -181,11 +182,6 @@ def python_stacks() -> str:
         for ident, frame in frames
         if ident != me
     )
-
-
-def _read_state(data: bytes) -> RankState:
-    doing, entered, stacks = json.loads(data)
-    return RankState([Doing(*each) for each in doing], entered, stacks)
 
 
 def _wait_for(store: dist.Store, keys: list[str], seconds: float) -> None:

@@ -101,12 +101,8 @@ class Cluster:
         return "node" if self.island_of(rank) == self.island_of(other) else "network"
 
     @cached_property
-    def _positions(self) -> tuple[int, ...]:
-        assert self.order is not None
-        positions = [0] * len(self.order)
-        for position, rank in enumerate(self.order):
-            positions[rank] = position
-        return tuple(positions)
+    def _positions(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.order or ())}
 
 
 def nested_sizes(inner: int, total: int) -> list[int]:
