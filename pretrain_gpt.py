@@ -154,7 +154,10 @@ def open_context(
     dims = ParallelDims(plan.layout, device_type=worker.device.type, nccl=config.nccl, timeout=worker.timeout)
     seed_everything(config.launch.seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
     if config.cluster.measure_links:
-        plan = plan.with_links(measure_links(dims, worker.device, announce=console.log))
+        links, lines = measure_links(dims, worker.device)
+        for line in lines:
+            console.log(line)
+        plan = plan.with_links(links)
         if folder is not None:
             folder.write_cluster(plan.layout.cluster)
     return RunContext(dims=dims, device=worker.device, console=console, folder=folder), plan

@@ -24,7 +24,7 @@ from megazpp.optim.schedule import ScheduleConfig
 from megazpp.parallel.dims import ParallelConfig
 from megazpp.parallel.launch import LaunchConfig
 from megazpp.parallel.nccl import NcclConfig
-from megazpp.topology.cluster import ClusterConfig
+from megazpp.topology.cluster_file import ClusterConfig
 from megazpp.training.anomalies import AnomalyConfig
 from megazpp.training.batches import BatchConfig
 from megazpp.training.evaluate import EvalConfig

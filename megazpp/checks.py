@@ -21,9 +21,8 @@ from megazpp.optim.schedule import Schedule, build_schedule
 from megazpp.parallel.dims import plan_dims
 from megazpp.parallel.launch import check_launch
 from megazpp.parallel.nccl import check_nccl
-from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster import Cluster, Links
 from megazpp.topology.layout import Layout
-from megazpp.topology.links import Links
 from megazpp.training.anomalies import check_anomalies
 from megazpp.training.batches import BatchPlan, plan_batches
 from megazpp.training.profiler import check_profiler

@@ -27,8 +27,7 @@ from kernels.c_library import CLibraryError
 from megazpp.files import cache_folder
 from megazpp.model.attention_kernels import causal_kernels
 from megazpp.optim.apex import check_apex
-from megazpp.optim.backends import optimizer_backends
-from megazpp.optim.optimizer import OptimizerConfig
+from megazpp.optim.optimizer import OptimizerConfig, optimizer_backends
 from megazpp.parallel.launch import device_type, launched_rank
 from megazpp.parallel.survey import describe_host
 from megazpp.topology.hosts import HostInfo, cluster_from_hosts
@@ -161,7 +160,7 @@ def _links() -> Section:
 
 def _back_ends() -> Section:
     device = device_type()
-    rows: list[tuple[str, str, str]] = list(optimizer_backends(OptimizerConfig(), device))
+    rows = optimizer_backends(OptimizerConfig(), device)
     try:
         rows.append(backend(device))
     except ValueError as error:

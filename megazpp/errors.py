@@ -1,4 +1,5 @@
-"""How programs end: exit codes, which they read of each other, and errors that a user reads without a traceback.
+"""How programs end: exit codes, which they read of each other, errors that a user reads without a traceback, and with
+the process that started them.
 
 Needs no torch, because what only starts programs uses it too.
 """
@@ -6,6 +7,8 @@ Needs no torch, because what only starts programs uses it too.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ from pathlib import Path
 EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG = 1, 2, 3, 4  # secondary: some other rank failed first
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # this and the next as a shell has it
 EXIT_READER_GONE = 128 + signal.SIGPIPE
+SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 class JobError(Exception):
@@ -40,3 +44,11 @@ def user_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def end_with(launcher: int) -> None:
+    """Have the kernel kill this process when its launcher dies, `kill -9` included; elsewhere than on Linux nothing."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems have no prctl
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
+    if os.getppid() != launcher:  # it died before the line above
+        os._exit(EXIT_ERROR)

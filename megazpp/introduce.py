@@ -7,8 +7,9 @@ import torch
 from megazpp.arguments import ParsedRun, RunConfig
 from megazpp.checks import RunPlan
 from megazpp.flag_report import render_arguments_block
+from megazpp.formatting import aligned
 from megazpp.model.gpt import model_backends
-from megazpp.optim.backends import backend_table, optimizer_backends
+from megazpp.optim.optimizer import optimizer_backends
 from megazpp.training.context import RunContext
 from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
 from megazpp.training.metrics import RunShape
@@ -37,8 +38,8 @@ def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
         dtype=config.precision.param_dtype,
         documents=config.data.reset_attention_mask,
     )
-    rows = [*optimizer_backends(config.optimizer, device_type), *model]
-    run.log(backend_table([*rows, *wire_backends(plan.wire, device_type)]))
+    rows = [*optimizer_backends(config.optimizer, device_type), *model, *wire_backends(plan.wire, device_type)]
+    run.log("\n".join(aligned([("piece", "implementation", "why"), *rows])))
 
 
 def run_shape(config: RunConfig, plan: RunPlan, *, vocab_size: int, device: torch.device) -> RunShape:

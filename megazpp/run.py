@@ -28,10 +28,11 @@ from megazpp.errors import EXIT_USER_ERROR, UserError, user_errors
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.environment import prepare_environment
 from megazpp.parallel.launch import LaunchConfig, Place, device_type, find_place, launched_rank
-from megazpp.parallel.supervisor import launch_workers
+from megazpp.parallel.processes import launch_workers
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import Worker, run_worker, seed_everything
-from megazpp.topology.cluster import Cluster, detect_cluster, read_cluster
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import detect_cluster, read_cluster
 from megazpp.training.console import Console
 from megazpp.training.setup import Built, build_model
 

@@ -9,8 +9,7 @@ import pytest
 
 from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.checks import RunPlan, check_run_config
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.links import Link, Links
+from megazpp.topology.cluster import Cluster, Link, Links
 from megazpp.zero.config import ZeroConfig, plan_wire
 
 ROOT = Path(__file__).parent.parent

@@ -16,7 +16,8 @@ from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.report import needed_vocab_size, with_data
-from megazpp.topology.cluster import Cluster, read_cluster
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import read_cluster
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.args"))

@@ -14,7 +14,7 @@ from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.checks import RunPlan, check_run_config
 from megazpp.flags import FlagSpec, flag_name
 from megazpp.parallel.launch import find_place
-from megazpp.topology.cluster import detect_cluster
+from megazpp.topology.cluster_file import detect_cluster
 
 ROOT = Path(__file__).parent.parent
 SMALL = (

@@ -23,7 +23,7 @@ from helpers.wandb_files import offline_runs
 
 from megazpp.report.page import report_html
 from megazpp.report.runs import read_runs, state
-from megazpp.topology.cluster import read_cluster
+from megazpp.topology.cluster_file import read_cluster
 from megazpp.training.step_timeline import read_chrome_trace
 
 # fmt: off

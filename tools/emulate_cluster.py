@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from megazpp.errors import UserError
 from megazpp.formatting import MEGA
-from megazpp.parallel.rank_processes import RankProcesses, RankSite, master_variables
+from megazpp.parallel.processes import RankProcesses, RankSite, master_variables
 from megazpp.program import exit_on_signals, flags_of, program
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

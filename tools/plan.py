@@ -15,7 +15,7 @@ from megazpp.parallel.launch import device_type
 from megazpp.planner.report import with_data
 from megazpp.planner.scaling import scale, scaling_table
 from megazpp.program import flags_of, program
-from megazpp.topology.cluster import read_cluster
+from megazpp.topology.cluster_file import read_cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 

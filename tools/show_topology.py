@@ -16,10 +16,9 @@ from pathlib import Path
 from megazpp.arguments import parse_run_config
 from megazpp.parallel.dims import plan_dims
 from megazpp.program import flags_of, program
-from megazpp.topology.cluster import Cluster, read_cluster
-from megazpp.topology.cluster_file import cyclic_order
-from megazpp.topology.picture import topology_svg
-from megazpp.topology.table import topology_text
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import cyclic_order, read_cluster
+from megazpp.topology.show import topology_svg, topology_text
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -31,7 +31,7 @@ from megazpp.checkpoint.state import MODEL, Saved, TrainState
 from megazpp.checkpoint.together import open_axis, together
 from megazpp.formatting import GIGA
 from megazpp.model.gpt import GPTModel
-from megazpp.optim.loss_scale import ConstantLossScale
+from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
@@ -309,7 +309,7 @@ def load_weights(
         ValueError: the checkpoint is damaged, or another model's or tokenizer's.
     """
     nothing = torch.optim.SGD(model.parameters())  # has no state
-    state = TrainState(model, sharding, nothing, ConstantLossScale(1.0), dims, seed=0)
+    state = TrainState(model, sharding, nothing, LossScaler(1.0), dims, seed=0)
     own = dataclasses.replace(record, vocab_size=vocab_size, tokenizer=tokenizer or record.tokenizer)
     reader = CheckpointReader(CheckpointConfig(), state, own, open_axis(dims), say)
     resumed = reader.read(source, Schedule(**record.schedule))

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megazpp.model.attention_kernels import DocumentKernel, masked_attention
 from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import LayerCache
-from megazpp.model.norms import make_norm
+from megazpp.model.norms import Norm
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -75,8 +75,8 @@ class SelfAttention(nn.Module):
             bias=config.qkv_bias,
             sequence_parallel=sequence_parallel,
         )
-        self.q_norm = make_norm(config, self.head_size, tp=tp, split=True) if config.qk_layernorm else None
-        self.k_norm = make_norm(config, self.head_size, tp=tp, split=True) if config.qk_layernorm else None
+        self.q_norm = Norm(config, self.head_size, tp=tp, split=True) if config.qk_layernorm else None
+        self.k_norm = Norm(config, self.head_size, tp=tp, split=True) if config.qk_layernorm else None
         self.proj = RowParallelLinear(
             config.heads * self.head_size,
             config.hidden,

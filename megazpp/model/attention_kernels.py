@@ -14,7 +14,8 @@ cuDNN is never given a mask: the backward of its masked attention can return NaN
 from __future__ import annotations
 
 import inspect
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,23 +34,21 @@ NAMES = {
 # of the variable-length kernel, which is flash attention 2: some devices train with no wider heads
 MOST_CHANNELS, CHANNELS_MULTIPLE, FIRST_CAPABILITY = 192, 8, (8, 0)
 
-
-class DocumentKernel(Protocol):
-    """Causal attention inside documents that lie one after the other in T tokens.
-
-    q [T, heads, D], k and v [T, groups, D], starts [documents + 1] int32 offsets from 0 to T, and `longest`, which no
-    document has more tokens than; returns [T, heads, D].
-    """
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int
-    ) -> torch.Tensor: ...
+DocumentKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 def variable_length(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int
 ) -> torch.Tensor:
-    """torch's kernel for it; where `mask_reason` has none against it."""
+    """Causal attention inside documents by torch's kernel, where `mask_reason` has nothing against it.
+
+    Args:
+        q, k, v: [T, heads, D], [T, groups, D] twice: the documents lie one after the other.
+        starts: [documents + 1] int32 offsets from 0 to T.
+        longest: no document has more tokens.
+    Returns:
+        [T, heads, D].
+    """
     grouped: dict[str, Any] = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
     found = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **grouped)
     assert isinstance(found, torch.Tensor)  # the normalizers come too only if asked for

@@ -17,15 +17,14 @@ from megazpp.model.attention import AttentionInputs, SelfAttention, document_mas
 from megazpp.model.attention_kernels import DocumentKernel, attention_backend
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
-from megazpp.model.embedding import Embedding
 from megazpp.model.kv_cache import KVCache, LayerCache
 from megazpp.model.mlp import MLP
-from megazpp.model.norms import make_norm
+from megazpp.model.norms import Norm
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megazpp.tensor_parallel.layers import ColumnParallelLinear
+from megazpp.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
-from megazpp.tensor_parallel.regions import enter_region
+from megazpp.tensor_parallel.regions import enter_region, sum_gradients
 
 
 class GPTModel(nn.Module):
@@ -62,34 +61,23 @@ class GPTModel(nn.Module):
         # tp ranks hold the same residual stream only without sequence parallelism
         shared = shared_generator if tp.size > 1 and not self.sequence_parallel else None
         self.shared_generator = shared
-        padded = config.padded_vocab_size(vocab_size, tp.size)
-        self.embedding = Embedding(config, vocab_size, padded, tp, self.sequence_parallel, shared)
+        self.embedding = Embedding(config, vocab_size, tp, self.sequence_parallel, shared)
         self.layers = nn.ModuleList(
-            TransformerLayer(
-                config,
-                index,
-                tp=tp,
-                sequence_parallel=self.sequence_parallel,
-                shared=shared,
-                document_kernel=document_kernel,
-            )
+            TransformerLayer(config, index, tp, self.sequence_parallel, shared, document_kernel)
             for index in range(config.layers)
         )
-        self.final_norm = make_norm(config, config.hidden, tp=tp, split=self.sequence_parallel)
-        self.output = (
-            None
-            if config.tied
-            else ColumnParallelLinear(
+        self.final_norm = Norm(config, config.hidden, tp=tp, split=self.sequence_parallel)
+        self.output = None
+        if not config.tied:
+            self.output = ColumnParallelLinear(
                 config.hidden,
-                padded,
+                config.padded_vocab_size(vocab_size, tp.size),
                 tp=tp,
                 std=config.init_method_std,
                 bias=False,
                 sequence_parallel=self.sequence_parallel,
                 enter=False,
             )
-        )
-        if self.output is not None:
             self.output.specs["weight"] = ParameterSpec(split=0, std=config.init_method_std, rows=vocab_size)
         # one kernel each way, and no logits in fp32; over a split vocabulary it is written so by hand
         fuse = config.compile and tp.size == 1
@@ -186,18 +174,17 @@ class TransformerLayer(nn.Module):
         self,
         config: GPTConfig,
         index: int,
-        *,
         tp: MeshAxis,
         sequence_parallel: bool,
         shared: SharedGenerator | None,
-        document_kernel: DocumentKernel | None = None,
+        document_kernel: DocumentKernel | None,
     ) -> None:
         super().__init__()
         # Megatron's scaled init: the residual stream sums 2 x layers outputs
         output_std = config.init_method_std / math.sqrt(2.0 * config.layers)
         self.recompute = config.recomputes_layer(index)
         self.shared = shared
-        self.attention_norm = make_norm(config, config.hidden, tp=tp, split=sequence_parallel)
+        self.attention_norm = Norm(config, config.hidden, tp=tp, split=sequence_parallel)
         self.attention = SelfAttention(
             config,
             tp=tp,
@@ -206,7 +193,7 @@ class TransformerLayer(nn.Module):
             recompute_core=config.recompute == "selective",
             document_kernel=document_kernel,
         )
-        self.mlp_norm = make_norm(config, config.hidden, tp=tp, split=sequence_parallel)
+        self.mlp_norm = Norm(config, config.hidden, tp=tp, split=sequence_parallel)
         self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, output_std=output_std)
         self.dropout = Dropout(config.hidden_dropout, shared)
         # compiled below FSDP2's hooks and around no checkpoint, hence the inner function
@@ -225,6 +212,54 @@ class TransformerLayer(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
+class Embedding(nn.Module):
+    """Words plus learned positions, then dropout: tokens [B, S] -> [S, B, H] ([S/T, B, H] with sequence parallelism).
+
+    Collectives on tp: those of VocabParallelEmbedding; with sequence parallelism the position table's gradient is
+    summed in one more backward all-reduce.
+    """
+
+    def __init__(
+        self, config: GPTConfig, vocab_size: int, tp: MeshAxis, sequence_parallel: bool, shared: SharedGenerator | None
+    ) -> None:
+        super().__init__()
+        self.word = VocabParallelEmbedding(
+            config.padded_vocab_size(vocab_size, tp.size),
+            config.hidden,
+            vocab_size=vocab_size,
+            tp=tp,
+            std=config.init_method_std,
+            sequence_parallel=sequence_parallel,
+        )
+        learned = config.positions == "learned_absolute"
+        self.position = PositionEmbedding(config, tp, sequence_parallel) if learned else None
+        self.dropout = Dropout(config.hidden_dropout, shared)
+
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.word(tokens.t())
+        if self.position is not None:
+            x = x + self.position(position_ids.t())
+        return self.dropout(x)
+
+
+class PositionEmbedding(nn.Module):
+    """A learned table of positions: position_ids [S, B] -> [S, B, H] ([S/T, B, H] with sequence parallelism)."""
+
+    def __init__(self, config: GPTConfig, tp: MeshAxis, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = tp, sequence_parallel
+        assert config.max_position_embeddings is not None
+        self.weight = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden))
+        self.specs = {"weight": ParameterSpec(std=config.init_method_std)}
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        weight = local(self.weight)
+        if self.sequence_parallel:
+            position_ids = position_ids.chunk(self.tp.size)[self.tp.rank]
+            (weight,) = sum_gradients(self.tp, weight)
+        return F.embedding(position_ids, weight)
+
+
 def model_backends(
     config: GPTConfig, tp_size: int, *, device: torch.device, dtype: torch.dtype, documents: bool
 ) -> list[tuple[str, str, str]]:
@@ -235,11 +270,9 @@ def model_backends(
         documents: attention stays inside documents.
     """
     norm = {"LayerNorm": "torch layer_norm", "RMSNorm": "torch rms_norm"}[config.normalization]
-    loss = (
-        ("torch cross_entropy", "the vocabulary is whole on every rank")
-        if tp_size == 1
-        else ("vocab-parallel cross entropy", "the logits are split over tp and never gathered")
-    )
+    loss = ("torch cross_entropy", "the vocabulary is whole on every rank")
+    if tp_size > 1:
+        loss = ("vocab-parallel cross entropy", "the logits are split over tp and never gathered")
     return [
         ("attention", *attention_backend(config, device, dtype, documents=documents)),
         ("norms", norm, "one fused kernel per device"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,26 +18,18 @@ class Norm(nn.Module):
     Collectives on tp: none; with `split` backward sums the gradients of weight and bias in one all-reduce.
 
     Args:
+        size: channels, H.
         split: each tp rank normalises other vectors: a slice of the sequence (sequence parallelism), or its own heads.
-        one_plus: the weight is stored as w - 1 (Megatron's layernorm-1p).
     """
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        kind: Literal["LayerNorm", "RMSNorm"],
-        epsilon: float,
-        one_plus: bool,
-        tp: MeshAxis,
-        split: bool,
-    ) -> None:
+    def __init__(self, config: GPTConfig, size: int, *, tp: MeshAxis, split: bool) -> None:
         super().__init__()
-        self.kind, self.epsilon, self.one_plus = kind, epsilon, one_plus
+        self.kind, self.epsilon = config.normalization, config.norm_epsilon
+        self.one_plus = config.apply_layernorm_1p
         self.tp, self.sum_gradients = tp, split and tp.size > 1
         self.weight = nn.Parameter(torch.empty(size))
-        self.specs = {"weight": ParameterSpec(value=0.0 if one_plus else 1.0)}
-        if kind == "LayerNorm":
+        self.specs = {"weight": ParameterSpec(value=0.0 if self.one_plus else 1.0)}
+        if self.kind == "LayerNorm":
             self.bias = nn.Parameter(torch.empty(size))
             self.specs["bias"] = ParameterSpec()
 
@@ -51,15 +41,3 @@ class Norm(nn.Module):
         if self.kind == "RMSNorm":
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
         return F.layer_norm(x, weight.shape, weight, parameters[1], self.epsilon)
-
-
-def make_norm(config: GPTConfig, size: int, *, tp: MeshAxis, split: bool) -> Norm:
-    """The model's kind of norm over `size` channels; `split` as in `Norm`."""
-    return Norm(
-        size,
-        kind=config.normalization,
-        epsilon=config.norm_epsilon,
-        one_plus=config.apply_layernorm_1p,
-        tp=tp,
-        split=split,
-    )

@@ -16,7 +16,8 @@ from typing import Any, overload
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from megazpp.tensor_parallel.parameters import local
 
 _ADVICE = (
     "build NVIDIA apex from source with its CUDA extensions (the package named apex on PyPI is an unrelated"
@@ -52,10 +53,14 @@ class ApexAdam(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "step": 0})
         stand_ins = [
-            {**group, "params": [nn.Parameter(local_tensor(p.detach())) for p in group["params"]]}
+            {**group, "params": [nn.Parameter(local(p.detach())) for p in group["params"]]}
             for group in self.param_groups
         ]
-        self._fused = _import_fused_adam()(stand_ins, lr=0.0, betas=betas, eps=eps, adam_w_mode=True)
+        try:
+            fused_adam = importlib.import_module("apex.optimizers").FusedAdam
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"--optimizer-backend apex: cannot import FusedAdam ({error}); {_ADVICE}") from error
+        self._fused = fused_adam(stand_ins, lr=0.0, betas=betas, eps=eps, adam_w_mode=True)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -86,21 +91,9 @@ class ApexAdam(torch.optim.Optimizer):
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
-        shard = local_tensor(parameter.detach())
+        shard = local(parameter.detach())
         if shard.numel() == 0:
             return
         stand_in.data = shard
-        stand_in.grad = local_tensor(parameter.grad)
-        self._fused.state[stand_in] = {name: local_tensor(moment) for name, moment in state.items()}
-
-
-def local_tensor(x: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; a plain tensor itself."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def _import_fused_adam() -> Callable[..., torch.optim.Optimizer]:
-    try:
-        return importlib.import_module("apex.optimizers").FusedAdam
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--optimizer-backend apex: cannot import FusedAdam ({error}); {_ADVICE}") from error
+        stand_in.grad = local(parameter.grad)
+        self._fused.state[stand_in] = {name: local(moment) for name, moment in state.items()}

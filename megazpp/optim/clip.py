@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.parameters import local
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -53,7 +54,7 @@ def grad_norms(
 
 def global_parameter_norm(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
     """L2 norm of all parameters, fp32; counted and communicated like `global_grad_norm`."""
-    parts = [_Part(_local(p.detach()), _copies(name, p, tp, shard)) for name, p in named_parameters]
+    parts = [_Part(local(p.detach()), _copies(name, p, tp, shard)) for name, p in named_parameters]
     return _global_norm(parts, tp, shard).float()
 
 
@@ -80,7 +81,7 @@ def clip_grads_(
         max_norm: largest norm allowed; 0 turns clipping off.
         divisor: the loss scale.
     """
-    grads = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not grads or (max_norm == 0.0 and divisor == 1.0):
         return
     factor = torch.full_like(norm, 1.0 / divisor)
@@ -98,7 +99,7 @@ class _Part(NamedTuple):
 
 def _grad_parts(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> list[_Part]:
     return [
-        _Part(_local(parameter.grad), _copies(name, parameter, tp, shard))
+        _Part(local(parameter.grad), _copies(name, parameter, tp, shard))
         for name, parameter in named_parameters
         if parameter.grad is not None
     ]
@@ -119,10 +120,6 @@ def _global_norm(parts: list[_Part], tp: MeshAxis, shard: MeshAxis) -> torch.Ten
 def _zero(parts: list[_Part]) -> torch.Tensor:
     device = parts[0].local.device if parts else torch.device("cpu")
     return torch.zeros((), dtype=torch.float64, device=device)
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _copies(name: str, parameter: nn.Parameter, tp: MeshAxis, shard: MeshAxis) -> int:

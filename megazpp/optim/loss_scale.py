@@ -8,7 +8,7 @@ rule.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megazpp.flag_checks import check_positive
 from megazpp.flags import flag
@@ -25,17 +25,21 @@ class LossScaleConfig:
     hysteresis: int = flag(2, "overflows that are tolerated before the dynamic scale halves")
 
 
-class LossScaler(Protocol):
-    """A scale and how it reacts to overflow."""
+class LossScaler:
+    """A scale that stays as it is.
 
-    @property
-    def scale(self) -> float:
-        """What the loss is multiplied by; 1.0 means no scaling."""
+    Attributes:
+        scale: what the loss is multiplied by; 1.0 means no scaling.
+    """
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
 
     def update(self, found_inf: bool) -> None:
         """Told after every step whether a gradient was NaN or Inf (the same answer on every rank)."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -48,8 +52,8 @@ def build_loss_scaler(config: LossScaleConfig, *, fp16: bool) -> LossScaler:
     """
     check_loss_scale(config)
     if config.loss_scale is not None:
-        return ConstantLossScale(config.loss_scale)
-    return DynamicLossScale(config) if fp16 else ConstantLossScale(1.0)
+        return LossScaler(config.loss_scale)
+    return DynamicLossScale(config) if fp16 else LossScaler(1.0)
 
 
 def check_loss_scale(config: LossScaleConfig) -> None:
@@ -65,30 +69,14 @@ def check_loss_scale(config: LossScaleConfig) -> None:
         )
 
 
-class ConstantLossScale:
-    """The same scale for ever."""
-
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-    def update(self, found_inf: bool) -> None:
-        """Nothing to adapt."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
-
-
-class DynamicLossScale:
+class DynamicLossScale(LossScaler):
     """Megatron's dynamic scale: halve on overflow, double after a window of steps without one.
 
     The first `hysteresis - 1` overflows since the scale last grew do not lower it; each one after them does.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
-        self.scale = config.initial_loss_scale
+        super().__init__(config.initial_loss_scale)
         self._config = config
         self._growth_tracker = 0
         self._hysteresis_tracker = config.hysteresis

@@ -112,3 +112,16 @@ def check_optimizer(config: OptimizerConfig, device_type: str) -> None:
 def uses_fused_kernel(config: OptimizerConfig, device_type: str) -> bool:
     """Whether torch runs this optimizer by a fused kernel, on DTensors, on this kind of device."""
     return config.optimizer == "adam" and device_type in ("cpu", "cuda")
+
+
+def optimizer_backends(config: OptimizerConfig, device_type: str) -> list[tuple[str, str, str]]:
+    """Rows (piece, implementation, why) of the optimizer and of gradient clipping for the table of back ends."""
+    implementation, why = "torch.optim.AdamW(foreach=True)", f"torch has no fused kernel on {device_type}"
+    if config.optimizer_backend == "apex":
+        implementation, why = "apex.optimizers.FusedAdam", "asked for by --optimizer-backend apex"
+    elif uses_fused_kernel(config, device_type):
+        implementation, why = "torch.optim.AdamW(fused=True)", f"torch has a fused kernel on {device_type}"
+    elif config.optimizer == "sgd":
+        implementation, why = "torch.optim.SGD(foreach=True)", "torch's fused SGD does not take DTensors"
+    norm = ("gradient norm", "torch._foreach_norm", "one kernel over all shards, then one number per axis")
+    return [("optimizer", implementation, why), norm]

@@ -42,22 +42,8 @@ def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
         lazy: connect two ranks when one first sends to the other, rather than each rank with all at once, which are a
             million connections among 1024 ranks. For groups that only pass small messages to and from one rank.
     """
-    if dist.is_gloo_available():
-        distributed_c10d.ProcessGroupGloo = _one_device_groups(loopback, lazy)  # type: ignore[misc]
-
-
-def keep_freed_memory() -> None:
-    """Have this process reuse the memory that it frees; on other systems than Linux with glibc this does nothing.
-
-    For the start of a process: arenas that threads have already stay.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for parameter, value in ((ARENA_MAX, 1), (MMAP_MAX, 0), (TRIM_THRESHOLD, NEVER)):
-            mallopt(parameter, value)
-
-
-def _one_device_groups(loopback: bool, lazy: bool) -> Any:
+    if not dist.is_gloo_available():
+        return
     gloo: Any = dist.ProcessGroupGloo
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # as torch reads it
     own = lazy or None  # None: as TORCH_GLOO_LAZY_INIT says
@@ -78,7 +64,18 @@ def _one_device_groups(loopback: bool, lazy: bool) -> Any:
             return gloo(store, rank, size, options)
 
     OneDeviceGroup.register(gloo)
-    return OneDeviceGroup
+    distributed_c10d.ProcessGroupGloo = OneDeviceGroup  # type: ignore[misc]
+
+
+def keep_freed_memory() -> None:
+    """Have this process reuse the memory that it frees; on other systems than Linux with glibc this does nothing.
+
+    For the start of a process: arenas that threads have already stay.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in ((ARENA_MAX, 1), (MMAP_MAX, 0), (TRIM_THRESHOLD, NEVER)):
+            mallopt(parameter, value)
 
 
 @contextlib.contextmanager

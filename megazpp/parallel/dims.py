@@ -123,7 +123,12 @@ class ParallelDims:
             order_launches(layout)
         self.layout, self._nccl, self._threads = layout, nccl or NcclConfig(), threads
         self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
-        self.mesh = _make_mesh(layout, device_type, self._nccl)
+        # an axis of one rank is no dim of the mesh, but for shard, which FSDP2 cannot do without; groups number their
+        # ranks as the axes do, because FSDP2 takes shard indices from its group's ranks
+        names = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
+        ranks = torch.tensor(layout.mesh_ranks()).view([layout.axis_size(axis) for axis in names])
+        groups = [self._make_group(axis) for axis in names]
+        self.mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
         self.tp, self.shard, self.replicate = (self._axis(name) for name in ("tp", "shard", "replicate"))
         self.local, self.cross = (self._axis(name) for name in ("local", "cross"))
         world = tuple(range(layout.cluster.world_size))
@@ -160,6 +165,9 @@ class ParallelDims:
             return self.mesh.get_group(name)
         if self.layout.cross == 1:
             return self.mesh.get_group("shard")
+        return self._make_group(name)
+
+    def _make_group(self, name: str) -> dist.ProcessGroup:
         options = axis_options(name, self.layout, self._nccl)
         return make_group(list(self.layout.axis_groups(name)), name, options)
 
@@ -180,14 +188,3 @@ class ParallelDims:
     def sum_over_data_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` in place over all data ranks."""
         return self.replicate.all_reduce_(self.shard.all_reduce_(x))
-
-
-def _make_mesh(layout: Layout, device_type: str, nccl: NcclConfig) -> DeviceMesh:
-    """The mesh whose groups number their ranks as the axes do; FSDP2 takes shard indices from its group's ranks.
-
-    An axis of one rank is no dim of it, but for shard, which FSDP2 cannot do without.
-    """
-    names = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
-    ranks = torch.tensor(layout.mesh_ranks()).view([layout.axis_size(axis) for axis in names])
-    groups = [make_group(list(layout.axis_groups(axis)), axis, axis_options(axis, layout, nccl)) for axis in names]
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)

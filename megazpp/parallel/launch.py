@@ -1,17 +1,29 @@
-"""Who starts the workers: torchrun, srun, or this program (supervisor.py).
+"""Who starts the workers of a job, and the store in which they find each other.
 
-A worker's own side of it is worker.py.
+| started by                      | store                          | reachable from                                    |
+|---------------------------------|--------------------------------|---------------------------------------------------|
+| nobody: one process             | in the process                 | nowhere                                           |
+| this program (processes.py)     | in the launcher                | this machine                                      |
+| torchrun                        | torchrun's                     | the network: torch listens on every interface     |
+| srun, by hand                   | in rank 0, at MASTER_ADDR      | the network; this machine if that is its loopback |
+
+torch's store asks nobody who they are: whoever reaches it can stop the job, or take part in it. On the network it
+belongs behind a firewall (SECURITY.md). A worker's own side of the start is worker.py.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+import socket
+import subprocess
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from megazpp.flag_checks import check_not_negative, check_positive, spelling
 from megazpp.flags import flag
@@ -22,6 +34,9 @@ YEAR_MINUTES = 366 * 24 * 60.0  # waits that clocks can add to the present time
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # finish the step, save, exit with 0
 LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # set for the workers that we start
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun and by us
+LOOPBACK = "127.0.0.1"
+LOOPBACK_NAMES = (LOOPBACK, "localhost")
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": whoever started the workers has the store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,3 +134,56 @@ def launched_rank(env: Mapping[str, str] = os.environ) -> int:
     if "RANK" in env:
         return int(env["RANK"])
     return int(env["SLURM_PROCID"]) if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env else 0
+
+
+def loopback_store(port: int = 0, *, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
+    """A store in this process that listens on the loopback only.
+
+    torch's own listens on every interface, whatever address it is given.
+
+    Args:
+        port: 0 for any that is free.
+        timeout: of a client's wait for a key.
+    """
+    listener = socket.create_server((LOOPBACK, port))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+
+
+def agent_variables(store: dist.TCPStore) -> dict[str, str]:
+    """What tells workers that `store`, in the process that starts them, is theirs."""
+    return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), AGENT_STORE: "True"}
+
+
+def open_store(
+    place: Place, timeout: timedelta, env: MutableMapping[str, str] = os.environ
+) -> tuple[dist.Store, int, int]:
+    """This worker's store, its rank and the number of ranks.
+
+    Sets MASTER_ADDR and MASTER_PORT where srun has not.
+    """
+    if place.world_size == 1:
+        return dist.HashStore(), 0, 1
+    _set_missing_address(env)
+    if place.rank == 0 and env["MASTER_ADDR"] in LOOPBACK_NAMES and env.get(AGENT_STORE) != "True":
+        return loopback_store(int(env["MASTER_PORT"]), timeout=timeout), 0, place.world_size
+    return next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+
+
+def is_on_one_machine(place: Place, env: Mapping[str, str] = os.environ) -> bool:
+    """Whether it is known, once the store is open and before any rank has spoken, that no other machine takes part."""
+    local = env.get("LOCAL_WORLD_SIZE") == str(place.world_size)
+    return place.world_size == 1 or local or env.get("MASTER_ADDR") in LOOPBACK_NAMES
+
+
+def _set_missing_address(env: MutableMapping[str, str]) -> None:
+    """Give `env://` an address where srun, unlike torchrun, has left that to the program."""
+    if "SLURM_PROCID" not in env:
+        return
+    if "MASTER_ADDR" not in env:
+        command = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]
+        hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        env["MASTER_ADDR"] = hosts[0] if len(hosts) > 1 else LOOPBACK
+    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))

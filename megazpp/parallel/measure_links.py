@@ -5,73 +5,67 @@ An all-gather over n ranks sends (n-1) messages of b bytes from each, one after 
     (n-1) (latency + b / bandwidth)
 
 and two values of b give both. All groups of an axis run at once, as they do in training: ranks of a node that share an
-adapter share it here too, and the bandwidth is one rank's part. gloo and NCCL may send
-otherwise than by that ring; what comes out is the ring that would take as long.
+adapter share it here too, and the bandwidth is one rank's part. gloo and NCCL may send otherwise than by that ring;
+what comes out is the ring that would take as long.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
+from megazpp.topology.cluster import LINK_KINDS, MEASURED, Link, LinkKind, Links
 from megazpp.topology.layout import Layout
-from megazpp.topology.links import LINK_KINDS, MEASURED, Link, LinkKind, Links
 
 REPEATS = 5
 SMALL_BYTES = 256  # so few that a limited uplink lets them pass at once: what they take is latency
-LARGE_TOTAL_BYTES = {
-    "cpu": 2 << 20,
-    "cuda": 256 << 20,
-}  # of all ranks of a group: seconds at 100 Mbit/s, 5 ms at 50 GB/s
+LARGE_TOTAL_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}  # of all ranks: seconds at 100 Mbit/s, 5 ms at 50 GB/s
 
 
-class AxisTime(NamedTuple):
-    """Seconds of all-gathers of `bytes_per_rank` over an axis, on the slowest rank."""
-
-    bytes_per_rank: int
-    seconds: float
-
-
-def measure_links(dims: ParallelDims, device: torch.device, *, announce: Callable[[str], None]) -> Links:
+def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list[str]]:
     """Time the tp, local and cross axes; every rank calls it. Counts no traffic.
 
-    Args:
-        announce: gets one line per axis.
     Returns:
-        The cluster's links with the measured ones in place; of two axes on one kind of link the slower.
+        The cluster's links with the measured ones in place, of two axes on one kind of link the slower; and a line for
+        each axis.
     """
-    cluster, found = dims.layout.cluster, dict[LinkKind, Link]()
+    layout, found, lines = dims.layout, dict[LinkKind, Link](), []
     with dims.counter.paused():
         for axis in (dims.tp, dims.local, dims.cross):
             if axis.size == 1:
                 continue
-            large = LARGE_TOTAL_BYTES[device.type] // axis.size
-            small_time, large_time = (_time_all_gather(axis, dims.world, size, device) for size in (SMALL_BYTES, large))
-            kind = max((dims.layout.link(axis.name, rank) for rank in axis.ranks), key=LINK_KINDS.index)
-            link = fit_link(axis.size, small_time, large_time)
-            announce(_describe(axis, kind, link, large))
-            if link is None:
-                continue
-            # a rank's part of the network, times the ranks of the node that sent into it
-            senders = _senders_into_network(dims.layout, axis) if kind == "network" else 1
-            measured = Link(link.gigabytes_per_second * senders, link.microseconds, f"{MEASURED} over {axis.name}")
-            found[kind] = min(measured, found.get(kind, measured))
-    return (cluster.links or Links())._replace(**found)
+            sizes = SMALL_BYTES, LARGE_TOTAL_BYTES[device.type] // axis.size
+            small, large = ((size, _time_all_gather(axis, dims.world, size, device)) for size in sizes)
+            kind = max((layout.link(axis.name, rank) for rank in axis.ranks), key=LINK_KINDS.index)
+            link, figures = fit_link(axis.size, small, large), "too noisy to tell"
+            if link is not None:
+                figures = f"{link.gigabytes_per_second:.3g} GB/s per rank, {link.microseconds:.3g} us"
+                # a rank's part of the network, times the ranks of the node that sent into it
+                senders = _senders_into_network(layout, axis) if kind == "network" else 1
+                measured = Link(link.gigabytes_per_second * senders, link.microseconds, f"{MEASURED} over {axis.name}")
+                found[kind] = min(measured, found.get(kind, measured))
+            lines.append(
+                f"measured {axis.name} ({axis.size} ranks, slowest link: {kind}): {figures}; all ranks at once, median "
+                f"of {REPEATS} all-gathers of {sizes[0]} and {sizes[1]} bytes per rank"
+            )
+    return (layout.cluster.links or Links())._replace(**found), lines
 
 
-def fit_link(num_ranks: int, small: AxisTime, large: AxisTime) -> Link | None:
-    """Bandwidth of a rank and latency of a message, from two all-gathers; None where the large one was not slower."""
-    more_bytes = large.bytes_per_rank - small.bytes_per_rank
-    slope = (large.seconds - small.seconds) / more_bytes  # seconds per byte, n-1 times
+def fit_link(num_ranks: int, small: tuple[int, float], large: tuple[int, float]) -> Link | None:
+    """Bandwidth of a rank and latency of a message; None where the large all-gather was not slower.
+
+    Args:
+        small, large: bytes per rank of an all-gather, and its seconds on the slowest rank.
+    """
+    slope = (large[1] - small[1]) / (large[0] - small[0])  # seconds per byte, n-1 times
     if slope <= 0:
         return None
-    latency = max(0.0, small.seconds - slope * small.bytes_per_rank) / (num_ranks - 1)
+    latency = max(0.0, small[1] - slope * small[0]) / (num_ranks - 1)
     return Link((num_ranks - 1) / slope / 1e9, latency * 1e6)
 
 
@@ -83,31 +77,16 @@ def _senders_into_network(layout: Layout, axis: MeshAxis) -> int:
     return max(1, sum(layout.link(axis.name, rank) == "network" for rank in ranks))
 
 
-def _time_all_gather(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, device: torch.device) -> AxisTime:
-    """The median of a few after one to connect and warm up; of the slowest rank."""
+def _time_all_gather(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, device: torch.device) -> float:
+    """Seconds on the slowest rank: the median of a few after one to connect and warm up."""
     mine = torch.zeros(bytes_per_rank, dtype=torch.uint8, device=device)
     out = torch.empty(bytes_per_rank * axis.size, dtype=torch.uint8, device=device)
-    seconds = []
+    moments = [time.perf_counter()]
     for _ in range(1 + REPEATS):
-        _synchronize(device)
-        began = time.perf_counter()
         axis.all_gather(mine, out=out)
-        _synchronize(device)
-        seconds.append(time.perf_counter() - began)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        moments.append(time.perf_counter())
+    seconds = [end - start for start, end in itertools.pairwise(moments)]
     median = torch.tensor(statistics.median(seconds[1:]), dtype=torch.float64, device=device)
-    return AxisTime(bytes_per_rank, world.max_(median).item())
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _describe(axis: MeshAxis, kind: LinkKind, link: Link | None, large: int) -> str:
-    figures = "too noisy to tell"
-    if link is not None:
-        figures = f"{link.gigabytes_per_second:.3g} GB/s per rank, {link.microseconds:.3g} us"
-    return (
-        f"measured {axis.name} ({axis.size} ranks, slowest link: {kind}): {figures}; all ranks at once, median "
-        f"of {REPEATS} all-gathers of {SMALL_BYTES} and {large} bytes per rank"
-    )
+    return world.max_(median).item()

@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -58,15 +58,6 @@ class NcclConfig:
     )
 
 
-class GroupSettings(NamedTuple):
-    """What one axis's groups ask of NCCL; None: NCCL decides."""
-
-    high_priority: bool = False
-    min_ctas: int | None = None
-    max_ctas: int | None = None
-    cga_cluster_size: int | None = None
-
-
 def check_nccl(config: NcclConfig) -> None:
     """
     Raises:
@@ -82,19 +73,6 @@ def check_nccl(config: NcclConfig) -> None:
         raise ValueError(f"--nccl-cross-cga-cluster-size {cluster} is not a number from 0 to 8")
 
 
-def group_settings(axis: str, layout: Layout, config: NcclConfig) -> GroupSettings:
-    """What the groups of `axis` ask for: the table at the top."""
-    if axis in ("tp", "local") or (axis == "shard" and layout.cross == 1):
-        return GroupSettings(high_priority=config.nccl_high_priority)
-    if axis == "cross":
-        return GroupSettings(
-            min_ctas=config.nccl_cross_min_ctas,
-            max_ctas=config.nccl_cross_max_ctas,
-            cga_cluster_size=config.nccl_cross_cga_cluster_size,
-        )
-    return GroupSettings()
-
-
 def order_launches(layout: Layout, env: MutableMapping[str, str] = os.environ) -> None:
     """Have NCCL keep the order of launches where several axes have more than one rank, unless the user has said.
 
@@ -105,20 +83,18 @@ def order_launches(layout: Layout, env: MutableMapping[str, str] = os.environ) -
 
 
 def axis_options(axis: str, layout: Layout, config: NcclConfig) -> Any:
-    """What torch takes as `pg_options` for a new group of `axis`; None, for its defaults, on gloo and for one rank.
+    """What torch takes as `pg_options` for a new group of `axis`: the table at the top, and of the rest NCCL's own.
 
-    A new object each time, because a group keeps and changes the one it gets.
+    A new object each time, because a group keeps and changes the one it gets. None, for torch's defaults, on gloo and
+    for one rank.
     """
     if dist.get_backend() != "nccl" or layout.axis_size(axis) == 1:
         return None
-    return nccl_options(group_settings(axis, layout, config))
-
-
-def nccl_options(settings: GroupSettings) -> Any:
-    """A new ProcessGroupNCCL.Options; only where torch is built with NCCL."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=settings.high_priority)
-    for name in ("min_ctas", "max_ctas", "cga_cluster_size"):
-        value = getattr(settings, name)
-        if value is not None:
-            setattr(options.config, name, value)
+    inside = axis in ("tp", "local") or (axis == "shard" and layout.cross == 1)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=inside and config.nccl_high_priority)
+    if axis == "cross":
+        for name in ("min_ctas", "max_ctas", "cga_cluster_size"):
+            value = getattr(config, f"nccl_cross_{name}")
+            if value is not None:
+                setattr(options.config, name, value)
     return options

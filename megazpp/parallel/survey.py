@@ -2,28 +2,32 @@
 
 The launcher's environment is enough to refuse wrong flags before workers start; where the ranks really are, and what
 joins their GPUs, only they can say. They say it through the process group's store, which works also while ranks
-disagree about devices and back ends; as JSON, because others may reach that store (parallel/rendezvous.py).
+disagree about devices and back ends; as JSON, because others may reach that store (parallel/launch.py).
+
+Where a GPU sits and what NVLink joins it to, the NVIDIA management library knows. `nvidia-ml-py` is optional: without
+it a node counts as one fast domain, and a notice says so.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megazpp.parallel.nvml import describe_gpu
 from megazpp.parallel.worker import Worker
-from megazpp.topology.cluster import Cluster, ClusterConfig, detect_cluster
-from megazpp.topology.hosts import HostInfo, Nic, cluster_from_hosts, describe_hosts
-from megazpp.topology.parts import known_links
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import ClusterConfig, detect_cluster
+from megazpp.topology.hosts import SWITCH, Gpu, HostInfo, Nic, cluster_from_hosts, describe_hosts, known_links
 from megazpp.topology.plain import from_json, to_json
 
+UNKNOWN_LINKS = "which GPUs NVLink joins is not known, so a node counts as one fast domain"
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
@@ -63,7 +67,9 @@ def share_survey(store: dist.Store, rank: int, world_size: int, info: HostInfo) 
     if rank == 0:
         try:
             infos = [from_json(HostInfo, store.get(f"host/{other}")) for other in range(world_size)]
-            answer = Answer(cluster=_put_together(infos))
+            cluster, said = cluster_from_hosts(infos), dict.fromkeys(info.notice for info in infos if info.notice)
+            links, notices = known_links(infos, cluster), (describe_hosts(infos), *said)
+            answer = Answer(cluster=dataclasses.replace(cluster, links=links, notices=notices))
         except ValueError as error:
             answer = Answer(problem=str(error))
         store.set("cluster", to_json(answer))
@@ -71,12 +77,6 @@ def share_survey(store: dist.Store, rank: int, world_size: int, info: HostInfo) 
     if answer.cluster is None:
         raise ValueError(answer.problem)
     return answer.cluster
-
-
-def _put_together(infos: Sequence[HostInfo]) -> Cluster:
-    cluster = cluster_from_hosts(infos)
-    notices = dict.fromkeys(info.notice for info in infos if info.notice)
-    return dataclasses.replace(cluster, links=known_links(infos, cluster), notices=(describe_hosts(infos), *notices))
 
 
 def describe_host(
@@ -90,17 +90,16 @@ def describe_host(
     """
     if uses_gpu is None:
         uses_gpu = device.type == "cuda" and dist.get_backend() == "nccl"
-    described = describe_gpu(device) if uses_gpu else None
-    gpu = described.gpu._replace(numa_node=_numa_node(root, described.gpu.pci)) if described is not None else None
+    gpu, notice = describe_gpu(device) if uses_gpu else (None, "")
     namespace = root / "proc/self/ns/net"
     return HostInfo(
         host=socket.gethostname(),
         boot_id=_read(root / "proc/sys/kernel/random/boot_id"),
         network_namespace=namespace.stat().st_ino if namespace.exists() else 0,
         local_rank=local_rank,
-        gpu=gpu,
+        gpu=None if gpu is None else gpu._replace(numa_node=_numa_node(root, gpu.pci)),
         nics=find_nics(root),
-        notice=described.notice if described is not None else "",
+        notice=notice,
     )
 
 
@@ -134,3 +133,97 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
+
+
+def describe_gpu(device: torch.device) -> tuple[Gpu, str]:
+    """The GPU behind a CUDA device, whatever CUDA_VISIBLE_DEVICES leaves of the host's.
+
+    Returns:
+        The GPU, and a line for the user where something about it could not be found out.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    uuid, name = str(properties.uuid), properties.name
+    try:
+        import pynvml
+    except ImportError:
+        return Gpu(uuid, name), f"nvidia-ml-py is not installed (pip install nvidia-ml-py): {UNKNOWN_LINKS}"
+    try:
+        pynvml.nvmlInit()
+        return query_gpu(pynvml, uuid, name), ""
+    except pynvml.NVMLError as error:
+        return Gpu(uuid, name), f"NVML does not describe {name} {uuid} ({error}): {UNKNOWN_LINKS}"
+
+
+def query_gpu(nvml: Any, uuid: str, name: str) -> Gpu:
+    """Ask `nvml`, the module pynvml, about one GPU; what a driver or GPU does not know stays empty.
+
+    Args:
+        uuid: as CUDA gives it, without "GPU-".
+    Raises:
+        nvml.NVMLError: no such GPU.
+    """
+    handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+
+    def ask(function: str, *args: Any, default: Any = None) -> Any:
+        try:
+            return getattr(nvml, function)(handle, *args)
+        except (nvml.NVMLError, AttributeError):  # not of this GPU, driver or version of the package
+            return default
+
+    peers = {*_ends_of_links(nvml, ask), *_nvlink_neighbours(nvml, ask)}
+    return Gpu(
+        uuid=uuid,
+        name=name,
+        pci=_address(nvml.nvmlDeviceGetPciInfo(handle)),
+        fabric=_fabric(nvml, ask),
+        nvlink_peers=tuple(sorted(peers)),
+        pcie_generation=ask("nvmlDeviceGetMaxPcieLinkGeneration", default=0),
+        pcie_lanes=ask("nvmlDeviceGetMaxPcieLinkWidth", default=0),
+    )
+
+
+def _fabric(nvml: Any, ask: Callable[..., Any]) -> str:
+    """Cluster and clique of a multi-node NVLink fabric; one node's NVSwitches report the cluster 0."""
+    make_info = getattr(nvml, "c_nvmlGpuFabricInfoV_t", None)
+    if make_info is None:
+        return ""
+    info = make_info()
+    if ask("nvmlDeviceGetGpuFabricInfoV", ctypes.byref(info)) is None:
+        return ""
+    cluster = bytes(info.clusterUuid)
+    if info.state != nvml.NVML_GPU_FABRIC_STATE_COMPLETED or not any(cluster):
+        return ""
+    return f"{cluster.hex()}/{info.cliqueId}"
+
+
+def _ends_of_links(nvml: Any, ask: Callable[..., Any]) -> Iterator[str]:
+    """What the GPU's own links say; it knows peers that this process may not see."""
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        if ask("nvmlDeviceGetNvLinkState", link) != 1:
+            continue
+        kind = ask("nvmlDeviceGetNvLinkRemoteDeviceType", link)
+        if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            yield SWITCH
+        elif kind == nvml.NVML_NVLINK_DEVICE_TYPE_GPU:
+            remote = ask("nvmlDeviceGetNvLinkRemotePciInfo", link)
+            if remote is not None:
+                yield _address(remote)
+
+
+def _nvlink_neighbours(nvml: Any, ask: Callable[..., Any]) -> Iterator[str]:
+    """Visible GPUs that the driver reaches over NVLink; where a virtual machine hides the ends of links."""
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            other = nvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.NVMLError:  # a GPU of somebody else's
+            continue
+        status = ask("nvmlDeviceGetP2PStatus", other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        if status == nvml.NVML_P2P_STATUS_OK:
+            yield _address(nvml.nvmlDeviceGetPciInfo(other))
+
+
+def _address(pci: Any) -> str:
+    """As the kernel writes it: 0000:1b:00.0 for NVML's 00000000:1B:00.0."""
+    text = pci.busId.decode() if isinstance(pci.busId, bytes) else pci.busId
+    domain, _, rest = text.partition(":")
+    return f"{int(domain, 16):04x}:{rest.lower()}"

@@ -3,10 +3,10 @@
 A track is a row of a trace: "compute", the name of an axis ("tp", "local", "cross", "shard", ...), "wait", where the
 computing thread waits for something in flight, or "step", the whole. Spans may nest and overlap.
 
-    Timeline     the code tells it of spans; it hands them to recordings, to a profiler, to the watchdog's activity
-    Recording    keeps the spans that end; while there is none, a span costs less than a microsecond
-    Activity     the spans that are open now (about three microseconds each)
-    below        how long each track was busy, and how much of that was hidden behind other work
+    Timeline        the code tells it of spans; it hands them to recordings, to a profiler, to the watchdog's activity
+    SpanRecording   keeps the spans that end; while there is none, a span costs less than a microsecond
+    Activity        the spans that are open now (about three microseconds each)
+    below           how long each track was busy, and how much of that was hidden behind other work
 
 On the CPU a span is two readings of the monotonic clock. On CUDA it is a pair of events on the current stream, turned
 into seconds when the recording stops: work that is launched but not waited for ends where the stream ends it. All times
@@ -23,8 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -96,74 +95,75 @@ class Timeline:
         """Undo `show_activity`."""
         self._activity = None
 
-    def start(self, *, after: Recording | None = None) -> Recording:
+    def start(self, *, after: SpanRecording | None = None) -> SpanRecording:
         """A recording, beside others. The calling thread (its current stream on CUDA) is the one that computes.
 
         Args:
             after: a recording that hears of no span from the moment on in which the new one begins.
         """
-        recording = _CudaRecording() if self.device_type == "cuda" else _ClockRecording()
+        recording = SpanRecording(cuda=self.device_type == "cuda")
         self._listeners = (*(other for other in self._listeners if other is not after), recording)
         return recording
 
-    def stop(self, recording: Recording) -> list[Span]:
+    def stop(self, recording: SpanRecording) -> list[Span]:
         """The spans that have ended since it started, by their beginning, outer ones first; on CUDA waits for it."""
         self.detach(recording)
         return self.spans(recording)
 
-    def spans(self, recording: Recording) -> list[Span]:
+    def spans(self, recording: SpanRecording) -> list[Span]:
         """The spans that have ended since `recording` started, in the order of `stop`; it goes on."""
         return sorted(recording.spans(), key=lambda span: (span.start_seconds, -span.seconds))
 
 
-class _ClockRecording:
-    """Spans by the clock."""
+class SpanRecording:
+    """Keeps the spans that end, by the clock or by CUDA events.
 
-    def __init__(self) -> None:
-        self._computing = threading.get_ident()
-        self._spans: list[Span] = []  # appending is atomic
+    Events have no common zero with the clock: one of them is tied to it at the start.
+    """
 
-    def span(self, track: str, name: str) -> AbstractContextManager[object]:
-        return _OpenSpan(time.perf_counter_ns, lambda start, end: self._add(track, name, start, end))
-
-    def spans(self) -> list[Span]:
-        return list(self._spans)
-
-    def _add(self, track: str, name: str, start: int, end: int) -> None:
-        blocking = threading.get_ident() == self._computing
-        self._spans.append(Span(track, name, start * 1e-9, (end - start) * 1e-9, blocking))
-
-
-class _CudaRecording:
-    """Spans by CUDA events, which have no common zero with the clock: one event is tied to it at the start."""
-
-    def __init__(self) -> None:
-        self._computing = torch.cuda.current_stream()
-        self._pairs: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event, bool]] = []
-        torch.cuda.synchronize()
-        self._zero = _record_event()
-        self._zero.synchronize()
-        self._zero_seconds = time.perf_counter_ns() * 1e-9
+    def __init__(self, *, cuda: bool) -> None:
+        self._cuda, self.ended = cuda, list[tuple[str, str, Any, Any, bool]]()  # appending is atomic
+        self.now: Callable[[], Any] = _record_event if cuda else time.perf_counter_ns
+        self._where: Callable[[], object] = torch.cuda.current_stream if cuda else threading.get_ident
+        self._computing = self._where()
+        if cuda:
+            torch.cuda.synchronize()
+            self._zero = _record_event()
+            self._zero.synchronize()
+            self._zero_seconds = time.perf_counter_ns() * 1e-9
 
     def span(self, track: str, name: str) -> AbstractContextManager[object]:
-        blocking = torch.cuda.current_stream() == self._computing
-        return _OpenSpan(_record_event, lambda start, end: self._pairs.append((track, name, start, end, blocking)))
+        return _OpenSpan(self, track, name, self._where() == self._computing)
 
     def spans(self) -> list[Span]:
+        if not self._cuda:
+            return [Span(t, n, start * 1e-9, (end - start) * 1e-9, b) for t, n, start, end, b in list(self.ended)]
         torch.cuda.synchronize()
+        zero, zero_seconds = self._zero, self._zero_seconds
         return [
-            Span(
-                track,
-                name,
-                self._zero_seconds + self._zero.elapsed_time(start) * 1e-3,
-                start.elapsed_time(end) * 1e-3,
-                blocking,
-            )
-            for track, name, start, end, blocking in list(self._pairs)
+            Span(track, name, zero_seconds + zero.elapsed_time(start) * 1e-3, start.elapsed_time(end) * 1e-3, blocking)
+            for track, name, start, end, blocking in list(self.ended)
         ]
 
 
-Recording = _ClockRecording | _CudaRecording
+class _OpenSpan:
+    """A context manager that is faster than a generator's."""
+
+    def __init__(self, recording: SpanRecording, track: str, name: str, blocking: bool) -> None:
+        self._recording, self._track, self._name, self._blocking = recording, track, name, blocking
+
+    def __enter__(self) -> None:
+        self._start = self._recording.now()
+
+    def __exit__(self, *error: object) -> None:
+        end = self._recording.now()
+        self._recording.ended.append((self._track, self._name, self._start, end, self._blocking))
+
+
+def _record_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @contextmanager
@@ -172,25 +172,6 @@ def _all_of(listeners: Sequence[Listener], track: str, name: str) -> Iterator[No
         for listener in listeners:
             stack.enter_context(listener.span(track, name))
         yield
-
-
-class _OpenSpan:
-    def __init__(self, now: Callable[[], object], close: Callable[..., None]) -> None:
-        self._now, self._close = now, close
-
-    def __enter__(self) -> None:
-        self._start = self._now()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close(self._start, self._now())
-
-
-def _record_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()

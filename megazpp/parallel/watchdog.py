@@ -21,7 +21,6 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -35,7 +34,7 @@ from megazpp.topology.layout import Layout
 
 ANSWER_SECONDS = 5.0
 POLL_SECONDS = 5.0
-ALARM, REPORTED, FOLDER = "alarm", "reported", "folder"  # in the store
+ALARM, REPORTED, FOLDER, STATE = "alarm", "reported", "folder", "state/{}"  # in the store
 
 
 class RankState(NamedTuple):
@@ -81,9 +80,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="megazpp-watchdog", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._dims.timeline.hide_activity()
 
@@ -104,14 +101,15 @@ class Watchdog:
         store, rank = self._store, self._worker.rank
         first = store.add(ALARM, 1) == 1
         state = RankState(self._activity.now(), self._activity.entered, python_stacks())
-        store.set(_state_key(rank), json.dumps(state))
+        store.set(STATE.format(rank), json.dumps(state))
         if not first:
             _wait_for(store, [REPORTED], 2 * ANSWER_SECONDS)
             leave(EXIT_SECONDARY)
         self._root.add(FAILURES.format(self._worker.restarts), 1)  # what breaks from now on is an echo
-        keys = [_state_key(r) for r in range(self._worker.world_size)]
+        keys = [STATE.format(r) for r in range(self._worker.world_size)]
         _wait_for(store, keys, ANSWER_SECONDS)
-        states = {r: _read_state(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
+        answers = {r: json.loads(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
+        states = {r: RankState([Doing(*each) for each in doing], *rest) for r, (doing, *rest) in answers.items()}
         report = describe_hang(states, self._dims.layout, limit)
         stacks = "".join(f"\n==== rank {r}\n{states[r].stacks}" for r in sorted(states))
         print(f"\n{report}\n{self._write(report + stacks)}", file=sys.stderr, flush=True)
@@ -184,15 +182,6 @@ def python_stacks() -> str:
         for ident, frame in frames
         if ident != me
     )
-
-
-def _read_state(data: bytes) -> RankState:
-    doing, entered, stacks = json.loads(data)
-    return RankState([Doing(*each) for each in doing], entered, stacks)
-
-
-def _state_key(rank: int) -> str:
-    return f"state/{rank}"
 
 
 def _wait_for(store: dist.Store, keys: list[str], seconds: float) -> None:

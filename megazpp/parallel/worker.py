@@ -31,11 +31,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megazpp.errors import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, JobError
+from megazpp.errors import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, JobError, end_with
 from megazpp.parallel.cpu_tuning import keep_freed_memory, share_gloo_device
-from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, LaunchConfig, Place
-from megazpp.parallel.orphans import end_with
-from megazpp.parallel.rendezvous import is_on_one_machine, open_store
+from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, LaunchConfig, Place, is_on_one_machine, open_store
 
 REPORT_SECONDS = 1.0  # that the rank which failed first is given to say so
 WATCHDOG_SECONDS = 30.0  # collectives time out that much after the watchdog's limit, so that it can speak first
@@ -70,7 +68,10 @@ def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None
     if "OMP_NUM_THREADS" not in os.environ:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
-    device = _pick_device(place.local_rank)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(minutes=config.distributed_timeout_minutes, seconds=WATCHDOG_SECONDS)
     store, rank, world_size = open_store(place, timeout)
@@ -85,21 +86,20 @@ def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    worker = Worker(
+        device=device,
+        rank=rank,
+        world_size=world_size,
+        local_rank=place.local_rank,
+        store=store,
+        timeout=timeout,
+        restarts=int(os.environ.get(RESTART_COUNT, "0")),
+    )
     try:
-        main(
-            Worker(
-                device=device,
-                rank=rank,
-                world_size=world_size,
-                local_rank=place.local_rank,
-                store=store,
-                timeout=timeout,
-                restarts=_restarts(),
-            )
-        )
+        main(worker)
         dist.barrier()
     except BaseException as error:
-        leave(_report_once(error, store, rank))
+        leave(_report_once(error, worker))
     dist.destroy_process_group()
     leave(0)
 
@@ -133,14 +133,14 @@ def threads_on(device: torch.device, num_threads: int, name: str) -> ThreadPoolE
     return ThreadPoolExecutor(num_threads, name, initializer=torch.cuda.set_device, initargs=(device,))
 
 
-def _report_once(error: BaseException, store: dist.Store, rank: int) -> int:
+def _report_once(error: BaseException, worker: Worker) -> int:
     """Print the traceback if this is the first rank to fail; returns the exit code."""
     if _broke_in_a_collective(error):
         time.sleep(REPORT_SECONDS)
     try:
-        first = store.add(FAILURES.format(_restarts()), 1) == 1
+        first = worker.store.add(FAILURES.format(worker.restarts), 1) == 1
     except Exception:  # the store's host is gone, so somebody else failed before
-        first = rank == 0
+        first = worker.rank == 0
     if not first:
         return EXIT_SECONDARY
     if isinstance(error, JobError):
@@ -152,7 +152,7 @@ def _report_once(error: BaseException, store: dist.Store, rank: int) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     text = "".join(traceback.format_exception(error))
-    print(f"\nrank {rank} failed:\n{text}", file=sys.stderr, end="")  # below a progress bar
+    print(f"\nrank {worker.rank} failed:\n{text}", file=sys.stderr, end="")  # below a progress bar
     return EXIT_ERROR
 
 
@@ -163,19 +163,7 @@ def _reader_is_gone() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _restarts() -> int:
-    return int(os.environ.get(RESTART_COUNT, "0"))
-
-
 def _broke_in_a_collective(error: BaseException) -> bool:
     """Whether torch.distributed raised it: then most likely because another rank is gone."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(dist.__file__).parent)
-
-
-def _pick_device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megazpp.topology.device import Device
+from megazpp.topology.cluster import Device
 
 PARAMETERS = "parameters"
 MOMENTS = "moments"

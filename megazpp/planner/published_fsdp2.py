@@ -23,10 +23,8 @@ from megazpp.planner.costs import ClusterCosts
 from megazpp.planner.speed import measure
 from megazpp.planner.step import PaperStep
 from megazpp.planner.trace import Trace, trace_model
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.device import Device
+from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.topology.layout import Layout, plan_layout
-from megazpp.topology.links import Link, Links
 from megazpp.topology.shares import Shares
 from megazpp.zero.config import WirePlan, ZeroConfig
 from megazpp.zero.precision import PrecisionConfig

@@ -16,7 +16,7 @@ from megazpp.files import write_whole
 from megazpp.report.runs import Run
 from megazpp.report.series import CHARTS, curves
 from megazpp.report.tables import HtmlTable, flag_differences, summary_table, traffic_line, traffic_table
-from megazpp.topology.picture import topology_svg
+from megazpp.topology.show import topology_svg
 
 MARK = "<!doctype html><!-- MegaZ++ report -->"
 POINTS_OF_PAGE, MOST_POINTS, FEWEST_POINTS = 8000, 1500, 200  # of a curve; the first is shared by the runs

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazpp.topology.layout import Layout
-from megazpp.topology.record import layout_from_record
+from megazpp.topology.layout import Layout, layout_from_record
 
 Row = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""What the machine is: nodes, the ranks of each, which of them share the fastest wire, and who sits where.
+"""What the machine is: nodes, the ranks of each, who sits where, and what wires and devices promise.
 
 Every rank has a position. Positions go node by node and, inside a node, domain by domain; `order` says which rank sits
 at each, so that a launcher may number ranks as it likes:
@@ -15,37 +15,13 @@ The larger of node and domain is an island: traffic inside it is "local", betwee
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from megazpp.flags import flag
-from megazpp.topology.cluster_file import ClusterFile, cluster_file_text, read_cluster_file
-from megazpp.topology.device import Device
-from megazpp.topology.links import LinkKind, Links
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
-    """How the cluster is described when it is not simply what the launcher says."""
-
-    cluster_file: str | None = flag(
-        None,
-        "YAML file with nodes, ranks per node, fast domains, rank order and links (megazpp/topology/cluster_file.py)",
-    )
-    emulate_nodes: int | Literal["auto"] | None = flag(
-        None,
-        "treat the ranks of one machine as this many nodes of equal size; traffic is then counted as if; auto: 2 where "
-        "the ranks of one machine divide into two nodes of whole tensor-parallel groups",
-    )
-    measure_links: bool = flag(
-        False,
-        "time all-gathers over each axis at start-up and show what its wire does: a few seconds on slow wires; the run "
-        "folder's cluster.yaml keeps it for --cluster-file",
-    )
+LinkKind = Literal["domain", "node", "network"]
+LINK_KINDS: tuple[LinkKind, ...] = ("domain", "node", "network")  # fastest first
+MEASURED = "measured"  # how the source of a measured figure begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +101,8 @@ class Cluster:
         return "node" if self.island_of(rank) == self.island_of(other) else "network"
 
     @cached_property
-    def _positions(self) -> tuple[int, ...]:
-        assert self.order is not None
-        positions = [0] * len(self.order)
-        for position, rank in enumerate(self.order):
-            positions[rank] = position
-        return tuple(positions)
+    def _positions(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.order or ())}
 
 
 def nested_sizes(inner: int, total: int) -> list[int]:
@@ -151,89 +123,68 @@ def _check_order(order: tuple[int, ...], world_size: int) -> None:
         seen.add(rank)
 
 
-def read_cluster(path: str | Path) -> Cluster:
-    """The cluster that a file describes.
+class Link(NamedTuple):
+    """One kind of wire.
 
-    Raises:
-        ValueError: naming the file, the key and the value.
+    Attributes:
+        gigabytes_per_second: in one direction (1e9 bytes); for "domain" and "node" what one rank can send, for
+            "network" what one node can send with all its adapters together.
+        microseconds: from sending a small message to its arrival; None where nobody knows.
+        source: where the figures come from.
     """
-    file = read_cluster_file(path)
-    try:
-        return Cluster(
-            num_nodes=file.nodes,
-            ranks_per_node=file.ranks_per_node,
-            domain_size=file.fast_domain,
-            order=file.rank_order,
-            links=file.links,
-            device=file.device,
-        )
-    except ValueError as error:
-        raise ValueError(f"--cluster-file {path}: {error}") from None
+
+    gigabytes_per_second: float
+    microseconds: float | None = None
+    source: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the rate is what programs reach, and not what a data sheet promises."""
+        return self.source.startswith(MEASURED)
+
+    def __str__(self) -> str:
+        text = f"{self.gigabytes_per_second:.4g} GB/s"
+        return text if self.microseconds is None else f"{text}, {self.microseconds:.4g} us"
 
 
-def cluster_text(cluster: Cluster) -> str:
-    """What `read_cluster` reads back as the same cluster: what a run has found out, for the next plan; no notices."""
-    size = (cluster.num_nodes, cluster.ranks_per_node, cluster.domain_size)
-    return cluster_file_text(ClusterFile(*size, cluster.order, cluster.links, cluster.device))
+class Links(NamedTuple):
+    """The wires of a cluster, by what they connect; None where nothing is known.
 
-
-def detect_cluster(
-    world_size: int, config: ClusterConfig, env: Mapping[str, str] = os.environ, *, tp: int = 1
-) -> Cluster:
-    """The cluster of a file, an emulated one, or the one that a launcher's environment describes.
-
-    Args:
-        world_size: ranks of the job.
-        config: `cluster_file` describes all of it; `emulate_nodes` splits one machine into several.
-        env: LOCAL_WORLD_SIZE (torchrun, our launcher) or SLURM_NTASKS_PER_NODE give the ranks per node; without
-            them the job is one node.
-        tp: the tensor-parallel degree, whose groups `emulate_nodes` "auto" keeps whole.
-    Raises:
-        ValueError: the ranks do not divide into equal nodes, or are not those of the file.
+    Attributes:
+        domain: between ranks of one fast domain (NVLink, NVSwitch).
+        node: between domains of one node (PCIe, shared memory).
+        network: between nodes.
     """
-    if config.cluster_file is not None:
-        return _cluster_of_file(config.cluster_file, config, world_size)
-    if isinstance(config.emulate_nodes, int):
-        if config.emulate_nodes < 1 or world_size % config.emulate_nodes:
-            raise ValueError(
-                f"--emulate-nodes {config.emulate_nodes} does not divide the {world_size} ranks of this job: a number "
-                f"of nodes that would fit is {_one_of(nested_sizes(world_size, world_size))}; or change --nproc"
-            )
-        return Cluster(num_nodes=config.emulate_nodes, ranks_per_node=world_size // config.emulate_nodes)
-    local = int(env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_NTASKS_PER_NODE") or world_size)
-    if world_size % local:
-        name = "LOCAL_WORLD_SIZE" if env.get("LOCAL_WORLD_SIZE") else "SLURM_NTASKS_PER_NODE"
-        raise ValueError(
-            f"{world_size} ranks do not divide into nodes of {local} ({name}): nodes have to hold equally many ranks, "
-            f"for instance {local} on each of {max(world_size // local, 1)} node(s)"
-        )
-    if config.emulate_nodes == "auto" and world_size == local:
-        return _two_nodes_if_they_fit(world_size, tp)
-    return Cluster(num_nodes=world_size // local, ranks_per_node=local)
+
+    domain: Link | None = None
+    node: Link | None = None
+    network: Link | None = None
+
+    @property
+    def known(self) -> dict[LinkKind, Link]:
+        return {kind: link for kind, link in zip(LINK_KINDS, self, strict=True) if link is not None}
+
+    def describe(self) -> str:
+        """One line for the log: each figure with its source."""
+        texts = [f"{kind} {link} ({link.source or 'no source given'})" for kind, link in self.known.items()]
+        return f"links: {'; '.join(texts) or 'none known'}"
 
 
-def _cluster_of_file(path: str, config: ClusterConfig, world_size: int) -> Cluster:
-    if isinstance(config.emulate_nodes, int):
-        raise ValueError(
-            f"--cluster-file {path} and --emulate-nodes {config.emulate_nodes} both say what the nodes are: give one"
-        )
-    cluster = read_cluster(path)
-    if cluster.world_size != world_size:
-        raise ValueError(
-            f"--cluster-file {path}: nodes {cluster.num_nodes} x ranks_per_node {cluster.ranks_per_node} are "
-            f"{cluster.world_size} ranks, the job has {world_size} (on one machine: --nproc {cluster.world_size})"
-        )
-    return cluster
+class Device(NamedTuple):
+    """A GPU. Figures are data sheets'; each file of configs/clusters says where they were looked up.
 
+    Attributes:
+        name: the vendor's.
+        teraflops: dense 16-bit peak.
+        gigabytes: memory (1e9 bytes).
+        gigabytes_per_second: of that memory.
+        source: where the figures come from.
+        shares: what programs reach of them: a calibration of topology/shares.py; None where nothing was compared.
+    """
 
-def _one_of(sizes: list[int]) -> str:
-    return ", ".join(map(str, sizes[:-1])) + f" or {sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
-
-
-def _two_nodes_if_they_fit(world_size: int, tp: int) -> Cluster:
-    """One machine as two nodes, or as it is where a node would not hold whole tensor-parallel groups."""
-    if tp < 1 or world_size % (2 * tp):
-        notice = f"--emulate-nodes auto: {world_size} rank(s) on one machine stay one node (not 2 x tp {tp})"
-        return Cluster(num_nodes=1, ranks_per_node=world_size, notices=(notice,))
-    notice = f"--emulate-nodes auto: {world_size} ranks on one machine are treated as 2 nodes"
-    return Cluster(num_nodes=2, ranks_per_node=world_size // 2, notices=(notice,))
+    name: str
+    teraflops: float
+    gigabytes: float
+    gigabytes_per_second: float
+    source: str = ""
+    shares: str | None = None

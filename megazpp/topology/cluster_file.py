@@ -30,14 +30,16 @@ device:                   # optional, all of it: what one rank computes with; --
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal
 
 import yaml
 
-from megazpp.topology.device import Device
-from megazpp.topology.links import LINK_KINDS, Link, Links
+from megazpp.flags import flag
+from megazpp.topology.cluster import LINK_KINDS, Cluster, Device, Link, Links, nested_sizes
 from megazpp.topology.shares import CALIBRATIONS
 
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device")
@@ -46,42 +48,102 @@ LINK_KEYS = ("gigabytes_per_second", "gigabits_per_second", "microseconds", "sou
 NO_DEVICE = "# --plan needs a device too: copy one from configs/clusters\n"
 
 
-class ClusterFile(NamedTuple):
-    """What the file says; `rank_order` is the rank at each position, node by node, None for block order."""
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """How the cluster is described when it is not simply what the launcher says."""
 
-    nodes: int
-    ranks_per_node: int
-    fast_domain: int | None
-    rank_order: tuple[int, ...] | None
-    links: Links | None
-    device: Device | None
+    cluster_file: str | None = flag(
+        None,
+        "YAML file with nodes, ranks per node, fast domains, rank order and links (megazpp/topology/cluster_file.py)",
+    )
+    emulate_nodes: int | Literal["auto"] | None = flag(
+        None,
+        "treat the ranks of one machine as this many nodes of equal size; traffic is then counted as if; auto: 2 where "
+        "the ranks of one machine divide into two nodes of whole tensor-parallel groups",
+    )
+    measure_links: bool = flag(
+        False,
+        "time all-gathers over each axis at start-up and show what its wire does: a few seconds on slow wires; the run "
+        "folder's cluster.yaml keeps it for --cluster-file",
+    )
 
 
-def read_cluster_file(path: str | Path) -> ClusterFile:
-    """Read the file and check what each key says; how the values fit together is the Cluster's to check.
+def detect_cluster(
+    world_size: int, config: ClusterConfig, env: Mapping[str, str] = os.environ, *, tp: int = 1
+) -> Cluster:
+    """The cluster of a file, an emulated one, or the one that a launcher's environment describes.
+
+    Args:
+        world_size: ranks of the job.
+        config: `cluster_file` describes all of it; `emulate_nodes` splits one machine into several.
+        env: LOCAL_WORLD_SIZE (torchrun, our launcher) or SLURM_NTASKS_PER_NODE give the ranks per node; without
+            them the job is one node.
+        tp: the tensor-parallel degree, whose groups `emulate_nodes` "auto" keeps whole.
+    Raises:
+        ValueError: the ranks do not divide into equal nodes, or are not those of the file.
+    """
+    path, nodes = config.cluster_file, config.emulate_nodes
+    if path is not None:
+        if isinstance(nodes, int):
+            raise ValueError(f"--cluster-file {path} and --emulate-nodes {nodes} both say what the nodes are: give one")
+        cluster = read_cluster(path)
+        if cluster.world_size != world_size:
+            raise ValueError(
+                f"--cluster-file {path}: nodes {cluster.num_nodes} x ranks_per_node {cluster.ranks_per_node} are "
+                f"{cluster.world_size} ranks, the job has {world_size} (on one machine: --nproc {cluster.world_size})"
+            )
+        return cluster
+    if isinstance(nodes, int):
+        if nodes < 1 or world_size % nodes:
+            fitting = ", ".join(map(str, nested_sizes(world_size, world_size)))
+            raise ValueError(
+                f"--emulate-nodes {nodes} does not divide the {world_size} ranks of this job: a number of nodes that "
+                f"would fit is {' or '.join(fitting.rsplit(', ', 1))}; or change --nproc"
+            )
+        return Cluster(num_nodes=nodes, ranks_per_node=world_size // nodes)
+    name = "LOCAL_WORLD_SIZE" if env.get("LOCAL_WORLD_SIZE") else "SLURM_NTASKS_PER_NODE"
+    local = int(env.get(name) or world_size)
+    if world_size % local:
+        raise ValueError(
+            f"{world_size} ranks do not divide into nodes of {local} ({name}): nodes have to hold equally many ranks, "
+            f"for instance {local} on each of {max(world_size // local, 1)} node(s)"
+        )
+    if nodes != "auto" or world_size != local:
+        return Cluster(num_nodes=world_size // local, ranks_per_node=local)
+    if tp < 1 or world_size % (2 * tp):
+        notice = f"--emulate-nodes auto: {world_size} rank(s) on one machine stay one node (not 2 x tp {tp})"
+        return Cluster(num_nodes=1, ranks_per_node=world_size, notices=(notice,))
+    notice = f"--emulate-nodes auto: {world_size} ranks on one machine are treated as 2 nodes"
+    return Cluster(num_nodes=2, ranks_per_node=world_size // 2, notices=(notice,))
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """The cluster that a file describes.
 
     Raises:
-        ValueError: the file cannot be read, or a key is missing, unknown, doubled or has a value that means nothing.
+        ValueError: the file cannot be read; a key is missing, unknown, doubled or has a value that means nothing; or
+            the values do not fit each other. The message names the file, the key and the value.
     """
     try:
-        return _Reader(str(path)).read(yaml.load(Path(path).read_text(encoding="utf-8"), _Loader))
+        return _cluster(yaml.load(Path(path).read_text(encoding="utf-8"), _Loader), source=str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--cluster-file {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"--cluster-file {path} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ValueError(f"--cluster-file {path}: {error}") from None
 
 
-def cluster_file_text(cluster: ClusterFile) -> str:
-    """The YAML that `read_cluster_file` reads back as `cluster`, to six digits."""
-    content: dict[str, Any] = {"nodes": cluster.nodes, "ranks_per_node": cluster.ranks_per_node}
-    if cluster.fast_domain is not None:
-        content["fast_domain"] = cluster.fast_domain
-    if cluster.rank_order is not None:
-        order, size = cluster.rank_order, cluster.ranks_per_node
-        content["rank_order"] = [list(order[start : start + size]) for start in range(0, len(order), size)]
-    if cluster.links is not None:
-        known = {kind: link for kind in LINK_KINDS if (link := cluster.links.get(kind)) is not None}
-        content |= {"links": {kind: _figures(link) for kind, link in known.items()}} if known else {}
+def cluster_text(cluster: Cluster) -> str:
+    """The YAML that `read_cluster` reads back as the same cluster, to six digits and without notices."""
+    content: dict[str, Any] = {"nodes": cluster.num_nodes, "ranks_per_node": cluster.ranks_per_node}
+    if cluster.domain_size is not None:
+        content["fast_domain"] = cluster.domain_size
+    if cluster.order is not None:
+        size = cluster.ranks_per_node
+        content["rank_order"] = [list(cluster.order[at : at + size]) for at in range(0, cluster.world_size, size)]
+    if cluster.links is not None and cluster.links.known:
+        content["links"] = {kind: _figures(link) for kind, link in cluster.links.known.items()}
     if cluster.device is not None:
         content["device"] = {key: value for key, value in cluster.device._asdict().items() if value is not None}
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
@@ -112,89 +174,86 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Reader:
-    def __init__(self, path: str) -> None:
-        self._path = path
+def _cluster(content: Any, *, source: str) -> Cluster:
+    """`source` is that of figures that name none."""
+    top = _mapping("the file", content, KEYS, needed=("nodes", "ranks_per_node"))
+    counts = {key: _count(key, top[key]) for key in ("nodes", "ranks_per_node", "fast_domain") if key in top}
+    order = _rank_order(top.get("rank_order", "block"), counts["nodes"], counts["ranks_per_node"])
+    links = _mapping("links", top["links"], LINK_KINDS) if "links" in top else None
+    return Cluster(
+        num_nodes=counts["nodes"],
+        ranks_per_node=counts["ranks_per_node"],
+        domain_size=counts.get("fast_domain"),
+        order=order,
+        links=None if links is None else Links(**{kind: _link(f"links.{kind}", links[kind], source) for kind in links}),
+        device=_device(top["device"], source) if "device" in top else None,
+    )
 
-    def read(self, content: Any) -> ClusterFile:
-        top = self._mapping("the file", content, KEYS)
-        for key in ("nodes", "ranks_per_node"):
-            if key not in top:
-                self._fail(f"key {key} is missing")
-        nodes, ranks_per_node = (self._count(key, top[key]) for key in ("nodes", "ranks_per_node"))
-        return ClusterFile(
-            nodes=nodes,
-            ranks_per_node=ranks_per_node,
-            fast_domain=self._count("fast_domain", top["fast_domain"]) if "fast_domain" in top else None,
-            rank_order=self._rank_order(top.get("rank_order", "block"), nodes, ranks_per_node),
-            links=self._links(top["links"]) if "links" in top else None,
-            device=self._device(top["device"]) if "device" in top else None,
-        )
 
-    def _rank_order(self, value: Any, nodes: int, ranks_per_node: int) -> tuple[int, ...] | None:
-        if value == "block":
-            return None
-        if value == "cyclic":
-            return cyclic_order(nodes, ranks_per_node)
-        if not isinstance(value, list) or not all(isinstance(ranks, list) for ranks in value):
-            self._fail(f"rank_order {value!r} is not block, cyclic or one list of ranks for each node")
-        if len(value) != nodes:
-            self._fail(f"rank_order has lists for {len(value)} node(s), nodes is {nodes}")
-        for node, ranks in enumerate(value):
-            if len(ranks) != ranks_per_node:
-                self._fail(f"rank_order {ranks} of node {node}: {len(ranks)} ranks, ranks_per_node is {ranks_per_node}")
-            for rank in ranks:
-                if not _is_integer(rank):
-                    self._fail(f"rank_order {ranks} of node {node}: {rank!r} is not a rank")
-        return tuple(rank for ranks in value for rank in ranks)
+def _rank_order(value: Any, nodes: int, ranks_per_node: int) -> tuple[int, ...] | None:
+    if value == "block":
+        return None
+    if value == "cyclic":
+        return cyclic_order(nodes, ranks_per_node)
+    if not isinstance(value, list) or not all(isinstance(ranks, list) for ranks in value):
+        raise ValueError(f"rank_order {value!r} is not block, cyclic or one list of ranks for each node")
+    if len(value) != nodes:
+        raise ValueError(f"rank_order has lists for {len(value)} node(s), nodes is {nodes}")
+    for node, ranks in enumerate(value):
+        where = f"rank_order {ranks} of node {node}"
+        if len(ranks) != ranks_per_node:
+            raise ValueError(f"{where}: {len(ranks)} ranks, ranks_per_node is {ranks_per_node}")
+        for rank in ranks:
+            if not _is_integer(rank):
+                raise ValueError(f"{where}: {rank!r} is not a rank")
+    return tuple(rank for ranks in value for rank in ranks)
 
-    def _links(self, value: Any) -> Links:
-        given = self._mapping("links", value, LINK_KINDS)
-        return Links(**{kind: self._link(f"links.{kind}", link) for kind, link in given.items()})
 
-    def _link(self, where: str, value: Any) -> Link:
-        given = self._mapping(where, value, LINK_KEYS)
-        speeds = [key for key in ("gigabytes_per_second", "gigabits_per_second") if key in given]
-        if len(speeds) != 1:
-            self._fail(f"{where} {given} needs one of gigabytes_per_second and gigabits_per_second")
-        speed = self._positive(f"{where}.{speeds[0]}", given[speeds[0]])
-        latency = self._positive(f"{where}.microseconds", given["microseconds"]) if "microseconds" in given else None
-        source = given.get("source", self._path)
-        if not isinstance(source, str):
-            self._fail(f"{where}.source {source!r} is not text")
-        return Link(speed / 8 if speeds[0] == "gigabits_per_second" else speed, latency, source)
+def _link(where: str, value: Any, source: str) -> Link:
+    given = _mapping(where, value, LINK_KEYS)
+    speeds = [key for key in ("gigabytes_per_second", "gigabits_per_second") if key in given]
+    if len(speeds) != 1:
+        raise ValueError(f"{where} {given} needs one of gigabytes_per_second and gigabits_per_second")
+    speed = _positive(f"{where}.{speeds[0]}", given[speeds[0]])
+    latency = _positive(f"{where}.microseconds", given["microseconds"]) if "microseconds" in given else None
+    source = given.get("source", source)
+    if not isinstance(source, str):
+        raise ValueError(f"{where}.source {source!r} is not text")
+    return Link(speed / 8 if speeds[0] == "gigabits_per_second" else speed, latency, source)
 
-    def _device(self, value: Any) -> Device:
-        given = self._mapping("device", value, ("name", *DEVICE_FIGURES, "shares", "source"))
-        for key in ("name", *DEVICE_FIGURES):
-            if key not in given:
-                self._fail(f"key device.{key} is missing")
-        figures = {key: self._positive(f"device.{key}", given[key]) for key in DEVICE_FIGURES}
-        shares = given.get("shares")
-        if shares is not None and str(shares) not in CALIBRATIONS:
-            self._fail(f"device.shares {shares!r} is not one of {', '.join(CALIBRATIONS)}")
-        return Device(str(given["name"]), **figures, source=str(given.get("source", self._path)), shares=shares)
 
-    def _mapping(self, where: str, value: Any, keys: Collection[str]) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            self._fail(f"{where} {value!r} is not a list of key: value")
-        for key in value:
-            if key not in keys:
-                self._fail(f"{where}: unknown key {key} (value {value[key]!r}); known are {', '.join(keys)}")
-        return value
+def _device(value: Any, source: str) -> Device:
+    needed = ("name", *DEVICE_FIGURES)
+    given = _mapping("device", value, (*needed, "shares", "source"), needed=needed)
+    figures = {key: _positive(f"device.{key}", given[key]) for key in DEVICE_FIGURES}
+    shares = given.get("shares")
+    if shares is not None and str(shares) not in CALIBRATIONS:
+        raise ValueError(f"device.shares {shares!r} is not one of {', '.join(CALIBRATIONS)}")
+    return Device(str(given["name"]), **figures, source=str(given.get("source", source)), shares=shares)
 
-    def _count(self, key: str, value: Any) -> int:
-        if not _is_integer(value) or value < 1:
-            self._fail(f"{key} {value!r} is not a positive whole number")
-        return int(value)
 
-    def _positive(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            self._fail(f"{key} {value!r} is not a positive number")
-        return float(value)
+def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collection[str] = ()) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} {value!r} is not a list of key: value")
+    for key in value:
+        if key not in keys:
+            raise ValueError(f"{where}: unknown key {key} (value {value[key]!r}); known are {', '.join(keys)}")
+    for key in needed:
+        if key not in value:
+            raise ValueError(f"key {key if where == 'the file' else f'{where}.{key}'} is missing")
+    return value
 
-    def _fail(self, problem: str) -> NoReturn:
-        raise ValueError(f"--cluster-file {self._path}: {problem}")
+
+def _count(key: str, value: Any) -> int:
+    if not _is_integer(value) or value < 1:
+        raise ValueError(f"{key} {value!r} is not a positive whole number")
+    return int(value)
+
+
+def _positive(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{key} {value!r} is not a positive number")
+    return float(value)
 
 
 def _is_integer(value: Any) -> bool:

@@ -26,9 +26,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from megazpp.topology.device import Device
+from megazpp.topology.cluster import Device, Link, LinkKind
 from megazpp.topology.layout import Layout
-from megazpp.topology.links import Link, LinkKind
 from megazpp.topology.shares import Shares
 
 TILE = 128  # cuBLAS's usual thread block; NVIDIA, Matrix Multiplication Background User's Guide, "tile quantization"
@@ -98,10 +97,9 @@ class AxisCost:
 
 def _known(layout: Layout, kind: LinkKind, axis: str) -> Link:
     links = layout.cluster.links
-    link = None if links is None else links.get(kind)
-    if link is None:
+    if links is None or kind not in links.known:
         raise ValueError(f"--cluster-file: links.{kind} is not given, and axis {axis} rides it")
-    return link
+    return links.known[kind]
 
 
 def _latency(layout: Layout, kind: LinkKind, axis: str, default: dict[str, float]) -> float:

@@ -20,15 +20,16 @@ Tensor parallelism over more ranks than an island has takes whole islands; the l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from megazpp.topology.cluster import Cluster, nested_sizes
-from megazpp.topology.links import LINK_KINDS, LinkKind
+from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind, nested_sizes
 
 AXES = ("tp", "local", "cross", "shard", "replicate")
 WIRES = ("tp", "local", "cross")  # what bytes are counted by: those of "shard" and "replicate" go over one of these
 COORDINATES = ("replicate", "cross", "local", "tp")  # of a rank, outermost first
+CLUSTER_SIZES = ("num_nodes", "ranks_per_node", "domain_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,8 @@ class Layout:
         """One line for the log."""
         c = self.cluster
         domains = f" (fastest wire among {c.ranks_per_domain})" if c.ranks_per_domain != c.ranks_per_node else ""
-        order = "" if c.is_block_order else f", ranks in the order {_shorten(self.mesh_ranks())}"
+        first, more = " ".join(map(str, self.mesh_ranks()[:8])), " ..." if c.world_size > 8 else ""
+        order = "" if c.is_block_order else f", ranks in the order {first}{more}"
         return (
             f"{c.num_nodes} node(s) x {c.ranks_per_node} rank(s){domains}{order}: tensor parallel {self.tp}, "
             f"shards {self.shard} ({self.cross} across {_islands(c)} x {self.local} inside), replicas {self.replicate}"
@@ -163,8 +165,8 @@ def plan_layout(cluster: Cluster, *, tp: int, replicas: int) -> Layout:
     island, world = cluster.island_size, cluster.world_size
     if tp < 1 or (island % tp and (tp % island or world % tp)):
         raise ValueError(
-            f"--tensor-model-parallel-size {tp} neither divides the {island} ranks of {_an_island(cluster)} nor is it "
-            f"made of whole ones ({cluster.num_nodes} node(s) x {cluster.ranks_per_node} ranks); "
+            f"--tensor-model-parallel-size {tp} neither divides the {island} ranks of a {_islands(cluster)[:-1]} nor "
+            f"is it made of whole ones ({cluster.num_nodes} node(s) x {cluster.ranks_per_node} ranks); "
             f"{_numbers(nested_sizes(island, world))} would fit"
             + (f", or a multiple of {tp} ranks on each node (--nproc)" if tp > 1 else "")
         )
@@ -181,17 +183,34 @@ def plan_layout(cluster: Cluster, *, tp: int, replicas: int) -> Layout:
     return Layout(cluster=cluster, replicate=replicas, cross=data // replicas // local, local=local, tp=tp)
 
 
+def layout_record(layout: Layout) -> dict[str, Any]:
+    """The integers that a layout follows from, as JSON has them; figures of links and devices are left out."""
+    cluster = {name: getattr(layout.cluster, name) for name in (*CLUSTER_SIZES, "order")}
+    return cluster | {name: getattr(layout, name) for name in COORDINATES}
+
+
+def layout_from_record(record: Mapping[str, Any]) -> Layout:
+    """The layout that a record was made of.
+
+    Raises:
+        ValueError: a field is missing or no integer, or the sizes do not fit each other.
+    """
+    sizes: dict[str, Any] = {name: record.get(name) for name in (*CLUSTER_SIZES, *COORDINATES)}
+    order = record.get("order")
+    numbers = [number for name, number in sizes.items() if number is not None or name != "domain_size"]
+    numbers += order if isinstance(order, list) else []
+    if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(order, list | None):
+        raise ValueError(f"{dict(record)} is no record of a layout")
+    cluster = Cluster(**{name: sizes[name] for name in CLUSTER_SIZES}, order=None if order is None else tuple(order))
+    layout = Layout(cluster=cluster, **{name: sizes[name] for name in COORDINATES})
+    if layout.data * layout.tp != cluster.world_size or not cluster.world_size:
+        raise ValueError(f"axes of {layout.data} x {layout.tp} ranks are not the {cluster.world_size} of the cluster")
+    return layout
+
+
 def _islands(cluster: Cluster) -> str:
     return "nodes" if cluster.island_size == cluster.ranks_per_node else "domains"
 
 
-def _an_island(cluster: Cluster) -> str:
-    return f"a {_islands(cluster)[:-1]}"
-
-
 def _numbers(values: list[int]) -> str:
     return ", ".join(map(str, values))
-
-
-def _shorten(ranks: tuple[int, ...], shown: int = 8) -> str:
-    return " ".join(map(str, ranks[:shown])) + (" ..." if len(ranks) > shown else "")

@@ -32,20 +32,21 @@ def from_json(kind: type[T], text: str | bytes) -> T:
 
 
 def _plain(value: Any) -> Any:
-    if _is_record(type(value)):
-        return {name: _plain(getattr(value, name)) for name in _fields(type(value))}
+    if _is_record(value):
+        return {name: _plain(getattr(value, name)) for name in typing.get_type_hints(type(value))}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _record(kind: Any, plain: Any) -> Any:
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        return None if plain is None else _record(typing.get_args(kind)[0], plain)
-    if typing.get_origin(kind) is tuple:
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return None if plain is None else _record(parts[0], plain)
+    if origin is tuple:
         if not isinstance(plain, list):
             raise TypeError(f"{plain!r} is no list")
-        return tuple(_record(typing.get_args(kind)[0], item) for item in plain)
+        return tuple(_record(parts[0], item) for item in plain)
     if _is_record(kind):
-        fields = _fields(kind)
+        fields = typing.get_type_hints(kind)
         if not isinstance(plain, dict) or plain.keys() != fields.keys():
             raise TypeError(f"{plain!r} has not the fields {', '.join(fields)}")
         return kind(**{name: _record(fields[name], item) for name, item in plain.items()})
@@ -54,12 +55,6 @@ def _record(kind: Any, plain: Any) -> Any:
     return kind(plain)
 
 
-def _is_record(kind: Any) -> bool:
-    return dataclasses.is_dataclass(kind) or (isinstance(kind, type) and hasattr(kind, "_fields"))
-
-
-def _fields(kind: Any) -> dict[str, Any]:
-    """Name and type of each field."""
-    hints = typing.get_type_hints(kind)
-    names = kind._fields if hasattr(kind, "_fields") else [field.name for field in dataclasses.fields(kind)]
-    return {name: hints[name] for name in names}
+def _is_record(value: Any) -> bool:
+    """Of a dataclass or NamedTuple, or an instance."""
+    return dataclasses.is_dataclass(value) or hasattr(value, "_fields")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from megazpp.topology.device import Device
-from megazpp.topology.links import LinkKind
+from megazpp.topology.cluster import Device, LinkKind
 
 
 class Shares(NamedTuple):

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from megazpp.files import first_free, write_whole
-from megazpp.topology.cluster import Cluster, cluster_text
-from megazpp.topology.layout import Layout
-from megazpp.topology.record import layout_record
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import cluster_text
+from megazpp.topology.layout import Layout, layout_record
 
 PROBE_BYTES = 1 << 20
 

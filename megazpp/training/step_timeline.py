@@ -22,8 +22,8 @@ from megazpp.parallel.timeline import (
     COMPUTE,
     STEP,
     WAIT,
-    Recording,
     Span,
+    SpanRecording,
     Timeline,
     align,
     clip,
@@ -87,7 +87,7 @@ class StepRecorder:
 
     def __init__(self, timeline: Timeline, readers: Sequence[SpanReader]) -> None:
         self._timeline, self._readers = timeline, readers
-        self._recording: Recording | None = None
+        self._recording: SpanRecording | None = None
 
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:

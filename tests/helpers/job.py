@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megazpp.errors import JobError, UserError
 from megazpp.parallel.launch import LaunchConfig, find_place
-from megazpp.parallel.supervisor import launch_workers
+from megazpp.parallel.processes import launch_workers
 from megazpp.parallel.worker import Worker, leave, run_worker
 
 FOREVER = 1000

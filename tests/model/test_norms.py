@@ -9,6 +9,7 @@ import torch
 from helpers.ranks import ranks
 from helpers.tensor_parallel import counted, draw, part, tp_axis
 
+from megazpp.model.config import GPTConfig
 from megazpp.model.norms import Norm
 from megazpp.parallel.axis import MeshAxis
 
@@ -29,7 +30,8 @@ def by_formula(
 
 
 def build(kind: Kind, one_plus: bool, tp: MeshAxis, sequence_parallel: bool = False) -> Norm:
-    norm = Norm(HIDDEN, kind=kind, epsilon=0.1, one_plus=one_plus, tp=tp, split=sequence_parallel).double()
+    config = GPTConfig(normalization=kind, norm_epsilon=0.1, apply_layernorm_1p=one_plus)
+    norm = Norm(config, HIDDEN, tp=tp, split=sequence_parallel).double()
     with torch.no_grad():
         for seed, parameter in enumerate(norm.parameters(), start=1):
             parameter.copy_(draw(seed, HIDDEN))

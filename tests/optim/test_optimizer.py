@@ -8,7 +8,14 @@ from helpers.ranks import ranks
 from helpers.sharded import one_process_model, sharded_model
 from torch import nn
 
-from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, check_optimizer, parameter_groups, set_rates_
+from megazpp.optim.optimizer import (
+    OptimizerConfig,
+    build_optimizer,
+    check_optimizer,
+    optimizer_backends,
+    parameter_groups,
+    set_rates_,
+)
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -127,3 +134,24 @@ def test_the_fused_optimizer_on_a_gpu_agrees_with_the_cpu():
     train(on_gpu, "adam")
     for ours, theirs in zip(on_gpu.parameters(), on_cpu.parameters(), strict=True):
         torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "implementation"), [("adam", "torch.optim.AdamW(fused=True)"), ("sgd", "torch.optim.SGD(foreach=True)")]
+)
+def test_the_row_names_the_class_and_the_path_that_is_built(kind: str, implementation: str):
+    config = OptimizerConfig(optimizer=kind)
+    (_, found, _), *_ = optimizer_backends(config, "cpu")
+    optimizer = build_optimizer(nn.Linear(2, 2).named_parameters(), config, torch.device("cpu"))
+    path = next(name for name in ("fused", "foreach") if optimizer.defaults[name])
+    assert found == f"torch.optim.{type(optimizer).__name__}({path}=True)" == implementation
+
+
+def test_a_device_without_fused_kernels_says_so():
+    row, *_ = optimizer_backends(OptimizerConfig(), "xpu")
+    assert row == ("optimizer", "torch.optim.AdamW(foreach=True)", "torch has no fused kernel on xpu")
+
+
+def test_apex_is_named_when_asked_for():
+    row, *_ = optimizer_backends(OptimizerConfig(optimizer_backend="apex"), "cuda")
+    assert row[1] == "apex.optimizers.FusedAdam"

@@ -9,17 +9,16 @@ from helpers.ranks import ranks
 from megazpp.parallel import measure_links as links_module
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
-from megazpp.parallel.measure_links import AxisTime, fit_link, measure_links
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.links import Link, Links
+from megazpp.parallel.measure_links import fit_link, measure_links
+from megazpp.topology.cluster import Cluster, Link, Links
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_the_fit_gives_back_latency_and_bandwidth(num_ranks: int):
     latency, bandwidth = 20e-6, 3e9
 
-    def seconds(size: int) -> AxisTime:
-        return AxisTime(size, (num_ranks - 1) * (latency + size / bandwidth))
+    def seconds(size: int) -> tuple[int, float]:
+        return size, (num_ranks - 1) * (latency + size / bandwidth)
 
     link = fit_link(num_ranks, seconds(4096), seconds(1 << 20))
     assert link is not None
@@ -28,8 +27,8 @@ def test_the_fit_gives_back_latency_and_bandwidth(num_ranks: int):
 
 
 def test_a_large_message_that_was_not_slower_gives_no_figures_and_noise_no_negative_latency():
-    assert fit_link(2, AxisTime(4096, 2e-3), AxisTime(1 << 20, 1e-3)) is None
-    link = fit_link(2, AxisTime(4096, 1e-9), AxisTime(1 << 20, 1e-3))
+    assert fit_link(2, (4096, 2e-3), (1 << 20, 1e-3)) is None
+    link = fit_link(2, (4096, 1e-9), (1 << 20, 1e-3))
     assert link is not None
     assert link.microseconds == 0.0
 
@@ -37,17 +36,17 @@ def test_a_large_message_that_was_not_slower_gives_no_figures_and_noise_no_negat
 def measure(cluster: Cluster, tp: int, modelled: bool) -> tuple[Links, list[str], dict[object, object]]:
     """Times taken here, or those of wires whose figures are known."""
     layout = plan_dims(ParallelConfig(tensor_model_parallel_size=tp), cluster, zero_stage=3)
-    dims, lines = ParallelDims(layout, device_type="cpu"), list[str]()
+    dims = ParallelDims(layout, device_type="cpu")
     with pytest.MonkeyPatch.context() as patch:
         if modelled:
             patch.setattr(links_module, "_time_all_gather", modelled_time)
-        links = measure_links(dims, torch.device("cpu"), announce=lines.append)
+        links, lines = measure_links(dims, torch.device("cpu"))
     return links, lines, dict(dims.counter.table())
 
 
-def modelled_time(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, device: torch.device) -> AxisTime:
+def modelled_time(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, device: torch.device) -> float:
     bandwidth = {"tp": 4e9, "local": 2e9, "cross": 0.5e9}[axis.name]
-    return AxisTime(bytes_per_rank, (axis.size - 1) * (1e-4 + bytes_per_rank / bandwidth))
+    return (axis.size - 1) * (1e-4 + bytes_per_rank / bandwidth)
 
 
 def test_every_axis_of_several_ranks_is_timed_alike_on_all_ranks_and_not_counted():

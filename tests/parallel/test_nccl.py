@@ -10,15 +10,7 @@ import torch.distributed as dist
 
 from megazpp.parallel import nccl
 from megazpp.parallel.axis import make_group
-from megazpp.parallel.nccl import (
-    GroupSettings,
-    NcclConfig,
-    axis_options,
-    check_nccl,
-    group_settings,
-    nccl_options,
-    order_launches,
-)
+from megazpp.parallel.nccl import NcclConfig, axis_options, check_nccl, order_launches
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
 
@@ -38,36 +30,34 @@ def recorded_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl.dist, "get_backend", lambda: "nccl")
 
 
-def test_tp_and_local_groups_go_first_and_nccl_decides_on_channels():
-    found = {axis: group_settings(axis, layout(), NcclConfig()) for axis in ("tp", "local", "cross", "shard")}
-    assert found["tp"] == found["local"] == GroupSettings(high_priority=True)
-    assert found["cross"] == GroupSettings()
-    assert found["shard"] == GroupSettings()  # plain ZeRO's ring: needs NVLink's bandwidth and the network's
-
-
-def test_the_shard_axis_is_treated_like_the_local_axis_where_nothing_crosses_nodes():
-    assert group_settings("shard", layout(nodes=1), NcclConfig()) == GroupSettings(high_priority=True)
-
-
-def test_flags_reach_the_cross_group_and_priorities_can_be_turned_off():
-    config = NcclConfig(
-        nccl_high_priority=False,
-        nccl_cross_max_ctas=8,
-        nccl_cross_min_ctas=2,
-        nccl_cross_cga_cluster_size=4,
-    )
-    assert group_settings("cross", layout(), config) == GroupSettings(min_ctas=2, max_ctas=8, cga_cluster_size=4)
-    assert group_settings("tp", layout(), config) == GroupSettings()
+def asked(axis: str, on: Layout, config: NcclConfig) -> tuple[bool, dict[str, int]]:
+    """High priority, and what is set in NCCL's configuration of the group."""
+    options = axis_options(axis, on, config)
+    return options.is_high_priority_stream, vars(options.config)
 
 
 @pytest.mark.usefixtures("recorded_options")
-def test_settings_become_torch_s_options_and_what_is_left_open_is_not_set():
-    options = axis_options("cross", layout(), NcclConfig(nccl_cross_cga_cluster_size=0))
-    assert vars(options.config) == {"cga_cluster_size": 0}
-    assert not options.is_high_priority_stream
-    options = axis_options("tp", layout(), NcclConfig())
-    assert vars(options.config) == {}
-    assert options.is_high_priority_stream
+def test_tp_and_local_groups_go_first_and_nccl_decides_on_channels():
+    found = {axis: asked(axis, layout(), NcclConfig()) for axis in ("tp", "local", "cross", "shard")}
+    assert found["tp"] == found["local"] == (True, {})
+    assert found["cross"] == (False, {})
+    assert found["shard"] == (False, {})  # plain ZeRO's ring: needs NVLink's bandwidth and the network's
+
+
+@pytest.mark.usefixtures("recorded_options")
+def test_the_shard_axis_is_treated_like_the_local_axis_where_nothing_crosses_nodes():
+    assert asked("shard", layout(nodes=1), NcclConfig()) == (True, {})
+
+
+FLAGS = NcclConfig(
+    nccl_high_priority=False, nccl_cross_max_ctas=8, nccl_cross_min_ctas=2, nccl_cross_cga_cluster_size=0
+)
+
+
+@pytest.mark.usefixtures("recorded_options")
+def test_flags_reach_the_cross_group_and_priorities_can_be_turned_off():
+    assert asked("cross", layout(), FLAGS) == (False, {"min_ctas": 2, "max_ctas": 8, "cga_cluster_size": 0})
+    assert asked("tp", layout(), FLAGS) == (False, {})
 
 
 @pytest.mark.usefixtures("recorded_options")
@@ -83,11 +73,11 @@ def test_gloo_gets_no_options(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
-def test_torch_s_own_options_take_every_setting():
-    options = nccl_options(GroupSettings(high_priority=True, min_ctas=2, max_ctas=8, cga_cluster_size=4))
-    config = options.config
-    assert (config.min_ctas, config.max_ctas, config.cga_cluster_size) == (2, 8, 4)
-    assert options.is_high_priority_stream
+def test_torch_s_own_options_take_every_setting(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nccl.dist, "get_backend", lambda: "nccl")
+    config = axis_options("cross", layout(), FLAGS).config
+    assert (config.min_ctas, config.max_ctas, config.cga_cluster_size) == (2, 8, 0)
+    assert axis_options("tp", layout(), NcclConfig()).is_high_priority_stream
 
 
 @pytest.mark.parametrize(

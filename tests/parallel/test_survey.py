@@ -12,7 +12,8 @@ from helpers.ranks import ranks
 
 from megazpp.parallel.survey import describe_host, find_nics, settle_cluster, share_survey
 from megazpp.parallel.worker import Worker
-from megazpp.topology.cluster import Cluster, ClusterConfig
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import ClusterConfig
 from megazpp.topology.hosts import HostInfo, Nic
 
 

@@ -6,11 +6,9 @@ import pytest
 
 from megazpp.planner.costs import ClusterCosts, NoCosts
 from megazpp.planner.recorder import Operation
-from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.topology.cost import AxisCost, DeviceCost
-from megazpp.topology.device import Device
 from megazpp.topology.layout import Layout, plan_layout
-from megazpp.topology.links import Link, Links
 from megazpp.topology.shares import Shares
 
 DEVICE = Device("a GPU", teraflops=100.0, gigabytes=80.0, gigabytes_per_second=1000.0)

@@ -12,9 +12,7 @@ from megazpp.checks import check_run_config
 from megazpp.planner.costs import NoCosts
 from megazpp.planner.estimate import Estimator, schemes
 from megazpp.planner.speed import measure
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.device import Device
-from megazpp.topology.links import Link, Links
+from megazpp.topology.cluster import Cluster, Device, Link, Links
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = Device("a GPU", teraflops=10.0, gigabytes=1.0, gigabytes_per_second=100.0)

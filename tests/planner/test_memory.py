@@ -20,8 +20,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.live import PeakBytes
 from megazpp.planner.memory import FEEDBACK, MOMENTS, PARAMETERS, SECONDARY, Ledger, own_elements, usable_gigabytes
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.device import Device
+from megazpp.topology.cluster import Cluster, Device
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig

@@ -10,7 +10,8 @@ from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.checks import check_run_config
 from megazpp.planner.nearest import nearest_run
 from megazpp.planner.report import with_data
-from megazpp.topology.cluster import Cluster, read_cluster
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import read_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 SQUARE = Cluster(num_nodes=2, ranks_per_node=2)

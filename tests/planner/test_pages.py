@@ -10,7 +10,7 @@ import pytest
 from megazpp.arguments import parse_run_config
 from megazpp.planner.estimate import Estimator, schemes
 from megazpp.planner.report import needed_vocab_size, with_data
-from megazpp.topology.cluster import read_cluster
+from megazpp.topology.cluster_file import read_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 QUOTED = re.compile(

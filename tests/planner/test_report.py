@@ -9,9 +9,8 @@ import pytest
 
 from megazpp.arguments import parse_run_config
 from megazpp.planner.report import plan_report
-from megazpp.topology.cluster import Cluster, read_cluster
-from megazpp.topology.device import Device
-from megazpp.topology.links import Link, Links
+from megazpp.topology.cluster import Cluster, Device, Link, Links
+from megazpp.topology.cluster_file import read_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = Links(domain=Link(100.0), network=Link(0.1))

@@ -6,9 +6,7 @@ from pathlib import Path
 
 from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.planner.scaling import Scaled, choose, scale, scaling_table
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.device import Device
-from megazpp.topology.links import Link, Links
+from megazpp.topology.cluster import Cluster, Device, Link, Links
 
 ROOT = Path(__file__).resolve().parents[2]
 

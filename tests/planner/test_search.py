@@ -16,9 +16,7 @@ from megazpp.planner.search import (
     search,
     with_recompute,
 )
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.device import Device
-from megazpp.topology.links import Link, Links
+from megazpp.topology.cluster import Cluster, Device, Link, Links
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = Links(domain=Link(100.0), network=Link(0.1))

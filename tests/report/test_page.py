@@ -16,8 +16,7 @@ import pytest
 from megazpp.report.page import report_html, write_report
 from megazpp.report.runs import read_runs
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import plan_layout
-from megazpp.topology.record import layout_record
+from megazpp.topology.layout import layout_record, plan_layout
 
 MakeRun = Callable[..., Path]
 MakeRow = Callable[..., dict[str, Any]]

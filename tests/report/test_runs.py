@@ -10,8 +10,7 @@ import pytest
 
 from megazpp.report.runs import read_runs, state
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import plan_layout
-from megazpp.topology.record import layout_record
+from megazpp.topology.layout import layout_record, plan_layout
 
 MakeRun = Callable[..., Path]
 MakeRow = Callable[..., dict[str, Any]]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.topology.cluster import Cluster, ClusterConfig, detect_cluster, nested_sizes, read_cluster
+from megazpp.topology.cluster import Cluster, Link, nested_sizes
+from megazpp.topology.cluster_file import ClusterConfig, detect_cluster, read_cluster
 from megazpp.topology.layout import plan_layout
-from megazpp.topology.links import Link
 
 CLUSTERS = sorted((Path(__file__).parents[2] / "configs" / "clusters").glob("*.yaml"))
 CYCLIC = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -1,4 +1,4 @@
-"""A cluster file is read as its docstring says, and every mistake names file, key and value."""
+"""A cluster file is read as its docstring says and written to read the same; mistakes name file, key and value."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from megazpp.topology import cluster_file
-from megazpp.topology.cluster_file import ClusterFile, read_cluster_file
-from megazpp.topology.device import Device
-from megazpp.topology.links import Link, Links
+from megazpp.topology.cluster import Cluster, Device, Link, Links
+from megazpp.topology.cluster_file import NO_DEVICE, cluster_text, read_cluster
 
 
 def write(folder: Path, text: str) -> Path:
@@ -22,11 +21,11 @@ def write(folder: Path, text: str) -> Path:
 def test_the_docstring_example(tmp_path: Path):
     assert cluster_file.__doc__ is not None
     path = write(tmp_path, textwrap.dedent(cluster_file.__doc__.partition("\n")[2]))
-    assert read_cluster_file(path) == ClusterFile(
-        nodes=2,
+    assert read_cluster(path) == Cluster(
+        num_nodes=2,
         ranks_per_node=4,
-        fast_domain=2,
-        rank_order=(0, 2, 4, 6, 1, 3, 5, 7),
+        domain_size=2,
+        order=(0, 2, 4, 6, 1, 3, 5, 7),
         links=Links(
             domain=Link(56.25, None, "GA102 whitepaper"),
             node=Link(31.5, None, str(path)),
@@ -41,18 +40,18 @@ def test_shares_that_nobody_has_measured_are_refused_with_those_that_were(shares
     device = f"{{name: X, teraflops: 1, gigabytes: 2, gigabytes_per_second: 3, shares: {shares}}}"
     path = write(tmp_path, f"nodes: 1\nranks_per_node: 1\ndevice: {device}\n")
     with pytest.raises(ValueError, match=r"cluster\.yaml: device\.shares .* is not one of v100, a100, h100, h800"):
-        read_cluster_file(path)
+        read_cluster(path)
 
 
 def test_a_device_needs_all_its_figures(tmp_path: Path):
     path = write(tmp_path, "nodes: 1\nranks_per_node: 1\ndevice: {name: X, teraflops: 1, gigabytes: 2}\n")
     with pytest.raises(ValueError, match=r"cluster\.yaml: key device\.gigabytes_per_second is missing"):
-        read_cluster_file(path)
+        read_cluster(path)
 
 
 def test_only_nodes_and_ranks_per_node_are_needed(tmp_path: Path):
     path = write(tmp_path, "nodes: 3\nranks_per_node: 1\n")
-    assert read_cluster_file(path) == ClusterFile(3, 1, fast_domain=None, rank_order=None, links=None, device=None)
+    assert read_cluster(path) == Cluster(num_nodes=3, ranks_per_node=1)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_only_nodes_and_ranks_per_node_are_needed(tmp_path: Path):
 )
 def test_rank_orders(tmp_path: Path, order: str, ranks: tuple[int, ...] | None):
     path = write(tmp_path, f"nodes: 2\nranks_per_node: 3\nrank_order: {order}\n")
-    assert read_cluster_file(path).rank_order == ranks
+    assert read_cluster(path).order == ranks
 
 
 @pytest.mark.parametrize(
@@ -120,13 +119,39 @@ def test_rank_orders(tmp_path: Path, order: str, ranks: tuple[int, ...] | None):
 def test_a_mistake_names_the_file_the_key_and_the_value(tmp_path: Path, text: str, message: str):
     path = write(tmp_path, text + "\n")
     with pytest.raises(ValueError, match=f"--cluster-file {path}:? .*{message}"):
-        read_cluster_file(path)
+        read_cluster(path)
 
 
 def test_a_file_that_is_not_there_or_not_text_is_a_users_error(tmp_path: Path):
     with pytest.raises(ValueError, match=r"--cluster-file nowhere.yaml cannot be read: .*No such file"):
-        read_cluster_file("nowhere.yaml")
+        read_cluster("nowhere.yaml")
     path = tmp_path / "cluster.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="cannot be read"):
-        read_cluster_file(path)
+        read_cluster(path)
+
+
+DEVICE = Device("a GPU", 989.0, 80.0, 3350.0, "its maker")
+LINKS = Links(domain=Link(450.0, 3.25, "measured over local"), network=Link(0.0125, None, "measured over cross"))
+CLUSTERS = {
+    "bare": Cluster(num_nodes=1, ranks_per_node=4),
+    "ordered": Cluster(num_nodes=2, ranks_per_node=4, domain_size=2, order=(0, 2, 4, 6, 1, 3, 5, 7)),
+    "measured": Cluster(num_nodes=2, ranks_per_node=4, links=LINKS),
+    "known": Cluster(num_nodes=2, ranks_per_node=4, links=LINKS, device=DEVICE),
+    "calibrated": Cluster(num_nodes=2, ranks_per_node=4, links=LINKS, device=DEVICE._replace(shares="h100")),
+}
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
+def test_a_cluster_is_read_back_as_it_was(cluster: Cluster, tmp_path: Path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(cluster_text(cluster))
+    assert read_cluster(path) == cluster
+    assert (NO_DEVICE in path.read_text()) == (cluster.device is None)
+
+
+def test_a_latency_too_short_to_tell_is_left_out(tmp_path: Path):
+    path = tmp_path / "cluster.yaml"
+    links = Links(network=Link(1.0, 0.0, "measured over cross"))
+    path.write_text(cluster_text(Cluster(num_nodes=2, ranks_per_node=1, links=links)))
+    assert read_cluster(path).links == Links(network=Link(1.0, None, "measured over cross"))

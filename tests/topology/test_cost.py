@@ -7,11 +7,9 @@ import math
 
 import pytest
 
-from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.topology.cost import CALL_MICROSECONDS, AxisCost, DeviceCost
-from megazpp.topology.device import Device
 from megazpp.topology.layout import plan_layout
-from megazpp.topology.links import Link, Links
 from megazpp.topology.shares import ASSUMED_SHARES, DGX2_SHARES, H100_SHARES, H800_SHARES, Shares, calibration_for
 
 LINKS = Links(domain=Link(100.0, 2.0), network=Link(10.0, 5.0))

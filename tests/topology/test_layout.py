@@ -1,16 +1,18 @@
-"""Every axis partitions the ranks, neighbours are as near as the cluster allows, and what does not fit says why."""
+"""Who gets which rank: every axis covers the ranks once, on the wires it should; a layout survives its record."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazpp.topology.cluster import Cluster, nested_sizes
-from megazpp.topology.layout import AXES, Layout, plan_layout
+from megazpp.topology.layout import AXES, Layout, layout_from_record, layout_record, plan_layout
 
 CYCLIC = tuple(index * 2 + node for node in range(2) for index in range(4))
 
@@ -252,3 +254,32 @@ def test_the_log_line_names_domains_and_an_order_of_its_own():
     assert pairs.describe().startswith(
         "2 node(s) x 4 rank(s) (fastest wire among 2), ranks in the order 0 2 4 6 1 3 5 7: tensor parallel 2"
     )
+
+
+ON_PAIRS = plan_layout(Cluster(num_nodes=2, ranks_per_node=4, domain_size=2, order=CYCLIC), tp=2, replicas=2)
+RACKS = plan_layout(Cluster(num_nodes=4, ranks_per_node=2, domain_size=4), tp=1, replicas=1)
+
+
+@pytest.mark.parametrize("layout", [ON_PAIRS, RACKS])
+def test_a_layout_comes_back_from_json_as_it_was(layout: Layout):
+    assert layout_from_record(json.loads(json.dumps(layout_record(layout)))) == layout
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tp": None},
+        {"tp": "2"},
+        {"tp": 4},
+        {"order": 3},
+        {"order": [0] * 8},
+        {"order": ["0"]},
+        {"domain_size": 3},
+        {"num_nodes": 0},
+        {"cross": -1},
+        {"num_nodes": True},
+    ],
+)
+def test_what_does_not_fit_together_is_refused(change: dict[str, Any]):
+    with pytest.raises(ValueError, match=r"."):
+        layout_from_record(layout_record(ON_PAIRS) | change)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster import Cluster, Link, Links
 from megazpp.topology.hosts import Gpu, HostInfo, Nic
-from megazpp.topology.links import Link, Links
 from megazpp.topology.plain import from_json, to_json
 
 HOST = HostInfo(

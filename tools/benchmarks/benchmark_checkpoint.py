@@ -33,7 +33,7 @@ from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import open_axis
 from megazpp.formatting import GIGA
 from megazpp.model.config import GPTConfig
-from megazpp.optim.loss_scale import ConstantLossScale
+from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
@@ -85,7 +85,7 @@ def build_state(args: argparse.Namespace, dims: ParallelDims, device: torch.devi
     for parameter in built.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return TrainState(*built, optimizer, ConstantLossScale(1.0), dims, seed=1)
+    return TrainState(*built, optimizer, LossScaler(1.0), dims, seed=1)
 
 
 def compare(folder: Path, state: TrainState, dims: ParallelDims, *, samples: int) -> None:

@@ -30,7 +30,7 @@ from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate
 
 from megazpp.errors import EXIT_INTERRUPTED, UserError
 from megazpp.files import write_whole
-from megazpp.parallel.rank_processes import start_on_this_machine
+from megazpp.parallel.processes import start_on_this_machine
 from megazpp.program import can_draw, exit_on_signals, flags_of, program, say
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"

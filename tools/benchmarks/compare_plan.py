@@ -30,10 +30,8 @@ from megazpp.planner.speed import measure
 from megazpp.planner.step import PaperStep
 from megazpp.planner.trace import Trace, trace_model
 from megazpp.program import flags_of, program
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.device import Device
+from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.topology.layout import Layout
-from megazpp.topology.links import Link, Links
 from megazpp.topology.shares import Shares
 from megazpp.zero.config import plan_wire
 from megazpp.zero.precision import PrecisionConfig

@@ -16,7 +16,7 @@ from megazpp.arguments import parse_run_config
 from megazpp.planner.report import with_data
 from megazpp.planner.scaling import Scaled, choose, scale, scaling_table
 from megazpp.program import can_draw, flags_of, program
-from megazpp.topology.cluster import read_cluster
+from megazpp.topology.cluster_file import read_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (64, 256, 1024, 4096, 16384)

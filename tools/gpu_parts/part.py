@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from megazpp.errors import end_with
 from megazpp.files import write_whole
-from megazpp.parallel.orphans import end_with
 
 T = TypeVar("T")
 Cell = str | int | float

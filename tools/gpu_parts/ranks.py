@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from megazpp.parallel.rank_processes import RankProcesses, RankSite, free_port, master_variables
+from megazpp.parallel.processes import RankProcesses, RankSite, free_port, master_variables
 
 ON_ONE_GPU = {
     "NCCL_SOCKET_IFNAME": "lo",

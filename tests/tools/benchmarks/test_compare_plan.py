@@ -21,9 +21,8 @@ from compare_plan import (
     seconds,
 )
 
-from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster import Cluster, Link, Links
 from megazpp.topology.layout import plan_layout
-from megazpp.topology.links import Link, Links
 from megazpp.topology.shares import Shares
 
 SHAPE = {

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megazpp.parallel import rendezvous
-from megazpp.parallel.launch import Place
-from megazpp.parallel.rendezvous import agent_variables, is_on_one_machine, loopback_store, open_store
+from megazpp.parallel import launch
+from megazpp.parallel.launch import Place, agent_variables, is_on_one_machine, loopback_store, open_store
 from megazpp.parallel.survey import share_survey
 from megazpp.topology.hosts import HostInfo
 
@@ -88,9 +87,9 @@ def test_srun_on_one_node_meets_on_the_loopback(hosts: str, address: str, monkey
     class Done:
         stdout = hosts
 
-    monkeypatch.setattr(rendezvous.subprocess, "run", lambda *args, **kwargs: Done())
+    monkeypatch.setattr(launch.subprocess, "run", lambda *args, **kwargs: Done())
     env = {"SLURM_PROCID": "1", "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "20007"}
-    rendezvous._set_missing_address(env)
+    launch._set_missing_address(env)
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (address, "20007")
     assert is_on_one_machine(Place(started=True, world_size=4, rank=1), env) == (address == "127.0.0.1")
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazpp.parallel.nvml import describe_gpu, query_gpu
+from megazpp.parallel.survey import describe_gpu, query_gpu
 from megazpp.topology.hosts import SWITCH
 
 

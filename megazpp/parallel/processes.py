@@ -1,6 +1,12 @@
-"""The rank processes of one job on one machine: started as torchrun would, watched together, ended together.
+"""Starts the ranks of a job on one machine as torchrun would, watches them together and ends them together.
 
-The program's launcher (supervisor.py) and the benchmarks start their ranks with it.
+The program starts its local workers with `launch_workers`, which also starts them again when one has failed; the
+benchmarks and checks use `RankProcesses`.
+
+Our own rather than torch's elastic agent (which torchrun is), because that ends workers by SIGTERM and takes up to 30
+seconds about it: a signal that means "finish your step and save" to ours, and that has to reach them when it is sent to
+the launcher. What is torch's here is the store, in this process, so that it outlives every worker: the ranks that are
+left can say in it who failed first.
 """
 
 from __future__ import annotations
@@ -13,16 +19,53 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import IO, Self
 
-from megazpp.errors import EXIT_HANG, EXIT_SECONDARY, EXIT_USER_ERROR
-from megazpp.parallel.launch import LAUNCHER_PID
+from megazpp.errors import EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_SECONDARY, EXIT_USER_ERROR
+from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, STOP_SIGNALS, agent_variables, loopback_store
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0  # for the rank that failed first, when all that is seen is that another rank's collective broke
 LAST_CHARACTERS = 4000
+
+
+def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0) -> int:
+    """Run `command` in `nproc` local worker processes.
+
+    When one fails the others are ended, and all are started again up to `max_restarts` times; what the user has to fix
+    is not tried again. Ctrl-C ends all at once. SIGTERM and SIGUSR1 are passed on, and whatever the workers make of
+    them, nothing is started any more.
+
+    Returns:
+        The exit code for this process: 0, 2 for a user error, 128 + n after signal n or a closed pipe, else 1.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    workers = RankProcesses(command, nproc)
+    try:
+        with _passing_signals_to(workers.processes) as passed:
+            for attempt in range(max_restarts + 1):
+                store = loopback_store()
+                try:
+                    workers.start({RESTART_COUNT: str(attempt), **agent_variables(store)})
+                    while (failures := workers.failures()) is None:
+                        time.sleep(POLL_SECONDS)
+                finally:
+                    workers.stop()
+                if not failures:
+                    return 0
+                if passed:
+                    return _ended_by(passed[0])
+                for final in (EXIT_USER_ERROR, EXIT_READER_GONE):  # not tried again, and nothing to add
+                    if final in failures.values():
+                        return final
+                what_next = f"restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else "the job is over"
+                print(f"{_describe_failure(failures)}; {what_next}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        return _ended_by(signal.SIGINT)
+    return EXIT_ERROR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +117,7 @@ class RankProcesses:
         try:
             for rank in range(world_size):
                 node, local_rank = divmod(rank, self._ranks_per_node)
+                site, hidden = self._sites[node], self._quiet and rank > 0
                 place = {
                     "RANK": rank,
                     "LOCAL_RANK": local_rank,
@@ -82,8 +126,18 @@ class RankProcesses:
                     "GROUP_RANK": node,
                     LAUNCHER_PID: os.getpid(),  # a worker ends when its launcher is gone
                 }
-                own = {name: str(value) for name, value in place.items()}
-                self._start(rank, self._sites[node], {**os.environ, **env, **own, **self._sites[node].env})
+                if hidden:
+                    self._errors.append(tempfile.TemporaryFile())  # noqa: SIM115  (lives as long as the rank)
+                process = subprocess.Popen(
+                    [*site.prefix, *self._command],
+                    env={**os.environ, **env, **{name: str(value) for name, value in place.items()}, **site.env},
+                    stdin=subprocess.DEVNULL if self._quiet else None,
+                    stdout=subprocess.DEVNULL if hidden else None,
+                    stderr=self._errors[-1] if hidden else None,
+                    pass_fds=() if rank else self._pass_fds,
+                    start_new_session=True,  # Ctrl-C reaches only the launcher, which then ends all
+                )
+                self.processes.append(process)
         except BaseException:
             self.stop()
             raise
@@ -131,22 +185,6 @@ class RankProcesses:
         for process in self.processes:
             process.wait()
 
-    def _start(self, rank: int, site: RankSite, env: Mapping[str, str]) -> None:
-        hidden = self._quiet and rank > 0
-        errors = tempfile.TemporaryFile() if hidden else None  # noqa: SIM115  (lives as long as the rank)
-        if errors is not None:
-            self._errors.append(errors)
-        process = subprocess.Popen(
-            [*site.prefix, *self._command],
-            env=env,
-            stdin=subprocess.DEVNULL if self._quiet else None,
-            stdout=subprocess.DEVNULL if hidden else None,
-            stderr=errors,
-            pass_fds=() if rank else self._pass_fds,
-            start_new_session=True,  # Ctrl-C reaches only the launcher, which then ends all
-        )
-        self.processes.append(process)
-
     def _report(self, failures: Mapping[int, int]) -> int:
         if EXIT_USER_ERROR in failures.values():  # rank 0 has said what is wrong
             return EXIT_USER_ERROR
@@ -155,7 +193,7 @@ class RankProcesses:
             text = errors.read().decode(errors="replace").strip()
             if text:
                 print(f"--- rank {rank} wrote:\n{text[-LAST_CHARACTERS:]}", file=sys.stderr)
-        print(f"{describe_failure(failures)}; the job is over", file=sys.stderr)
+        print(f"{_describe_failure(failures)}; the job is over", file=sys.stderr)
         code = failures[_first(failures)]
         return code if code > 0 else 128 - code
 
@@ -178,11 +216,33 @@ def free_port() -> int:
     """A port of the loopback that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+        return int(probe.getsockname()[1])
 
 
-def describe_failure(failures: Mapping[int, int]) -> str:
+@contextlib.contextmanager
+def _passing_signals_to(workers: list[subprocess.Popen[bytes]]) -> Iterator[list[signal.Signals]]:
+    """Send the signals that end a run in good order on to the workers; yields those that came."""
+    passed: list[signal.Signals] = []
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        passed.append(signal.Signals(signum))
+        for worker in workers:
+            worker.send_signal(signum)
+
+    before = {signum: signal.signal(signum, pass_on) for signum in STOP_SIGNALS}
+    try:
+        yield passed
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _ended_by(signum: signal.Signals) -> int:
+    print(f"\nended by {signum.name}", file=sys.stderr)  # on a line of its own after a progress bar or the ^C
+    return 128 + signum
+
+
+def _describe_failure(failures: Mapping[int, int]) -> str:
     """Which rank ended the job and how, from exit codes by rank."""
     rank = _first(failures)
     code = failures[rank]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 CHILD = """
 import os, time
-from megazpp.parallel.orphans import end_with
+from megazpp.errors import end_with
 end_with(os.getppid())
 print(os.getpid(), flush=True)
 time.sleep(60)
@@ -43,6 +43,6 @@ def test_a_child_ends_when_its_launcher_is_killed():
 
 
 def test_a_child_whose_launcher_is_gone_already_ends_at_once():
-    program = "from megazpp.parallel.orphans import end_with; end_with(1 << 30); print('still here')"
+    program = "from megazpp.errors import end_with; end_with(1 << 30); print('still here')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=ROOT)
     assert (done.returncode, done.stdout) == (1, b"")
