@@ -25,7 +25,7 @@ from megazpp.checkpoint_flags import with_checkpoint_args, with_checkpoint_token
 from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.dataset import cache_dir, check_inputs
 from megazpp.errors import EXIT_ERROR, user_errors
-from megazpp.flag_checks import check_positive
+from megazpp.flags import check_positive
 from megazpp.introduce import introduce
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place

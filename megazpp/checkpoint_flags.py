@@ -12,7 +12,7 @@ from megazpp.checkpoint.folder import RECORD, CheckpointFolder
 from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.tokenizer import read_tokenizer
 from megazpp.data.tokenizer import names_tokenizer
-from megazpp.flag_checks import spelling, wrong_types
+from megazpp.flags import spelling, wrong_types
 
 # What a model is and was trained on. Where it runs now, and how it is spread there, is for this program to say.
 TAKEN = ("model", "batches", "data", "tokenizer", "precision", "evaluation")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from megazpp.arguments import RunConfig
 from megazpp.checkpoint.config import check_checkpoint
 from megazpp.data.dataset import DataConfig, check_data
-from megazpp.flag_checks import check_positive
+from megazpp.flags import check_positive
 from megazpp.model.config import GPTConfig, check_gpt_config
 from megazpp.optim.loss_scale import check_loss_scale
 from megazpp.optim.optimizer import check_optimizer

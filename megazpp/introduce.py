@@ -6,7 +6,7 @@ import torch
 
 from megazpp.arguments import ParsedRun, RunConfig
 from megazpp.checks import RunPlan
-from megazpp.flag_report import render_arguments_block
+from megazpp.flags import render_arguments_block
 from megazpp.model.gpt import model_backends
 from megazpp.optim.backends import backend_table, optimizer_backends
 from megazpp.training.context import RunContext

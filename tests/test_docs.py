@@ -29,7 +29,7 @@ from helpers.ranks import ranks
 from torch import nn
 
 from megazpp.arguments import parse_run_config
-from megazpp.megatron_flags import read_megatron_flags
+from megazpp.command_line import read_megatron_flags
 from megazpp.model.config import GPTConfig
 from megazpp.planner import memory
 from megazpp.planner.estimate import Estimate, Estimator

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec
 
+from megazpp.command_line import FlagParser, MegatronFlag
 from megazpp.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, JobError, UserError
-from megazpp.flag_files import expand_flag_files
-from megazpp.flags import FlagParser, split_into_flags
-from megazpp.megatron_flags import MegatronFlag, sift_flags
 
 P = ParamSpec("P")
 
@@ -39,12 +37,10 @@ def run_tool(
     parser = FlagParser(configs, program=program, description=description)
 
     def read_and_work() -> None:
-        given = list(split_into_flags(expand_flag_files(argv, Path.cwd())))
-        sifted = sift_flags(given, parser.spellings, megatron_flags or {})
-        values, _ = parser.parse(sifted.flags)
-        for notice in sifted.notices:
+        parsed = parser.read(argv, Path.cwd(), megatron_flags or {})
+        for notice in parsed.notices:
             say(notice)
-        work(*parser.build(values))
+        work(*parsed.configs)
 
     try:
         return _reporting(program, read_and_work)

@@ -22,8 +22,7 @@ from checkpoint_tool import Loaded, run_on_checkpoint
 from entry import leave_with
 
 from megazpp.arguments import RunConfig
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 from megazpp.inference.text import continue_texts
 
 DEFAULT_TOKENS = 100

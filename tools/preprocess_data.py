@@ -13,9 +13,9 @@ import sys
 
 from entry import leave_with, run_tool, say
 
+from megazpp.command_line import MegatronFlag
 from megazpp.data.preprocess import PreprocessConfig, preprocess
 from megazpp.data.tokenizer import TokenizerConfig
-from megazpp.megatron_flags import MegatronFlag
 
 MEGATRON_FLAGS = {
     flag.name: flag

@@ -24,8 +24,7 @@ from megazpp.data.sources import Sampling, SourceBlend, build_split, indexed_sou
 from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.files import cache_folder
-from megazpp.flag_checks import check_not_negative
-from megazpp.flags import flag
+from megazpp.flags import check_not_negative, flag
 
 T = TypeVar("T")
 

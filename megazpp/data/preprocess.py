@@ -24,8 +24,7 @@ from megazpp.data.indexed_dataset import optimal_dtype
 from megazpp.data.indexed_dataset_builder import IndexedDatasetBuilder, check_output
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.data.workers import map_in_processes
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ import sentencepiece
 
 from megazpp.data.documents import check_readable, read_texts, stop_or_skip
 from megazpp.files import check_writable, write_whole
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 
 MAX_CHARACTERS = 100_000_000  # more text does not make a better vocabulary, only a slower one
 _MAX_LINE_CHARACTERS = 4096

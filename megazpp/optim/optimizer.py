@@ -17,8 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from megazpp.flag_checks import check_not_negative, check_positive, spelling
-from megazpp.flags import flag
+from megazpp.flags import check_not_negative, check_positive, flag, spelling
 from megazpp.optim.apex import ApexAdam, check_apex
 
 

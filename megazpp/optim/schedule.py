@@ -13,8 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megazpp.flag_checks import check_not_negative, check_positive, spelling
-from megazpp.flags import flag
+from megazpp.flags import check_not_negative, check_positive, flag, spelling
 
 
 @dataclass(frozen=True, kw_only=True)

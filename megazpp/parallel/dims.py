@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 from megazpp.parallel.axis import MeshAxis, TrafficCounter, can_order_groups, make_group
 from megazpp.parallel.comm_queue import CommQueue
 from megazpp.parallel.environment import check_connections

@@ -13,8 +13,7 @@ from typing import Literal
 
 import torch
 
-from megazpp.flag_checks import check_not_negative, check_positive, spelling
-from megazpp.flags import flag
+from megazpp.flags import check_not_negative, check_positive, flag, spelling
 
 DEFAULT_CPU_WORKERS = 4
 LARGEST_SEED = 2**32 - 1  # that numpy takes

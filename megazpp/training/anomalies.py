@@ -19,8 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 from megazpp.training.not_finite import NotFinite
 
 WINDOW, FEWEST = 100, 20  # losses that a loss is compared with

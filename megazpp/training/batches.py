@@ -11,8 +11,7 @@ import bisect
 from dataclasses import dataclass
 from functools import cached_property
 
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 
 
 @dataclass(frozen=True, kw_only=True)

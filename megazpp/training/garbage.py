@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
-from megazpp.flag_checks import check_not_negative
-from megazpp.flags import flag
+from megazpp.flags import check_not_negative, flag
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import STOP_SIGNALS
 

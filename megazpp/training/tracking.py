@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 from megazpp.topology.layout import Layout
 from megazpp.training.console import perplexity
 from megazpp.training.metrics import IntervalRecord, StepRecord
