@@ -18,14 +18,12 @@ import sys
 from pathlib import Path
 
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
-from megazpp.checkpoint.config import check_checkpoint
 from megazpp.checkpoint.record import RunRecord, TrainingProgress, check_same_model
 from megazpp.checkpoint.source import LoadSource, choose_source, peek
 from megazpp.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer
 from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.dataset import cache_dir, check_inputs
 from megazpp.errors import EXIT_ERROR, user_errors
-from megazpp.flags import check_positive
 from megazpp.introduce import introduce
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
@@ -61,7 +59,6 @@ def prepare() -> Job | int:
     if show.print_config:
         print(parsed.report())
         return 0
-    check_positive(show, "price_per_gpu_hour")
     if show.plan:
         cluster, price = planned_cluster(parsed.config), show.price_per_gpu_hour
         print(plan_report(parsed.config, cluster, device_type=device_type(), price=price))
@@ -82,7 +79,6 @@ def prepare() -> Job | int:
 
 def find_source(config: RunConfig) -> LoadSource | None:
     """What to begin with: after a restart what this job has saved, else what --load says."""
-    check_checkpoint(config.checkpoint)
     return choose_source(config.checkpoint, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
 
 

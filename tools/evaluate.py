@@ -17,7 +17,7 @@ from checkpoint_tool import Loaded, run_on_checkpoint
 from entry import leave_with
 
 from megazpp.arguments import RunConfig
-from megazpp.data.dataset import Splits, build_datasets, check_data, check_inputs
+from megazpp.data.dataset import Splits, build_datasets, check_inputs
 from megazpp.flags import flag
 from megazpp.training.batches import plan_batches
 from megazpp.training.evaluate import Evaluator
@@ -43,7 +43,6 @@ def check(config: RunConfig, extra: EvaluateConfig) -> None:
         return
     if config.evaluation.eval_iters == 0:
         raise ValueError("--eval-iters 0: nothing would be evaluated")
-    check_data(config.data)
     check_inputs(config.data, config.tokenizer)
 
 

@@ -36,6 +36,9 @@ class GenerateConfig:
     prompts_at_once: int = flag(8, "prompts of one batch; keys and values of all of them are kept")
     compare_without_cache: bool = flag(False, "generate again without the cache, and say how fast and whether equal")
 
+    def __post_init__(self) -> None:
+        check_positive(self, "prompts_at_once")
+
 
 def main(argv: list[str]) -> int:
     return run_on_checkpoint("generate.py", __doc__ or "", GenerateConfig, run, argv, check=check, spread=False)
@@ -43,7 +46,6 @@ def main(argv: list[str]) -> int:
 
 def check(config: RunConfig, extra: GenerateConfig) -> None:
     """Refuse what cannot be before anything is loaded."""
-    check_positive(extra, "prompts_at_once")
     if extra.prompt_file is None:
         return
     if config.sample.sample_prompt:

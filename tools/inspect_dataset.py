@@ -16,7 +16,7 @@ from pictures import check_matplotlib
 
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from megazpp.flags import flag
+from megazpp.flags import check_not_negative, flag
 
 CHECKED_IDS, CHECKED_DOCUMENTS = 1 << 27, 1000  # a look at more of a large dataset takes minutes
 BARS = 40
@@ -30,6 +30,9 @@ class InspectConfig:
     document: int = flag(0, "which document is decoded")
     tokens: int = flag(100, "how many of its tokens")
     histogram: str | None = flag(None, "picture of the documents' lengths (.svg, .png, .pdf)", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "tokens")
 
 
 def main(argv: list[str]) -> int:
@@ -45,8 +48,6 @@ def run(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
     lengths = dataset.document_lengths
     if not 0 <= config.document < len(lengths):
         raise ValueError(f"--document {config.document}: there are documents 0 to {len(lengths) - 1}")
-    if config.tokens < 0:
-        raise ValueError(f"--tokens {config.tokens} is negative")
     tokenizer = load_tokenizer(tokenizer_config)
     print(describe(dataset, lengths))
     if tokenizer is not None:

@@ -20,7 +20,7 @@ from megazpp.checkpoint.folder import TRACKER, read_tracker
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.convert.megatron_file import load_file
 from megazpp.convert.megatron_names import our_tensors, split_dim
-from megazpp.convert.model import OUTPUT, WORDS, Imported, Model, model_shapes
+from megazpp.convert.model import OUTPUT, WORDS, Imported, Model, model_config, model_shapes
 from megazpp.convert.settings import Settings
 from megazpp.convert.tensors import Deferred, check_tensors, fuse_qkv
 from megazpp.data.tokenizer import TokenizerConfig
@@ -49,7 +49,7 @@ def open_megatron(folder: Path, iteration: int | None) -> Imported:
     settings = Settings(vars(arguments), f"{where}: args")
     _check_ranks(settings, len(ranks))
     version = _version(ranks[0], where)
-    config = GPTConfig(**_read_config(settings))
+    config = model_config(_read_config(settings), where)
     parts = [our_tensors(rank["model"], str(file)) for rank, file in zip(ranks, files, strict=True)]
     shapes = [{name: tuple(tensor.shape) for name, tensor in part.items()} for part in parts]
     for found, file in zip(shapes, files, strict=True):

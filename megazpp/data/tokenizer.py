@@ -24,7 +24,7 @@ from megazpp.data.tokenizer_files import (
     read_companions,
     read_folder,
 )
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 
 try:
     import tokenizers
@@ -59,6 +59,9 @@ class TokenizerConfig:
     )
     vocab_file: str | None = flag(None, "GPT-2's vocab.json, for GPT2BPETokenizer")
     merge_file: str | None = flag(None, "GPT-2's merges.txt, for GPT2BPETokenizer")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "vocab_size")
 
 
 class Tokenizer(Protocol):

@@ -41,6 +41,9 @@ class TrainTokenizerConfig:
     )
     overwrite: bool = flag(False, "replace a tokenizer of that name")
 
+    def __post_init__(self) -> None:
+        check_positive(self, "vocab_size", "max_characters", "workers")
+
 
 def train_tokenizer(config: TrainTokenizerConfig, announce: Callable[[str], None]) -> Path:
     """Train a tokenizer; the path of its model.
@@ -124,7 +127,6 @@ def _check(config: TrainTokenizerConfig) -> tuple[list[Path], Path]:
         raise ValueError("--input is missing: the files to train on")
     if config.output_prefix is None:
         raise ValueError("--output-prefix is missing: where the tokenizer goes")
-    check_positive(config, "vocab_size", "max_characters", "workers")
     output = Path(config.output_prefix + ".model").expanduser()
     check_writable(output, "--output-prefix", overwrite=config.overwrite)
     paths = [Path(value).expanduser() for value in config.input]

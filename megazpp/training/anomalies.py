@@ -45,22 +45,10 @@ class AnomalyConfig:
         "samples",
     )
 
-
-def check_anomalies(config: AnomalyConfig, *, saves: bool) -> None:
-    """Refuse values that cannot work.
-
-    Args:
-        saves: whether the run writes checkpoints.
-    Raises:
-        ValueError: names the flags and their values.
-    """
-    sigma = config.loss_spike_sigma
-    check_positive(config, "loss_spike_sigma")
-    if config.loss_spike_action == "rewind":
-        if sigma is None:
+    def __post_init__(self) -> None:
+        check_positive(self, "loss_spike_sigma")
+        if self.loss_spike_action == "rewind" and self.loss_spike_sigma is None:
             raise ValueError("--loss-spike-action rewind needs --loss-spike-sigma")
-        if not saves:
-            raise ValueError("--loss-spike-action rewind needs --save")
 
 
 class LossHistory:

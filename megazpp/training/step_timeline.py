@@ -47,24 +47,9 @@ class TimelineConfig:
         "for ui.perfetto.dev or tools/plot_timeline.py",
     )
 
-
-def check_timeline(config: TimelineConfig, *, total_iterations: int, exit_interval: int | None, trains: bool) -> None:
-    """Refuse a step that the run does not have.
-
-    Raises:
-        ValueError: names the flags and their values.
-    """
-    step = config.timeline_step
-    if step is None:
-        return
-    if step < 1:
-        raise ValueError(f"--timeline-step {step} is not positive: the first iteration is 1")
-    if not trains:
-        raise ValueError(f"--timeline-step {step}: --skip-train takes no step")
-    if step > total_iterations:
-        raise ValueError(f"--timeline-step {step} is beyond the run's {total_iterations} iterations")
-    if exit_interval is not None and step > exit_interval:
-        raise ValueError(f"--timeline-step {step} is beyond --exit-interval {exit_interval}, where the run ends")
+    def __post_init__(self) -> None:
+        if self.timeline_step is not None and self.timeline_step < 1:
+            raise ValueError(f"--timeline-step {self.timeline_step} is not positive: the first iteration is 1")
 
 
 class SpanReader(Protocol):

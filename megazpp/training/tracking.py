@@ -47,20 +47,13 @@ class TrackingConfig:
     log_memory_to_tensorboard: bool = flag(False, "record CUDA memory to wandb and TensorBoard")
     log_world_size_to_tensorboard: bool = flag(False, "record the number of ranks to wandb and TensorBoard")
 
-
-def check_tracking(config: TrackingConfig) -> None:
-    """Refuse intervals below 1, and flags whose package is not installed; nothing is made or imported.
-
-    Raises:
-        ValueError: names the flag and its value.
-    """
-    check_positive(config, "log_interval", "tensorboard_log_interval", "tensorboard_queue_size")
-    if config.wandb_project and not is_installed("wandb"):
-        raise ValueError(f"--wandb-project {config.wandb_project}: wandb is not installed (pip install wandb)")
-    if config.tensorboard_dir is not None and not is_installed("tensorboard"):
-        raise ValueError(
-            f"--tensorboard-dir {config.tensorboard_dir}: tensorboard is not installed (pip install tensorboard)"
-        )
+    def __post_init__(self) -> None:
+        check_positive(self, "log_interval", "tensorboard_log_interval", "tensorboard_queue_size")
+        if self.wandb_project and not is_installed("wandb"):
+            raise ValueError(f"--wandb-project {self.wandb_project}: wandb is not installed (pip install wandb)")
+        if self.tensorboard_dir is not None and not is_installed("tensorboard"):
+            where = f"--tensorboard-dir {self.tensorboard_dir}"
+            raise ValueError(f"{where}: tensorboard is not installed (pip install tensorboard)")
 
 
 class Tracker:
