@@ -32,9 +32,10 @@ from megazpp.parallel.worker import Worker, leave, seed_everything
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.report import plan_report
 from megazpp.run import Job, announced_cluster, found_cluster, planned_cluster, run_on_ranks
+from megazpp.topology.cluster import cluster_text
+from megazpp.topology.record import layout_record
 from megazpp.trainer import Trainer
-from megazpp.training.console import Console
-from megazpp.training.context import RunContext
+from megazpp.training.context import Console, RunContext
 from megazpp.training.flops import device_name, mfu_convention
 from megazpp.training.run_folder import RunFolder, default_run_dir
 from megazpp.training.stopping import StopConditions
@@ -134,8 +135,9 @@ def open_tracker(parsed: ParsedRun, plan: RunPlan, worker: Worker, continued: Ru
     folder = RunFolder(tracking.run_dir or before or default_run_dir(parsed.name, datetime.datetime.now()))
     if continued is not None and continued.wandb_run_id is not None:
         folder.keep_wandb_run_id(continued.wandb_run_id)
-    folder.write_args(parsed.values(), parsed.report())
-    folder.write_topology(plan.layout)
+    folder.write_json("args.json", parsed.values(), indent=2)
+    folder.write("args.txt", parsed.report())
+    folder.write_json("topology.json", layout_record(plan.layout))
     zero = parsed.config.zero
     tags = run_tags(plan.layout, zero_stage=zero.stage, zeropp=zero.zeropp)
     sinks = open_sinks(tracking, folder, parsed.values(), tags)
@@ -152,7 +154,7 @@ def open_context(
     if config.cluster.measure_links:
         plan = plan.with_links(measure_links(dims, worker.device, announce=console.log))
         if folder is not None:
-            folder.write_cluster(plan.layout.cluster)
+            folder.write("cluster.yaml", cluster_text(plan.layout.cluster))
     return RunContext(dims=dims, device=worker.device, console=console, folder=folder), plan
 
 

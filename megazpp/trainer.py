@@ -29,21 +29,19 @@ from megazpp.optim.optimizer import build_optimizer
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker
-from megazpp.training.anomalies import Guard, LossHistory
+from megazpp.training.anomalies import Guard, LossHistory, NotFinite
 from megazpp.training.context import RunContext
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.garbage import GarbageCollector
 from megazpp.training.loop import train
-from megazpp.training.not_finite import NotFinite
 from megazpp.training.profiler import Profiler
-from megazpp.training.recorder import MetricsRecorder
+from megazpp.training.recorder import MetricsRecorder, zero3_traffic
 from megazpp.training.setup import build_model, open_checkpoints, open_datasets, open_loader
 from megazpp.training.step import TrainStep
 from megazpp.training.step_timeline import StepRecorder, StepTimeline
 from megazpp.training.stopping import StopConditions
 from megazpp.training.timers import Straggler, Timers
 from megazpp.training.tracking import Tracker
-from megazpp.training.traffic import zero3_traffic
 from megazpp.zero.verify import verify_weights
 
 

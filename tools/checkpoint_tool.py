@@ -25,7 +25,7 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import Place, device_type, find_place
 from megazpp.parallel.worker import Worker, seed_everything
 from megazpp.run import Job, announced_cluster, found_cluster, run_on_ranks
-from megazpp.training.console import Console
+from megazpp.training.context import Console
 from megazpp.training.setup import Built, build_model
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -134,7 +134,7 @@ class StepTimeline:
         spans_by_rank = align(*zip(*gathered, strict=True))
         cluster = self._dims.layout.cluster
         names = [f"rank {rank}, node {cluster.node_of(rank)}" for rank in range(len(spans_by_rank))]
-        self._folder.write_timeline(chrome_trace(spans_by_rank, names))
+        self._folder.write_json("timeline.json", chrome_trace(spans_by_rank, names))
         self._log(describe(whole.name, spans_by_rank))
 
 

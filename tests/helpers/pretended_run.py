@@ -17,8 +17,7 @@ from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.training.batches import BatchConfig, plan_batches
-from megazpp.training.console import Console
-from megazpp.training.context import RunContext
+from megazpp.training.context import Console, RunContext
 from megazpp.training.loop import train
 from megazpp.training.metrics import RunShape, StepRecord
 from megazpp.training.recorder import MetricsRecorder

@@ -13,8 +13,7 @@ from helpers.checkpoints import Attempt, Job
 from helpers.ranks import ranks
 from helpers.training import Case
 
-from megazpp.training.anomalies import AnomalyConfig, Guard, LossHistory
-from megazpp.training.not_finite import NotFiniteError
+from megazpp.training.anomalies import AnomalyConfig, Guard, LossHistory, NotFiniteError
 from megazpp.zero.config import ZeroConfig
 
 NAN, INF = float("nan"), float("inf")
