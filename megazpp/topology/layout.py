@@ -27,6 +27,7 @@ from megazpp.topology.cluster import Cluster, nested_sizes
 from megazpp.topology.links import LINK_KINDS, LinkKind
 
 AXES = ("tp", "local", "cross", "shard", "replicate")
+DATA_AXES = ("shard", "local", "cross")  # those that weights and gradients travel on, whole or in two hops
 WIRES = ("tp", "local", "cross")  # what bytes are counted by: those of "shard" and "replicate" go over one of these
 COORDINATES = ("replicate", "cross", "local", "tp")  # of a rank, outermost first
 
