@@ -24,7 +24,6 @@ from megazpp.checkpoint_flags import with_checkpoint_args, with_checkpoint_token
 from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.dataset import cache_dir, check_inputs
 from megazpp.errors import EXIT_ERROR, user_errors
-from megazpp.introduce import introduce
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
 from megazpp.parallel.measure_links import measure_links
@@ -34,7 +33,7 @@ from megazpp.planner.report import plan_report
 from megazpp.run import Job, announced_cluster, found_cluster, planned_cluster, run_on_ranks
 from megazpp.topology.cluster import cluster_text
 from megazpp.topology.record import layout_record
-from megazpp.trainer import Trainer
+from megazpp.trainer import Trainer, introduce
 from megazpp.training.context import Console, RunContext
 from megazpp.training.flops import device_name, mfu_convention
 from megazpp.training.run_folder import RunFolder, default_run_dir

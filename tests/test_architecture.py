@@ -31,7 +31,6 @@ FLOORS = {
     "megazpp.checks": 6,
     "megazpp.checkpoint_flags": 7,
     "megazpp.env": 7,
-    "megazpp.introduce": 7,
     "megazpp.run": 7,
     "megazpp.trainer": 8,
     "megazpp.planner": 7,

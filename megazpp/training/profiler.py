@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ class ProfilerConfig:
             raise ValueError(f"--profile-step-start {start} is not below --profile-step-end {end}, or negative")
 
 
-class Profiler:
+class Profiler(AbstractContextManager["Profiler"]):
     """Records what the flags ask for; every rank makes one. CUDA's allocations are recorded from its making on.
 
     While it is entered the job trains; what is not written yet is written at the end.
@@ -75,12 +74,7 @@ class Profiler:
         if self._remembers:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
 
-    def __enter__(self) -> Profiler:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None and self._trace is not None:
             self._write_trace()
         if error is None and self._config.profile and not self._done:

@@ -141,10 +141,8 @@ def render(option: str, names: Sequence[str], by_rank: Sequence[Sequence[float]]
     if option == "all":
         lines = ["times across ranks (ms):"]
         for name, column in columns.items():
-            lines += [
-                f"  {name}:",
-                *(f"     rank {rank:2d}: {value:.2f}" for rank, value in enumerate(column) if value),
-            ]
+            shown = (f"     rank {rank:2d}: {value:.2f}" for rank, value in enumerate(column) if value)
+            lines += [f"  {name}:", *shown]
         return "\n".join(lines)
     lines = ["max time across ranks (ms):" if option == "max" else "(min, max) time across ranks (ms):"]
     for name, column in columns.items():

@@ -13,9 +13,9 @@ import importlib.util
 import netrc
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol
 from urllib.parse import urlparse
 
@@ -26,6 +26,13 @@ from megazpp.formatting import TERA
 from megazpp.topology.layout import Layout
 from megazpp.training.metrics import IntervalRecord, StepRecord, perplexity
 from megazpp.training.run_folder import RunFolder, make_writable
+
+MEMORY_SCALARS = {  # Megatron's names
+    "mem-reserved-bytes": "reserved_bytes.all.current",
+    "mem-allocated-bytes": "allocated_bytes.all.current",
+    "mem-max-allocated-bytes": "allocated_bytes.all.peak",
+    "mem-allocated-count": "allocation.all.current",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +90,7 @@ class Sink(Protocol):
         """Flush; 0 marks a run that ended well."""
 
 
-class Tracker:
+class Tracker(AbstractContextManager["Tracker"]):
     """Records one run.
 
     Args:
@@ -122,8 +129,9 @@ class Tracker:
             scalars["loss-scale"] = step.loss_scale
         if self._config.log_world_size_to_tensorboard:
             scalars["world-size"] = self._world_size
-        if self._config.log_memory_to_tensorboard:
-            scalars |= _memory_scalars(self._device)
+        if self._config.log_memory_to_tensorboard and self._device.type == "cuda":
+            stats = torch.cuda.memory_stats(self._device)
+            scalars |= {name: stats[key] for name, key in MEMORY_SCALARS.items()}
         self._write(scalars, step.iteration, step.consumed_samples)
 
     def interval(self, record: IntervalRecord) -> None:
@@ -151,12 +159,7 @@ class Tracker:
         for sink in self._sinks:
             self._try(sink, lambda sink: sink.summarize(scalars, tables, iteration=values["iteration"]))
 
-    def __enter__(self) -> Tracker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Flush everything; an exception marks the run as failed."""
         for sink in self._sinks:
             self._try(sink, lambda sink: sink.close(exit_code=0 if error is None else 1), again=True)
@@ -230,19 +233,6 @@ def run_tags(layout: Layout, *, zero_stage: int, zeropp: bool) -> list[str]:
     tags = ["zeropp" if zeropp else f"zero{zero_stage}", f"{cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks"]
     degrees = {"tp": layout.tp, "replicas": layout.replicate}
     return tags + [f"{name}{size}" for name, size in degrees.items() if size > 1]
-
-
-def _memory_scalars(device: torch.device) -> dict[str, float]:
-    """Megatron's names; empty where there is no CUDA device."""
-    if device.type != "cuda":
-        return {}
-    stats = torch.cuda.memory_stats(device)
-    return {
-        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
-        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
-        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
-        "mem-allocated-count": stats["allocation.all.current"],
-    }
 
 
 class WandbSink:
