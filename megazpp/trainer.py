@@ -36,12 +36,11 @@ from megazpp.training.context import RunContext
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
 from megazpp.training.garbage import GarbageCollector
-from megazpp.training.loop import train
 from megazpp.training.metrics import RunShape
 from megazpp.training.profiler import Profiler
 from megazpp.training.recorder import MetricsRecorder, zero3_traffic
 from megazpp.training.setup import build_model, open_checkpoints, open_datasets, open_loader
-from megazpp.training.step import TrainStep
+from megazpp.training.step import TrainStep, train
 from megazpp.training.step_timeline import StepRecorder, StepTimeline
 from megazpp.training.stopping import StopConditions
 from megazpp.training.timers import Straggler, Timers
@@ -93,7 +92,9 @@ class Trainer:
         self.timers = Timers(config.timers, dims)
         shape = self._shape()
         zero3 = functools.partial(zero3_traffic, self.built.sharding.shard_elements, dims, config.precision)
-        self.recorder = MetricsRecorder(config.tracking, run, shape, zero3=zero3, tracker=tracker, timers=self.timers)
+        self.recorder = MetricsRecorder(
+            config.tracking, run, shape, model=self.built.model, zero3=zero3, tracker=tracker, timers=self.timers
+        )
         self.validation, self.test = self._evaluator(self.datasets.valid), self._evaluator(self.datasets.test)
         self.garbage = GarbageCollector(config.garbage)
         straggler = Straggler(config.straggler, run, interval=config.tracking.log_interval)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.formatting import MEGA, aligned
@@ -37,7 +38,6 @@ from megazpp.training.metrics import (
     peak_memory_bytes,
     validation_lines,
 )
-from megazpp.training.step import TrainStep
 from megazpp.training.timers import Timers
 from megazpp.training.tracking import Table, Tracker, TrackingConfig
 from megazpp.zero.precision import PrecisionConfig
@@ -52,6 +52,7 @@ class MetricsRecorder:
         config: how often to log, and whether the norm of the parameters too.
         run: prints, communicates and knows the device.
         shape: what turns samples and seconds into figures.
+        model: whose parameters' norm is recorded.
         zero3: number of micro-batches to what ZeRO-3 would have sent.
         tracker: writes on rank 0.
         timers: reported after a log line.
@@ -63,23 +64,24 @@ class MetricsRecorder:
         run: RunContext,
         shape: RunShape,
         *,
+        model: nn.Module,
         zero3: Callable[[int], Zero3Traffic | None],
         tracker: Tracker | None = None,
         timers: Timers | None = None,
     ) -> None:
         self.meter, self.console, self._tracker = Meter(shape), run.console, tracker
         self._dims, self._config, self._device, self._timers = run.dims, config, run.device, timers
-        self._zero3 = zero3
+        self._model, self._zero3 = model, zero3
         self._sent_before = NOTHING_SENT
         self.last_interval: IntervalRecord | None = None
         self.last_validation: tuple[int, float] | None = None
 
-    def step(self, record: StepRecord, step: TrainStep, *, last: bool) -> None:
+    def step(self, record: StepRecord, *, last: bool) -> None:
         """Record a step; at a log interval and at the `last` one also print and write a line."""
         log = last or record.iteration % self._config.log_interval == 0
         sent = self._sent_bytes_per_node() if log else NOTHING_SENT
         if log and self._config.log_params_norm:
-            norm = global_parameter_norm(step.model.named_parameters(), self._dims.tp, self._dims.shard)
+            norm = global_parameter_norm(self._model.named_parameters(), self._dims.tp, self._dims.shard)
             record = dataclasses.replace(record, params_norm=float(norm))
         self.meter.add(record)
         self.console.advance(record.loss)
