@@ -18,15 +18,12 @@ import sys
 from pathlib import Path
 
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
-from megazpp.checkpoint.config import check_checkpoint
 from megazpp.checkpoint.read import LoadSource, choose_source, peek
 from megazpp.checkpoint.record import RunRecord, TrainingProgress, check_same_model
 from megazpp.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer
 from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.dataset import cache_dir, check_inputs
 from megazpp.errors import EXIT_ERROR, user_errors
-from megazpp.flag_checks import check_positive
-from megazpp.introduce import introduce
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
 from megazpp.parallel.measure_links import measure_links
@@ -34,9 +31,10 @@ from megazpp.parallel.worker import Worker, leave, seed_everything
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.report import plan_report
 from megazpp.run import Job, announced_cluster, found_cluster, planned_cluster, run_on_ranks
-from megazpp.trainer import Trainer
-from megazpp.training.console import Console
-from megazpp.training.context import RunContext
+from megazpp.topology.cluster_file import cluster_text
+from megazpp.topology.layout import layout_record
+from megazpp.trainer import Trainer, introduce
+from megazpp.training.context import Console, RunContext
 from megazpp.training.flops import device_name, mfu_convention
 from megazpp.training.run_folder import RunFolder, default_run_dir
 from megazpp.training.stopping import StopConditions
@@ -61,7 +59,6 @@ def prepare() -> Job | int:
     if show.print_config:
         print(parsed.report())
         return 0
-    check_positive(show, "price_per_gpu_hour")
     if show.plan:
         cluster, price = planned_cluster(parsed.config), show.price_per_gpu_hour
         print(plan_report(parsed.config, cluster, device_type=device_type(), price=price))
@@ -82,7 +79,6 @@ def prepare() -> Job | int:
 
 def find_source(config: RunConfig) -> LoadSource | None:
     """What to begin with: after a restart what this job has saved, else what --load says."""
-    check_checkpoint(config.checkpoint)
     return choose_source(config.checkpoint, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
 
 
@@ -138,8 +134,9 @@ def open_tracker(parsed: ParsedRun, plan: RunPlan, worker: Worker, continued: Ru
     folder = RunFolder(tracking.run_dir or before or default_run_dir(parsed.name, datetime.datetime.now()))
     if continued is not None and continued.wandb_run_id is not None:
         folder.keep_wandb_run_id(continued.wandb_run_id)
-    folder.write_args(parsed.values(), parsed.report())
-    folder.write_topology(plan.layout)
+    folder.write_json("args.json", parsed.values(), indent=2)
+    folder.write("args.txt", parsed.report())
+    folder.write_json("topology.json", layout_record(plan.layout))
     zero = parsed.config.zero
     tags = run_tags(plan.layout, zero_stage=zero.stage, zeropp=zero.zeropp)
     sinks = open_sinks(tracking, folder, parsed.values(), tags)
@@ -159,7 +156,7 @@ def open_context(
             console.log(line)
         plan = plan.with_links(links)
         if folder is not None:
-            folder.write_cluster(plan.layout.cluster)
+            folder.write("cluster.yaml", cluster_text(plan.layout.cluster))
     return RunContext(dims=dims, device=worker.device, console=console, folder=folder), plan
 
 

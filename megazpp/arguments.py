@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.command_line import FlagParser, read_megatron_flags
 from megazpp.data.dataset import DataConfig
 from megazpp.data.tokenizer import TokenizerConfig
-from megazpp.flag_files import expand_flag_files
-from megazpp.flag_report import render_flags
-from megazpp.flags import FlagParser, flag, split_into_flags
+from megazpp.flags import check_positive, flag, render_flags
 from megazpp.inference.sample import SampleConfig
-from megazpp.megatron_flags import read_megatron_flags, sift_flags
 from megazpp.model.config import GPTConfig
 from megazpp.optim.loss_scale import LossScaleConfig
 from megazpp.optim.optimizer import OptimizerConfig
@@ -105,6 +103,9 @@ class ShowConfig:
     )
     dry_run_rank: int = flag(0, "the rank that --dry-run is")
 
+    def __post_init__(self) -> None:
+        check_positive(self, "price_per_gpu_hour")
+
 
 class ParsedRun(NamedTuple):
     """A command line that was understood.
@@ -160,16 +161,13 @@ def parse_run_config(
     parser = FlagParser(
         [*extra, *classes.values(), ShowConfig], program=program, description=description or _DESCRIPTION
     )
-    given = list(split_into_flags(expand_flag_files(argv, script_dir)))
-    sifted = sift_flags(given, parser.spellings, read_megatron_flags())
-    values, origins = parser.parse(sifted.flags)
-    *configs, show = parser.build(values)
+    (*configs, show), origins, notices = parser.read(argv, script_dir, read_megatron_flags())
     own, configs = configs[: len(extra)], configs[len(extra) :]
     files = [text[1:] for text in argv if text.startswith("@")]
     return ParsedRun(
         config=RunConfig(**dict(zip(classes, configs, strict=True))),
         origins=origins,
-        notices=sifted.notices,
+        notices=notices,
         name=Path(files[-1]).stem if files else "run",
         show=show,
         extra=tuple(own),

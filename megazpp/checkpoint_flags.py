@@ -12,7 +12,7 @@ from megazpp.checkpoint.folder import RECORD, CheckpointFolder
 from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.tokenizer import read_tokenizer
 from megazpp.data.tokenizer import names_tokenizer
-from megazpp.flag_checks import spelling, wrong_types
+from megazpp.flags import spelling, wrong_types
 
 # What a model is and was trained on. Where it runs now, and how it is spread there, is for this program to say.
 TAKEN = ("model", "batches", "data", "tokenizer", "precision", "evaluation")
@@ -30,9 +30,8 @@ def with_checkpoint_flags(parsed: ParsedRun, record: RunRecord, folder: Checkpoi
     free = {name: value for name, value in record.flags.items() if name not in parsed.origins}
     where = folder.of(record.progress.iteration) / RECORD
     parts: dict[str, Any] = {name: _updated(getattr(config, name), free, where) for name in taken}
-    seed = {name: free[name] for name in ("seed",) if name in free}
-    parts["launch"] = _updated(config.launch, seed, where)
     names = {f.name for name in taken for f in dataclasses.fields(parts[name])} & free.keys()
+    parts["launch"] = _updated(config.launch, {name: free[name] for name in {"seed"} & free.keys()}, where)
     return parsed._replace(
         config=dataclasses.replace(config, **parts), origins=parsed.origins | dict.fromkeys(names, "checkpoint")
     )

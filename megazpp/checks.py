@@ -1,33 +1,23 @@
 """All configs of a run checked against each other and the machine, and what follows from them.
 
-Every check happens here, before any process group, file or tensor is made; each error names the flags and their
-values. What concerns one config alone is checked by its owner; this file calls the owners and adds what lies
-between them.
+What one config can see of itself it has checked when it was made (its `__post_init__`). Here is what lies between
+configs, and between them and the cluster, before any process group, file or tensor is made; each error names the flags
+and their values.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megazpp.arguments import RunConfig
-from megazpp.checkpoint.config import check_checkpoint
-from megazpp.data.dataset import DataConfig, check_data
-from megazpp.flag_checks import check_positive
-from megazpp.model.config import GPTConfig, check_gpt_config
-from megazpp.optim.loss_scale import check_loss_scale
-from megazpp.optim.optimizer import check_optimizer
+from megazpp.model.config import GPTConfig
+from megazpp.optim.apex import check_apex
 from megazpp.optim.schedule import Schedule, build_schedule
 from megazpp.parallel.dims import plan_dims
-from megazpp.parallel.launch import check_launch
-from megazpp.parallel.nccl import check_nccl
 from megazpp.topology.cluster import Cluster, Links
 from megazpp.topology.layout import Layout
-from megazpp.training.anomalies import check_anomalies
 from megazpp.training.batches import BatchPlan, plan_batches
-from megazpp.training.profiler import check_profiler
-from megazpp.training.step_timeline import check_timeline
-from megazpp.training.tracking import check_tracking
 from megazpp.zero.config import WirePlan, plan_wire, wire_backends
 
 
@@ -60,13 +50,11 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str)
     Raises:
         ValueError: names the flags and their values.
     """
-    check_launch(config.launch)
-    check_nccl(config.nccl)
     layout = _check_parallel(config, cluster)
     seq_length = config.data.seq_length
     if seq_length is None:
         raise ValueError("--seq-length is missing")
-    _check_model(config.model, layout.tp, seq_length)
+    check_model(config.model, layout.tp, seq_length)
     sequence_parallel = _check_sequence_parallel(config.parallel.sequence_parallel, layout.tp, seq_length)
     wire = plan_wire(config.zero, layout)
     wire_backends(wire, device_type)  # refuses a device that cannot quantize
@@ -85,22 +73,13 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
         ValueError: names the flags and their values.
     """
     _check_required(config)
-    check_positive(config.tokenizer, "vocab_size")
-    check_anomalies(config.anomalies, saves=config.checkpoint.save is not None)
-    check_checkpoint(config.checkpoint)
-    check_data(config.data)
-    check_tracking(config.tracking)
+    if config.anomalies.loss_spike_action == "rewind" and config.checkpoint.save is None:
+        raise ValueError("--loss-spike-action rewind needs --save")
+    if config.optimizer.optimizer_backend == "apex":
+        check_apex(device_type)
     layout, wire, notices = check_model_config(config, cluster, device_type=device_type)
-    check_optimizer(config.optimizer, device_type)
-    check_loss_scale(config.loss_scale)
     batches = plan_batches(config.batches, data_parallel_size=layout.data)
-    ends: dict[str, Any] = {
-        "total_iterations": batches.total_iterations,
-        "exit_interval": config.stop.exit_interval,
-        "trains": not config.stop.skip_train,
-    }
-    check_timeline(config.timeline, **ends)
-    check_profiler(config.profiler, device_type=device_type, world_size=cluster.world_size, **ends)
+    _check_observers(config, batches.total_iterations, cluster.world_size, device_type)
     schedule = build_schedule(
         config.schedule,
         weight_decay=config.optimizer.weight_decay,
@@ -125,16 +104,11 @@ def _check_required(config: RunConfig) -> None:
         "--train-iters (or --train-samples)": (
             batches.train_samples if batches.train_iters is None else batches.train_iters
         ),
-        "--data-path (or --text-path, or --mock-data)": _has_data(data) or None,
+        "--data-path (or --text-path, or --mock-data)": data.sources or None,
     }
     missing = [name for name, value in needed.items() if value is None]
     if missing:
         raise ValueError(f"required flags are missing: {', '.join(missing)}")
-
-
-def _has_data(data: DataConfig) -> bool:
-    paths = (data.data_path, data.text_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    return data.mock_data or any(paths)
 
 
 def _check_parallel(config: RunConfig, cluster: Cluster) -> Layout:
@@ -145,12 +119,23 @@ def _check_parallel(config: RunConfig, cluster: Cluster) -> Layout:
     return plan_dims(config.parallel, cluster, zero_stage=config.zero.stage)
 
 
-def _check_model(model: GPTConfig, tp_size: int, seq_length: int) -> None:
-    if model.num_query_groups != 1 and not model.group_query_attention:
-        raise ValueError(f"--num-query-groups {model.num_query_groups} needs --group-query-attention")
-    if model.rope_scaling_factor != 8.0 and not model.use_rope_scaling:
-        raise ValueError(f"--rope-scaling-factor {model.rope_scaling_factor} needs --use-rope-scaling")
-    check_gpt_config(model, tp_size=tp_size, seq_length=seq_length)
+def check_model(model: GPTConfig, tp_size: int, seq_length: int) -> None:
+    sizes = {"--num-attention-heads": model.heads, "--ffn-hidden-size": model.ffn_size}
+    if model.group_query_attention:
+        sizes["--num-query-groups"] = model.num_query_groups
+    for name, size in sizes.items():
+        if size % tp_size:
+            raise ValueError(f"{name} {size} is not divisible by --tensor-model-parallel-size {tp_size}")
+    longest, window = model.max_position_embeddings, model.window
+    if longest is None and model.positions == "learned_absolute":
+        raise ValueError("--max-position-embeddings is required")
+    if longest is not None and seq_length > longest:
+        raise ValueError(f"--seq-length {seq_length} is longer than --max-position-embeddings {longest}")
+    if window is not None and seq_length > window:
+        raise ValueError(
+            f"--seq-length {seq_length} is longer than the {window} tokens of --window-size {model.window_size}: "
+            "attention here is over the whole sample"
+        )
 
 
 def _check_sequence_parallel(asked: bool, tp_size: int, seq_length: int) -> tuple[str, ...]:
@@ -164,3 +149,31 @@ def _check_sequence_parallel(asked: bool, tp_size: int, seq_length: int) -> tupl
             "which --sequence-parallel needs"
         )
     return ()
+
+
+def _check_observers(config: RunConfig, total_iterations: int, world_size: int, device_type: str) -> None:
+    """Refuse what would record nothing: steps, ranks or devices that the run does not have."""
+    timeline, profiler = config.timeline.timeline_step, config.profiler
+    last = min(total_iterations, config.stop.exit_interval or total_iterations)
+    if timeline is not None and config.stop.skip_train:
+        raise ValueError(f"--timeline-step {timeline}: --skip-train takes no step")
+    if timeline is not None and timeline > total_iterations:
+        raise ValueError(f"--timeline-step {timeline} is beyond the run's {total_iterations} iterations")
+    if timeline is not None and timeline > last:
+        raise ValueError(f"--timeline-step {timeline} is beyond --exit-interval {last}, where the run ends")
+    if profiler.record_memory_history and device_type != "cuda":
+        raise ValueError(
+            f"--record-memory-history records CUDA's allocator, and this run is on {device_type}: there is nothing "
+            "to record (--profile works there)"
+        )
+    if profiler.profile or profiler.record_memory_history:
+        for rank in profiler.profile_ranks:
+            if not 0 <= rank < world_size:
+                raise ValueError(f"--profile-ranks {rank}: the ranks are 0 to {world_size - 1}")
+    if not profiler.profile:
+        return
+    if config.stop.skip_train:
+        raise ValueError("--profile: --skip-train takes no step")
+    if profiler.profile_step_start >= last:
+        start = profiler.profile_step_start
+        raise ValueError(f"--profile-step-start {start}: the run ends with iteration {last}, so nothing is recorded")

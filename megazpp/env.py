@@ -25,12 +25,13 @@ import megazpp
 from kernels.block_quant import backend, native
 from kernels.c_library import CLibraryError
 from megazpp.files import cache_folder
+from megazpp.formatting import aligned
 from megazpp.model.attention_kernels import causal_kernels
 from megazpp.optim.apex import check_apex
 from megazpp.optim.optimizer import OptimizerConfig, optimizer_backends
 from megazpp.parallel.launch import device_type, launched_rank
 from megazpp.parallel.survey import describe_host
-from megazpp.topology.hosts import HostInfo, cluster_from_hosts
+from megazpp.topology.hosts import cluster_from_hosts
 
 Section = dict[str, str]
 
@@ -74,16 +75,21 @@ def collect(env: Mapping[str, str] = os.environ) -> dict[str, Section]:
         "environment": lambda: _environment(env),
         "missing": _missing,
     }
-    return {name: _safely(part) for name, part in parts.items()}
+    report = {}
+    for name, part in parts.items():
+        try:
+            report[name] = part()
+        except Exception as error:  # a report on a broken machine is worth most
+            report[name] = {"not found out": f"{type(error).__name__}: {error}"}
+    return report
 
 
 def render(report: Mapping[str, Section]) -> str:
     """The report as text."""
     blocks = []
     for title, section in report.items():
-        width = max((len(name) for name in section), default=0)
-        rows = [f"  {name:<{width}}  {value}".rstrip() for name, value in section.items()]
-        blocks.append("\n".join([title, *(rows or ["  nothing"])]))
+        rows = [f"  {row}" for row in aligned([*section.items()])] if section else ["  nothing"]
+        blocks.append("\n".join([title, *rows]))
     return "\n\n".join(blocks)
 
 
@@ -99,13 +105,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _safely(part: Callable[[], Section]) -> Section:
-    try:
-        return part()
-    except Exception as error:  # a report on a broken machine is worth most
-        return {"not found out": f"{type(error).__name__}: {error}"}
-
-
 def _versions() -> Section:
     found = {
         "megazpp": f"{megazpp.__version__} in {Path(megazpp.__file__).parent}",
@@ -119,7 +118,11 @@ def _versions() -> Section:
         found["cuDNN of torch"] = str(torch.backends.cudnn.version())
     for name in (*REQUIRED, *(package.name for package in OPTIONAL)):
         found[name] = _version(name) or "not installed"
-    found["apex"] = _apex()
+    try:
+        check_apex("cuda")
+        found["apex"] = "NVIDIA's, with FusedAdam"
+    except ValueError as error:
+        found["apex"] = str(error).removeprefix("--optimizer-backend apex: ").partition(";")[0]
     return found
 
 
@@ -138,7 +141,9 @@ def _devices() -> Section:
 
 
 def _links() -> Section:
-    infos = _hosts()
+    """What this host's GPUs, each as its rank would describe it, and adapters are joined by."""
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
+    infos = [describe_host(index, device, uses_gpu=device.type == "cuda") for index, device in enumerate(devices)]
     found, gpus = {}, [info.gpu for info in infos if info.gpu is not None]
     for index, gpu in enumerate(gpus):
         peers = ", ".join(gpu.nvlink_peers) or "no NVLink known"
@@ -204,20 +209,6 @@ def _missing() -> Section:
     if isinstance(native.library(), CLibraryError):
         found["C compiler"] = "block quantization on the CPU is slow without: apt install gcc, or conda install gcc"
     return found
-
-
-def _hosts() -> list[HostInfo]:
-    """This host as each of its GPUs' ranks would describe it, or as one CPU rank."""
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
-    return [describe_host(index, device, uses_gpu=device.type == "cuda") for index, device in enumerate(devices)]
-
-
-def _apex() -> str:
-    try:
-        check_apex("cuda")
-    except ValueError as error:
-        return str(error).removeprefix("--optimizer-backend apex: ").partition(";")[0]
-    return "NVIDIA's, with FusedAdam"
 
 
 def _version(name: str) -> str | None:

@@ -1,45 +1,38 @@
-"""Command-line flags as fields of frozen dataclasses.
+"""Command-line flags as fields of frozen dataclasses: defined, checked, written down.
 
 A config is a frozen dataclass whose fields are made by `flag()`; its owner is the file that uses it. One field
 is one flag: the field name with dashes (`micro_batch_size` is `--micro-batch-size`), its annotation gives the
 type (`int`, `float`, `str`, `bool`, `Literal[...]`, `int | Literal["auto"]`, `tuple[int, ...]`, each possibly
 `| None`), its default the default. A bool gets both spellings, `--name` and `--no-name`, and a field that may be
 None accepts the word `none`, so that the command line can undo what a flag file set. A float is finite, an int fits
-64 bits; which of those make sense is checked by the config's owner.
+64 bits.
+
+What a config can see of itself is checked in its `__post_init__`, by a ValueError that names flag and value; what lies
+between configs, or between them and the machine, in checks.py. command_line.py reads the flags.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
-import re
+import shlex
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
-from megazpp.flag_files import Word
+DEFAULT = "default"
+_WIDEST = 60  # of a line in the log, up to the origin
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlagSpec:
-    """What `flag()` leaves in a field's metadata.
-
-    Attributes:
-        help: one sentence: meaning, unit, cost.
-        name: the flag's spelling if it is not the field name with dashes (`--override-opt_param-scheduler`).
-        aliases: further accepted spellings (newer Megatron names, old ones).
-        nargs: for tuple fields: a fixed count, "*" or "+".
-        metavar: how the value is shown in --help.
-    """
+class FlagSpec(NamedTuple):
+    """What `flag()` leaves in a field's metadata."""
 
     help: str
-    name: str | None = None
-    aliases: tuple[str, ...] = ()
-    nargs: int | str | None = None
-    metavar: str | None = None
+    name: str | None
+    aliases: tuple[str, ...]
+    nargs: int | str | None
+    metavar: str | None
 
 
 def flag(
@@ -51,9 +44,16 @@ def flag(
     nargs: int | str | None = None,
     metavar: str | None = None,
 ) -> Any:
-    """A dataclass field that is a command-line flag; see `FlagSpec` for the arguments."""
-    spec = FlagSpec(help=help, name=name, aliases=tuple(aliases), nargs=nargs, metavar=metavar)
-    return dataclasses.field(default=default, metadata={"flag": spec})
+    """A dataclass field that is a command-line flag.
+
+    Args:
+        help: one sentence: meaning, unit, cost.
+        name: the flag's spelling if it is not the field name with dashes (`--override-opt_param-scheduler`).
+        aliases: further accepted spellings (newer Megatron names, old ones).
+        nargs: for tuple fields: a fixed count, "*" or "+".
+        metavar: how the value is shown in --help.
+    """
+    return dataclasses.field(default=default, metadata={"flag": FlagSpec(help, name, tuple(aliases), nargs, metavar)})
 
 
 def flag_name(field: dataclasses.Field[Any]) -> str:
@@ -67,185 +67,106 @@ def config_title(config: type) -> str:
     return (config.__doc__ or config.__name__).strip().splitlines()[0]
 
 
-class Given(NamedTuple):
-    """One flag as it was written: its words up to the next flag, and where it stands."""
-
-    name: str
-    values: tuple[str, ...]
-    origin: str
-
-
-def split_into_flags(words: Sequence[Word]) -> Iterator[Given]:
-    """Each flag of a command line together with its values; `--name=value` counts as one value.
-
-    Raises:
-        ValueError: a value comes before any flag.
-    """
-    if not words:
-        return
-    starts = [i for i, word in enumerate(words) if _is_flag(word.text)]
-    if not starts or starts[0] > 0:
-        raise ValueError(f"{words[0].origin}: {words[0].text!r} is not a flag (flags begin with --, flag files with @)")
-    for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
-        name, equals, value = words[start].text.partition("=")
-        values = ([value] if equals else []) + [word.text for word in words[start + 1 : end]]
-        yield Given(name, tuple(values), words[start].origin)
+def check_positive(config: Any, *names: str) -> None:
+    """Raises ValueError for the first of these fields whose value is given and not a finite number above 0."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{spelling(config, name)} {value} is not positive")
 
 
-def _is_flag(text: str) -> bool:
-    return text == "-h" or re.match(r"--[A-Za-z]", text) is not None
+def check_not_negative(config: Any, *names: str) -> None:
+    """Raises ValueError for the first of these fields whose value is given and not at least 0."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= 0:
+            raise ValueError(f"{spelling(config, name)} {value} is negative")
 
 
-class FlagParser:
-    """Reads flags into config dataclasses; --help groups them by dataclass.
+def spelling(config: Any, name: str) -> str:
+    """The flag of a config's field, as it is written."""
+    return next(flag_name(field) for field in dataclasses.fields(config) if field.name == name)
+
+
+def wrong_types(config: type, values: dict[str, Any]) -> list[str]:
+    """A line for each of `values`, as JSON has them, that a field of this dataclass cannot hold; others are ignored."""
+    hints = typing.get_type_hints(config)
+    return [
+        f"{name} is {value!r:.80}, not {getattr(hints[name], '__name__', None) or hints[name]}"
+        for name, value in values.items()
+        if name in hints and not _has_type(value, hints[name])
+    ]
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Whether `value` is what `hint` says; an int is a float, but no bool is a number, and a list is a tuple."""
+    kind, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if kind in (typing.Union, types.UnionType):
+        return any(_has_type(value, part) for part in parts)
+    if kind is Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if kind is tuple:
+        items = parts[:1] * len(value) if isinstance(value, (tuple, list)) and parts[-1] is ... else parts
+        return isinstance(value, (tuple, list)) and _have_types(value, items)
+    if kind is list:
+        return isinstance(value, list) and _have_types(value, parts * len(value))
+    if kind is dict:
+        return isinstance(value, dict) and _have_types([*value.values()], parts[1:] * len(value))
+    if isinstance(value, bool) or hint is bool:
+        return isinstance(value, bool) and hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _have_types(values: Any, hints: Any) -> bool:
+    return len(values) == len(hints) and all(map(_has_type, values, hints))
+
+
+def render_flags(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
+    """One line per flag, `--name value  # origin`, aligned and grouped by config; reads back as a flag file.
 
     Args:
-        configs: config classes; no two may share a field name or a spelling.
-        program: name shown in --help.
-        description: first lines of --help.
+        configs: config dataclass instances.
+        origins: field name -> "command line" or "file:line"; fields that are not in it have their default.
     """
-
-    def __init__(self, configs: Sequence[type], *, program: str, description: str = "") -> None:
-        self.configs = tuple(configs)
-        self._argparse = _RaisingParser(
-            prog=program,
-            usage="%(prog)s [@file ...] [--flag value ...]",
-            description=description,
-            allow_abbrev=False,
-            argument_default=argparse.SUPPRESS,
-        )
-        self._actions: dict[str, argparse.Action] = {}
-        self._may_be_none: set[str] = set()
-        for config in self.configs:
-            group = self._argparse.add_argument_group(config_title(config).rstrip("."))  # argparse adds a colon
-            hints = typing.get_type_hints(config)
-            for field in dataclasses.fields(config):
-                kind, optional = _without_none(hints[field.name])
-                action = _add_flag(group, field, kind, optional)
-                if optional:
-                    self._may_be_none.add(field.name)
-                assert all(field.name != other.dest for other in self._actions.values()), field.name
-                self._actions |= dict.fromkeys(action.option_strings, action)
-
-    @property
-    def spellings(self) -> frozenset[str]:
-        """Every accepted flag, aliases and `--no-` forms included."""
-        return frozenset(self._actions) | {"-h", "--help"}
-
-    def parse(self, flags: Sequence[Given]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Values and origins by field name, of the fields that are given; later ones win.
-
-        Args:
-            flags: only flags whose name is in `spellings`.
-        Raises:
-            ValueError: one line per flag whose values do not fit, each beginning with its origin.
-            SystemExit: after --help.
-        """
-        values: dict[str, Any] = {}
-        origins: dict[str, str] = {}
-        problems = []
-        for given in flags:
-            try:
-                read = self._read(given)
-            except ValueError as error:
-                problems.append(f"{given.origin}: {error}")
-                continue
-            values |= read
-            origins |= dict.fromkeys(read, given.origin)
-        if problems:
-            raise ValueError("\n".join(problems))
-        return values, origins
-
-    def build(self, values: dict[str, Any]) -> tuple[Any, ...]:
-        """One config of each class from `values` by field name; fields without a value keep their default."""
-        return tuple(
-            config(**{f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values})
-            for config in self.configs
-        )
-
-    def _read(self, given: Given) -> dict[str, Any]:
-        """{field name: value} of one flag."""
-        action = self._actions.get(given.name)  # None: --help
-        if action is not None:
-            if given.values == ("none",) and action.dest in self._may_be_none:
-                return {action.dest: None}
-            if action.nargs == 0 and given.values:
-                raise ValueError(f"{given.name} takes no value, not {' '.join(given.values)}")
-            if action.nargs is None and len(given.values) != 1:
-                raise ValueError(f"{given.name} takes one value, not {len(given.values)}")
-        argv = [given.name, *given.values]
-        if len(given.values) == 1:
-            argv = [f"{given.name}={given.values[0]}"]  # the = keeps argparse from reading -1e-3 as a flag
-        return vars(self._argparse.parse_args(argv, argparse.Namespace()))
+    groups = [[(as_written(c, f), origins.get(f.name, DEFAULT)) for f in dataclasses.fields(c)] for c in configs]
+    width = max((len(text) for lines in groups for text, _ in lines), default=0)
+    blocks = (
+        [f"# {config_title(type(config))}", *(f"{text:<{width}}  # {origin}" for text, origin in lines)]
+        for config, lines in zip(configs, groups, strict=True)
+    )
+    return "\n\n".join(map("\n".join, blocks)) + "\n"
 
 
-class _RaisingParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
+def render_arguments_block(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
+    """The flags that differ from their defaults, `--name value  # origin`, between Megatron's two dashed lines."""
+    fields = [(config, field) for config in configs for field in dataclasses.fields(config)]
+    lines = [
+        (as_written(config, field), origins.get(field.name, DEFAULT))
+        for config, field in fields
+        if getattr(config, field.name) != field.default
+    ]
+    width = min(max((len(text) for text, _ in lines), default=0), _WIDEST)
+    return "\n".join(
+        [
+            "------------------------ arguments ------------------------",
+            *(f"  {text:<{width}}  # {origin}" for text, origin in lines),
+            f"  and {len(fields) - len(lines)} flags at their defaults: --print-config shows all",
+            "-------------------- end of arguments ---------------------",
+        ]
+    )
 
 
-def _add_flag(
-    group: argparse._ArgumentGroup, field: dataclasses.Field[Any], kind: Any, optional: bool
-) -> argparse.Action:
-    spec: FlagSpec = field.metadata["flag"]
-    help_text = spec.help
-    if field.default is not None and field.default is not False and field.default not in ("", ()):
-        help_text += f" (default {as_words(field.default)})"
-    settings: dict[str, Any] = {"dest": field.name, "help": help_text.replace("%", "%%")}
-    if kind is bool:
-        settings["action"] = argparse.BooleanOptionalAction
-    elif typing.get_origin(kind) is tuple:
-        item, *rest = typing.get_args(kind)
-        settings |= _one_value(item, optional, spec.metavar)
-        settings |= {"action": _StoreTuple, "nargs": spec.nargs or ("+" if rest == [...] else 1 + len(rest))}
-    else:
-        settings |= _one_value(kind, optional, spec.metavar)
-    return group.add_argument(flag_name(field), *spec.aliases, **settings)
-
-
-def _one_value(kind: Any, optional: bool, metavar: str | None) -> dict[str, Any]:
-    """How argparse reads and shows one value of type `kind`."""
-    parts = typing.get_args(kind) if _is_union(kind) else (kind,)
-    choices = tuple(word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part))
-    types_ = [part for part in parts if typing.get_origin(part) is not Literal]
-    convert: Callable[[str], Any] = types_[0] if types_ else type(choices[0])
-    words = {str(choice): choice for choice in choices}
-    allowed = [*words, *(["none"] if optional else [])]
-
-    def read(text: str) -> Any:
-        if text in words:
-            return words[text]
-        if not types_:
-            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(allowed)}")
-        value = convert(text)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise argparse.ArgumentTypeError(f"{text!r} does not fit 64 bits")
-        return value
-
-    read.__name__ = " or ".join([convert.__name__, *words])  # what argparse calls the type in its messages
-    shown = [convert.__name__.upper(), *words] if types_ else allowed
-    return {"type": read, "metavar": metavar or (f"{{{','.join(shown)}}}" if words else shown[0])}
-
-
-class _StoreTuple(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, tuple(values))
-
-
-def _without_none(hint: Any) -> tuple[Any, bool]:
-    """`X | None` -> (X, True); X -> (X, False). X is one type, possibly with words: `int | Literal["auto"]`."""
-    if not _is_union(hint):
-        return hint, False
-    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
-    if len([kind for kind in kinds if typing.get_origin(kind) is not Literal]) > 1:
-        raise TypeError(f"a flag has one type, possibly with words and | None, not {hint}")
-    return typing.Union[tuple(kinds)], types.NoneType in typing.get_args(hint)  # noqa: UP007 - of a list
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+def as_written(config: Any, field: dataclasses.Field[Any]) -> str:
+    """The flag of a field with its value, as a flag file has it: `--lr 0.0003`, `--no-bf16`."""
+    name, value = flag_name(field), getattr(config, field.name)
+    if isinstance(value, bool):
+        return name if value else name.replace("--", "--no-", 1)
+    if isinstance(value, tuple):
+        return " ".join([name, *(shlex.quote(str(item)) for item in value)])
+    word = as_words(value)
+    return f"{name}{'=' if word.startswith(('-', '@')) else ' '}{shlex.quote(word)}"
 
 
 def as_words(value: Any) -> str:

@@ -22,10 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megazpp.command_line import FlagParser, MegatronFlag
 from megazpp.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, JobError, UserError
-from megazpp.flag_files import expand_flag_files
-from megazpp.flags import FlagParser, split_into_flags
-from megazpp.megatron_flags import MegatronFlag, sift_flags
 
 
 def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
@@ -72,13 +70,11 @@ def program_of(
         def main(argv: list[str]) -> None:
             text = description or sys.modules[work.__module__].__doc__ or ""
             parser = FlagParser(configs, program=Path(inspect.getfile(work)).name, description=text)
-            words = expand_flag_files(argv, Path.cwd())
-            sifted = sift_flags(list(split_into_flags(words)), parser.spellings, megatron_flags or {})
-            values, _ = parser.parse(sifted.flags)
-            for notice in sifted.notices:
+            parsed = parser.read(argv, Path.cwd(), megatron_flags or {})
+            for notice in parsed.notices:
                 say(notice)
             try:
-                work(*parser.build(values))
+                work(*parsed.configs)
             except KeyboardInterrupt:
                 raise KeyboardInterrupt("; nothing was written") from None
 

@@ -33,7 +33,7 @@ from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import Worker, run_worker, seed_everything
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import detect_cluster, read_cluster
-from megazpp.training.console import Console
+from megazpp.training.context import Console
 from megazpp.training.setup import Built, build_model
 
 LATE_SECONDS = 10.0  # that rank 0, which says what is wrong, may be behind; when it leaves, the launcher ends all

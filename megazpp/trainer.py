@@ -21,28 +21,30 @@ from megazpp.checks import RunPlan
 from megazpp.data.dataset import Dataset, build_tokenizer, unigram_entropy
 from megazpp.data.loader import BatchLoader
 from megazpp.errors import user_errors
+from megazpp.flags import render_arguments_block
+from megazpp.formatting import aligned
 from megazpp.inference.text import continue_texts
-from megazpp.introduce import run_shape
+from megazpp.model.gpt import model_backends
 from megazpp.optim.loss_scale import build_loss_scaler
-from megazpp.optim.optimizer import build_optimizer
+from megazpp.optim.optimizer import build_optimizer, optimizer_backends
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker
-from megazpp.training.anomalies import Guard, LossHistory
+from megazpp.training.anomalies import Guard, LossHistory, NotFinite
 from megazpp.training.context import RunContext
 from megazpp.training.evaluate import Evaluator
+from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
 from megazpp.training.garbage import GarbageCollector
-from megazpp.training.loop import train
-from megazpp.training.not_finite import NotFinite
+from megazpp.training.metrics import RunShape
 from megazpp.training.profiler import Profiler
-from megazpp.training.recorder import MetricsRecorder
+from megazpp.training.recorder import MetricsRecorder, zero3_traffic
 from megazpp.training.setup import build_model, open_checkpoints, open_datasets, open_loader
-from megazpp.training.step import TrainStep
+from megazpp.training.step import TrainStep, train
 from megazpp.training.step_timeline import StepRecorder, StepTimeline
 from megazpp.training.stopping import StopConditions
 from megazpp.training.timers import Straggler, Timers
 from megazpp.training.tracking import Tracker
-from megazpp.training.traffic import zero3_traffic
+from megazpp.zero.config import wire_backends
 from megazpp.zero.verify import verify_weights
 
 
@@ -87,9 +89,11 @@ class Trainer:
         )
 
         self.timers = Timers(config.timers, dims)
-        shape = run_shape(config, plan, vocab_size=self.tokenizer.vocab_size, device=run.device)
+        shape = self._shape()
         zero3 = functools.partial(zero3_traffic, self.built.sharding.shard_elements, dims, config.precision)
-        self.recorder = MetricsRecorder(config.tracking, run, shape, zero3=zero3, tracker=tracker, timers=self.timers)
+        self.recorder = MetricsRecorder(
+            config.tracking, run, shape, model=self.built.model, zero3=zero3, tracker=tracker, timers=self.timers
+        )
         self.validation, self.test = self._evaluator(self.datasets.valid), self._evaluator(self.datasets.test)
         self.garbage = GarbageCollector(config.garbage)
         straggler = Straggler(config.straggler, run, interval=config.tracking.log_interval)
@@ -153,6 +157,20 @@ class Trainer:
         for prompt, text in zip(prompts, texts, strict=True):
             self.run.log(f"a sample of text:\n{prompt}{text}")
 
+    def _shape(self) -> RunShape:
+        """The constants behind tokens per second, TFLOP/s and the time left."""
+        model, plan, seq_length = self.config.model, self.plan, self.config.data.seq_length
+        assert seq_length is not None
+        padded = model.padded_vocab_size(self.tokenizer.vocab_size, plan.layout.tp)
+        return RunShape(
+            total_iterations=plan.batches.total_iterations,
+            total_samples=plan.batches.total_samples,
+            seq_length=seq_length,
+            world_size=plan.layout.cluster.world_size,
+            flops_per_token=model_flops_per_token(model, padded_vocab_size=padded, seq_length=seq_length),
+            peak_flops=peak_flops(device_name(self.run.device), self.config.precision.param_dtype),
+        )
+
     def _guard(self) -> Guard:
         config, sharding, dims, checkpoints = self.config, self.built.sharding, self.run.dims, self.checkpoints
         rewinds = config.anomalies.loss_spike_action == "rewind"
@@ -177,3 +195,29 @@ class Trainer:
     def _loader(self, dataset: Dataset, *, ramp_up: bool) -> BatchLoader:
         plan, run = self.plan.batches, self.run
         return open_loader(dataset, self.config.data, self.tokenizer, plan, run.dims, run.device, ramp_up=ramp_up)
+
+
+def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
+    """Print what will run: what was noticed, flags, sizes, layout, back ends."""
+    layout, config = plan.layout, parsed.config
+    run.log(
+        f"using world size: {layout.cluster.world_size}, data-parallel size: {layout.data}, "
+        f"tensor-model-parallel size: {layout.tp}, pipeline-model-parallel size: 1"
+    )
+    for notice in (*parsed.notices, *plan.notices):
+        run.log(f"note: {notice}")
+    run.log(render_arguments_block(config.parts, parsed.origins))
+    run.log(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
+    if layout.cluster.links is not None:
+        run.log(layout.cluster.links.describe())
+    run.log(plan.wire.describe())
+    device_type = run.device.type
+    model = model_backends(
+        config.model,
+        layout.tp,
+        device=run.device,
+        dtype=config.precision.param_dtype,
+        documents=config.data.reset_attention_mask,
+    )
+    rows = [*optimizer_backends(config.optimizer, device_type), *model, *wire_backends(plan.wire, device_type)]
+    run.log("\n".join(aligned([("piece", "implementation", "why"), *rows])))

@@ -12,8 +12,8 @@ import pytest
 
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checks import check_run_config
-from megazpp.flags import FlagParser, FlagSpec, flag_name
-from megazpp.megatron_flags import read_megatron_flags
+from megazpp.command_line import FlagParser, read_megatron_flags
+from megazpp.flags import FlagSpec, flag_name
 from megazpp.topology.cluster import Cluster
 
 ROOT = Path(__file__).parent.parent

@@ -18,6 +18,8 @@ SMALL = (
     "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"
 )
 
+SPIKES, PROFILE = "--loss-spike-sigma 5", "--profile --profile-step-start 1"
+
 
 def parse(text: str) -> RunConfig:
     return parse_run_config(shlex.split(text), ROOT).config
@@ -134,6 +136,16 @@ def test_sequence_parallel_without_tensor_parallel_is_a_notice() -> None:
         ("--adam-beta2 1.0", 1, "--adam-beta2 1.0 is not in [0, 1)"),
         ("--loss-scale -1", 1, "--loss-scale -1"),
         ("--optimizer-backend apex", 1, "--optimizer-backend apex"),
+        (f"{SPIKES} --loss-spike-action rewind", 1, "--loss-spike-action rewind needs --save"),
+        ("--timeline-step 11", 1, "--timeline-step 11 is beyond the run's 10 iterations"),
+        ("--timeline-step 5 --exit-interval 4", 1, "--timeline-step 5 is beyond --exit-interval 4"),
+        ("--timeline-step 5 --skip-train", 1, "--timeline-step 5: --skip-train takes no step"),
+        ("--record-memory-history", 1, "--record-memory-history records CUDA's allocator, and this run is on cpu"),
+        (f"{PROFILE} --profile-ranks 4", 4, "--profile-ranks 4: the ranks are 0 to 3"),
+        (f"{PROFILE} --profile-step-end 1", 1, "--profile-step-start 1 is not below --profile-step-end 1"),
+        ("--profile", 1, "--profile-step-start 10: the run ends with iteration 10"),
+        (f"{PROFILE} --exit-interval 1", 1, "--profile-step-start 1: the run ends with iteration 1"),
+        (f"{PROFILE} --skip-train", 1, "--profile: --skip-train takes no step"),
         ("--nccl-cross-max-ctas 65", 1, "--nccl-cross-max-ctas 65 is not a number from 1 to 64"),
     ],
 )
@@ -143,3 +155,16 @@ def test_what_does_not_fit_is_refused_by_the_names_and_values_of_the_flags(
     with pytest.raises(ValueError, match="--") as caught:
         check(flags, ranks_per_node=ranks)
     assert message in str(caught.value)
+
+
+def test_observers_that_record_something_are_fine() -> None:
+    check(f"{PROFILE} --timeline-step 4 --timing-log-level 2 --profile-ranks 0")
+    check("--profile-step-start 99 --skip-train")
+    config = parse(f"{SMALL} {PROFILE} --record-memory-history")
+    check_run_config(config, Cluster(num_nodes=1, ranks_per_node=1), device_type="cuda")
+    with pytest.raises(ValueError, match="--profile-ranks -1"):
+        check_run_config(
+            parse(f"{SMALL} --record-memory-history --profile-ranks -1"),
+            Cluster(num_nodes=1, ranks_per_node=1),
+            device_type="cuda",
+        )

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megazpp.arguments import RunConfig
-from megazpp.data.dataset import Splits, build_datasets, check_data, check_inputs
+from megazpp.data.dataset import Splits, build_datasets, check_inputs
 from megazpp.flags import flag
 from megazpp.program import program
 from megazpp.run import Loaded, run_on_checkpoint
@@ -42,7 +42,6 @@ def check(config: RunConfig, extra: EvaluateConfig) -> None:
         return
     if config.evaluation.eval_iters == 0:
         raise ValueError("--eval-iters 0: nothing would be evaluated")
-    check_data(config.data)
     check_inputs(config.data, config.tokenizer)
 
 

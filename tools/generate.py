@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazpp.arguments import RunConfig
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 from megazpp.inference.text import continue_texts
 from megazpp.program import program
 from megazpp.run import Loaded, run_on_checkpoint
@@ -36,6 +35,9 @@ class GenerateConfig:
     prompts_at_once: int = flag(8, "prompts of one batch; keys and values of all of them are kept")
     compare_without_cache: bool = flag(False, "generate again without the cache, and say how fast and whether equal")
 
+    def __post_init__(self) -> None:
+        check_positive(self, "prompts_at_once")
+
 
 @program
 def main(argv: list[str]) -> int:
@@ -44,7 +46,6 @@ def main(argv: list[str]) -> int:
 
 def check(config: RunConfig, extra: GenerateConfig) -> None:
     """Refuse what cannot be before anything is loaded."""
-    check_positive(extra, "prompts_at_once")
     if extra.prompt_file is None:
         return
     if config.sample.sample_prompt:

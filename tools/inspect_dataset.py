@@ -13,7 +13,7 @@ import numpy as np
 
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from megazpp.flags import flag
+from megazpp.flags import check_not_negative, flag
 from megazpp.program import check_matplotlib, program_of
 
 CHECKED_IDS, CHECKED_DOCUMENTS = 1 << 27, 1000  # a look at more of a large dataset takes minutes
@@ -29,6 +29,9 @@ class InspectConfig:
     tokens: int = flag(100, "how many of its tokens")
     histogram: str | None = flag(None, "picture of the documents' lengths (.svg, .png, .pdf)", metavar="FILE")
 
+    def __post_init__(self) -> None:
+        check_not_negative(self, "tokens")
+
 
 @program_of(InspectConfig, TokenizerConfig)
 def main(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
@@ -40,8 +43,6 @@ def main(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
     lengths = dataset.document_lengths
     if not 0 <= config.document < len(lengths):
         raise ValueError(f"--document {config.document}: there are documents 0 to {len(lengths) - 1}")
-    if config.tokens < 0:
-        raise ValueError(f"--tokens {config.tokens} is negative")
     tokenizer = load_tokenizer(tokenizer_config)
     print(describe(dataset, lengths))
     if tokenizer is not None:

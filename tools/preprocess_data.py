@@ -9,9 +9,9 @@ document a file (.txt), all but Parquet also as .gz and .zst; what has another n
 
 from __future__ import annotations
 
+from megazpp.command_line import MegatronFlag
 from megazpp.data.preprocess import PreprocessConfig, preprocess
 from megazpp.data.tokenizer import TokenizerConfig
-from megazpp.megatron_flags import MegatronFlag
 from megazpp.program import program_of, say
 
 MEGATRON_FLAGS = {

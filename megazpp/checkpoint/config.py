@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazpp.flag_checks import check_not_negative, check_positive, spelling
-from megazpp.flags import flag
+from megazpp.flags import check_not_negative, check_positive, flag, spelling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +41,17 @@ class CheckpointConfig:
         aliases=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
     )
 
-
-def check_checkpoint(config: CheckpointConfig) -> None:
-    """Raises ValueError naming the flags that contradict each other, and their values."""
-    check_positive(config, "save_interval", "keep_last", "save_retain_interval")
-    check_not_negative(config, "ckpt_step")
-    for name in ("save_interval", "keep_last", "save_retain_interval", "async_save"):
-        if getattr(config, name) and config.save is None:
-            raise ValueError(f"{spelling(config, name)} needs --save")
-    for name in ("ckpt_step", "load_fallback", "finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"):
-        value = getattr(config, name)
-        if value is not None and value is not False and config.load is None:
-            raise ValueError(f"{spelling(config, name)} needs --load")
-    if config.override_opt_param_scheduler and config.use_checkpoint_opt_param_scheduler:
-        raise ValueError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")
+    def __post_init__(self) -> None:
+        check_positive(self, "save_interval", "keep_last", "save_retain_interval")
+        check_not_negative(self, "ckpt_step")
+        for name in ("save_interval", "keep_last", "save_retain_interval", "async_save"):
+            if getattr(self, name) and self.save is None:
+                raise ValueError(f"{spelling(self, name)} needs --save")
+        for name in ("ckpt_step", "load_fallback", "finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"):
+            value = getattr(self, name)
+            if value is not None and value is not False and self.load is None:
+                raise ValueError(f"{spelling(self, name)} needs --load")
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            raise ValueError(
+                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other"
+            )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, iteration_of
-from megazpp.flag_checks import wrong_types
+from megazpp.flags import wrong_types
 from megazpp.model.config import GPTConfig
 from megazpp.optim.schedule import Schedule
 

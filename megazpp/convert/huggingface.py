@@ -11,7 +11,7 @@ import torch
 
 from megazpp.convert.gpt2 import GPT2
 from megazpp.convert.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from megazpp.convert.model import WORDS, Architecture, Deferred, Model, join_all, model_shapes, split_all
+from megazpp.convert.model import WORDS, Architecture, Deferred, Model, join_all, model_config, model_shapes, split_all
 from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
 from megazpp.convert.settings import Settings
 from megazpp.data.tokenizer import CONFIG
@@ -37,7 +37,7 @@ def open_model(folder: Path) -> Model:
         raise ValueError(f"{folder / CONFIG}: model_type {kind!r} is not one that can be converted ({known})")
     settings.absent("quantization_config", "per_layer_config")
     settings.only("is_causal", True)
-    config = GPTConfig(**architecture.read(settings))
+    config = model_config(architecture.read(settings), str(folder / CONFIG))
     rows = settings.count("vocab_size", 50257 if architecture is GPT2 else None)
     files = _open_files(folder)
     tensors = {name: entry for raw, entry in files.items() if (name := architecture.their_name(raw)) is not None}

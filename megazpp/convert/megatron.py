@@ -25,7 +25,17 @@ import torch
 from megazpp.checkpoint.folder import TRACKER, read_tracker
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.convert.megatron_file import load_file
-from megazpp.convert.model import OUTPUT, WORDS, Deferred, Imported, Model, check_tensors, fuse_qkv, model_shapes
+from megazpp.convert.model import (
+    OUTPUT,
+    WORDS,
+    Deferred,
+    Imported,
+    Model,
+    check_tensors,
+    fuse_qkv,
+    model_config,
+    model_shapes,
+)
 from megazpp.convert.settings import Settings
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
@@ -89,7 +99,7 @@ def open_megatron(folder: Path, iteration: int | None) -> Imported:
     version = ranks[0].get("checkpoint_version", 0)
     if version not in (0, 1.0, 2.0, 3.0):
         raise ValueError(f"{where}: checkpoint_version {version!r} is not known (0, 1.0, 2.0, 3.0)")
-    config = GPTConfig(**_read_config(settings))
+    config = model_config(_read_config(settings), where)
     parts = [our_tensors(rank["model"], str(file)) for rank, file in zip(ranks, files, strict=True)]
     shapes = [{name: tuple(tensor.shape) for name, tensor in part.items()} for part in parts]
     for found, file in zip(shapes, files, strict=True):

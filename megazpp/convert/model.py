@@ -17,7 +17,7 @@ import torch
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.convert.settings import Settings
 from megazpp.data.tokenizer import TokenizerConfig
-from megazpp.model.config import GPTConfig, check_gpt_config
+from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 
@@ -119,6 +119,21 @@ def refuse(class_name: str, problems: Mapping[str, bool]) -> None:
         raise ValueError(f"{class_name} cannot hold a model with {', '.join(found)}")
 
 
+def model_config(values: Mapping[str, Any], where: str) -> GPTConfig:
+    """The shape that settings describe.
+
+    Args:
+        values: fields of GPTConfig.
+        where: what the settings are of, for messages.
+    Raises:
+        ValueError: they describe no model.
+    """
+    try:
+        return GPTConfig(**values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where} describes no model: {error}") from error
+
+
 def model_shapes(config: GPTConfig, rows: int, where: str, *, num_tensors: int) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of the model, whole.
 
@@ -132,7 +147,6 @@ def model_shapes(config: GPTConfig, rows: int, where: str, *, num_tensors: int) 
         raise ValueError(f"{where} describes a model of {config.layers} layers, but there are {num_tensors} tensors")
     unpadded = dataclasses.replace(config, make_vocab_size_divisible_by=1)
     try:
-        check_gpt_config(unpadded, tp_size=1, seq_length=1)
         with torch.device("meta"):
             model = GPTModel(unpadded, vocab_size=rows, tp=MeshAxis("tp"))
     except (ValueError, RuntimeError, TypeError, OverflowError) as error:  # torch's, of sizes beyond any machine

@@ -20,7 +20,7 @@ from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.tokenizer import read_tokenizer
 from megazpp.checkpoint.write import write_checkpoint
-from megazpp.convert.model import WORDS, Deferred, Model, check_tensors, model_shapes
+from megazpp.convert.model import WORDS, Deferred, Model, check_tensors, model_config, model_shapes
 from megazpp.data.dataset import DataConfig, build_tokenizer
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer, names_tokenizer
 from megazpp.model.config import GPTConfig
@@ -37,7 +37,7 @@ def open_checkpoint(folder: Path, iteration: int | None) -> tuple[Model, RunReco
     source, record = find_weights(CheckpointFolder(folder, "--input"), iteration)
     checkpoint = source.folder.of(source.candidates()[0])
     verify_files(checkpoint)
-    config = _read_config(record)
+    config = _read_config(record, str(checkpoint))
     reader = SafeReader(checkpoint)
     tensors = {
         key.removeprefix(_PREFIX): Deferred(
@@ -107,12 +107,12 @@ def alone() -> Iterator[None]:
         yield
 
 
-def _read_config(record: RunRecord) -> GPTConfig:
+def _read_config(record: RunRecord, where: str) -> GPTConfig:
     names = ("hidden_dropout", "attention_dropout", "init_method_std")
     values = shape_of(record.flags) | {name: record.flags[name] for name in names if name in record.flags}
     if values.get("max_position_embeddings") is None:
         values["max_position_embeddings"] = record.flags.get("seq_length")  # rotary positions need no such flag here
-    return GPTConfig(**values)
+    return model_config(values, where)
 
 
 def _remade_tokenizer(record: RunRecord, say: Callable[[str], None]) -> Tokenizer | None:

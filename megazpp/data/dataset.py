@@ -32,12 +32,14 @@ from megazpp.data.sources import (
 from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.files import cache_folder
-from megazpp.flag_checks import check_not_negative
-from megazpp.flags import flag
+from megazpp.flags import check_not_negative, check_positive, flag
 
 T = TypeVar("T")
 
 DEFAULT_VOCAB_SIZE = 4096
+SOURCES = ("--data-path", "--text-path", "--train-data-path, --valid-data-path or --test-data-path", "--mock-data")
+_ONE_SOURCE = f"exactly one source of data is needed: {'; '.join(SOURCES)}; {{}}"
+_TAKEN_BACK = " (given again without a value, a flag takes an earlier one back)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,26 @@ class DataConfig:
     reset_attention_mask: bool = flag(False, "attend within a document only")
     eod_mask_loss: bool = flag(False, "no loss on predicting what follows an end-of-document token")
 
+    def __post_init__(self) -> None:
+        check_positive(self, "seq_length")
+        check_not_negative(self, "num_workers")
+        if len(self.sources) > 1:
+            raise ValueError(_ONE_SOURCE.format(f"{' and '.join(self.sources)} are given") + _TAKEN_BACK)
+        if self.dataloader_type not in (None, "single"):
+            raise ValueError(
+                f"--dataloader-type {self.dataloader_type} is not supported: single already repeats and reshuffles the"
+                " data for as long as training lasts"
+            )
+        parse_split(self.split)
+        for flag_name, values in {"--data-path": self.data_path, **_paths_by_use(self)}.items():
+            parse_blend(values, flag_name=flag_name)
+
+    @property
+    def sources(self) -> list[str]:
+        """The flags that say where tokens come from, of those that are given."""
+        given = (self.data_path, self.text_path, any(_paths_by_use(self).values()), self.mock_data)
+        return list(itertools.compress(SOURCES, given))
+
 
 class Splits(NamedTuple, Generic[T]):
     """One thing for each use of the data."""
@@ -90,34 +112,6 @@ class Dataset(Protocol):
         ...
 
 
-def check_data(config: DataConfig) -> None:
-    """Raises ValueError naming the flags and values that contradict each other; opens no file."""
-    if config.seq_length is None or config.seq_length < 1:
-        raise ValueError(f"--seq-length {config.seq_length}: it must be a positive number of tokens")
-    given = {
-        "--data-path": bool(config.data_path),
-        "--text-path": bool(config.text_path),
-        "--train-data-path, --valid-data-path or --test-data-path": any(_paths_by_use(config).values()),
-        "--mock-data": config.mock_data,
-    }
-    names = [name for name, is_given in given.items() if is_given]
-    if len(names) != 1:
-        found = f"{' and '.join(names)} are given" if names else "none is given"
-        raise ValueError(
-            f"exactly one source of data is needed: {'; '.join(given)}; {found}"
-            + (" (given again without a value, a flag takes an earlier one back)" if names else "")
-        )
-    if config.dataloader_type not in (None, "single"):
-        raise ValueError(
-            f"--dataloader-type {config.dataloader_type} is not supported: single already repeats and reshuffles the"
-            " data for as long as training lasts"
-        )
-    check_not_negative(config, "num_workers")
-    parse_split(config.split)
-    for flag_name, values in {"--data-path": config.data_path, **_paths_by_use(config)}.items():
-        parse_blend(values, flag_name=flag_name)
-
-
 _NO_TOKENIZER = "--tokenizer-model is missing: the ids in --data-path mean nothing without their tokenizer"
 
 
@@ -125,8 +119,9 @@ def check_inputs(config: DataConfig, tokenizer: TokenizerConfig) -> None:
     """Open every file that the flags name, so that a wrong one is known before anything is started or written.
 
     Raises:
-        ValueError: a file is missing or damaged, or a tokenizer is; the flag and the file are named.
+        ValueError: no data is given, a file is missing or damaged, or a tokenizer is; the flag and the file are named.
     """
+    _require_source(config)
     if load_tokenizer(tokenizer) is None and not (config.text_path or config.mock_data):
         raise ValueError(_NO_TOKENIZER)
     check_cache_dir(cache_dir(config))
@@ -173,7 +168,7 @@ def build_datasets(
     Raises:
         ValueError: flags contradict each other, a file is missing or damaged, or a split has too few tokens.
     """
-    check_data(config)
+    _require_source(config)
     check_eod(**batch_options(config, tokenizer))
     assert config.seq_length is not None
     paths, bounds = _paths_by_use(config), parse_split(config.split)
@@ -254,3 +249,8 @@ def _open_shared(config: DataConfig, tokenizer: Tokenizer, log: Callable[[str], 
 def _paths_by_use(config: DataConfig) -> dict[str, tuple[str, ...]]:
     """The flags that name data for one use alone, and what they name."""
     return {f"--{use}-data-path": getattr(config, f"{use}_data_path") for use in Splits._fields}
+
+
+def _require_source(config: DataConfig) -> None:
+    if not config.sources:
+        raise ValueError(_ONE_SOURCE.format("none is given"))

@@ -23,8 +23,7 @@ from megazpp.data.documents import BadLine, Block, check_readable, parse_block, 
 from megazpp.data.indexed_dataset import IndexedDatasetBuilder, check_output, optimal_dtype
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.data.workers import map_in_processes
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +38,11 @@ class PreprocessConfig:
     log_interval: int = flag(1000, "documents between two lines of progress")
     on_error: Literal["stop", "skip"] = flag("stop", "what to do at a line that is no document; skip counts it")
     overwrite: bool = flag(False, "replace datasets of that name")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "workers", "log_interval")
+        if len(set(self.json_keys)) != len(self.json_keys):
+            raise ValueError(f"--json-keys {' '.join(self.json_keys)} names one twice")
 
 
 class Encoded(NamedTuple):
@@ -165,9 +169,6 @@ def _check(config: PreprocessConfig, tokenizer: Tokenizer | None) -> tuple[list[
         raise ValueError("--tokenizer-model is missing (tools/train_tokenizer.py makes one)")
     if config.append_eod and tokenizer.eod is None:
         raise ValueError("--append-eod: the tokenizer has no end-of-document token")
-    if len(set(config.json_keys)) != len(config.json_keys):
-        raise ValueError(f"--json-keys {' '.join(config.json_keys)} names one twice")
-    check_positive(config, "workers", "log_interval")
     prefixes = [Path(f"{config.output_prefix}_{key}_document").expanduser() for key in config.json_keys]
     for prefix in prefixes:
         check_output(prefix, overwrite=config.overwrite)

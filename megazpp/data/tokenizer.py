@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 import sentencepiece
 
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 
 try:
     import tokenizers
@@ -64,6 +64,9 @@ class TokenizerConfig:
     )
     vocab_file: str | None = flag(None, "GPT-2's vocab.json, for GPT2BPETokenizer")
     merge_file: str | None = flag(None, "GPT-2's merges.txt, for GPT2BPETokenizer")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "vocab_size")
 
 
 class Tokenizer(Protocol):

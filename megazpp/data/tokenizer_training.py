@@ -15,8 +15,7 @@ import sentencepiece
 
 from megazpp.data.documents import check_readable, read_texts, stop_or_skip
 from megazpp.files import check_writable, write_whole
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 
 MAX_CHARACTERS = 100_000_000  # more text does not make a better vocabulary, only a slower one
 _MAX_LINE_CHARACTERS = 4096
@@ -43,6 +42,9 @@ class TrainTokenizerConfig:
     )
     overwrite: bool = flag(False, "replace a tokenizer of that name")
 
+    def __post_init__(self) -> None:
+        check_positive(self, "vocab_size", "max_characters", "workers")
+
 
 def train_tokenizer(config: TrainTokenizerConfig, log: Callable[[str], None]) -> Path:
     """Train a tokenizer; the path of its model.
@@ -55,7 +57,6 @@ def train_tokenizer(config: TrainTokenizerConfig, log: Callable[[str], None]) ->
         raise ValueError("--input is missing: the files to train on")
     if config.output_prefix is None:
         raise ValueError("--output-prefix is missing: where the tokenizer goes")
-    check_positive(config, "vocab_size", "max_characters", "workers")
     output = Path(config.output_prefix + ".model").expanduser()
     check_writable(output, "--output-prefix", overwrite=config.overwrite)
     paths = [Path(value).expanduser() for value in config.input]

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megazpp.flag_checks import check_not_negative
-from megazpp.flags import flag
+from megazpp.flags import check_not_negative, flag
 
 
 @dataclass(frozen=True, kw_only=True)

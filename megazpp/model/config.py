@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag, spelling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,74 @@ class GPTConfig:
         False, "draw the initial weights on the CPU, so that runs on other kinds of devices start with the same ones"
     )
     compile: bool = flag(False, "torch.compile each layer (slower start, faster steps)")
+
+    def __post_init__(self) -> None:
+        """What layers, hidden size and heads have to do with it is left out where they are not known yet."""
+        check_positive(self, "num_attention_heads", "num_layers", "hidden_size", "ffn_hidden_size", "kv_channels")
+        check_positive(self, "num_query_groups", "make_vocab_size_divisible_by")
+        check_positive(self, "norm_epsilon", "init_method_std", "rotary_base")
+        _require(
+            self.hidden_size is None or self.ffn_size > 0,
+            f"--ffn-hidden-size 0: what follows from --hidden-size {self.hidden_size} is not positive",
+        )
+        for name in ("hidden_dropout", "attention_dropout"):
+            rate = getattr(self, name)
+            _require(0.0 <= rate < 1.0, f"{spelling(self, name)} {rate} is not in [0, 1)")
+        groups = f"--num-query-groups {self.num_query_groups}"
+        _require(self.num_query_groups == 1 or self.group_query_attention, f"{groups} needs --group-query-attention")
+        if self.num_attention_heads is not None:
+            heads, hidden = self.num_attention_heads, self.hidden_size
+            _require(
+                self.kv_channels is not None or hidden is None or hidden % heads == 0,
+                f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}",
+            )
+            _require(heads % self.query_groups == 0, f"--num-attention-heads {heads} is not divisible by {groups}")
+        _require(not (self.swiglu and self.squared_relu), "--swiglu and --squared-relu exclude each other")
+        _require(
+            not (self.openai_gelu and (self.swiglu or self.squared_relu)),
+            "--openai-gelu excludes --swiglu and --squared-relu",
+        )
+        _ = self.window  # reads --window-size
+        self._check_rotary()
+        self._check_recompute()
+
+    def _check_rotary(self) -> None:
+        percent, factor = self.rotary_percent, self.rope_scaling_factor
+        _require(0.0 < percent <= 1.0, f"--rotary-percent {percent} is not in (0, 1]")
+        _require(factor == 8.0 or self.use_rope_scaling, f"--rope-scaling-factor {factor} needs --use-rope-scaling")
+        if self.positions != "rope":
+            _require(not self.use_rope_scaling, "--use-rope-scaling needs --position-embedding-type rope")
+            return
+        _require(1.0 <= factor < math.inf, f"--rope-scaling-factor {factor} is not a number from 1 on")
+        if self.kv_channels is None and None in (self.hidden_size, self.num_attention_heads):
+            return
+        rotated = int(self.head_size * percent)
+        _require(
+            rotated % 2 == 0 and rotated > 0,
+            f"--rotary-percent {percent} of {self.head_size} channels per head is {rotated}, "
+            "which is not a positive even number",
+        )
+
+    def _check_recompute(self) -> None:
+        method, count = self.recompute_method, self.recompute_num_layers
+        if self.recompute != "full":
+            _require(
+                method is None and count is None,
+                "--recompute-method and --recompute-num-layers need --recompute-granularity full",
+            )
+        elif method == "block":
+            _require(count is not None, "--recompute-method block needs --recompute-num-layers")
+            check_positive(self, "recompute_num_layers")
+            assert count is not None
+            _require(
+                self.num_layers is None or count <= self.num_layers,
+                f"--recompute-num-layers {count} is not between 1 and --num-layers {self.num_layers}",
+            )
+        else:
+            _require(
+                count in (None, 1),
+                f"--recompute-num-layers {count}: --recompute-method uniform recomputes layer by layer here (1)",
+            )
 
     # ---- what follows from the fields -------------------------------------------------------------------------
 
@@ -156,106 +224,6 @@ class GPTConfig:
         """`vocab_size` rounded up so that every tensor-parallel rank holds the same whole number of blocks."""
         multiple = self.make_vocab_size_divisible_by * tp_size
         return -(-vocab_size // multiple) * multiple
-
-
-def check_gpt_config(config: GPTConfig, *, tp_size: int, seq_length: int) -> None:
-    """Raise a ValueError that names the flags if `config` describes no model that can be built.
-
-    Args:
-        config: the shape; --num-layers, --hidden-size and --num-attention-heads must be given.
-        tp_size: tensor-parallel degree, which has to divide the heads, the query groups and the MLP.
-        seq_length: tokens per sample.
-    """
-    tp = f"--tensor-model-parallel-size {tp_size}"
-    _check_sizes(config)
-    if config.kv_channels is None:
-        _require(
-            config.hidden % config.heads == 0,
-            f"--hidden-size {config.hidden} is not divisible by --num-attention-heads {config.heads}",
-        )
-    _require(config.heads % tp_size == 0, f"--num-attention-heads {config.heads} is not divisible by {tp}")
-    if config.group_query_attention:
-        groups = f"--num-query-groups {config.num_query_groups}"
-        _require(
-            config.heads % config.num_query_groups == 0,
-            f"--num-attention-heads {config.heads} is not divisible by {groups}",
-        )
-        _require(config.num_query_groups % tp_size == 0, f"{groups} is not divisible by {tp}")
-    _require(config.ffn_size % tp_size == 0, f"--ffn-hidden-size {config.ffn_size} is not divisible by {tp}")
-    for name, rate in (
-        ("--hidden-dropout", config.hidden_dropout),
-        ("--attention-dropout", config.attention_dropout),
-    ):
-        _require(0.0 <= rate < 1.0, f"{name} {rate} is not in [0, 1)")
-    _check_rotary(config)
-    if config.positions == "learned_absolute" or config.max_position_embeddings is not None:
-        limit = _given("--max-position-embeddings", config.max_position_embeddings)
-        _require(seq_length <= limit, f"--seq-length {seq_length} is longer than --max-position-embeddings {limit}")
-    window = config.window
-    _require(
-        window is None or seq_length <= window,
-        f"--seq-length {seq_length} is longer than the {window} tokens of --window-size {config.window_size}: "
-        "attention here is over the whole sample",
-    )
-    _require(not (config.swiglu and config.squared_relu), "--swiglu and --squared-relu exclude each other")
-    _require(
-        not (config.openai_gelu and (config.swiglu or config.squared_relu)),
-        "--openai-gelu excludes --swiglu and --squared-relu",
-    )
-    _check_recompute(config)
-
-
-def _check_sizes(config: GPTConfig) -> None:
-    _require(config.heads >= 1, f"--num-attention-heads {config.heads} is not positive")  # others are divided by it
-    for name, value in (
-        ("--num-layers", config.layers),
-        ("--hidden-size", config.hidden),
-        ("--ffn-hidden-size", config.ffn_size),
-        ("--kv-channels", config.head_size),
-        ("--num-query-groups", config.query_groups),
-        ("--make-vocab-size-divisible-by", config.make_vocab_size_divisible_by),
-        ("--norm-epsilon", config.norm_epsilon),
-        ("--init-method-std", config.init_method_std),
-        ("--rotary-base", config.rotary_base),
-    ):
-        _require(0 < value < math.inf, f"{name} {value} is not positive")
-
-
-def _check_rotary(config: GPTConfig) -> None:
-    _require(0.0 < config.rotary_percent <= 1.0, f"--rotary-percent {config.rotary_percent} is not in (0, 1]")
-    if config.positions != "rope":
-        _require(not config.use_rope_scaling, "--use-rope-scaling needs --position-embedding-type rope")
-        return
-    factor = config.rope_scaling_factor
-    _require(1.0 <= factor < math.inf, f"--rope-scaling-factor {factor} is not a number from 1 on")
-    rotated = int(config.head_size * config.rotary_percent)
-    _require(
-        rotated % 2 == 0 and rotated > 0,
-        f"--rotary-percent {config.rotary_percent} of {config.head_size} channels per head is {rotated}, "
-        "which is not a positive even number",
-    )
-
-
-def _check_recompute(config: GPTConfig) -> None:
-    method, count = config.recompute_method, config.recompute_num_layers
-    if config.recompute != "full":
-        _require(
-            method is None and count is None,
-            "--recompute-method and --recompute-num-layers need --recompute-granularity full",
-        )
-        return
-    if method == "block":
-        _require(count is not None, "--recompute-method block needs --recompute-num-layers")
-        assert count is not None
-        _require(
-            1 <= count <= config.layers,
-            f"--recompute-num-layers {count} is not between 1 and --num-layers {config.layers}",
-        )
-    else:
-        _require(
-            count in (None, 1),
-            f"--recompute-num-layers {count}: --recompute-method uniform recomputes layer by layer here (1)",
-        )
 
 
 def _given(name: str, value: int | None) -> int:

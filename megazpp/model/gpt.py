@@ -36,7 +36,7 @@ class GPTModel(nn.Module):
     final norm and of the learned positions.
 
     Args:
-        config: the shape (`check_gpt_config` has accepted it).
+        config: the shape.
         vocab_size: tokens that exist; the embedding is padded beyond.
         tp: the tensor-parallel axis.
         sequence_parallel: keep activations between layers split along the sequence.

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +22,13 @@ class LossScaleConfig:
     min_loss_scale: float = flag(1.0, "lower bound of the dynamic loss scale")
     loss_scale_window: float = flag(1000.0, "steps without overflow after which the dynamic scale doubles")
     hysteresis: int = flag(2, "overflows that are tolerated before the dynamic scale halves")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ValueError(
+                f"--min-loss-scale {self.min_loss_scale} is above --initial-loss-scale {self.initial_loss_scale}"
+            )
 
 
 class LossScaler:
@@ -45,28 +51,10 @@ class LossScaler:
 
 
 def build_loss_scaler(config: LossScaleConfig, *, fp16: bool) -> LossScaler:
-    """Constant if `--loss-scale` is given, dynamic for fp16, otherwise 1.
-
-    Raises:
-        ValueError: see `check_loss_scale`.
-    """
-    check_loss_scale(config)
+    """Constant if `--loss-scale` is given, dynamic for fp16, otherwise 1."""
     if config.loss_scale is not None:
         return LossScaler(config.loss_scale)
     return DynamicLossScale(config) if fp16 else LossScaler(1.0)
-
-
-def check_loss_scale(config: LossScaleConfig) -> None:
-    """Refuse values that cannot work.
-
-    Raises:
-        ValueError: names the flag and its value.
-    """
-    check_positive(config, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-    if config.min_loss_scale > config.initial_loss_scale:
-        raise ValueError(
-            f"--min-loss-scale {config.min_loss_scale} is above --initial-loss-scale {config.initial_loss_scale}"
-        )
 
 
 class DynamicLossScale(LossScaler):

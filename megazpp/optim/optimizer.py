@@ -17,8 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from megazpp.flag_checks import check_not_negative, check_positive, spelling
-from megazpp.flags import flag
+from megazpp.flags import check_not_negative, check_positive, flag, spelling
 from megazpp.optim.apex import ApexAdam, check_apex
 
 
@@ -38,6 +37,16 @@ class OptimizerConfig:
     sgd_momentum: float = flag(0.9, "momentum factor of sgd")
     clip_grad: float = flag(1.0, "gradients are scaled down to this global L2 norm; 0 turns clipping off")
 
+    def __post_init__(self) -> None:
+        for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+            value = getattr(self, name)
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{spelling(self, name)} {value} is not in [0, 1)")
+        check_positive(self, "adam_eps")  # 0 / 0 where a gradient is 0: the embedding of a token that does not occur
+        check_not_negative(self, "weight_decay", "clip_grad")
+        if self.optimizer_backend == "apex" and self.optimizer != "adam":
+            raise ValueError(f"--optimizer-backend apex runs --optimizer adam only, not --optimizer {self.optimizer}")
+
 
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, device: torch.device
@@ -51,9 +60,10 @@ def build_optimizer(
         config: constants and back end.
         device: where the parameters live.
     Raises:
-        ValueError: see `check_optimizer`.
+        ValueError: the back end is not there.
     """
-    check_optimizer(config, device.type)
+    if config.optimizer_backend == "apex":
+        check_apex(device.type)
     groups = parameter_groups(named_parameters, config.weight_decay)
     fused = uses_fused_kernel(config, device.type)
     if config.optimizer == "sgd":
@@ -89,24 +99,6 @@ def set_rates_(optimizer: torch.optim.Optimizer, *, learning_rate: float, weight
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_mult"]
         group["weight_decay"] = weight_decay * group["wd_mult"]
-
-
-def check_optimizer(config: OptimizerConfig, device_type: str) -> None:
-    """Refuse constants out of range and a back end that is not there; reads no package's code.
-
-    Raises:
-        ValueError: names the flag and its value.
-    """
-    for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
-        value = getattr(config, name)
-        if not 0.0 <= value < 1.0:
-            raise ValueError(f"{spelling(config, name)} {value} is not in [0, 1)")
-    check_positive(config, "adam_eps")  # 0 / 0 where a gradient is 0: the embedding of a token that does not occur
-    check_not_negative(config, "weight_decay", "clip_grad")
-    if config.optimizer_backend == "apex":
-        if config.optimizer != "adam":
-            raise ValueError(f"--optimizer-backend apex runs --optimizer adam only, not --optimizer {config.optimizer}")
-        check_apex(device_type)
 
 
 def uses_fused_kernel(config: OptimizerConfig, device_type: str) -> bool:

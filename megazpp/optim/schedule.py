@@ -13,8 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megazpp.flag_checks import check_not_negative, check_positive, spelling
-from megazpp.flags import flag
+from megazpp.flags import check_not_negative, check_positive, flag, spelling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,30 @@ class ScheduleConfig:
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
         "constant", "how the weight decay goes from start to end"
     )
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "lr", "min_lr")
+        if self.lr is not None and self.lr < self.min_lr:
+            raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}")
+        if self.lr is not None and not 0.0 <= self.lr_warmup_init <= self.lr:
+            raise ValueError(f"--lr-warmup-init {self.lr_warmup_init} is not between 0 and --lr {self.lr}")
+        check_positive(self, "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        check_not_negative(self, "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
+        for name in ("lr_warmup_iters", "lr_warmup_samples"):
+            if (value := getattr(self, name)) and self.lr_warmup_fraction is not None:
+                fraction = f"--lr-warmup-fraction {self.lr_warmup_fraction}"
+                raise ValueError(f"{fraction} and {spelling(self, name)} {value}: give only one")
+        start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
+        for name in ("start_weight_decay", "end_weight_decay"):
+            if style == "constant" and (value := getattr(self, name)) is not None:
+                raise ValueError(f"{spelling(self, name)} {value} needs --weight-decay-incr-style linear or cosine")
+        if style != "constant" and (start is None or end is None):
+            raise ValueError(
+                f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
+                f" (given: {start}, {end})"
+            )
+        if start is not None and end is not None and not 0.0 <= start <= end:
+            raise ValueError(f"--start-weight-decay {start} and --end-weight-decay {end}: 0 <= start <= end is needed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +147,13 @@ def build_schedule(
         train_iters, train_samples: exactly one is given.
         global_batch_size: samples per step after any ramp-up; turns iterations into samples.
     Raises:
-        ValueError: see `check_schedule`.
+        ValueError: the lengths do not fit the run, as Megatron has it; names the flags and their values.
     """
-    check_schedule(config, train_iters=train_iters, train_samples=train_samples)
-    assert config.lr is not None
+    if config.lr is None:
+        raise ValueError("--lr is required")
+    _check_one_unit(config, train_iters, train_samples)
     span = _span(config, train_iters, train_samples)
+    _check_lengths(config, span)
     samples = global_batch_size if train_iters is not None else 1
     constant = config.weight_decay_incr_style == "constant"
     return Schedule(
@@ -145,18 +170,6 @@ def build_schedule(
         ramp_samples=span.train * samples,
         ramp_style=config.weight_decay_incr_style,
     )
-
-
-def check_schedule(config: ScheduleConfig, *, train_iters: int | None, train_samples: int | None) -> None:
-    """Refuse what Megatron refuses, before anything is allocated.
-
-    Raises:
-        ValueError: names the flags and their values.
-    """
-    _check_one_unit(config, train_iters, train_samples)
-    _check_rates(config)
-    _check_lengths(config, _span(config, train_iters, train_samples))
-    _check_weight_decay(config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,28 +209,10 @@ def _check_one_unit(config: ScheduleConfig, train_iters: int | None, train_sampl
         value = getattr(config, name)
         if value:
             raise ValueError(f"{spelling(config, name)} {value} cannot be mixed with {given}")
-    for name in ("lr_warmup_iters", "lr_warmup_samples"):
-        value = getattr(config, name)
-        if value and config.lr_warmup_fraction is not None:
-            raise ValueError(
-                f"--lr-warmup-fraction {config.lr_warmup_fraction} and {spelling(config, name)} {value}: give only one"
-            )
-
-
-def _check_rates(config: ScheduleConfig) -> None:
-    if config.lr is None:
-        raise ValueError("--lr is required")
-    check_not_negative(config, "lr", "min_lr")
-    if not config.lr >= config.min_lr:
-        raise ValueError(f"--min-lr {config.min_lr} is above --lr {config.lr}")
-    if not 0.0 <= config.lr_warmup_init <= config.lr:
-        raise ValueError(f"--lr-warmup-init {config.lr_warmup_init} is not between 0 and --lr {config.lr}")
 
 
 def _check_lengths(config: ScheduleConfig, span: _Span) -> None:
     unit = span.unit
-    check_positive(config, "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
-    check_not_negative(config, "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
     if span.train < 1:
         raise ValueError(f"--train-{unit} {span.train} is not positive")
     warmup = f"--lr-warmup-{unit} {span.warmup}"
@@ -233,19 +228,3 @@ def _check_lengths(config: ScheduleConfig, span: _Span) -> None:
         raise ValueError(f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}")
     if not 0 < span.anneal <= span.decay - span.warmup:
         raise ValueError(f"--lr-wsd-decay-{unit} {span.anneal} does not fit between {warmup} and {decay}")
-
-
-def _check_weight_decay(config: ScheduleConfig) -> None:
-    start, end, style = config.start_weight_decay, config.end_weight_decay, config.weight_decay_incr_style
-    if style == "constant":
-        for name in ("start_weight_decay", "end_weight_decay"):
-            value = getattr(config, name)
-            if value is not None:
-                raise ValueError(f"{spelling(config, name)} {value} needs --weight-decay-incr-style linear or cosine")
-    elif start is None or end is None:
-        raise ValueError(
-            f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
-            f" (given: {start}, {end})"
-        )
-    elif not 0.0 <= start <= end:
-        raise ValueError(f"--start-weight-decay {start} and --end-weight-decay {end}: 0 <= start <= end is needed")

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag, spelling
 from megazpp.parallel.axis import MeshAxis, TrafficCounter, can_order_groups, make_group
 from megazpp.parallel.comm_queue import CommQueue
 from megazpp.parallel.environment import check_connections
@@ -52,6 +51,12 @@ class ParallelConfig:
     )
     hsdp: bool = flag(False, "one copy of the sharded model per node (per NVLink domain, where that is larger)")
 
+    def __post_init__(self) -> None:
+        for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+            if getattr(self, name) != 1:
+                raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is not supported: only 1 is")
+        check_positive(self, "tensor_model_parallel_size", "num_distributed_optimizer_instances")
+
 
 def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int) -> Layout:
     """The layout that the flags ask for on `cluster`; ZeRO stage 0 is one replica per data rank.
@@ -59,13 +64,6 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int) -> L
     Raises:
         ValueError: naming the flags that do not fit the cluster or each other.
     """
-    for name, degree in (
-        ("--pipeline-model-parallel-size", config.pipeline_model_parallel_size),
-        ("--context-parallel-size", config.context_parallel_size),
-    ):
-        if degree != 1:
-            raise ValueError(f"{name} {degree} is not supported: only 1 is")
-    check_positive(config, "num_distributed_optimizer_instances")
     instances = config.num_distributed_optimizer_instances
     tp = config.tensor_model_parallel_size
     if config.hsdp and instances not in (1, cluster.num_islands):

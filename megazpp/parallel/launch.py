@@ -25,8 +25,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megazpp.flag_checks import check_not_negative, check_positive, spelling
-from megazpp.flags import flag
+from megazpp.flags import check_not_negative, check_positive, flag, spelling
 
 DEFAULT_CPU_WORKERS = 4
 LARGEST_SEED = 2**32 - 1  # that numpy takes
@@ -61,29 +60,23 @@ class LaunchConfig:
     )
     seed: int = flag(1234, "seed of the weights, the data order and dropout")
 
+    def __post_init__(self) -> None:
+        check_positive(self, "nproc", "distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
+        check_not_negative(self, "max_restarts")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise ValueError(f"--seed {self.seed} is not a number from 0 to {LARGEST_SEED}")
+        for name, minutes in (
+            ("distributed_timeout_minutes", self.distributed_timeout_minutes),
+            ("distributed_timeout_seconds_after_init", (self.distributed_timeout_seconds_after_init or 0.0) / 60),
+        ):
+            if minutes > YEAR_MINUTES:
+                raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is more than a year")
+
     @property
     def hang_seconds(self) -> tuple[float, float]:
         """How long nothing may move: until the first step is done, and later."""
         first, later = 60 * self.distributed_timeout_minutes, self.distributed_timeout_seconds_after_init
         return first, first / 2 if later is None else later
-
-
-def check_launch(config: LaunchConfig) -> None:
-    """Refuse values that cannot work.
-
-    Raises:
-        ValueError: names the flag and its value.
-    """
-    check_positive(config, "distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
-    check_not_negative(config, "max_restarts")
-    if not 0 <= config.seed <= LARGEST_SEED:
-        raise ValueError(f"--seed {config.seed} is not a number from 0 to {LARGEST_SEED}")
-    for name, minutes in (
-        ("distributed_timeout_minutes", config.distributed_timeout_minutes),
-        ("distributed_timeout_seconds_after_init", (config.distributed_timeout_seconds_after_init or 0.0) / 60),
-    ):
-        if minutes > YEAR_MINUTES:
-            raise ValueError(f"{spelling(config, name)} {getattr(config, name)} is more than a year")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +93,8 @@ def find_place(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> Pla
     """Read the launcher's environment: torchrun (RANK, WORLD_SIZE), srun (SLURM_PROCID, ...), or none.
 
     Raises:
-        ValueError: --nproc is not positive, it or --max-restarts is given although a launcher has started the workers,
-            or --distributed-backend nccl without a GPU.
+        ValueError: --nproc or --max-restarts is given although a launcher has started the workers, or
+            --distributed-backend nccl without a GPU.
     """
     if config.distributed_backend == "nccl" and not torch.cuda.is_available():
         raise ValueError("--distributed-backend nccl needs a GPU, and torch finds none here")
@@ -111,8 +104,6 @@ def find_place(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> Pla
         launcher, variables = "srun", ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
     else:
         nproc = config.nproc if config.nproc is not None else torch.cuda.device_count() or DEFAULT_CPU_WORKERS
-        if nproc < 1:
-            raise ValueError(f"--nproc {nproc} is not positive")
         return Place(started=nproc == 1 and not config.max_restarts, world_size=nproc)
     rank, local_rank, world_size = (int(env.get(name, "0")) for name in variables)
     if config.nproc is not None and LAUNCHER_PID not in env:

@@ -57,20 +57,15 @@ class NcclConfig:
         None, "thread blocks per cluster of collectives between nodes, 0 to 8, on Hopper and newer (NCCL decides)"
     )
 
-
-def check_nccl(config: NcclConfig) -> None:
-    """
-    Raises:
-        ValueError: a value that NCCL refuses, by the flag's name.
-    """
-    least, most, cluster = config.nccl_cross_min_ctas, config.nccl_cross_max_ctas, config.nccl_cross_cga_cluster_size
-    for name, value in (("--nccl-cross-min-ctas", least), ("--nccl-cross-max-ctas", most)):
-        if value is not None and not 1 <= value <= MOST_CTAS:
-            raise ValueError(f"{name} {value} is not a number from 1 to {MOST_CTAS}")
-    if least is not None and most is not None and least > most:
-        raise ValueError(f"--nccl-cross-min-ctas {least} is more than --nccl-cross-max-ctas {most}")
-    if cluster is not None and not 0 <= cluster <= 8:
-        raise ValueError(f"--nccl-cross-cga-cluster-size {cluster} is not a number from 0 to 8")
+    def __post_init__(self) -> None:
+        least, most, cluster = self.nccl_cross_min_ctas, self.nccl_cross_max_ctas, self.nccl_cross_cga_cluster_size
+        for name, value in (("--nccl-cross-min-ctas", least), ("--nccl-cross-max-ctas", most)):
+            if value is not None and not 1 <= value <= MOST_CTAS:
+                raise ValueError(f"{name} {value} is not a number from 1 to {MOST_CTAS}")
+        if least is not None and most is not None and least > most:
+            raise ValueError(f"--nccl-cross-min-ctas {least} is more than --nccl-cross-max-ctas {most}")
+        if cluster is not None and not 0 <= cluster <= 8:
+            raise ValueError(f"--nccl-cross-cga-cluster-size {cluster} is not a number from 0 to 8")
 
 
 def order_launches(layout: Layout, env: MutableMapping[str, str] = os.environ) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind, nested_sizes
 
 AXES = ("tp", "local", "cross", "shard", "replicate")
+DATA_AXES = ("shard", "local", "cross")  # those that weights and gradients travel on, whole or in two hops
 WIRES = ("tp", "local", "cross")  # what bytes are counted by: those of "shard" and "replicate" go over one of these
 COORDINATES = ("replicate", "cross", "local", "tp")  # of a rank, outermost first
 CLUSTER_SIZES = ("num_nodes", "ranks_per_node", "domain_size")

@@ -1,29 +1,40 @@
 """What must not get into the weights: looked for between the backward and the update of every step.
 
-    the loss or a gradient is not finite    the job ends, and says where it came from (not_finite.py)
+    the loss or a gradient is not finite    the job ends, and says where it came from
     the loss jumps (--loss-spike-sigma)     the step is skipped, or the weights go back to the last checkpoint
     gathered weights differ between ranks   the job ends (--zero-verify-interval, zero/verify.py)
 
 All ranks see the same numbers and decide the same. With a dynamic loss scale a gradient that is not finite is the
 scale's business and the step is skipped; a loss that is not finite is an error there too.
+
+A sum over ranks spreads a NaN or Inf over all of them. So each rank looks at its own gradients before they are summed
+(`Sharding.watch_gradients`: per sharding unit, one pass, no wait for the device), and only when the norm of the step is
+not finite are ranks asked which micro-batch and which parameter it was. The job then ends with the weights as they were
+before the step, and not-finite-<iteration>.json in the run folder holds what is needed to look: samples, losses, norms.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
-from megazpp.training.not_finite import NotFinite
+from megazpp.errors import JobError
+from megazpp.flags import check_positive, flag
+from megazpp.optim.clip import grad_norms
+from megazpp.parallel.dims import ParallelDims
+from megazpp.training.batches import BatchPlan
+from megazpp.training.run_folder import RunFolder
+from megazpp.zero.sharding import Sharding
 
 WINDOW, FEWEST = 100, 20  # losses that a loss is compared with
+SHOWN = 8  # parameters and micro-batches that the message names; the file has all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +57,10 @@ class AnomalyConfig:
         "samples",
     )
 
-
-def check_anomalies(config: AnomalyConfig, *, saves: bool) -> None:
-    """Refuse values that cannot work.
-
-    Args:
-        saves: whether the run writes checkpoints.
-    Raises:
-        ValueError: names the flags and their values.
-    """
-    sigma = config.loss_spike_sigma
-    check_positive(config, "loss_spike_sigma")
-    if config.loss_spike_action == "rewind":
-        if sigma is None:
+    def __post_init__(self) -> None:
+        check_positive(self, "loss_spike_sigma")
+        if self.loss_spike_action == "rewind" and self.loss_spike_sigma is None:
             raise ValueError("--loss-spike-action rewind needs --loss-spike-sigma")
-        if not saves:
-            raise ValueError("--loss-spike-action rewind needs --save")
 
 
 class LossHistory:
@@ -157,3 +156,118 @@ class Guard:
             f"steps; {what}"
         )
         return True
+
+
+class NotFiniteError(JobError):
+    """The loss or a gradient is NaN or Inf."""
+
+
+class Found(NamedTuple):
+    """What one rank knows.
+
+    Attributes:
+        data_rank: which samples it had.
+        losses: its share of the loss, by micro-batch.
+        elements: parameter -> elements of this rank's shard of the summed gradient that are not finite.
+        suspects: parameters of the units in which its own gradients were not finite; None where nobody can look.
+    """
+
+    data_rank: int
+    losses: list[float]
+    elements: dict[str, int]
+    suspects: list[str] | None
+
+
+class NotFinite:
+    """Asks the ranks and ends the job.
+
+    Args:
+        sharding: the model whose gradients are in question.
+        dims: for asking.
+        plan: which samples an iteration has.
+        folder: where rank 0 writes; None on the others.
+    """
+
+    def __init__(self, sharding: Sharding, dims: ParallelDims, plan: BatchPlan, folder: RunFolder | None) -> None:
+        self._sharding, self._dims, self._plan, self._folder = sharding, dims, plan, folder
+
+    def watch(self) -> None:
+        """Before each step: look at its gradients before they are summed."""
+        self._sharding.watch_gradients()
+
+    def report(self, iteration: int, loss: float, norm: float, local_losses: torch.Tensor) -> None:
+        """Gather, write and raise; called on all ranks.
+
+        Raises:
+            NotFiniteError: the same message on all ranks.
+        """
+        named = list(self._sharding.model.named_parameters())
+        elements = {name: count for name, p in named if (count := _not_finite_elements(p.grad))}
+        norms = grad_norms(named, self._dims.tp, self._dims.shard)
+        mine = Found(self._dims.data_rank, local_losses.tolist(), elements, self._sharding.not_finite_here())
+        found = self._dims.world.gather_objects(mine)
+        message = None
+        if found:
+            first, size = self._plan.consumed_samples_at(iteration - 1), self._plan.micro_batch_size
+            message = describe(found, iteration, loss, norm, first, size)
+            if self._folder is not None:
+                record = {
+                    "iteration": iteration,
+                    "loss": loss,
+                    "grad_norm": norm,
+                    "first_sample": first,
+                    "samples": self._plan.batch_size_at(first),
+                    "micro_batch_size": size,
+                    "grad_norms": norms,
+                    "ranks": [each._asdict() for each in found],
+                }
+                file = self._folder.write_json(f"not-finite-{iteration}.json", record, indent=2)
+                message += f"\nsamples, losses and norms: {file}"
+        raise NotFiniteError(self._dims.world.share_object(message))
+
+
+def describe(
+    found: Sequence[Found], iteration: int, loss: float, norm: float, first_sample: int, micro_batch_size: int
+) -> str:
+    """The message for the user.
+
+    Args:
+        found: by rank.
+        first_sample: of the iteration.
+    """
+    lines = [
+        f"iteration {iteration}: loss {loss:g}, gradient norm {norm:g}; the job ends before the update, the weights "
+        f"are those of iteration {iteration - 1}"
+    ]
+    data_size = 1 + max(each.data_rank for each in found)
+    bad_losses = [
+        (rank, index, each.data_rank)
+        for rank, each in enumerate(found)
+        for index, value in enumerate(each.losses)
+        if not math.isfinite(value)
+    ]
+    for rank, index, data_rank in bad_losses[:SHOWN]:
+        start = first_sample + (index * data_size + data_rank) * micro_batch_size
+        lines.append(
+            f"the loss of micro-batch {index} (samples {start} to {start + micro_batch_size - 1}) is not finite on "
+            f"rank {rank}"
+        )
+    bad: Counter[str] = Counter()
+    for each in found:
+        bad.update(each.elements)
+    for name, count in list(bad.items())[:SHOWN]:
+        ranks = [rank for rank, each in enumerate(found) if name in (each.suspects or ())]
+        if found[0].suspects is None:
+            origin = "from a rank that is not known, because whole copies are summed inside FSDP2"
+        else:
+            origin = f"from rank {', '.join(map(str, ranks))}" if ranks else "every rank's own gradient was finite"
+        lines.append(f"{name}: {count} elements of the gradient are not finite, {origin}")
+    more = len(bad_losses[SHOWN:]) + max(0, len(bad) - SHOWN)
+    return "\n".join([*lines, f"and {more} more"] if more else lines)
+
+
+def _not_finite_elements(gradient: Any) -> int:
+    if gradient is None:
+        return 0
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return int((~torch.isfinite(local)).sum())

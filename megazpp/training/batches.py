@@ -11,8 +11,7 @@ import bisect
 from dataclasses import dataclass
 from functools import cached_property
 
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +30,23 @@ class BatchConfig:
     )
     train_iters: int | None = flag(None, "optimizer steps of the run; or give --train-samples")
     train_samples: int | None = flag(None, "samples of the run; or give --train-iters")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "micro_batch_size", "global_batch_size", "train_iters", "train_samples")
+        if self.train_iters is not None and self.train_samples is not None:
+            raise ValueError(
+                f"--train-iters {self.train_iters} and --train-samples {self.train_samples}: give only one"
+            )
+        if self.rampup_batch_size is None:
+            return
+        given = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
+        if self.train_iters is not None:
+            raise ValueError(f"{given} needs --train-samples, not --train-iters {self.train_iters}")
+        if len(self.rampup_batch_size) != 3:
+            raise ValueError(f"{given}: three numbers are needed, start size, increment and samples")
+        start, increment, samples = self.rampup_batch_size
+        if start < 1 or increment < 1 or samples < 0:
+            raise ValueError(f"{given}: start size and increment must be positive, samples not negative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,27 +122,29 @@ class BatchPlan:
 
 
 def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
-    """Check the flags and fill in the default global batch size.
+    """Fill in the default global batch size.
 
     Raises:
-        ValueError: a size is missing, not positive, or not divisible by micro-batch size x data-parallel
-            size; both or neither of --train-iters and --train-samples; a ramp-up that does not add up.
+        ValueError: a size or the length is missing, or a size is not divisible by micro-batch size x data-parallel
+            size; a ramp-up that does not add up.
     """
     if config.micro_batch_size is None:
         raise ValueError("--micro-batch-size is required")
-    check_positive(config, "micro_batch_size", "global_batch_size", "train_iters", "train_samples")
-    _check_length(config)
+    if config.train_iters is None and config.train_samples is None:
+        raise ValueError("either --train-iters or --train-samples is required")
     rank_samples = config.micro_batch_size * data_parallel_size
     global_batch_size = rank_samples if config.global_batch_size is None else config.global_batch_size
     divisor = f"--micro-batch-size {config.micro_batch_size} x data-parallel size {data_parallel_size}"
     if global_batch_size % rank_samples:
         raise ValueError(f"--global-batch-size {global_batch_size} is not divisible by {divisor}")
-    start, increment, samples = _rampup(config, global_batch_size)
-    if start % rank_samples or (start < global_batch_size and increment % rank_samples):
+    start, increment, samples = config.rampup_batch_size or (global_batch_size, global_batch_size, 0)
+    given = f"--rampup-batch-size {start} {increment} {samples}"
+    if start > global_batch_size or (global_batch_size - start) % increment:
         raise ValueError(
-            f"--rampup-batch-size {start} {increment} {samples}: start size and increment are not divisible"
-            f" by {divisor}"
+            f"{given}: --global-batch-size {global_batch_size} is not {start} plus a multiple of {increment}"
         )
+    if start % rank_samples or (start < global_batch_size and increment % rank_samples):
+        raise ValueError(f"{given}: start size and increment are not divisible by {divisor}")
     return BatchPlan(
         micro_batch_size=config.micro_batch_size,
         data_parallel_size=data_parallel_size,
@@ -137,31 +155,3 @@ def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
         train_iters=config.train_iters,
         train_samples=config.train_samples,
     )
-
-
-def _check_length(config: BatchConfig) -> None:
-    iters, samples = config.train_iters, config.train_samples
-    if iters is not None and samples is not None:
-        raise ValueError(f"--train-iters {iters} and --train-samples {samples}: give only one")
-    if iters is None and samples is None:
-        raise ValueError("either --train-iters or --train-samples is required")
-    if iters is not None and config.rampup_batch_size is not None:
-        ramp = " ".join(map(str, config.rampup_batch_size))
-        raise ValueError(f"--rampup-batch-size {ramp} needs --train-samples, not --train-iters {iters}")
-
-
-def _rampup(config: BatchConfig, global_batch_size: int) -> tuple[int, int, int]:
-    """(start size, increment, samples); a constant batch size is a ramp-up over 0 samples."""
-    if config.rampup_batch_size is None:
-        return global_batch_size, global_batch_size, 0
-    flag_text = "--rampup-batch-size " + " ".join(map(str, config.rampup_batch_size))
-    if len(config.rampup_batch_size) != 3:
-        raise ValueError(f"{flag_text}: three numbers are needed, start size, increment and samples")
-    start, increment, samples = config.rampup_batch_size
-    if start < 1 or increment < 1 or samples < 0:
-        raise ValueError(f"{flag_text}: start size and increment must be positive, samples not negative")
-    if start > global_batch_size or (global_batch_size - start) % increment:
-        raise ValueError(
-            f"{flag_text}: --global-batch-size {global_batch_size} is not {start} plus a multiple of {increment}"
-        )
-    return start, increment, samples

@@ -9,8 +9,7 @@ import torch
 
 from megazpp.data.batch import MicroBatch
 from megazpp.data.loader import BatchLoader
-from megazpp.flag_checks import check_not_negative, check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_not_negative, check_positive, flag
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.sharding import Sharding

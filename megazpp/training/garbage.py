@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
-from megazpp.flag_checks import check_not_negative
-from megazpp.flags import flag
+from megazpp.flags import check_not_negative, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +27,13 @@ class GarbageConfig:
         check_not_negative(self, "manual_gc_interval")
 
 
-class GarbageCollector:
+class GarbageCollector(AbstractContextManager["GarbageCollector"]):
     """Takes over while it is entered; does nothing with --no-manual-gc."""
 
     def __init__(self, config: GarbageConfig) -> None:
         self._config, self._frozen, self._was_enabled = config, False, gc.isenabled()
 
-    def __enter__(self) -> GarbageCollector:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._frozen:
             gc.unfreeze()
             if self._was_enabled:

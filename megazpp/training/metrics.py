@@ -1,19 +1,26 @@
-"""The record of a step and of a log interval, how steps add up to a run's summary, and what a process has used."""
+"""The record of a step and of a log interval, how steps add up to a run, and the lines that say so.
+
+The log line is Megatron's, byte for byte, with our fields after its last one, so that existing parsers keep
+working. One departure: the loss is always printed. Megatron leaves it out when every step of the interval was
+skipped; here it is then the mean over the skipped steps, NaN too.
+"""
 
 from __future__ import annotations
 
-import functools
+import datetime
 import math
-import operator
 import resource
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.formatting import TERA
+from megazpp.formatting import GIGA, MEGA, TERA
+
+MEBI = 1024 * 1024
 
 
 class SentBytes(NamedTuple):
@@ -22,6 +29,9 @@ class SentBytes(NamedTuple):
     tp: int = 0
     cross: int = 0
     local: int = 0
+
+    def plus(self, other: SentBytes) -> SentBytes:
+        return SentBytes(*map(sum, zip(self, other, strict=True)))
 
 
 NOTHING_SENT = SentBytes()
@@ -44,7 +54,6 @@ class StepRecord:
         seconds: wall time of the step, waiting for data included.
         wait_seconds: of that, waiting for data.
         cpu_seconds: CPU time of this process in the step.
-        sent_bytes: put on each wire since the last record that says so; may be counted once per interval only.
     """
 
     iteration: int
@@ -62,7 +71,6 @@ class StepRecord:
     seconds: float = 0.0
     wait_seconds: float = 0.0
     cpu_seconds: float = 0.0
-    sent_bytes: SentBytes = NOTHING_SENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,37 +95,70 @@ class RunShape:
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalRecord:
-    """The steps since the last log line: means, except for what belongs to the last step.
+    """The steps since the last log line, at least one.
 
     Attributes:
-        last: the last step of the interval.
-        steps: how many there are.
-        lm_loss: mean over the steps that were taken; over the skipped ones if none was.
-        step_seconds: mean wall time of a step.
-        tokens_per_second: over all ranks.
-        tflops_per_rank: model TFLOP/s of one rank.
-        mfu: fraction of the device's peak, or None.
-        sent_bytes: mean per step.
-        eta_seconds: time left at this interval's samples per second.
-        skipped, nan: steps not taken; steps whose loss was not finite.
+        shape: of the run.
+        steps: in order.
+        sent_bytes: per node, mean per step.
         peak_memory_bytes: or None where it is not measured.
     """
 
-    last: StepRecord
-    steps: int
-    total_iterations: int
-    consumed_tokens: int
-    lm_loss: float
-    step_seconds: float
-    tokens_per_second: float
-    tokens_per_second_per_rank: float
-    tflops_per_rank: float
-    mfu: float | None
+    shape: RunShape
+    steps: Sequence[StepRecord]
     sent_bytes: SentBytes
-    eta_seconds: float
-    skipped: int
-    nan: int
     peak_memory_bytes: int | None
+
+    @property
+    def last(self) -> StepRecord:
+        """The last step, to which belongs what is no mean."""
+        return self.steps[-1]
+
+    @property
+    def lm_loss(self) -> float:
+        """Mean over the steps that were taken; over the skipped ones if none was."""
+        losses = [step.loss for step in self.steps if not step.skipped] or [step.loss for step in self.steps]
+        return sum(losses) / len(losses)
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were not taken."""
+        return sum(step.skipped for step in self.steps)
+
+    @property
+    def nan(self) -> int:
+        """Steps whose loss was not finite."""
+        return sum(not math.isfinite(step.loss) for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all steps."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def samples(self) -> int:
+        """Of all steps, over all ranks."""
+        return sum(step.global_batch_size for step in self.steps)
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean wall time of a step."""
+        return self.seconds / len(self.steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks."""
+        return self.samples * self.shape.seq_length / self.seconds
+
+    @property
+    def eta_seconds(self) -> float:
+        """Time left at this interval's samples per second."""
+        return max(0, self.shape.total_samples - self.last.consumed_samples) * self.seconds / self.samples
+
+    @property
+    def flops_per_rank(self) -> float:
+        """Model FLOP/s of one rank."""
+        return self.tokens_per_second * self.shape.flops_per_token / self.shape.world_size
 
     def as_json(self) -> dict[str, Any]:
         """The object of this interval in metrics.jsonl; a loss or norm may be NaN or Infinity."""
@@ -127,8 +168,8 @@ class IntervalRecord:
             "grad_norm": self.last.grad_norm,
             "learning_rate": self.last.learning_rate,
             "consumed_samples": self.last.consumed_samples,
-            "consumed_tokens": self.consumed_tokens,
-            "steps": self.steps,
+            "consumed_tokens": self.last.consumed_samples * self.shape.seq_length,
+            "steps": len(self.steps),
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
             "skipped": self.skipped,
@@ -137,6 +178,31 @@ class IntervalRecord:
             "local_bytes": self.sent_bytes.local,
             "peak_memory_bytes": self.peak_memory_bytes,
         }
+
+    def line(self) -> str:
+        """Megatron's line, then tokens/s and TFLOP/s per rank, MFU, memory, MB per step and wire, time left."""
+        last, shape = self.last, self.shape
+        fields = [
+            f"iteration {last.iteration:8d}/{shape.total_iterations:8d}",
+            f"consumed samples: {last.consumed_samples:12d}",
+            f"elapsed time per iteration (ms): {self.step_seconds * 1000.0:.1f}",
+            f"learning rate: {last.learning_rate:.3E}",
+            f"global batch size: {last.global_batch_size:5d}",
+            f"lm loss: {self.lm_loss:.6E}",
+            f"loss scale: {last.loss_scale:.1f}",
+            None if last.grad_norm is None else f"grad norm: {last.grad_norm:.3f}",
+            None if last.num_zeros is None else f"num zeros: {last.num_zeros:.1f}",
+            None if last.params_norm is None else f"params norm: {last.params_norm:.3f}",
+            f"number of skipped iterations: {self.skipped:3d}",
+            f"number of nan iterations: {self.nan:3d}",
+            f"tokens/s per rank: {self.tokens_per_second / shape.world_size:.1f}",
+            f"model TFLOP/s per rank: {self.flops_per_rank / TERA:#.4g}",
+            None if shape.peak_flops is None else f"MFU: {self.flops_per_rank / shape.peak_flops:.1%}",
+            None if self.peak_memory_bytes is None else f"max memory (GB): {self.peak_memory_bytes / GIGA:.2f}",
+            *(f"{wire} MB per step: {sent / MEGA:.3f}" for wire, sent in self.sent_bytes._asdict().items() if sent),
+            f"eta: {datetime.timedelta(seconds=round(self.eta_seconds))}",
+        ]
+        return "".join(f" {field} |" for field in fields if field is not None)
 
 
 class Meter:
@@ -163,34 +229,14 @@ class Meter:
         self._wait_seconds += step.wait_seconds
         self.cpu_seconds += step.cpu_seconds
         self.micro_batches += step.micro_batches
-        self._sent_bytes = _plus(self._sent_bytes, step.sent_bytes)
 
-    def interval(self, *, peak_memory_bytes: int | None = None) -> IntervalRecord:
-        """The steps since the last call; there must be at least one."""
+    def interval(self, sent_bytes: SentBytes = NOTHING_SENT, *, peak_memory_bytes: int | None = None) -> IntervalRecord:
+        """The steps since the last call, of which there must be one, and what they have sent together."""
         steps, self._steps = self._steps, []
         assert steps, "an interval needs a step"
-        shape, last, count = self.shape, steps[-1], len(steps)
-        seconds, samples = sum(step.seconds for step in steps), sum(step.global_batch_size for step in steps)
-        sent_bytes = functools.reduce(_plus, (step.sent_bytes for step in steps))
-        tokens_per_second = samples * shape.seq_length / seconds
-        flops_per_rank = tokens_per_second * shape.flops_per_token / shape.world_size
-        return IntervalRecord(
-            last=last,
-            steps=count,
-            total_iterations=shape.total_iterations,
-            consumed_tokens=last.consumed_samples * shape.seq_length,
-            lm_loss=_mean_loss(steps),
-            step_seconds=seconds / count,
-            tokens_per_second=tokens_per_second,
-            tokens_per_second_per_rank=tokens_per_second / shape.world_size,
-            tflops_per_rank=flops_per_rank / TERA,
-            mfu=None if shape.peak_flops is None else flops_per_rank / shape.peak_flops,
-            sent_bytes=SentBytes(*(total // count for total in sent_bytes)),
-            eta_seconds=max(0, shape.total_samples - last.consumed_samples) * seconds / samples,
-            skipped=sum(step.skipped for step in steps),
-            nan=sum(not math.isfinite(step.loss) for step in steps),
-            peak_memory_bytes=peak_memory_bytes,
-        )
+        self._sent_bytes = self._sent_bytes.plus(sent_bytes)
+        mean = SentBytes(*(total // len(steps) for total in sent_bytes))
+        return IntervalRecord(shape=self.shape, steps=steps, sent_bytes=mean, peak_memory_bytes=peak_memory_bytes)
 
     def summary(self, *, cpu_seconds: float) -> dict[str, Any]:
         """What summary.json says about the training steps.
@@ -212,6 +258,52 @@ class Meter:
         }
 
 
+def validation_lines(where: str, loss: float) -> list[str]:
+    """Megatron's three lines: dashes, the loss and its perplexity, dashes. `where` is e.g. "iteration 100"."""
+    line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    rule = "-" * (len(line) + 1)
+    return [rule, line, rule]
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), with the loss capped at 20 as Megatron does; NaN stays NaN."""
+    return math.exp(loss if math.isnan(loss) else min(20.0, loss))
+
+
+def closing_lines(summary: Mapping[str, Any], *, trained: bool) -> str:
+    """What the run came to, for a reader; `trained` where it has taken steps."""
+    lines = []
+    if summary["stop_reason"]:
+        lines.append(f"stopped by {summary['stop_reason']}")
+    if trained:
+        lines.append(
+            f"trained {summary['iterations']} iterations in {summary['seconds']:.1f} s: "
+            f"{summary['tokens_per_second']:.0f} tokens/s, {summary['cpu_seconds_per_token'] * 1e6:.1f} CPU "
+            f"microseconds per token, {summary['data_wait_share']:.1%} of the time waiting for data"
+        )
+        lines.append(f"training loss of the last log interval: {summary['final_loss']:.4f} nats per token")
+    if summary["validation_loss"] is not None:
+        lines.append(
+            f"validation loss: {summary['validation_loss']:.4f}; unigram entropy of the validation text: "
+            f"{summary['unigram_entropy']:.4f} nats per token"
+        )
+    return "\n".join(lines)
+
+
+def memory_line(rank: int, iteration: int, device: torch.device) -> str | None:
+    """Megatron's memory line, printed once after the first log interval; None without a CUDA device."""
+    if device.type != "cuda":
+        return None
+    sizes = {
+        "allocated": torch.cuda.memory_allocated(device),
+        "max allocated": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "max reserved": torch.cuda.max_memory_reserved(device),
+    }
+    line = f"[Rank {rank}] (after {iteration} iterations) memory (MB)"
+    return line + "".join(f" | {name}: {size / MEBI:.2f}" for name, size in sizes.items())
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """The most that was allocated on a CUDA device; on a CPU the process's largest resident size."""
     if device.type == "cuda":
@@ -223,12 +315,3 @@ def peak_memory_bytes(device: torch.device) -> int:
 def cpu_seconds() -> float:
     """CPU time of this process so far, all threads, user and system."""
     return time.process_time()
-
-
-def _plus(a: SentBytes, b: SentBytes) -> SentBytes:
-    return SentBytes(*map(operator.add, a, b))
-
-
-def _mean_loss(steps: list[StepRecord]) -> float:
-    losses = [step.loss for step in steps if not step.skipped] or [step.loss for step in steps]
-    return sum(losses) / len(losses)

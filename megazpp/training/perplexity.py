@@ -22,8 +22,8 @@ from megazpp.data.text import cached_indexed_dataset, check_texts, read_document
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.data.whole import WholeText, make_padded_batch
 from megazpp.parallel.dims import ParallelDims
-from megazpp.training.console import validation_lines
 from megazpp.training.evaluate import Evaluator
+from megazpp.training.metrics import validation_lines
 from megazpp.training.setup import Built
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -46,44 +45,13 @@ class ProfilerConfig:
         "pytorch.org/memory_viz; relative to the run folder, the rank is put behind its name",
     )
 
-
-def check_profiler(
-    config: ProfilerConfig,
-    *,
-    device_type: str,
-    world_size: int,
-    total_iterations: int,
-    exit_interval: int | None,
-    trains: bool,
-) -> None:
-    """Refuse what would record nothing.
-
-    Raises:
-        ValueError: names the flags and their values.
-    """
-    if config.record_memory_history and device_type != "cuda":
-        raise ValueError(
-            f"--record-memory-history records CUDA's allocator, and this run is on {device_type}: there is nothing "
-            "to record (--profile works there)"
-        )
-    if not (config.profile or config.record_memory_history):
-        return
-    for rank in config.profile_ranks:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"--profile-ranks {rank}: the ranks are 0 to {world_size - 1}")
-    if not config.profile:
-        return
-    start, end = config.profile_step_start, config.profile_step_end
-    if not 0 <= start < end:
-        raise ValueError(f"--profile-step-start {start} is not below --profile-step-end {end}, or negative")
-    if not trains:
-        raise ValueError("--profile: --skip-train takes no step")
-    last = min(total_iterations, exit_interval or total_iterations)
-    if start >= last:
-        raise ValueError(f"--profile-step-start {start}: the run ends with iteration {last}, so nothing is recorded")
+    def __post_init__(self) -> None:
+        start, end = self.profile_step_start, self.profile_step_end
+        if self.profile and not 0 <= start < end:
+            raise ValueError(f"--profile-step-start {start} is not below --profile-step-end {end}, or negative")
 
 
-class Profiler:
+class Profiler(AbstractContextManager["Profiler"]):
     """Records what the flags ask for; every rank makes one. CUDA's allocations are recorded from its making on.
 
     While it is entered the job trains; what is not written yet is written at the end.
@@ -106,12 +74,7 @@ class Profiler:
         if self._remembers:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
 
-    def __enter__(self) -> Profiler:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None and self._trace is not None:
             self._write_trace()
         if error is None and self._config.profile and not self._done:

@@ -1,22 +1,48 @@
-"""Turns what each rank measured into what the run did: printed, written to the run folder, sent to the sinks."""
+"""Turns what each rank measured into what the run did: printed, written to the run folder, sent to the sinks.
+
+At the end comes a table of what the training steps put on every wire, beside what ZeRO-3 would have put on the wire
+between nodes. The rows are counted where the bytes leave (parallel/axis.py). Only ZeRO-3's figure is computed, from the
+shards:
+
+    k micro-batches, W data ranks, M_w bytes of weights (compute format), M_g bytes of gradients (reduction format):
+    a ring sends (W - 1) / W x k x (2 M_w + M_g) over each node's uplink, with N > 1 nodes; 3 k M where both are 16 bit
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from megazpp.checkpoint.record import TrainingProgress
+from megazpp.formatting import MEGA, aligned
 from megazpp.optim.clip import global_parameter_norm
-from megazpp.training.console import closing_lines, log_line, memory_line, validation_lines
+from megazpp.parallel.axis import Traffic
+from megazpp.parallel.dims import ParallelDims
+from megazpp.topology.layout import AXES, WIRES
 from megazpp.training.context import RunContext
 from megazpp.training.evaluate import Evaluator
-from megazpp.training.metrics import IntervalRecord, Meter, RunShape, SentBytes, StepRecord, peak_memory_bytes
-from megazpp.training.step import TrainStep
+from megazpp.training.metrics import (
+    NOTHING_SENT,
+    IntervalRecord,
+    Meter,
+    RunShape,
+    SentBytes,
+    StepRecord,
+    closing_lines,
+    memory_line,
+    peak_memory_bytes,
+    validation_lines,
+)
 from megazpp.training.timers import Timers
-from megazpp.training.tracking import Tracker, TrackingConfig
-from megazpp.training.traffic import Zero3Traffic, collect_traffic, traffic_summary, traffic_table
+from megazpp.training.tracking import Table, Tracker, TrackingConfig
+from megazpp.zero.precision import PrecisionConfig
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 
 
 class MetricsRecorder:
@@ -26,6 +52,7 @@ class MetricsRecorder:
         config: how often to log, and whether the norm of the parameters too.
         run: prints, communicates and knows the device.
         shape: what turns samples and seconds into figures.
+        model: whose parameters' norm is recorded.
         zero3: number of micro-batches to what ZeRO-3 would have sent.
         tracker: writes on rank 0.
         timers: reported after a log line.
@@ -37,30 +64,31 @@ class MetricsRecorder:
         run: RunContext,
         shape: RunShape,
         *,
+        model: nn.Module,
         zero3: Callable[[int], Zero3Traffic | None],
         tracker: Tracker | None = None,
         timers: Timers | None = None,
     ) -> None:
         self.meter, self.console, self._tracker = Meter(shape), run.console, tracker
         self._dims, self._config, self._device, self._timers = run.dims, config, run.device, timers
-        self._zero3 = zero3
-        self._sent_before = SentBytes()
+        self._model, self._zero3 = model, zero3
+        self._sent_before = NOTHING_SENT
         self.last_interval: IntervalRecord | None = None
         self.last_validation: tuple[int, float] | None = None
 
-    def step(self, record: StepRecord, step: TrainStep, *, last: bool) -> None:
+    def step(self, record: StepRecord, *, last: bool) -> None:
         """Record a step; at a log interval and at the `last` one also print and write a line."""
         log = last or record.iteration % self._config.log_interval == 0
-        if log:
-            record = dataclasses.replace(
-                record, sent_bytes=self._sent_bytes_per_node(), params_norm=self._params_norm(step)
-            )
+        sent = self._sent_bytes_per_node() if log else NOTHING_SENT
+        if log and self._config.log_params_norm:
+            norm = global_parameter_norm(self._model.named_parameters(), self._dims.tp, self._dims.shard)
+            record = dataclasses.replace(record, params_norm=float(norm))
         self.meter.add(record)
         self.console.advance(record.loss)
         if self._tracker is not None:
             self._tracker.step(record)
         if log:
-            self._log(record.iteration)
+            self._log(record.iteration, sent)
 
     def validate(self, evaluate: Evaluator, progress: TrainingProgress) -> None:
         """Evaluate, show and record."""
@@ -107,16 +135,19 @@ class MetricsRecorder:
         rows, compared = collect_traffic(self._dims, self._device), self._zero3(self.meter.micro_batches)
         if rows:
             self.console.log(traffic_table(rows, compared))
-        summary |= traffic_summary(rows, compared)
-        self.console.log(closing_lines(summary, self.last_interval))
+        summary |= {
+            "traffic": [row._asdict() for row in rows],
+            "zero3": None if compared is None else compared._asdict(),
+        }
+        self.console.log(closing_lines(summary, trained=self.last_interval is not None))
         if self._tracker is not None:
-            self._tracker.summary(summary, rows)
+            self._tracker.summary(summary, {"traffic": Table(TrafficRow._fields, [tuple(row) for row in rows])})
 
-    def _log(self, iteration: int) -> None:
+    def _log(self, iteration: int, sent: SentBytes) -> None:
         first = self.last_interval is None
-        interval = self.meter.interval(peak_memory_bytes=peak_memory_bytes(self._device))
+        interval = self.meter.interval(sent, peak_memory_bytes=peak_memory_bytes(self._device))
         self.last_interval = interval
-        self.console.log(log_line(interval))
+        self.console.log(interval.line())
         if first and (line := memory_line(self._dims.world.rank, iteration, self._device)):
             self.console.log(line)
         if self._timers is not None and (times := self._timers.report()):
@@ -124,19 +155,99 @@ class MetricsRecorder:
         if self._tracker is not None:
             self._tracker.interval(interval)
 
-    def _params_norm(self, step: TrainStep) -> float | None:
-        if not self._config.log_params_norm:
-            return None
-        return float(global_parameter_norm(step.model.named_parameters(), self._dims.tp, self._dims.shard))
-
     def _sent_bytes_per_node(self) -> SentBytes:
         """Bytes sent since the last call by all ranks together, divided by the number of nodes."""
-        now = self._sent()
+        now = SentBytes(*(self._dims.counter.sent_bytes(wire) for wire in SentBytes._fields))
         since = torch.tensor(now, dtype=torch.int64) - torch.tensor(self._sent_before, dtype=torch.int64)
         self._sent_before = now
         total = self._dims.world.all_reduce_(since.to(self._device))
         return SentBytes(*(total // self._dims.layout.cluster.num_nodes).tolist())
 
-    def _sent(self) -> SentBytes:
-        """Bytes this rank has sent so far."""
-        return SentBytes(*(self._dims.counter.sent_bytes(wire) for wire in SentBytes._fields))
+
+class TrafficRow(NamedTuple):
+    """One collective of one axis over one wire, all training steps together.
+
+    Attributes:
+        calls: of one rank.
+        sent_bytes: by all ranks of a node, the mean over nodes.
+    """
+
+    collective: str
+    axis: str
+    wire: str
+    calls: int
+    sent_bytes: int
+
+
+class Zero3Traffic(NamedTuple):
+    """ZeRO-3's traffic between nodes for the same steps.
+
+    Attributes:
+        weight_bytes, gradient_bytes: of the whole model, padded as it is sharded (M_w and M_g).
+        micro_batches: of all steps together.
+        cross_bytes: over one node's uplink.
+        formula: with the numbers in it.
+    """
+
+    weight_bytes: int
+    gradient_bytes: int
+    micro_batches: int
+    cross_bytes: int
+    formula: str
+
+
+def collect_traffic(dims: ParallelDims, device: torch.device) -> list[TrafficRow]:
+    """The counted rows, the same on all ranks; rows without bytes are left out."""
+    table = dims.counter.table()
+    keys = list(itertools.product(WIRES, AXES, COLLECTIVES))
+    mine = [table.get(key, Traffic(0, 0)) for key in keys]
+    calls = dims.world.max_(torch.tensor([t.calls for t in mine], dtype=torch.int64, device=device))
+    sent = dims.world.all_reduce_(torch.tensor([t.sent_bytes for t in mine], dtype=torch.int64, device=device))
+    num_nodes = dims.layout.cluster.num_nodes
+    return [
+        TrafficRow(collective, axis, wire, int(n), int(total) // num_nodes)
+        for (wire, axis, collective), n, total in zip(keys, calls, sent, strict=True)
+        if total
+    ]
+
+
+def zero3_traffic(
+    shard_elements: int, dims: ParallelDims, precision: PrecisionConfig, micro_batches: int
+) -> Zero3Traffic | None:
+    """ZeRO-3 with the same model, ranks, formats and micro-batches; None if a copy of the model is within one node.
+
+    Args:
+        shard_elements: elements of one rank's shards.
+        micro_batches: of all training steps together.
+    """
+    layout = dims.layout
+    if layout.cross == 1:
+        return None
+    elements = shard_elements * layout.shard * layout.tp
+    weights, gradients = elements * precision.param_dtype.itemsize, elements * precision.reduce_dtype.itemsize
+    ranks = layout.shard
+    formula = (
+        f"(W - 1)/W x k x (2 M_w + M_g) with W = {ranks} data ranks, k = {micro_batches} micro-batches in all, "
+        f"M_w = {weights / MEGA:.3f} MB of weights, M_g = {gradients / MEGA:.3f} MB of gradients"
+    )
+    cross = micro_batches * (2 * weights + gradients) * (ranks - 1) // ranks
+    islands, nodes = layout.cross * layout.replicate, layout.cluster.num_nodes
+    if islands != nodes:  # NVLink racks, or tensor parallelism over nodes: several nodes share what a ring sends
+        formula += f", over {nodes // islands} nodes each"
+        cross = cross * islands // nodes
+    return Zero3Traffic(weights, gradients, micro_batches, cross, formula)
+
+
+def traffic_table(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
+    """The rows and the comparison as text."""
+    header = ("collective", "axis", "wire", "calls", "MB sent per node")
+    lines = [header, *((r.collective, r.axis, r.wire, str(r.calls), f"{r.sent_bytes / MEGA:.3f}") for r in rows)]
+    text = list(aligned(lines))
+    if zero3 is not None:
+        cross = sum(row.sent_bytes for row in rows if row.wire == "cross")
+        ratio = f", {zero3.cross_bytes / cross:.1f} times as much" if cross else ""
+        text.append(
+            f"between nodes: {cross / MEGA:.3f} MB per node; ZeRO-3 would have sent {zero3.cross_bytes / MEGA:.3f} MB"
+            f"{ratio}: {zero3.formula}"
+        )
+    return "\n".join(text)

@@ -25,9 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from megazpp.files import first_free, write_whole
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.cluster_file import cluster_text
-from megazpp.topology.layout import Layout, layout_record
 
 PROBE_BYTES = 1 << 20
 
@@ -70,39 +67,29 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = make_writable(path, "--run-dir")
 
-    def write_args(self, values: Mapping[str, Any], flag_file: str | None = None) -> None:
-        """Keep the resolved flags: as JSON, and as the text of a flag file if there is one."""
-        self._write("args.json", _json(values, indent=2) + "\n")
-        if flag_file is not None:
-            self._write("args.txt", flag_file)
+    def append(self, name: str, record: Mapping[str, Any]) -> None:
+        """Add one line; a line that a crash or a full disk has cut short is left as it is, on its own line."""
+        with (self.path / name).open("ab+") as file:
+            if file.tell() > 0:
+                file.seek(-1, 2)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+            file.write(json.dumps(record, default=str).encode() + b"\n")
 
-    def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Add one line to metrics.jsonl."""
-        self._append("metrics.jsonl", record)
+    def write_json(self, name: str, value: Mapping[str, Any], *, indent: int | None = None) -> Path:
+        """Write an object, and keep another one of that name under a numbered name."""
+        return self.write(name, json.dumps(value, indent=indent, default=str) + "\n")
 
-    def append_validation(self, record: Mapping[str, Any]) -> None:
-        """Add one line to validation.jsonl."""
-        self._append("validation.jsonl", record)
-
-    def write_topology(self, layout: Layout) -> None:
-        """Write topology.json: who is where, in integers (topology/layout.py)."""
-        self._write("topology.json", _json(layout_record(layout)) + "\n")
-
-    def write_cluster(self, cluster: Cluster) -> None:
-        """Write cluster.yaml, for `--cluster-file` of later runs and plans."""
-        self._write("cluster.yaml", cluster_text(cluster))
-
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json."""
-        self._write("summary.json", _json(summary, indent=2) + "\n")
-
-    def write_timeline(self, trace: Mapping[str, Any]) -> None:
-        """Write timeline.json."""
-        self._write("timeline.json", _json(trace) + "\n")
-
-    def write_not_finite(self, iteration: int, record: Mapping[str, Any]) -> Path:
-        """Write not-finite-<iteration>.json."""
-        return self._write(f"not-finite-{iteration}.json", _json(record, indent=2) + "\n")
+    def write(self, name: str, text: str) -> Path:
+        """Write a text, and keep another one of that name under a numbered name."""
+        file = self.path / name
+        if file.exists():
+            if file.read_text() == text:
+                return file
+            kept = first_free(lambda number: file.with_name(f"{file.stem}.{number}{file.suffix}"))
+            write_whole(kept, file.read_bytes())
+        write_whole(file, text.encode())
+        return file
 
     def wandb_run_id(self) -> str:
         """The id of this folder's wandb run: WANDB_RUN_ID's, else drawn the first time it is asked for."""
@@ -116,26 +103,3 @@ class RunFolder:
         file = self.path / "wandb_run_id"
         if not file.exists():
             file.write_text(run_id + "\n")
-
-    def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Add one line; a line that a crash or a full disk has cut short is left as it is, on its own line."""
-        with (self.path / name).open("ab+") as file:
-            if file.tell() > 0:
-                file.seek(-1, 2)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
-            file.write(_json(record).encode() + b"\n")
-
-    def _write(self, name: str, text: str) -> Path:
-        file = self.path / name
-        if file.exists():
-            if file.read_text() == text:
-                return file
-            kept = first_free(lambda number: file.with_name(f"{file.stem}.{number}{file.suffix}"))
-            write_whole(kept, file.read_bytes())
-        write_whole(file, text.encode())
-        return file
-
-
-def _json(value: Mapping[str, Any], indent: int | None = None) -> str:
-    return json.dumps(value, indent=indent, default=str)

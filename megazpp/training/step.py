@@ -1,27 +1,39 @@
-"""One optimizer step: micro-batches forward and backward, the norm, the update or the skip.
+"""The training loop (fetch, step, record, save, evaluate, stop when it is time) and the optimizer step that it takes.
 
-Gradients are sums: every loss is divided once by the number of tokens of the whole global batch, so neither the
-data ranks nor the micro-batches are averaged a second time, and the result does not depend on how samples are
-spread over them. With fp16 the loss is also multiplied by the loss scale and the gradients divided by it again.
+A step is its micro-batches forward and backward, the norm, the update or the skip. Gradients are sums: every loss is
+divided once by the number of tokens of the whole global batch, so neither the data ranks nor the micro-batches are
+averaged a second time, and the result does not depend on how samples are spread over them. With fp16 the loss is also
+multiplied by the loss scale and the gradients divided by it again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol
 
 import torch
 
+from megazpp.checkpoint.checkpoints import Checkpoints
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.data.batch import MicroBatch
+from megazpp.data.loader import BatchLoader
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.clip import clip_grads_, count_zero_grads, global_grad_norm
 from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.optimizer import set_rates_
+from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.timeline import COMPUTE
+from megazpp.parallel.timeline import COMPUTE, WAIT
 from megazpp.training.anomalies import Guard
-from megazpp.training.metrics import StepRecord
+from megazpp.training.batches import BatchPlan
+from megazpp.training.evaluate import Evaluator
+from megazpp.training.metrics import StepRecord, cpu_seconds
+from megazpp.training.recorder import MetricsRecorder
+from megazpp.training.stopping import StopConditions
 from megazpp.zero.sharding import Sharding
 
 
@@ -119,3 +131,78 @@ class TrainStep:
 
     def _span(self, name: str) -> AbstractContextManager[object]:
         return self.dims.timeline.span(COMPUTE, name)
+
+
+class Observer(Protocol):
+    """Looks at steps; every rank has the same ones."""
+
+    def step(self, iteration: int) -> AbstractContextManager[None]:
+        """Around iteration `iteration`, data included."""
+
+
+def train(
+    step: TrainStep,
+    loader: BatchLoader,
+    plan: BatchPlan,
+    schedule: Schedule,
+    recorder: MetricsRecorder,
+    stops: StopConditions,
+    observers: Sequence[Observer] = (),
+    *,
+    eval_interval: int,
+    evaluate: Evaluator | None,
+    start: TrainingProgress,
+    checkpoints: Checkpoints | None = None,
+) -> TrainingProgress:
+    """Train until `plan` is fulfilled or `stops` says so.
+
+    Args:
+        observers: entered around each step, in this order.
+        evaluate: the validation, called every `eval_interval` iterations; None for no evaluation.
+        start: where to begin.
+        checkpoints: saves when it is time and after the last step.
+    """
+    progress = start
+    if progress.iteration >= plan.total_iterations:
+        recorder.console.log(f"training is complete: iteration {progress.iteration} of {plan.total_iterations}")
+    recorder.console.start_bar(plan.total_iterations, progress.iteration)
+    while progress.iteration < plan.total_iterations and progress.stop_reason is None:
+        iteration, batch_size = progress.iteration + 1, plan.batch_size_at(progress.consumed_samples)
+        began, cpu_began, waited = time.perf_counter(), cpu_seconds(), loader.wait_seconds
+        with ExitStack() as around:
+            for observer in observers:
+                around.enter_context(observer.step(iteration))
+            with step.dims.timeline.span(WAIT, "data"):
+                batches = loader.step(progress.consumed_samples, batch_size)
+            record = step(
+                batches,
+                learning_rate=schedule.learning_rate(progress.scheduled_samples),
+                weight_decay=schedule.weight_decay(progress.scheduled_samples),
+                iteration=iteration,
+            )
+            seconds, used = time.perf_counter() - began, cpu_seconds() - cpu_began
+        micro_batches = plan.num_micro_batches_at(progress.consumed_samples)
+        progress = progress._replace(
+            iteration=iteration,
+            consumed_samples=progress.consumed_samples + batch_size,
+            scheduled_samples=progress.scheduled_samples + (0 if record.skipped else batch_size),
+            micro_batches=progress.micro_batches + micro_batches,
+            stop_reason=stops.reason(iteration, step.dims),
+        )
+        record = dataclasses.replace(
+            record,
+            consumed_samples=progress.consumed_samples,
+            global_batch_size=batch_size,
+            micro_batches=micro_batches,
+            seconds=seconds,
+            wait_seconds=loader.wait_seconds - waited,
+            cpu_seconds=used,
+        )
+        last = progress.stop_reason is not None or iteration == plan.total_iterations
+        recorder.step(record, last=last)
+        if checkpoints is not None:
+            checkpoints.after_step(progress, last=last)
+        if evaluate is not None and iteration % eval_interval == 0 and not stops.hurried:
+            recorder.validate(evaluate, progress)
+    recorder.console.stop_bar()
+    return progress

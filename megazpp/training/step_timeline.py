@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from megazpp.flags import flag
+from megazpp.formatting import MEGA
 from megazpp.parallel.timeline import (
     COMPUTE,
     STEP,
@@ -30,10 +31,10 @@ from megazpp.parallel.timeline import (
     hidden_shares,
     track_seconds,
 )
+from megazpp.topology.layout import WIRES
 from megazpp.training.context import RunContext
 
-MICRO = 1e6
-TRACKS = (STEP, COMPUTE, WAIT, "tp", "local", "cross")  # from the top; others follow by name
+TRACKS = (STEP, COMPUTE, WAIT, *WIRES)  # from the top; others follow by name
 SLACK = 1e-9  # seconds: what rounding may move
 
 
@@ -47,24 +48,9 @@ class TimelineConfig:
         "for ui.perfetto.dev or tools/plot_timeline.py",
     )
 
-
-def check_timeline(config: TimelineConfig, *, total_iterations: int, exit_interval: int | None, trains: bool) -> None:
-    """Refuse a step that the run does not have.
-
-    Raises:
-        ValueError: names the flags and their values.
-    """
-    step = config.timeline_step
-    if step is None:
-        return
-    if step < 1:
-        raise ValueError(f"--timeline-step {step} is not positive: the first iteration is 1")
-    if not trains:
-        raise ValueError(f"--timeline-step {step}: --skip-train takes no step")
-    if step > total_iterations:
-        raise ValueError(f"--timeline-step {step} is beyond the run's {total_iterations} iterations")
-    if exit_interval is not None and step > exit_interval:
-        raise ValueError(f"--timeline-step {step} is beyond --exit-interval {exit_interval}, where the run ends")
+    def __post_init__(self) -> None:
+        if self.timeline_step is not None and self.timeline_step < 1:
+            raise ValueError(f"--timeline-step {self.timeline_step} is not positive: the first iteration is 1")
 
 
 class SpanReader(Protocol):
@@ -143,13 +129,13 @@ class StepTimeline:
         (whole,) = (span for span in spans if span.track == STEP)
         inside = clip([*in_flight, *spans], whole.start_seconds, whole.end_seconds)
         inside.sort(key=lambda span: (span.start_seconds, -span.seconds))
-        gathered = self._dims.world.gather_objects((inside, _host(), self._barrier_end))
+        gathered = self._dims.world.gather_objects((inside, _clock(), self._barrier_end))
         if self._folder is None or not gathered:
             return
         spans_by_rank = align(*zip(*gathered, strict=True))
         cluster = self._dims.layout.cluster
         names = [f"rank {rank}, node {cluster.node_of(rank)}" for rank in range(len(spans_by_rank))]
-        self._folder.write_timeline(chrome_trace(spans_by_rank, names))
+        self._folder.write_json("timeline.json", chrome_trace(spans_by_rank, names))
         self._log(describe(whole.name, spans_by_rank))
 
 
@@ -171,7 +157,7 @@ def describe(name: str, spans_by_rank: Sequence[Sequence[Span]]) -> str:
     return "\n".join(lines)
 
 
-def _host() -> str:
+def _clock() -> str:
     """The same on all processes that share a monotonic clock, and nowhere else."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else platform.node()
@@ -185,15 +171,20 @@ def chrome_trace(spans_by_rank: Sequence[Sequence[Span]], names: Sequence[str]) 
         names: of the ranks.
     """
     events: list[dict[str, Any]] = []
+
+    def describe_place(kind: str, place: dict[str, int], name: str, index: int) -> None:
+        events.append({"ph": "M", "name": f"{kind}_name", **place, "args": {"name": name}})
+        events.append({"ph": "M", "name": f"{kind}_sort_index", **place, "args": {"sort_index": index}})
+
     for rank, (spans, name) in enumerate(zip(spans_by_rank, names, strict=True)):
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        describe_place("process", {"pid": rank}, name, rank)
         rows = [(track, row) for track in sorted_tracks(spans) for row in rows_without_crossings(spans, track)]
         for thread, (track, row) in enumerate(rows):
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": track}})
-            index = {"sort_index": thread}
-            events.append({"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": thread, "args": index})
-            events += [_event(span, rank, thread) for span in row]
+            describe_place("thread", {"pid": rank, "tid": thread}, track, thread)
+            for span in row:
+                microseconds = {"ts": round(span.start_seconds * MEGA, 3), "dur": round(span.seconds * MEGA, 3)}
+                place = {"ph": "X", "name": span.name, "cat": track, "pid": rank, "tid": thread}
+                events.append({**place, **microseconds, "args": {"blocking": span.blocking}})
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
@@ -209,7 +200,7 @@ def read_chrome_trace(path: Path) -> dict[str, list[Span]]:
         spans: dict[str, list[Span]] = {names[rank]: [] for rank in sorted(names)}
         for e in events:
             if e["ph"] == "X":
-                span = Span(e["cat"], e["name"], e["ts"] / MICRO, e["dur"] / MICRO, e["args"]["blocking"])
+                span = Span(e["cat"], e["name"], e["ts"] / MEGA, e["dur"] / MEGA, e["args"]["blocking"])
                 spans[names[e["pid"]]].append(span)
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a timeline that --timeline-step has written: {error!r}") from error
@@ -226,39 +217,19 @@ def sorted_tracks(spans: Sequence[Span]) -> list[str]:
 
 def rows_without_crossings(spans: Sequence[Span], track: str) -> list[list[Span]]:
     """The track's spans in as few rows as needed, each with spans that follow each other or nest."""
-    rows: list[_Row] = []
+    rows: list[tuple[list[Span], list[float]]] = []  # with the ends of the spans that are not over, outermost first
     mine = (span for span in spans if span.track == track)
     for span in sorted(mine, key=lambda span: (span.start_seconds, -span.seconds)):
-        if not any(row.take(span) for row in rows):
-            rows.append(_Row())
-            rows[-1].take(span)
-    return [row.spans for row in rows]
+        row, open_ends = next((row for row in rows if _fits(span, row[1])), ([], []))
+        if not row:
+            rows.append((row, open_ends))
+        row.append(span)
+        open_ends.append(span.end_seconds)
+    return [row for row, _ in rows]
 
 
-class _Row:
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self._open_ends: list[float] = []  # from the outermost span that is not over yet
-
-    def take(self, span: Span) -> bool:
-        """Append the span, unless it begins inside another one and ends outside; spans come by their beginning."""
-        while self._open_ends and self._open_ends[-1] <= span.start_seconds + SLACK:
-            self._open_ends.pop()
-        if self._open_ends and span.end_seconds > self._open_ends[-1] + SLACK:
-            return False
-        self.spans.append(span)
-        self._open_ends.append(span.end_seconds)
-        return True
-
-
-def _event(span: Span, rank: int, thread: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.track,
-        "pid": rank,
-        "tid": thread,
-        "ts": round(span.start_seconds * MICRO, 3),
-        "dur": round(span.seconds * MICRO, 3),
-        "args": {"blocking": span.blocking},
-    }
+def _fits(span: Span, open_ends: list[float]) -> bool:
+    """Whether the span follows what is in the row or is inside it; drops the ends that are over when it begins."""
+    while open_ends and open_ends[-1] <= span.start_seconds + SLACK:
+        open_ends.pop()
+    return not open_ends or span.end_seconds <= open_ends[-1] + SLACK

@@ -12,13 +12,12 @@ from __future__ import annotations
 import signal
 import time
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
 
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import STOP_SIGNALS
 
@@ -52,9 +51,7 @@ class StopConditions:
         self._before = {signum: signal.signal(signum, self._catch) for signum in STOP_SIGNALS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 

@@ -28,16 +28,16 @@ import torch
 from megazpp.flags import flag
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import COMPUTE, WAIT, Span, total, track_seconds, union
+from megazpp.topology.layout import DATA_AXES
 from megazpp.training.context import RunContext
 
 GATHERS, REDUCTIONS = ("all_gather",), ("reduce_scatter", "all_to_all")
-AXES = ("shard", "local", "cross")
 MAIN = ("forward-backward", "params-all-gather", "grads-reduce-scatter", "optimizer")
 PARTS = (
     "forward-compute",
     "backward-compute",
     "batch-generator",
-    *(f"{what}-{axis}" for what in ("params-all-gather", "grads-reduce-scatter") for axis in AXES),
+    *(f"{what}-{axis}" for what in ("params-all-gather", "grads-reduce-scatter") for axis in DATA_AXES),
     "optimizer-clip-main-grad",
     "optimizer-inner-step",
 )
@@ -117,8 +117,8 @@ def seconds_by_timer(spans: Sequence[Span]) -> dict[str, float]:
         "batch-generator": sum(span.seconds for span in spans if (span.track, span.name) == (WAIT, "data")),
     }
     for name, collectives in (("params-all-gather", GATHERS), ("grads-reduce-scatter", REDUCTIONS)):
-        seconds[name] = _busy(spans, AXES, collectives)
-        seconds |= {f"{name}-{axis}": _busy(spans, (axis,), collectives) for axis in AXES}
+        seconds[name] = _busy(spans, DATA_AXES, collectives)
+        seconds |= {f"{name}-{axis}": _busy(spans, (axis,), collectives) for axis in DATA_AXES}
     return seconds
 
 
@@ -141,10 +141,8 @@ def render(option: str, names: Sequence[str], by_rank: Sequence[Sequence[float]]
     if option == "all":
         lines = ["times across ranks (ms):"]
         for name, column in columns.items():
-            lines += [
-                f"  {name}:",
-                *(f"     rank {rank:2d}: {value:.2f}" for rank, value in enumerate(column) if value),
-            ]
+            shown = (f"     rank {rank:2d}: {value:.2f}" for rank, value in enumerate(column) if value)
+            lines += [f"  {name}:", *shown]
         return "\n".join(lines)
     lines = ["max time across ranks (ms):" if option == "max" else "(min, max) time across ranks (ms):"]
     for name, column in columns.items():

@@ -2,26 +2,37 @@
 
 Only rank 0 has a `Tracker`. Steps go to wandb and TensorBoard, intervals (log lines) to metrics.jsonl as well. What
 cannot be recorded (a full disk, a lost network) is said once, and training goes on: the log line is on stdout too.
+Both packages are imported only when their flag is given: TensorBoard is optional, and wandb takes its time.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
+import netrc
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+from urllib.parse import urlparse
 
 import torch
 
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
+from megazpp.formatting import TERA
 from megazpp.topology.layout import Layout
-from megazpp.training.console import perplexity
-from megazpp.training.metrics import IntervalRecord, StepRecord
+from megazpp.training.metrics import IntervalRecord, StepRecord, perplexity
 from megazpp.training.run_folder import RunFolder, make_writable
-from megazpp.training.sinks import Sink, Table, TensorBoardSink, WandbSink, is_installed
-from megazpp.training.traffic import TrafficRow
+
+MEMORY_SCALARS = {  # Megatron's names
+    "mem-reserved-bytes": "reserved_bytes.all.current",
+    "mem-allocated-bytes": "allocated_bytes.all.current",
+    "mem-max-allocated-bytes": "allocated_bytes.all.peak",
+    "mem-allocated-count": "allocation.all.current",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +59,38 @@ class TrackingConfig:
     log_memory_to_tensorboard: bool = flag(False, "record CUDA memory to wandb and TensorBoard")
     log_world_size_to_tensorboard: bool = flag(False, "record the number of ranks to wandb and TensorBoard")
 
-
-def check_tracking(config: TrackingConfig) -> None:
-    """Refuse intervals below 1, and flags whose package is not installed; nothing is made or imported.
-
-    Raises:
-        ValueError: names the flag and its value.
-    """
-    check_positive(config, "log_interval", "tensorboard_log_interval", "tensorboard_queue_size")
-    if config.wandb_project and not is_installed("wandb"):
-        raise ValueError(f"--wandb-project {config.wandb_project}: wandb is not installed (pip install wandb)")
-    if config.tensorboard_dir is not None and not is_installed("tensorboard"):
-        raise ValueError(
-            f"--tensorboard-dir {config.tensorboard_dir}: tensorboard is not installed (pip install tensorboard)"
-        )
+    def __post_init__(self) -> None:
+        check_positive(self, "log_interval", "tensorboard_log_interval", "tensorboard_queue_size")
+        if self.wandb_project and not is_installed("wandb"):
+            raise ValueError(f"--wandb-project {self.wandb_project}: wandb is not installed (pip install wandb)")
+        if self.tensorboard_dir is not None and not is_installed("tensorboard"):
+            where = f"--tensorboard-dir {self.tensorboard_dir}"
+            raise ValueError(f"{where}: tensorboard is not installed (pip install tensorboard)")
 
 
-class Tracker:
+class Table(NamedTuple):
+    """Rows of cells below the columns' names."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[str | int | float, ...]]
+
+
+class Sink(Protocol):
+    """A place for named scalars. Its methods may raise whatever its package does."""
+
+    name: str
+
+    def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
+        """Record values under Megatron's names at an iteration."""
+
+    def summarize(self, values: Mapping[str, Any], tables: Mapping[str, Table], *, iteration: int) -> None:
+        """Record what the run came to at its last iteration."""
+
+    def close(self, *, exit_code: int) -> None:
+        """Flush; 0 marks a run that ended well."""
+
+
+class Tracker(AbstractContextManager["Tracker"]):
     """Records one run.
 
     Args:
@@ -103,42 +129,37 @@ class Tracker:
             scalars["loss-scale"] = step.loss_scale
         if self._config.log_world_size_to_tensorboard:
             scalars["world-size"] = self._world_size
-        if self._config.log_memory_to_tensorboard:
-            scalars |= _memory_scalars(self._device)
+        if self._config.log_memory_to_tensorboard and self._device.type == "cuda":
+            stats = torch.cuda.memory_stats(self._device)
+            scalars |= {name: stats[key] for name, key in MEMORY_SCALARS.items()}
         self._write(scalars, step.iteration, step.consumed_samples)
 
     def interval(self, record: IntervalRecord) -> None:
         """Record a log interval: metrics.jsonl, and its timings if asked for."""
-        self._keep("metrics.jsonl", lambda: self.folder.append_metrics(record.as_json()))
+        self._keep("metrics.jsonl", lambda: self.folder.append("metrics.jsonl", record.as_json()))
         if self._config.log_timers_to_tensorboard:
             scalars = {"iteration-time": record.step_seconds}
             if self._config.log_throughput:
-                scalars["throughput"] = record.tflops_per_rank
+                scalars["throughput"] = record.flops_per_rank / TERA
             self._write(scalars, record.last.iteration, record.last.consumed_samples)
 
     def validation(self, loss: float, *, iteration: int, consumed_samples: int) -> None:
         """Record a validation loss, and its perplexity if asked for."""
         row = {"iteration": iteration, "consumed_samples": consumed_samples, "lm_loss": loss}
-        self._keep("validation.jsonl", lambda: self.folder.append_validation(row))
+        self._keep("validation.jsonl", lambda: self.folder.append("validation.jsonl", row))
         scalars = {"lm loss validation": loss}
         if self._config.log_validation_ppl_to_tensorboard:
             scalars["lm loss validation ppl"] = perplexity(loss)
         self._write(scalars, iteration, consumed_samples)
 
-    def summary(self, values: Mapping[str, Any], rows: Sequence[TrafficRow]) -> None:
-        """Record what the run came to, and which collective put how many bytes on which wire."""
-        self._keep("summary.json", lambda: self.folder.write_summary(values))
+    def summary(self, values: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
+        """Record what the run came to; `tables` for the sinks, `values` has them too."""
+        self._keep("summary.json", lambda: self.folder.write_json("summary.json", values, indent=2))
         scalars = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
-        tables = {"traffic": Table(TrafficRow._fields, [tuple(row) for row in rows])}
         for sink in self._sinks:
             self._try(sink, lambda sink: sink.summarize(scalars, tables, iteration=values["iteration"]))
 
-    def __enter__(self) -> Tracker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Flush everything; an exception marks the run as failed."""
         for sink in self._sinks:
             self._try(sink, lambda sink: sink.close(exit_code=0 if error is None else 1), again=True)
@@ -147,7 +168,7 @@ class Tracker:
         for sink in self._sinks:
             self._try(sink, lambda sink: sink.write(scalars, iteration=iteration, consumed_samples=consumed_samples))
 
-    def _keep(self, file: str, write: Callable[[], None]) -> None:
+    def _keep(self, file: str, write: Callable[[], object]) -> None:
         """Write to the run folder; a disk that is full now may have room for the next line."""
         try:
             write()
@@ -179,10 +200,10 @@ def open_sinks(
     Raises:
         ValueError: a folder cannot be written to.
     """
-    sinks: list[Sink | None] = []
+    wanted: dict[str, Callable[[], Sink]] = {}
     if config.wandb_project:
         save_dir = config.wandb_save_dir
-        wandb = functools.partial(
+        wanted[f"--wandb-project {config.wandb_project}"] = functools.partial(
             WandbSink,
             project=config.wandb_project,
             entity=config.wandb_entity,
@@ -192,12 +213,18 @@ def open_sinks(
             config=flags,
             tags=tags,
         )
-        sinks.append(_open(wandb, f"--wandb-project {config.wandb_project}"))
     if config.tensorboard_dir is not None:
         events = make_writable(config.tensorboard_dir, "--tensorboard-dir")
-        board = functools.partial(TensorBoardSink, events, queue_size=config.tensorboard_queue_size)
-        sinks.append(_open(board, f"--tensorboard-dir {config.tensorboard_dir}"))
-    return [sink for sink in sinks if sink is not None]
+        wanted[f"--tensorboard-dir {config.tensorboard_dir}"] = functools.partial(
+            TensorBoardSink, events, queue_size=config.tensorboard_queue_size
+        )
+    sinks = []
+    for given, make in wanted.items():
+        try:
+            sinks.append(make())
+        except Exception as error:  # whatever its package raises
+            print(f"warning: {given}: {error}; nothing is recorded there, and training goes on", flush=True)
+    return sinks
 
 
 def run_tags(layout: Layout, *, zero_stage: int, zeropp: bool) -> list[str]:
@@ -208,22 +235,120 @@ def run_tags(layout: Layout, *, zero_stage: int, zeropp: bool) -> list[str]:
     return tags + [f"{name}{size}" for name, size in degrees.items() if size > 1]
 
 
-def _open(sink: Callable[[], Sink], flag: str) -> Sink | None:
-    try:
-        return sink()
-    except Exception as error:  # whatever its package raises
-        print(f"warning: {flag}: {error}; nothing is recorded there, and training goes on", flush=True)
-        return None
+class WandbSink:
+    """A wandb run; the same id continues the same run.
+
+    Never prompts: without credentials the run is recorded offline (`wandb sync` sends it later), and so it is when
+    the server cannot be reached.
+
+    Args:
+        project, entity, name: of the run; an empty entity is wandb's default.
+        folder: wandb makes its own folder `wandb` in it.
+        run_id: names the run over restarts.
+        config: the resolved flags.
+        tags: of the run, beside those of WANDB_TAGS.
+    """
+
+    name = "wandb"
+
+    def __init__(
+        self,
+        *,
+        project: str,
+        entity: str,
+        name: str,
+        folder: Path,
+        run_id: str,
+        config: Mapping[str, Any],
+        tags: Sequence[str],
+    ) -> None:
+        wandb = importlib.import_module("wandb")
+        own_tags = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag.strip()]
+        settings = {
+            "project": project,
+            "entity": entity or None,
+            "name": name,
+            "dir": str(folder),
+            "id": run_id,
+            "resume": "allow",
+            "config": dict(config),
+            "tags": [*dict.fromkeys([*tags, *own_tags])],
+        }
+        try:
+            self._run = wandb.init(**settings, mode=wandb_mode(os.environ))
+        except wandb.errors.Error as error:
+            print(f"wandb: recording offline, the server did not take the run: {error}", flush=True)
+            wandb.teardown(exit_code=1)
+            self._run = wandb.init(**settings, mode="offline")
+        self._table = wandb.Table
+
+    def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
+        self._run.log({**scalars, "samples vs steps": consumed_samples}, step=iteration)
+
+    def summarize(self, values: Mapping[str, Any], tables: Mapping[str, Table], *, iteration: int) -> None:
+        logged = {name: self._table(columns=list(table.columns), data=table.rows) for name, table in tables.items()}
+        self._run.log(logged, step=iteration)
+        self._run.summary.update(dict(values))
+
+    def close(self, *, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
 
 
-def _memory_scalars(device: torch.device) -> dict[str, float]:
-    """Megatron's names; empty where there is no CUDA device."""
-    if device.type != "cuda":
-        return {}
-    stats = torch.cuda.memory_stats(device)
-    return {
-        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
-        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
-        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
-        "mem-allocated-count": stats["allocation.all.current"],
-    }
+class TensorBoardSink:
+    """TensorBoard events: every scalar against the iteration, and as "<name> vs samples" against the samples."""
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, *, queue_size: int) -> None:
+        tensorboard = importlib.import_module("torch.utils.tensorboard")
+        self._writer = tensorboard.SummaryWriter(log_dir=str(folder), max_queue=queue_size)
+
+    def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, iteration)
+            self._writer.add_scalar(f"{name} vs samples", value, consumed_samples)
+
+    def summarize(self, values: Mapping[str, Any], tables: Mapping[str, Table], *, iteration: int) -> None:
+        tables = {"summary": Table(("", "value"), list(values.items())), **tables}
+        for name, table in tables.items():
+            lines = [table.columns, ("---",) * len(table.columns), *table.rows]
+            text = "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
+            self._writer.add_text(name, text, iteration)
+
+    def close(self, *, exit_code: int) -> None:
+        self._writer.close()
+
+
+def wandb_mode(env: Mapping[str, str]) -> Literal["online", "offline", "disabled"]:
+    """Online only with credentials, so that wandb has nothing to ask for.
+
+    Args:
+        env: WANDB_MODE is obeyed if it says offline or disabled; credentials are WANDB_API_KEY,
+            WANDB_IDENTITY_TOKEN_FILE, or an entry for the server (WANDB_BASE_URL) in the netrc file.
+    """
+    wanted = env.get("WANDB_MODE", "online")
+    if wanted == "disabled":
+        return "disabled"
+    if wanted in ("offline", "dryrun"):
+        return "offline"
+    if env.get("WANDB_API_KEY") or env.get("WANDB_IDENTITY_TOKEN_FILE") or _netrc_has_server(env):
+        return "online"
+    return "offline"
+
+
+def _netrc_has_server(env: Mapping[str, str]) -> bool:
+    server = urlparse(env.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    home = Path(env.get("HOME") or Path.home())
+    files = [Path(env["NETRC"])] if env.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    for file in files:
+        try:
+            if netrc.netrc(file).authenticators(server):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def is_installed(package: str) -> bool:
+    """Whether a top-level package can be imported; does not import it."""
+    return importlib.util.find_spec(package) is not None

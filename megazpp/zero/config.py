@@ -8,8 +8,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from kernels.block_quant import backend
 from kernels.formats import BlockFormat
-from megazpp.flag_report import as_written
-from megazpp.flags import as_words, flag
+from megazpp.flags import as_words, as_written, flag
 from megazpp.topology.layout import Layout
 
 T = TypeVar("T")

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megazpp.errors import JobError
-from megazpp.flag_checks import check_positive
-from megazpp.flags import flag
+from megazpp.flags import check_positive, flag
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.sharding import Sharding
 from megazpp.zero.units import Unit, find_units

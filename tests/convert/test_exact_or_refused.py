@@ -15,8 +15,8 @@ import transformers
 from helpers.hf_models import LLAMA3, SEQ, TOKENS, VOCAB, file_tensors, randomized
 from safetensors.torch import save_file
 
+from megazpp.checks import check_model
 from megazpp.convert.huggingface import open_model
-from megazpp.model.config import check_gpt_config
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 
@@ -135,7 +135,7 @@ def our_logits(folder: Path, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
     """What our model makes of a folder, in one process: [B, S, V]."""
     model = open_model(folder)
     config = dataclasses.replace(model.config, make_vocab_size_divisible_by=1)
-    check_gpt_config(config, tp_size=1, seq_length=tokens.shape[1])
+    check_model(config, tp_size=1, seq_length=tokens.shape[1])
     ours = GPTModel(config, vocab_size=model.rows, tp=MeshAxis("tp")).eval()
     ours.load_state_dict({name: entry.read() for name, entry in model.tensors.items()})
     with torch.no_grad():

@@ -101,7 +101,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint_version": 4.0}, "checkpoint_version 4.0 is not known"),
     ({"model": {"language_model": {"pooler": torch.zeros(2)}}}, "language_model.pooler has no place"),
     ({"args": arguments(GPT, 2, num_experts=8)}, "num_experts 8 is not supported"),
-    ({"args": arguments(GPT, 2, use_rope_scaling=True)}, "use_rope_scaling True is not supported here with the legacy"),
+    (
+        {"args": arguments(dataclasses.replace(GPT, position_embedding_type="rope"), 2, use_rope_scaling=True)},
+        "use_rope_scaling True is not supported here with the legacy",
+    ),
     ({"args": arguments(GPT, 2, window_size=(4, 0))}, "window_size .* is not supported"),
     ({"args": arguments(dataclasses.replace(GPT, num_layers=10**9), 2)}, "describes a model of 1000000000 layers"),
     ({"args": arguments(GPT, 2, apply_residual_connection_post_layernorm=True)}, "post_layernorm True"),

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from megazpp.training.console import Console
-from megazpp.training.context import RunContext
+from megazpp.training.context import Console, RunContext
 from megazpp.training.run_folder import RunFolder
 
 

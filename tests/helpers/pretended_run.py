@@ -17,11 +17,10 @@ from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.training.batches import BatchConfig, plan_batches
-from megazpp.training.console import Console
-from megazpp.training.context import RunContext
-from megazpp.training.loop import train
+from megazpp.training.context import Console, RunContext
 from megazpp.training.metrics import RunShape, StepRecord
 from megazpp.training.recorder import MetricsRecorder
+from megazpp.training.step import train
 from megazpp.training.stopping import StopConditions, StopConfig
 from megazpp.training.tracking import TrackingConfig
 
@@ -99,7 +98,9 @@ class Run:
         run = RunContext(dims=self.dims, device=CPU, console=Console(enabled=True, out=self.out))
         tracking = TrackingConfig(log_interval=log_interval)
         self.zero3_asked: list[int] = []
-        recorder = MetricsRecorder(tracking, run, shape, zero3=self.zero3_asked.append, tracker=tracker)
+        recorder = MetricsRecorder(
+            tracking, run, shape, model=torch.nn.Module(), zero3=self.zero3_asked.append, tracker=tracker
+        )
         self.recorder = recorder
         self.progress = train(
             self.fake,

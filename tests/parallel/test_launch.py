@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazpp.parallel.launch import LAUNCHER_PID, LaunchConfig, Place, check_launch, find_place
+from megazpp.parallel.launch import LAUNCHER_PID, LaunchConfig, Place, find_place
 
 
 def place(nproc: int | None = None, restarts: int = 0, **env: str) -> Place:
@@ -93,7 +93,7 @@ def test_max_restarts_under_another_launcher_is_refused(launcher: str):
 )
 def test_values_that_cannot_work_name_the_flag(name: str, value: float, wrong: str):
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} {value} is {wrong}"):
-        check_launch(LaunchConfig(**{name: value}))
+        LaunchConfig(**{name: value})
 
 
 def test_after_the_first_step_half_the_timeout_is_enough_unless_said_otherwise():

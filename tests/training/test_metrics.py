@@ -1,4 +1,4 @@
-"""The means of an interval, and what is written to metrics.jsonl and summary.json."""
+"""The means of an interval, what is written to metrics.jsonl and summary.json, and the lines of the log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import pytest
 import torch
 from helpers.metrics import meter, step
 
-from megazpp.training.metrics import SentBytes, cpu_seconds, peak_memory_bytes
+from megazpp.training.metrics import (
+    SentBytes,
+    cpu_seconds,
+    memory_line,
+    peak_memory_bytes,
+    perplexity,
+    validation_lines,
+)
 
 
 def test_skipped_steps_do_not_count_in_the_loss_but_in_the_time():
@@ -43,7 +50,7 @@ def test_the_time_left_follows_the_samples_also_in_a_batch_size_ramp_up():
 
 def test_metrics_have_exactly_the_agreed_fields():
     sent = SentBytes(tp=30, cross=10, local=20)
-    record = meter(step(1), step(2, sent_bytes=sent, skipped=True)).interval(peak_memory_bytes=7).as_json()
+    record = meter(step(1), step(2, skipped=True)).interval(sent, peak_memory_bytes=7).as_json()
     assert record == {
         "iteration": 2,
         "lm_loss": 10.0,
@@ -63,8 +70,8 @@ def test_metrics_have_exactly_the_agreed_fields():
 
 
 def test_the_summary_covers_all_intervals_of_the_run():
-    filled = meter(step(1, wait_seconds=0.25, sent_bytes=SentBytes(tp=10, cross=4, local=2)))
-    filled.interval()
+    filled = meter(step(1, wait_seconds=0.25))
+    filled.interval(SentBytes(tp=10, cross=4, local=2))
     filled.add(step(2, skipped=True))
     assert filled.summary(cpu_seconds=8.0) == {
         "iterations": 2,
@@ -102,3 +109,69 @@ def test_cpu_time_counts_work_and_not_waiting():
     while time.perf_counter() < end:
         pass
     assert cpu_seconds() - start > 0.02
+
+
+# ---- lines ----
+
+
+MEGATRON_PART = (
+    " iteration       10/     500 | consumed samples:           80 | elapsed time per iteration (ms): 500.0 |"
+    " learning rate: 1.500E-04 | global batch size:     8 | lm loss: 1.043287E+01 | loss scale: 1.0 |"
+    " grad norm: 2.718 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+
+
+def test_the_line_begins_with_megatrons_line_byte_for_byte():
+    line = meter(step(10, loss=10.43287, grad_norm=2.71828)).interval().line()
+    assert line == (MEGATRON_PART + " tokens/s per rank: 400.0 | model TFLOP/s per rank: 0.8000 | eta: 0:04:05 |")
+
+
+def test_optional_fields_stand_where_megatron_puts_them():
+    line = meter(step(1, num_zeros=12.0, params_norm=345.6789, loss_scale=65536.0)).interval().line()
+    assert (
+        " loss scale: 65536.0 | grad norm: 1.000 | num zeros: 12.0 | params norm: 345.679 |"
+        " number of skipped iterations:   0 |"
+    ) in line
+    assert " grad norm" not in meter(step(1, grad_norm=None)).interval().line()
+
+
+def test_our_fields_follow_and_silent_wires_are_left_out():
+    sent = SentBytes(tp=2_500_000, cross=0, local=1_250_000)
+    interval = meter(step(1), peak_flops=1.6e12).interval(sent, peak_memory_bytes=3_210_000_000)
+    assert interval.line().endswith(
+        "| tokens/s per rank: 400.0 | model TFLOP/s per rank: 0.8000 | MFU: 50.0% | max memory (GB): 3.21 |"
+        " tp MB per step: 2.500 | local MB per step: 1.250 | eta: 0:04:10 |"
+    )
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_printed(loss: float):
+    line = meter(step(1, loss=loss, grad_norm=math.nan, skipped=True)).interval().line()
+    assert f" lm loss: {str(loss).upper()} |" in line
+    assert " grad norm: nan | number of skipped iterations:   1 | number of nan iterations:   1 |" in line
+
+
+def test_validation_is_printed_as_megatron_prints_it():
+    rule, line, again = validation_lines("iteration 100", 2.5)
+    assert line == " validation loss at iteration 100 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 | "
+    assert rule == again == "-" * (len(line) + 1)
+
+
+def test_perplexity_is_capped_and_keeps_nan():
+    assert perplexity(100.0) == math.exp(20)
+    assert math.isnan(perplexity(math.nan))
+
+
+def test_without_a_gpu_there_is_no_memory_line():
+    assert memory_line(0, 10, CPU) is None
+
+
+@pytest.mark.gpu
+def test_the_memory_line_is_megatrons():
+    line = memory_line(3, 10, torch.device("cuda"))
+    number = r"\d+\.\d\d"
+    assert re.fullmatch(
+        rf"\[Rank 3\] \(after 10 iterations\) memory \(MB\) \| allocated: {number} \| max allocated: {number}"
+        rf" \| reserved: {number} \| max reserved: {number}",
+        str(line),
+    )

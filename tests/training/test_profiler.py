@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from helpers.context import context
 from helpers.ranks import ranks
 from helpers.training import Case, build_step
 
-from megazpp.training.profiler import Profiler, ProfilerConfig, check_profiler
+from megazpp.training.profiler import Profiler, ProfilerConfig
 from megazpp.zero.config import ZeroConfig
 
 RUN: dict[str, Any] = {
@@ -77,26 +76,3 @@ def test_a_run_that_ends_early_or_continues_another_records_what_there_is_and_re
 def train_profiled_on_two(folder: str, iterations: range) -> tuple[list[str], list[float], int]:
     config = ProfilerConfig(profile=True, profile_step_start=1, profile_step_end=3)
     return train_profiled(config, folder, iterations)
-
-
-@pytest.mark.parametrize(
-    ("config", "run", "message"),
-    [
-        (
-            {"record_memory_history": True},
-            {},
-            "--record-memory-history records CUDA's allocator, and this run is on cpu",
-        ),
-        ({"profile": True, "profile_ranks": (4,)}, {}, "--profile-ranks 4: the ranks are 0 to 3"),
-        ({"record_memory_history": True, "profile_ranks": (-1,)}, {"device_type": "cuda"}, "--profile-ranks -1"),
-        ({"profile": True, "profile_step_end": 10}, {}, "--profile-step-start 10 is not below --profile-step-end 10"),
-        ({"profile": True}, {"total_iterations": 10}, "--profile-step-start 10: the run ends with iteration 10"),
-        ({"profile": True}, {"exit_interval": 8}, "--profile-step-start 10: the run ends with iteration 8"),
-        ({"profile": True}, {"trains": False}, "--profile: --skip-train takes no step"),
-    ],
-)
-def test_what_would_record_nothing_is_refused(config: dict[str, Any], run: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        check_profiler(ProfilerConfig(**config), **{**RUN, **run})
-    check_profiler(ProfilerConfig(profile=True, record_memory_history=True), **{**RUN, "device_type": "cuda"})
-    check_profiler(ProfilerConfig(profile_step_start=99), **{**RUN, **run})

@@ -19,20 +19,20 @@ def lines(folder: RunFolder) -> list[dict[str, object]]:
 
 def test_metrics_of_a_restart_follow_those_before_it(tmp_path: Path):
     for iteration in (1, 2):
-        RunFolder(tmp_path).append_metrics({"iteration": iteration})
+        RunFolder(tmp_path).append("metrics.jsonl", {"iteration": iteration})
     assert lines(RunFolder(tmp_path)) == [{"iteration": 1}, {"iteration": 2}]
 
 
 def test_a_line_cut_short_by_a_crash_does_not_spoil_the_next(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n{"iterat')
-    RunFolder(tmp_path).append_metrics({"iteration": 3})
+    RunFolder(tmp_path).append("metrics.jsonl", {"iteration": 3})
     first, broken, third = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert (first, broken, third) == ('{"iteration": 1}', '{"iterat', '{"iteration": 3}')
 
 
 def test_a_loss_that_is_not_finite_survives_the_file(tmp_path: Path):
     folder = RunFolder(tmp_path)
-    folder.append_metrics({"lm_loss": math.nan, "grad_norm": math.inf})
+    folder.append("metrics.jsonl", {"lm_loss": math.nan, "grad_norm": math.inf})
     (record,) = lines(folder)
     assert math.isnan(record["lm_loss"])
     assert record["grad_norm"] == math.inf
@@ -41,8 +41,9 @@ def test_a_loss_that_is_not_finite_survives_the_file(tmp_path: Path):
 def test_replaced_files_keep_a_numbered_name(tmp_path: Path):
     for lr in (1, 2, 2, 3):
         folder = RunFolder(tmp_path)
-        folder.write_args({"lr": lr, "path": Path("x")}, f"--lr {lr}\n")
-        folder.write_summary({"final_loss": lr})
+        folder.write_json("args.json", {"lr": lr, "path": Path("x")}, indent=2)
+        folder.write("args.txt", f"--lr {lr}\n")
+        folder.write_json("summary.json", {"final_loss": lr})
     assert json.loads((tmp_path / "args.json").read_text()) == {"lr": 3, "path": "x"}
     assert json.loads((tmp_path / "args.1.json").read_text())["lr"] == 1
     assert json.loads((tmp_path / "args.2.json").read_text())["lr"] == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 import time
@@ -21,7 +20,6 @@ from megazpp.training.step_timeline import (
     StepRecorder,
     StepTimeline,
     TimelineConfig,
-    check_timeline,
     chrome_trace,
     describe,
     read_chrome_trace,
@@ -159,25 +157,6 @@ def test_the_summary_adds_up_lanes_over_ranks_and_weighs_what_is_hidden_by_its_t
         "  local         0.5000 s, 0% hidden behind compute, 100% behind compute and other hops",
         "  cross         4.0000 s, 75% hidden behind compute, 88% behind compute and other hops",
     ]
-
-
-RUN = {"total_iterations": 10, "exit_interval": None, "trains": True}
-
-
-@pytest.mark.parametrize(
-    ("step", "run", "message"),
-    [
-        (0, {}, "--timeline-step 0 is not positive"),
-        (11, {}, "--timeline-step 11 is beyond the run's 10 iterations"),
-        (5, {"exit_interval": 4}, "--timeline-step 5 is beyond --exit-interval 4"),
-        (5, {"trains": False}, "--timeline-step 5: --skip-train takes no step"),
-    ],
-)
-def test_a_step_that_the_run_does_not_have_is_refused(step: int, run: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=message):
-        check_timeline(TimelineConfig(timeline_step=step), **{**RUN, **run})
-    check_timeline(dataclasses.replace(TimelineConfig(), timeline_step=4), **RUN)
-    check_timeline(TimelineConfig(), **{**RUN, **run})
 
 
 SPANS = [

@@ -17,10 +17,9 @@ import megazpp.training.tracking as tracking
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
 from megazpp.training.metrics import Meter, RunShape, StepRecord
+from megazpp.training.recorder import TrafficRow
 from megazpp.training.run_folder import RunFolder
-from megazpp.training.sinks import Table, TensorBoardSink
-from megazpp.training.tracking import Tracker, TrackingConfig, check_tracking, open_sinks, run_tags
-from megazpp.training.traffic import TrafficRow
+from megazpp.training.tracking import Table, TensorBoardSink, Tracker, TrackingConfig, open_sinks, run_tags
 
 SHAPE = RunShape(total_iterations=10, total_samples=80, seq_length=100, world_size=4, flops_per_token=2 * 10**9)
 CPU = torch.device("cpu")
@@ -146,7 +145,7 @@ def test_a_sink_that_fails_is_said_once_and_only_closed_while_the_others_go_on(
     with Tracker(TrackingConfig(), RunFolder(tmp_path), [broken, sink], world_size=1, device=CPU) as track:
         for iteration in (1, 2):
             track.step(step(iteration))
-        track.summary({"iteration": 2}, [])
+        track.summary({"iteration": 2}, {})
     assert [iteration for _, iteration, _ in sink.written] == [1, 2]
     assert (len(sink.summaries), sink.exit_code, broken.uses) == (1, 0, 2)
     assert capsys.readouterr().out == "warning: wandb: gone; no more is recorded there, and training goes on\n"
@@ -182,7 +181,7 @@ def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(
                     track.step(step(iteration))
                 meter.add(step(iteration))
                 track.interval(meter.interval())
-            track.summary({"iteration": 4}, [])
+            track.summary({"iteration": 4}, {})
         rows = (disk / "run" / "metrics.jsonl").read_text().splitlines()
         assert json.loads(rows[-1])["iteration"] == 4
         assert (disk / "run" / "summary.json").exists()
@@ -195,9 +194,9 @@ def test_what_the_run_came_to_goes_to_the_folder_and_to_every_sink_with_its_byte
     track, sink = tracker(tmp_path)
     row = TrafficRow("all_gather", "shard", "cross", calls=3, sent_bytes=7)
     values = {"iteration": 9, "final_loss": 1.0, "test_loss": None, "traffic": [row._asdict()]}
-    track.summary(values, [row])
+    table = Table(TrafficRow._fields, [row])
+    track.summary(values, {"traffic": table})
     assert json.loads((tmp_path / "summary.json").read_text()) == values
-    table = Table(("collective", "axis", "wire", "calls", "sent_bytes"), [("all_gather", "shard", "cross", 3, 7)])
     assert sink.summaries == [({"iteration": 9, "final_loss": 1.0}, {"traffic": table}, 9)]
 
 
@@ -274,10 +273,10 @@ def test_wandb_works_without_tensorboard_and_is_told_run_id_name_folder_and_flag
     ],
 )
 def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], message: str):
-    check_tracking(TrackingConfig(tensorboard_dir="tb", wandb_project="p"))
+    TrackingConfig(tensorboard_dir="tb", wandb_project="p")
     monkeypatch.setattr(tracking, "is_installed", lambda package: False)
     with pytest.raises(ValueError, match=message):
-        check_tracking(TrackingConfig(**flags))
+        TrackingConfig(**flags)
 
 
 def test_folders_that_cannot_be_written_to_are_refused_by_flag(tmp_path: Path):

@@ -12,9 +12,8 @@ from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import Case, build_step
 
-from megazpp.training.anomalies import AnomalyConfig, Guard, LossHistory
+from megazpp.training.anomalies import AnomalyConfig, Found, Guard, LossHistory, NotFinite, NotFiniteError, describe
 from megazpp.training.batches import BatchConfig, plan_batches
-from megazpp.training.not_finite import Found, NotFinite, NotFiniteError, describe
 from megazpp.training.run_folder import RunFolder
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import ZeroConfig

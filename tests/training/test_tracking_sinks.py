@@ -13,14 +13,14 @@ import pytest
 from helpers.wandb_files import OfflineRun, offline_runs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megazpp.training.sinks import Table, TensorBoardSink, is_installed, wandb_mode
+from megazpp.training.tracking import Table, TensorBoardSink, is_installed, wandb_mode
 
 ROOT = Path(__file__).resolve().parents[2]
 
 WRITE_A_RUN = """
 import sys
 from pathlib import Path
-from megazpp.training.sinks import Table, WandbSink
+from megazpp.training.tracking import Table, WandbSink
 
 folder, first = Path(sys.argv[1]), int(sys.argv[2])
 sink = WandbSink(
@@ -36,7 +36,7 @@ sink.close(exit_code=0)
 LOSE_WANDB = """
 import os, signal, sys
 from pathlib import Path
-from megazpp.training.sinks import WandbSink
+from megazpp.training.tracking import WandbSink
 
 sink = WandbSink(project="p", entity="", name="n", folder=Path(sys.argv[1]), run_id="abcd1234", config={}, tags=[])
 children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

@@ -13,11 +13,10 @@ from helpers.training import LLAMA_STYLE, Case, build_step
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
-from megazpp.training.traffic import (
+from megazpp.training.recorder import (
     TrafficRow,
     Zero3Traffic,
     collect_traffic,
-    traffic_summary,
     traffic_table,
     zero3_traffic,
 )
@@ -111,7 +110,6 @@ def test_zero3_s_figure_is_what_the_rings_over_the_layout_send(cluster: Cluster,
 @pytest.mark.parametrize(("nodes", "replicas"), [(1, 1), (2, 2)])
 def test_without_traffic_between_nodes_there_is_nothing_to_compare(nodes: int, replicas: int):
     assert zero3_traffic(100, dims_of(nodes, 4, replicas=replicas), PrecisionConfig(), 3) is None
-    assert traffic_summary(ROWS, None)["zero3"] is None
 
 
 def test_the_table_is_aligned_and_ends_with_the_comparison():
@@ -126,15 +124,3 @@ def test_the_table_is_aligned_and_ends_with_the_comparison():
     assert traffic_table(ROWS[:1], ZERO3).splitlines()[-1] == (
         "between nodes: 0.000 MB per node; ZeRO-3 would have sent 6.000 MB: a formula"
     )
-
-
-def test_the_summary_has_the_rows_and_the_comparison_by_name():
-    summary = traffic_summary(ROWS, ZERO3)
-    assert summary["traffic"][2] == {
-        "collective": "all_to_all",
-        "axis": "cross",
-        "wire": "cross",
-        "calls": 6,
-        "sent_bytes": 200_000,
-    }
-    assert summary["zero3"]["cross_bytes"] == 6_000_000

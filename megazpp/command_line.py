@@ -1,0 +1,365 @@
+"""A command line, read in four steps into configs (flags.py).
+
+    expand    `@path` is replaced by the flags that the file holds; every word remembers where it was written
+    split     a flag and the words up to the next flag belong together
+    sift      Megatron's flags that we do not have are ignored with a notice, or refused with a reason
+    parse     values get the types of their fields; what comes later wins
+
+A flag file has shell-style lines (quotes, `#` comments, a backslash at the end does no harm) and may itself include
+files with `@path`. Because words remember their place, every later message can say `configs/gpt_125m.args:7`.
+
+`megatron_flags.txt` holds one of Megatron's other flags per line: name, number of values (as argparse writes it),
+verdict, reason. The verdict is `ignored` (nothing here depends on it), `unsupported`, or `only=V`: ignored with the
+value V, which asks for nothing, and unsupported with any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+import re
+import shlex
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn
+
+from megazpp.flags import FlagSpec, as_words, config_title, flag_name
+
+COMMAND_LINE = "command line"
+MEGATRON_TABLE = Path(__file__).with_name("megatron_flags.txt")
+
+
+class Word(NamedTuple):
+    """One word of a command line and where it was written: `COMMAND_LINE` or "file:line"."""
+
+    text: str
+    origin: str
+
+
+class Given(NamedTuple):
+    """One flag as it was written: its words up to the next flag, and where it stands."""
+
+    name: str
+    values: tuple[str, ...]
+    origin: str
+
+
+class MegatronFlag(NamedTuple):
+    """One line of the table; `arity` is a number, "?", "*" or "+"."""
+
+    name: str
+    arity: str
+    verdict: str
+    reason: str
+
+
+class Parsed(NamedTuple):
+    """What a command line says.
+
+    Attributes:
+        configs: one of each class; fields that are not given have their defaults.
+        origins: field name -> "command line" or "file:line", of the fields that are given.
+        notices: one line for each flag that was accepted and ignored.
+    """
+
+    configs: tuple[Any, ...]
+    origins: dict[str, str]
+    notices: tuple[str, ...] = ()
+
+
+class FlagParser:
+    """Reads flags into config dataclasses; --help groups them by dataclass.
+
+    Args:
+        configs: config classes; no two may share a field name or a spelling.
+        program: name shown in --help.
+        description: first lines of --help.
+    """
+
+    def __init__(self, configs: Sequence[type], *, program: str, description: str = "") -> None:
+        self.configs = tuple(configs)
+        self._argparse = _RaisingParser(
+            prog=program,
+            usage="%(prog)s [@file ...] [--flag value ...]",
+            description=description,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+        )
+        self._actions: dict[str, argparse.Action] = {}
+        self._may_be_none: set[str] = set()
+        for config in self.configs:
+            group = self._argparse.add_argument_group(config_title(config).rstrip("."))  # argparse adds a colon
+            hints = typing.get_type_hints(config)
+            for field in dataclasses.fields(config):
+                kind, optional = _without_none(hints[field.name])
+                action = _add_flag(group, field, kind, optional)
+                if optional:
+                    self._may_be_none.add(field.name)
+                assert all(field.name != other.dest for other in self._actions.values()), field.name
+                self._actions |= dict.fromkeys(action.option_strings, action)
+
+    @property
+    def spellings(self) -> frozenset[str]:
+        """Every accepted flag, aliases and `--no-` forms included."""
+        return frozenset(self._actions) | {"-h", "--help"}
+
+    def read(self, argv: Sequence[str], script_dir: Path, megatron_flags: Mapping[str, MegatronFlag]) -> Parsed:
+        """All four steps.
+
+        Args:
+            argv: the command line without the program's name.
+            script_dir: where flag files are looked for if they are not in the working directory.
+            megatron_flags: the flags that are ignored or refused.
+        Raises:
+            ValueError: one line per problem, each with the place where the flag was written; or a config's own.
+            SystemExit: after --help.
+        """
+        given = split_into_flags(expand_flag_files(argv, script_dir))
+        flags, notices = sift_flags(given, self.spellings, megatron_flags)
+        return self.parse(flags)._replace(notices=notices)
+
+    def parse(self, flags: Sequence[Given]) -> Parsed:
+        """The last step, for flags whose names are in `spellings`; errors as of `read`."""
+        values: dict[str, Any] = {}
+        origins: dict[str, str] = {}
+        problems = []
+        for given in flags:
+            try:
+                read = self._read(given)
+            except ValueError as error:
+                problems.append(f"{given.origin}: {error}")
+                continue
+            values |= read
+            origins |= dict.fromkeys(read, given.origin)
+        if problems:
+            raise ValueError("\n".join(problems))
+        configs = (
+            config(**{f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values})
+            for config in self.configs
+        )
+        return Parsed(tuple(configs), origins)
+
+    def _read(self, given: Given) -> dict[str, Any]:
+        """{field name: value} of one flag."""
+        action = self._actions.get(given.name)  # None: --help
+        if action is not None:
+            if given.values == ("none",) and action.dest in self._may_be_none:
+                return {action.dest: None}
+            if action.nargs == 0 and given.values:
+                raise ValueError(f"{given.name} takes no value, not {' '.join(given.values)}")
+            if action.nargs is None and len(given.values) != 1:
+                raise ValueError(f"{given.name} takes one value, not {len(given.values)}")
+        argv = [given.name, *given.values]
+        if len(given.values) == 1:
+            argv = [f"{given.name}={given.values[0]}"]  # the = keeps argparse from reading -1e-3 as a flag
+        return vars(self._argparse.parse_args(argv, argparse.Namespace()))
+
+
+# ---- flag files and words -----------------------------------------------------------------------------------------
+
+
+def expand_flag_files(argv: Sequence[str], script_dir: Path) -> list[Word]:
+    """The words of `argv` with every `@path` replaced by the words of that file.
+
+    Args:
+        argv: its paths are relative to the working directory and, where nothing is there, to `script_dir`; a file's
+            own paths are relative to that file.
+    Raises:
+        ValueError: a file is missing, unreadable or badly quoted, or files include each other in a circle.
+    """
+    folders = (Path.cwd(), script_dir)
+    return [word for text in argv for word in _expand(Word(text, COMMAND_LINE), folders, ())]
+
+
+def _expand(word: Word, folders: Sequence[Path], chain: tuple[Path, ...]) -> Iterator[Word]:
+    if not word.text.startswith("@") or word.text == "@":
+        yield word
+        return
+    candidates = list(dict.fromkeys((folder / Path(word.text[1:]).expanduser()).resolve() for folder in folders))
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if path is None:
+        places = " and ".join(_shown(candidate.parent) for candidate in candidates)
+        raise ValueError(f"{word.origin}: there is no flag file {word.text[1:]} (looked in {places})")
+    if path in chain:
+        circle = " -> ".join(_shown(p) for p in (*chain[chain.index(path) :], path))
+        raise ValueError(f"{word.origin}: flag files include each other in a circle: {circle}")
+    for inner in _read_words(path):
+        yield from _expand(inner, (path.parent,), (*chain, path))
+
+
+def _read_words(path: Path) -> Iterator[Word]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:  # line breaks inside quotes as they are
+            lines = file.read().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{_shown(path)}: cannot be read: {error}") from None
+    first = 0
+    while first < len(lines):
+        origin = f"{_shown(path)}:{first + 1}"
+        words, first = _words_from(lines, first, origin)
+        for text in words:
+            yield Word(text, origin)
+
+
+def _words_from(lines: Sequence[str], first: int, origin: str) -> tuple[list[str], int]:
+    """The words of line `first`, and of those behind it that its quotes reach over; and the next line's number."""
+    for last in range(first, len(lines)):
+        text = "\n".join(lines[first : last + 1])
+        try:
+            # words of neighbouring lines follow each other anyway, so a continuation needs no joining
+            return shlex.split(text.rstrip().removesuffix("\\"), comments=True), last + 1
+        except ValueError as error:
+            problem = error
+    raise ValueError(f"{origin}: {problem}")
+
+
+def _shown(path: Path) -> str:
+    """`path` as a message shows it: relative to the working directory if it lies below."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def split_into_flags(words: Sequence[Word]) -> list[Given]:
+    """Each flag of a command line together with its values; `--name=value` counts as one value.
+
+    Raises:
+        ValueError: a value comes before any flag.
+    """
+    flags: list[Given] = []
+    for text, origin in words:
+        if text == "-h" or re.match(r"--[A-Za-z]", text):
+            name, equals, value = text.partition("=")
+            flags.append(Given(name, (value,) if equals else (), origin))
+        elif flags:
+            flags[-1] = flags[-1]._replace(values=(*flags[-1].values, text))
+        else:
+            raise ValueError(f"{origin}: {text!r} is not a flag (flags begin with --, flag files with @)")
+    return flags
+
+
+# ---- Megatron's other flags ---------------------------------------------------------------------------------------
+
+
+def read_megatron_flags() -> dict[str, MegatronFlag]:
+    """The table by flag name."""
+    lines = [line for line in MEGATRON_TABLE.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
+    return {flag.name: flag for flag in (MegatronFlag(*line.split(maxsplit=3)) for line in lines)}
+
+
+def sift_flags(
+    flags: Sequence[Given], supported: Collection[str], known: Mapping[str, MegatronFlag]
+) -> tuple[tuple[Given, ...], tuple[str, ...]]:
+    """Take out the flags that have no effect here.
+
+    Args:
+        supported: every spelling that the parser accepts.
+        known: Megatron's other flags.
+    Returns:
+        The flags that are ours, and a line for each one that was ignored.
+    Raises:
+        ValueError: one line for each flag that is refused or that nobody knows.
+    """
+    kept, notices, problems = [], [], []
+    for given in flags:
+        if given.name in supported:
+            kept.append(given)
+        elif given.name not in known:
+            near = [difflib.get_close_matches(given.name, names, n=1, cutoff=0.7) for names in (supported, known)]
+            hint = next((f"; did you mean {match[0]}?" for match in near if match), "")
+            problems.append(f"{given.origin}: {given.name} is not a flag{hint}")
+        elif (problem := _refusal(given, known[given.name])) is not None:
+            problems.append(f"{given.origin}: {problem}")
+        else:
+            notices.append(f"{given.origin}: {given.name} is ignored: {known[given.name].reason}")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return tuple(kept), tuple(notices)
+
+
+def _refusal(given: Given, flag: MegatronFlag) -> str | None:
+    """Why `given` cannot be ignored; None if it can."""
+    if flag.verdict == "unsupported":
+        return f"{given.name} is a Megatron flag that is not supported: {flag.reason}"
+    count, arity = len(given.values), flag.arity
+    if not (count == int(arity) if arity.isdigit() else {"?": count <= 1, "*": True, "+": count >= 1}[arity]):
+        words = {"0": "no value", "1": "one value", "?": "at most one value", "+": "at least one value"}
+        return f"{given.name} takes {words.get(arity, f'{arity} values')}, not {count}"
+    wanted = flag.verdict.removeprefix("only=")
+    if flag.verdict != wanted and given.values != (wanted,):
+        return f"{given.name} {' '.join(given.values)} is not supported, only {wanted}: {flag.reason}"
+    return None
+
+
+# ---- fields as arguments of argparse ------------------------------------------------------------------------------
+
+
+class _RaisingParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def _add_flag(
+    group: argparse._ArgumentGroup, field: dataclasses.Field[Any], kind: Any, optional: bool
+) -> argparse.Action:
+    spec: FlagSpec = field.metadata["flag"]
+    help_text = spec.help
+    if field.default is not None and field.default is not False and field.default not in ("", ()):
+        help_text += f" (default {as_words(field.default)})"
+    settings: dict[str, Any] = {"dest": field.name, "help": help_text.replace("%", "%%")}
+    if kind is bool:
+        settings["action"] = argparse.BooleanOptionalAction
+    elif typing.get_origin(kind) is tuple:
+        item, *rest = typing.get_args(kind)
+        settings |= _one_value(item, optional, spec.metavar)
+        settings |= {"action": _StoreTuple, "nargs": spec.nargs or ("+" if rest == [...] else 1 + len(rest))}
+    else:
+        settings |= _one_value(kind, optional, spec.metavar)
+    return group.add_argument(flag_name(field), *spec.aliases, **settings)
+
+
+def _one_value(kind: Any, optional: bool, metavar: str | None) -> dict[str, Any]:
+    """How argparse reads and shows one value of type `kind`."""
+    parts = typing.get_args(kind) if _is_union(kind) else (kind,)
+    choices = tuple(word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part))
+    types_ = [part for part in parts if typing.get_origin(part) is not Literal]
+    convert: Callable[[str], Any] = types_[0] if types_ else type(choices[0])
+    words = {str(choice): choice for choice in choices}
+    allowed = [*words, *(["none"] if optional else [])]
+
+    def read(text: str) -> Any:
+        if text in words:
+            return words[text]
+        if not types_:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(allowed)}")
+        value = convert(text)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise argparse.ArgumentTypeError(f"{text!r} does not fit 64 bits")
+        return value
+
+    read.__name__ = " or ".join([convert.__name__, *words])  # what argparse calls the type in its messages
+    shown = [convert.__name__.upper(), *words] if types_ else allowed
+    return {"type": read, "metavar": metavar or (f"{{{','.join(shown)}}}" if words else shown[0])}
+
+
+class _StoreTuple(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, tuple(values))
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    """`X | None` -> (X, True); X -> (X, False). X is one type, possibly with words: `int | Literal["auto"]`."""
+    if not _is_union(hint):
+        return hint, False
+    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+    if len([kind for kind in kinds if typing.get_origin(kind) is not Literal]) > 1:
+        raise TypeError(f"a flag has one type, possibly with words and | None, not {hint}")
+    return typing.Union[tuple(kinds)], types.NoneType in typing.get_args(hint)  # noqa: UP007 - of a list
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
