@@ -1,15 +1,22 @@
 """Published measurements beside what the planner says of them, and the shares that fit the rows for calibration.
 
-    ZeRO++     arXiv 2306.10209, figures 9 and 10 and the DeepSpeed project's article: 384 V100 in 24 DGX-2, fp16, no
-               accumulation; TFLOP/s per GPU of ZeRO-3 and ZeRO++, as the charts print them
-    SDP4Bit    NeurIPS 2024: 128 H800 in 16 nodes, micro-batch 1 of 2048 tokens; Megatron's distributed optimizer (stage
-               1) and 4-bit weight differences with 8/4-bit gradients
+    ZeRO++      arXiv 2306.10209, figures 9 and 10 and the DeepSpeed project's article: 384 V100 in 24 DGX-2, fp16, no
+                accumulation; TFLOP/s per GPU of ZeRO-3 and ZeRO++, as the charts print them
+    SDP4Bit     NeurIPS 2024: 128 H800 in 16 nodes, micro-batch 1 of 2048 tokens; Megatron's distributed optimizer
+                (stage 1) and 4-bit weight differences with 8/4-bit gradients
+    torchtitan  FSDP2 in bf16 without torch.compile and fp8 where the source says so:
+                docs/performance.md: 8 nodes of 8 A100 80 GB; the network is not said, 8 x 200 Gbit/s are assumed, and
+                that nothing was compiled
+                benchmarks/llama3_h100_202412_torchtitan.md: 8 H100 with 96 GB at 2.4 TB/s and 500 W per node, 400
+                Gbit/s each
 
 What the sources leave open is assumed here. ZeRO++: samples of 1024 tokens, full recomputation, whose operations count,
 76 layers of 12288 for 138B, 4 bits on both hops of a gradient; both hops as this program schedules them; DeepSpeed's
 usual limit on parameters that are kept for their next use. SDP4Bit: eight adapters of 400 Gbit/s per node (only the
 product with the network's share matters), no recomputation, nothing beside the compute (Megatron-LM's default), and the
-scheme as our two hops with 4-bit weights, once per step.
+scheme as our two hops with 4-bit weights, once per step. torchtitan: "selective" recomputation is of every second layer
+or matrix: half of the layers here; what is fitted is how much of its peak an H100 reaches in products, to the run
+inside one node, and nothing is fitted to A100.
 
 How a rank of a DGX-2 reaches the adapters was chosen among four forms, each refitted to the two calibration rows, with
 the other rows in sight, so their errors are those of a choice and not of a blind test. Median errors of ratio and
@@ -24,20 +31,16 @@ the compute are taken to cost it nothing; were they to hold it up, the ratio's m
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
-
-import torch
+from typing import Any, Literal, NamedTuple
 
 from kernels.formats import BlockFormat
 from megazpp.model.config import GPTConfig
-from megazpp.planner.costs import ClusterCosts
-from megazpp.planner.speed import measure
-from megazpp.planner.step import PaperStep
-from megazpp.planner.trace import Trace, trace_model
+from megazpp.planner.clock import ClusterCosts
+from megazpp.planner.step import PaperStep, measure
+from megazpp.planner.trace import trace_model
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.device import Device
 from megazpp.topology.layout import Layout, plan_layout
@@ -131,67 +134,26 @@ def fit(study: Study, say: Callable[[str], None], *, finest: float = 0.015) -> S
     Each in turn is raised and lowered as long as that helps, in steps that halve; no share above 1.
     """
     rows = [row for row in ROWS if row.study == study and row.calibrates]
-    shares, loss = _descend(rows, FITTED[study], STARTS[study], finest)
-    say(f"{study}: squared error {loss:.5f}")
-    return Shares(*(round(share, 3) for share in shares))
 
+    def loss(shares: Shares) -> float:
+        pairs = [pair for row in rows for pair in zip(predict(row, shares), (row.before, row.after), strict=True)]
+        return sum(math.log(ours / theirs) ** 2 for ours, theirs in pairs)
 
-def _descend(rows: Sequence[Row], names: tuple[str, ...], start: Shares, finest: float) -> tuple[Shares, float]:
-    shares, step, best = start, 0.4, _loss(rows, start)
+    shares, step = STARTS[study], 0.4
+    best = loss(shares)
     while step > finest:
         moved = False
-        for name in names:
+        for name in FITTED[study]:
             for factor in (math.exp(step), math.exp(-step)):
                 most = math.inf if name == "uplink" else 1.0
                 candidate = shares._replace(**{name: min(getattr(shares, name) * factor, most)})
-                loss = _loss(rows, candidate)
-                if loss < best:
-                    shares, best, moved = candidate, loss, True
+                found = loss(candidate)
+                if found < best:
+                    shares, best, moved = candidate, found, True
         if not moved:
             step /= 2
-    return shares, best
-
-
-def _loss(rows: Sequence[Row], shares: Shares) -> float:
-    found = [(row, predict(row, shares)) for row in rows]
-    return sum(
-        math.log(ours / theirs) ** 2
-        for row, predicted in found
-        for ours, theirs in ((predicted.before, row.before), (predicted.after, row.after))
-    )
-
-
-def _seconds(row: Row, shares: Shares, *, quantized: bool) -> float:
-    layout, wire, megatron = _layout(row), WirePlan(), row.study == "SDP4Bit"
-    zero = ZeroConfig(zero_stage=1 if megatron else 3)
-    if megatron and quantized:
-        four, eight = BlockFormat(4, 128), BlockFormat(8, 128)
-        wire = WirePlan(GatherPlan(four, keep=False), ReducePlan(eight, four))
-    elif quantized:
-        zero = ZeroConfig(zeropp=True, zero_gradient_bits=(4, 4), overlap_param_gather=True, overlap_grad_reduce=True)
-        wire = plan_wire(zero, layout)
-    step = PaperStep(
-        _trace(row._replace(gigabits=0, before=0, after=0)),
-        layout=layout,
-        wire=wire,
-        zero=zero,
-        precision=_precision(row),
-        costs=_Costs(layout, shares, gathers=gathers_to_fsdp2(row)),
-        on_cpu=megatron,  # nothing runs beside the compute
-    )
-    return measure(step, 1).seconds
-
-
-class _Costs(ClusterCosts):
-    """Costs of a program that gathers weights so many times as often inside a node or over all ranks."""
-
-    def __init__(self, layout: Layout, shares: Shares, *, gathers: float) -> None:
-        super().__init__(layout, shares)
-        self._gathers = gathers
-
-    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
-        times = self._gathers if collective == "all_gather" and axis in ("shard", "local") else 1.0
-        return super().collective(axis, collective, round(times * sent_bytes))
+    say(f"{study}: squared error {best:.5f}")
+    return Shares(*(round(share, 3) for share in shares))
 
 
 def gathers_to_fsdp2(row: Row) -> float:
@@ -206,46 +168,177 @@ def gathers_to_fsdp2(row: Row) -> float:
     return 1 + again / sum(LINEARS) / 2
 
 
-def _layout(row: Row) -> Layout:
-    nodes, per_node, device, domain = (24, 16, V100, 150.0) if row.study == "ZeRO++" else (16, 8, H800, 200.0)
-    links = Links(domain=Link(domain), network=Link(max(row.gigabits, 1) / 8))
+def _seconds(row: Row, shares: Shares, *, quantized: bool) -> float:
+    megatron = row.study == "SDP4Bit"
+    nodes, per_node, device, domain = (16, 8, H800, 200.0) if megatron else (24, 16, V100, 150.0)
+    links = Links(domain=Link(domain), network=Link(row.gigabits / 8))
     cluster = Cluster(num_nodes=nodes, ranks_per_node=per_node, device=device, links=links)
-    return plan_layout(cluster, tp=row.tp, replicas=1)
-
-
-def _precision(row: Row) -> PrecisionConfig:
-    return PrecisionConfig(fp16=True) if row.study == "ZeRO++" else PrecisionConfig(bf16=True)
-
-
-@functools.cache
-def _trace(row: Row) -> Trace:
-    """Of a row without its network and its results."""
+    layout, wire, zero = plan_layout(cluster, tp=row.tp, replicas=1), WirePlan(), ZeroConfig(zero_stage=3)
+    if megatron:
+        zero = ZeroConfig(zero_stage=1)
+        if quantized:
+            four, eight = BlockFormat(4, 128), BlockFormat(8, 128)
+            wire = WirePlan(GatherPlan(four, keep=False), ReducePlan(eight, four))
+    elif quantized:
+        zero = ZeroConfig(zeropp=True, zero_gradient_bits=(4, 4), overlap_param_gather=True, overlap_grad_reduce=True)
+        wire = plan_wire(zero, layout)
     layers, hidden, heads = SHAPES[row.model]
-    seq = 1024 if row.study == "ZeRO++" else row.tokens
-    config = GPTConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        max_position_embeddings=seq,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        recompute_granularity="full" if row.study == "ZeRO++" else None,
+    shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    return _step_seconds(
+        _model(_sample(row), recompute_granularity=None if megatron else "full", **shape),
+        VOCABULARY,
+        row.tokens,
+        _GatheringCosts(layout, shares, gathers=gathers_to_fsdp2(row)),
+        layout=layout,
+        wire=wire,
+        zero=zero,
+        precision=PrecisionConfig(bf16=megatron, fp16=not megatron),
+        on_cpu=megatron,  # nothing runs beside the compute
     )
-    return trace_model(
-        config,
-        vocab_size=VOCABULARY,
-        seq_length=seq,
-        micro_batch_size=row.tokens // seq,
-        layout=_layout(row),
-        sequence_parallel=False,
-        dtype=torch.float16 if row.study == "ZeRO++" else torch.bfloat16,
-    )
+
+
+class _GatheringCosts(ClusterCosts):
+    """Costs of a program that gathers weights so many times as often inside a node or over all ranks."""
+
+    def __init__(self, layout: Layout, shares: Shares, *, gathers: float) -> None:
+        super().__init__(layout, shares)
+        self._gathers = gathers
+
+    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
+        times = self._gathers if collective == "all_gather" and axis in ("shard", "local") else 1.0
+        return super().collective(axis, collective, round(times * sent_bytes))
+
+
+def _sample(row: Row) -> int:
+    """Tokens of a sample."""
+    return 1024 if row.study == "ZeRO++" else row.tokens
 
 
 def _flops(row: Row) -> float:
     """Narayanan et al. (arXiv 2104.04473), equation 3; three quarters of the layers' part without recomputation."""
     layers, hidden, _ = SHAPES[row.model]
-    seq = 1024 if row.study == "ZeRO++" else row.tokens
     passes = 96 if row.study == "ZeRO++" else 72
-    inner = passes * layers * hidden**2 * (1 + seq / (6 * hidden)) + 6 * VOCABULARY * hidden
+    inner = passes * layers * hidden**2 * (1 + _sample(row) / (6 * hidden)) + 6 * VOCABULARY * hidden
     return row.tokens * inner / row.tp
+
+
+# ---- FSDP2 on A100 and H100 ---------------------------------------------------------------------------------------
+
+
+class LlamaShape(NamedTuple):
+    """Of a Llama model; `groups` of keys and values."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    ffn: int
+    vocabulary: int
+
+
+class SpeedRow(NamedTuple):
+    """Measured tokens per second and GPU.
+
+    Attributes:
+        nodes: of 8 GPUs.
+        seq, samples: tokens of a sample, samples of a micro-batch.
+        recomputed: part of the layers.
+        measured: tokens per second and GPU.
+        calibrates: whether a share is fitted to it.
+    """
+
+    name: str
+    device: Device
+    shape: LlamaShape
+    nodes: int
+    seq: int
+    samples: int
+    recomputed: float
+    measured: float
+    calibrates: bool = False
+
+
+A100 = Device("A100-SXM4-80GB", 312.0, 85.9, 2039.0, shares="a100")
+H100 = Device("H100 96GB HBM2e", 989.0, 103.0, 2400.0, shares="h100")
+A100_LINKS, H100_LINKS = (
+    Links(domain=Link(domain), network=Link(network)) for domain, network in ((300.0, 200.0), (450.0, 400.0))
+)
+LLAMA3_8B, LLAMA3_70B = LlamaShape(32, 4096, 32, 8, 14336, 128256), LlamaShape(80, 8192, 64, 8, 28672, 128256)
+LLAMA2_13B, LLAMA2_70B = LlamaShape(40, 5120, 40, 40, 13824, 32000), LlamaShape(80, 8192, 64, 8, 28672, 32000)
+SPEED_ROWS = (
+    SpeedRow("Llama 3 8B", A100, LLAMA3_8B, 8, 8192, 1, 0.5, 2904),
+    SpeedRow("Llama 3 70B", A100, LLAMA3_70B, 8, 8192, 1, 1.0, 331),
+    SpeedRow("Llama 2 13B", A100, LLAMA2_13B, 8, 4096, 2, 0.0, 2162),
+    SpeedRow("Llama 2 13B", A100, LLAMA2_13B, 8, 4096, 2, 0.5, 1914),
+    SpeedRow("Llama 2 70B", A100, LLAMA2_70B, 8, 4096, 2, 1.0, 353),
+    SpeedRow("Llama 3 8B", H100, LLAMA3_8B, 1, 8192, 2, 0.5, 5762, True),
+    SpeedRow("Llama 3 8B", H100, LLAMA3_8B, 16, 8192, 2, 0.5, 5605),
+)
+
+
+def planned_speed(row: SpeedRow, shares: Shares) -> float:
+    """Tokens per second and GPU, as planned."""
+    links = A100_LINKS if row.device is A100 else H100_LINKS
+    cluster = Cluster(num_nodes=row.nodes, ranks_per_node=8, device=row.device, links=links)
+    layout, shape, again = plan_layout(cluster, tp=1, replicas=1), row.shape, row.recomputed > 0
+    model = _model(
+        row.seq,
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        group_query_attention=shape.groups < shape.heads,
+        num_query_groups=shape.groups if shape.groups < shape.heads else 1,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        disable_bias_linear=True,
+        untie_embeddings_and_output_weights=True,
+        recompute_granularity="full" if again else None,
+        recompute_method="block" if again else None,
+        recompute_num_layers=round(row.recomputed * shape.layers) if again else None,
+    )
+    tokens = row.seq * row.samples
+    return tokens / _step_seconds(
+        model,
+        shape.vocabulary,
+        tokens,
+        ClusterCosts(layout, shares),
+        layout=layout,
+        wire=WirePlan(),
+        zero=ZeroConfig(zero_stage=3),
+        precision=PrecisionConfig(bf16=True),
+    )
+
+
+def fit_matrix(row: SpeedRow, shares: Shares, *, finest: float = 1e-3) -> Shares:
+    """The share of the peak with which `row` comes out as measured."""
+    least, most = 0.0, 1.0
+    while most - least > finest:
+        middle = (least + most) / 2
+        faster = planned_speed(row, shares._replace(matrix=middle)) > row.measured
+        least, most = (least, middle) if faster else (middle, most)
+    return shares._replace(matrix=round((least + most) / 2, 3))
+
+
+# ---- both ---------------------------------------------------------------------------------------------------------
+
+
+def _model(sample: int, **shape: Any) -> GPTConfig:
+    return GPTConfig(max_position_embeddings=sample, hidden_dropout=0.0, attention_dropout=0.0, **shape)
+
+
+def _step_seconds(model: GPTConfig, vocab_size: int, tokens: int, costs: ClusterCosts, **run: Any) -> float:
+    """A step of one micro-batch of `tokens`, each sample as long as the model takes them; `run`: as `PaperStep`."""
+    sample = model.max_position_embeddings
+    assert sample is not None
+    trace = trace_model(
+        model,
+        vocab_size=vocab_size,
+        seq_length=sample,
+        micro_batch_size=tokens // sample,
+        tp=run["layout"].tp,
+        sequence_parallel=False,
+        dtype=run["precision"].param_dtype,
+    )
+    return measure(PaperStep(trace, costs=costs, **run), 1).seconds

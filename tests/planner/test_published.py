@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 
 from megazpp.planner import published
-from megazpp.planner.published import FITTED, ROWS, errors, gathers_to_fsdp2, median_errors, predict
-from megazpp.planner.published_fsdp2 import SPEED_ROWS, fit_matrix, planned_speed
+from megazpp.planner.published import (
+    FITTED,
+    ROWS,
+    SPEED_ROWS,
+    errors,
+    fit_matrix,
+    gathers_to_fsdp2,
+    median_errors,
+    planned_speed,
+    predict,
+)
 from megazpp.topology.shares import CALIBRATIONS, DGX2_SHARES, H800_SHARES, Shares
 
 pytestmark = pytest.mark.slow

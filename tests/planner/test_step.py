@@ -12,8 +12,7 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelConfig, plan_dims
 from megazpp.planner.clock import SimulatedQueue
-from megazpp.planner.speed import measure, traffic_between
-from megazpp.planner.step import PaperStep, TrafficTable
+from megazpp.planner.step import PaperStep, TrafficTable, measure, traffic_between
 from megazpp.planner.trace import trace_model
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig, plan_wire
@@ -32,7 +31,7 @@ def plan(case: Case, world: int, rank: int = 0) -> PaperStep:
         vocab_size=case.vocab_size,
         seq_length=case.seq_length,
         micro_batch_size=case.global_batch // layout.data // case.micro_batches,
-        layout=layout,
+        tp=layout.tp,
         sequence_parallel=case.sequence_parallel,
         dtype=case.precision.param_dtype,
     )

@@ -12,23 +12,19 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
-from megazpp.planner.recorder import BACKWARD, FORWARD
-from megazpp.planner.trace import Trace, trace_model
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import plan_layout
+from megazpp.planner.trace import BACKWARD, FORWARD, Trace, trace_model
 from megazpp.training.flops import model_flops_per_token
 
 VOCAB, SEQ, SAMPLES = 64, 16, 3
 
 
 def trace(config: GPTConfig, *, tp: int = 1, samples: int = SAMPLES, **documents: Any) -> Trace:
-    layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp), tp=tp, replicas=1)
     return trace_model(
         config,
         vocab_size=VOCAB,
         seq_length=SEQ,
         micro_batch_size=samples,
-        layout=layout,
+        tp=tp,
         sequence_parallel=False,
         dtype=torch.bfloat16,
         **documents,

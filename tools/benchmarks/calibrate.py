@@ -11,8 +11,17 @@ import argparse
 import tools_path  # noqa: F401
 from entry import leave_with
 
-from megazpp.planner.published import ROWS, Study, errors, fit, median_errors, predict
-from megazpp.planner.published_fsdp2 import SPEED_ROWS, fit_matrix, planned_speed
+from megazpp.planner.published import (
+    ROWS,
+    SPEED_ROWS,
+    Study,
+    errors,
+    fit,
+    fit_matrix,
+    median_errors,
+    planned_speed,
+    predict,
+)
 from megazpp.topology.shares import ASSUMED_SHARES, DGX2_SHARES, H100_SHARES, H800_SHARES, Shares
 
 RECORDED: dict[Study, Shares] = {"ZeRO++": DGX2_SHARES, "SDP4Bit": H800_SHARES}

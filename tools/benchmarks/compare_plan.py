@@ -27,10 +27,9 @@ from benchmark_cluster_variants import VARIANTS, BenchmarkSettings
 from entry import leave_with, one_line_errors
 
 from megazpp.parallel.dims import ParallelConfig, plan_dims
-from megazpp.planner.costs import ClusterCosts
-from megazpp.planner.speed import measure
-from megazpp.planner.step import PaperStep
-from megazpp.planner.trace import Trace, trace_model
+from megazpp.planner.clock import ClusterCosts
+from megazpp.planner.step import PaperStep, measure
+from megazpp.planner.trace import trace_model
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.device import Device
 from megazpp.topology.layout import Layout
@@ -143,8 +142,18 @@ def seconds(cell: Cell, compute: float, network: float, *, shape: dict[str, int]
     parallel = ParallelConfig(tensor_model_parallel_size=cell.tp, hsdp=variant.hsdp)
     layout = plan_dims(parallel, cluster, zero_stage=3)
     shares = Shares(matrix=compute, memory=compute, domain=compute, network=network)
+    settings = BenchmarkSettings(tp=cell.tp, variants=(), **shape)
+    trace = trace_model(
+        settings.model,
+        vocab_size=settings.vocab_size,
+        seq_length=settings.seq_length,
+        micro_batch_size=settings.micro_batch_size,
+        tp=cell.tp,
+        sequence_parallel=False,
+        dtype=PRECISION.param_dtype,
+    )
     step = PaperStep(
-        trace(layout, tuple(sorted(shape.items()))),
+        trace,
         layout=layout,
         wire=plan_wire(variant.zero, layout),
         zero=variant.zero,
@@ -173,21 +182,6 @@ class SharedProcessors(ClusterCosts):
     def taken(self, axis: str, collective: str, sent_bytes: int) -> float:
         messages = (2 if collective == "all_reduce" else 1) * (self._layout.axis_size(axis) - 1)
         return ranks_each(self._layout) * (messages * MESSAGE_SECONDS + sent_bytes * BYTE_SECONDS)
-
-
-@functools.cache
-def trace(layout: Layout, shape: tuple[tuple[str, int], ...]) -> Trace:
-    """The benchmark's model."""
-    settings = BenchmarkSettings(tp=layout.tp, variants=(), **dict(shape))
-    return trace_model(
-        settings.model,
-        vocab_size=settings.vocab_size,
-        seq_length=settings.seq_length,
-        micro_batch_size=settings.micro_batch_size,
-        layout=layout,
-        sequence_parallel=False,
-        dtype=PRECISION.param_dtype,
-    )
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ from entry import leave_with, one_line_errors
 from pictures import can_draw
 
 from megazpp.arguments import parse_run_config
-from megazpp.planner.report import with_data
-from megazpp.planner.scaling import Scaled, choose, scale, scaling_table
+from megazpp.planner.scaling import Scaled, Scaling, scaling_table
+from megazpp.planner.search import COMPARED
+from megazpp.planner.variants import for_planning
 from megazpp.topology.cluster import read_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (64, 256, 1024, 4096, 16384)
-SCHEMES = ("ZeRO-3", "HSDP", "--zeropp")
 
 
 class Study(NamedTuple):
@@ -89,15 +89,11 @@ def main() -> None:
 def run(study: Study, sizes: Sequence[int]) -> StudyResult:
     """All schemes at all sizes, and the planner's choice at each."""
     path = ROOT / f"configs/clusters/{study.cluster}.yaml"
-    config = with_data(parse_run_config([*study.flags, "--cluster-file", str(path)], ROOT, program="study").config)
-    cluster, vocab_size = read_cluster(path), config.tokenizer.vocab_size
-    assert vocab_size is not None
+    config = parse_run_config([*study.flags, "--cluster-file", str(path)], ROOT, program="study").config
+    cluster = read_cluster(path)
+    scaling = Scaling(for_planning(config, "study"), cluster, micro_batches=1, device_type="cpu")
     nodes = [size // cluster.ranks_per_node for size in sizes]
-    points = scale(config, cluster, nodes, micro_batches=1, vocab_size=vocab_size, device_type="cpu", names=SCHEMES)
-    choices = [
-        choose(config, cluster, count, micro_batches=1, vocab_size=vocab_size, device_type="cpu") for count in nodes
-    ]
-    return StudyResult(study, list(points), choices)
+    return StudyResult(study, list(scaling.points(nodes, COMPARED)), [scaling.choice(count) for count in nodes])
 
 
 def draw(results: Sequence[StudyResult], path: Path) -> None:
@@ -109,7 +105,7 @@ def draw(results: Sequence[StudyResult], path: Path) -> None:
     for axes, found in zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True):
         chosen = [choice for choice in found.choices if choice is not None]
         axes.plot([c.gpus for c in chosen], [c.teraflops for c in chosen], "k:", linewidth=5, alpha=0.3, label="chosen")
-        for scheme in SCHEMES:
+        for scheme in COMPARED:
             line = [point for point in found.points if point.scheme == scheme]
             (drawn,) = axes.plot([p.gpus for p in line], [p.teraflops for p in line], label=scheme)
             for fits, fill in ((True, drawn.get_color()), (False, "white")):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import calibrate
 import pytest
 
-from megazpp.planner.published import ROWS
-from megazpp.planner.published_fsdp2 import SPEED_ROWS
+from megazpp.planner.published import ROWS, SPEED_ROWS
 from megazpp.topology.shares import DGX2_SHARES, H100_SHARES
 
 
