@@ -142,6 +142,7 @@ class ClusterCosts(Costs):
     """The costs of a step on a cluster whose file names links and device.
 
     Args:
+        layout: who is where.
         free: axes whose wires take no time, to see what they cost.
     Raises:
         ValueError: a figure that is needed is not in the cluster file.
@@ -151,7 +152,7 @@ class ClusterCosts(Costs):
         device = layout.cluster.device
         if device is None:
             raise ValueError("--cluster-file: device is not given (name, teraflops, gigabytes, gigabytes_per_second)")
-        self._beside = shares.beside
+        self.layout, self._beside = layout, shares.beside
         self._device = DeviceCost(device=device, shares=shares)
         self._axes = {axis: AxisCost(layout, axis, shares) for axis in AXES if axis not in free}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from megazpp.model.attention_kernels import FIRST_CAPABILITY, capability, mask_r
 from megazpp.planner.clock import ClusterCosts, Costs
 from megazpp.planner.memory import Memory, usable_gigabytes
 from megazpp.planner.step import PaperStep, measure
-from megazpp.planner.trace import trace_model
+from megazpp.planner.trace import Documents
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
 from megazpp.topology.shares import Shares, calibration_for
@@ -152,37 +152,30 @@ class Estimator:
         self, config: RunConfig, plan: RunPlan, costs: Costs | None = None, *, rank: int = 0, on_cpu: bool = False
     ) -> PaperStep:
         """The run's step on one rank; `on_cpu` whatever is planned for."""
-        no_gpu = on_cpu or (self.cluster.device is None and self._device_type == "cpu")
-        model: dict[str, Any] = {
-            "vocab_size": config.tokenizer.vocab_size,
-            "seq_length": config.data.seq_length,
-            "micro_batch_size": plan.batches.micro_batch_size,
-            "tp": plan.layout.tp,
-            "sequence_parallel": config.parallel.sequence_parallel and plan.layout.tp > 1,
-            "dtype": config.precision.param_dtype,
-            "documents": self._documents(config, on_cpu=no_gpu),
-            "on_cpu": no_gpu,
-        }
+        assert config.data.seq_length is not None
+        assert config.tokenizer.vocab_size is not None
         return PaperStep(
-            trace_model(config.model, **model),
-            layout=plan.layout,
-            wire=plan.wire,
-            zero=config.zero,
-            precision=config.precision,
+            config.model_spec(config.tokenizer.vocab_size, plan.wire),
+            plan.layout,
+            seq_length=config.data.seq_length,
+            micro_batch_size=plan.batches.micro_batch_size,
+            documents=self._documents(config, on_cpu=on_cpu),
             costs=costs,
             rank=rank,
             on_cpu=on_cpu,
             moments=2 if config.optimizer.optimizer == "adam" else 1,
         )
 
-    def _documents(self, config: RunConfig, *, on_cpu: bool) -> Literal["kernel", "mask"] | None:
+    def _documents(self, config: RunConfig, *, on_cpu: bool) -> Documents | None:
         """How attention stays inside documents on the device that is planned for."""
         if not config.data.reset_attention_mask:
             return None
-        found = None
-        if self.cluster.device is not None:
-            found = (7, 0) if self.cluster.device.name.startswith(BEFORE_AMPERE) else FIRST_CAPABILITY
-        elif self._device_type == "cuda":
+        device, found = self.cluster.device, None
+        on_cpu = on_cpu or (device is None and self._device_type == "cpu")
+        if device is not None and not on_cpu:
+            found = (7, 0) if device.name.startswith(BEFORE_AMPERE) else FIRST_CAPABILITY
+        elif not on_cpu:
             found = capability(torch.device("cuda"))
-        reason = mask_reason(config.model, capability=None if on_cpu else found, dtype=config.precision.param_dtype)
-        return "mask" if reason else "kernel"
+        if not mask_reason(config.model, capability=found, dtype=config.precision.param_dtype):
+            return "kernel"
+        return "CPU's mask" if on_cpu else "mask"

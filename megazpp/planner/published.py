@@ -40,13 +40,13 @@ from kernels.formats import BlockFormat
 from megazpp.model.config import GPTConfig
 from megazpp.planner.clock import ClusterCosts
 from megazpp.planner.step import PaperStep, measure
-from megazpp.planner.trace import trace_model
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.device import Device
 from megazpp.topology.layout import Layout, plan_layout
 from megazpp.topology.links import Link, Links
 from megazpp.topology.shares import ASSUMED_SHARES, DGX2_SHARES, Shares
-from megazpp.zero.config import GatherPlan, ReducePlan, WirePlan, ZeroConfig, plan_wire
+from megazpp.training.setup import ModelSpec
+from megazpp.zero.config import GatherPlan, ReducePlan, WirePlan, ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
 
 Study = Literal["ZeRO++", "SDP4Bit"]
@@ -104,21 +104,15 @@ ROWS = (
 )
 
 
-class Predicted(NamedTuple):
-    """TFLOP/s per GPU, in the source's convention."""
-
-    before: float
-    after: float
-
-
-def predict(row: Row, shares: Shares) -> Predicted:
-    """What the planner says of a row."""
-    return Predicted(*(_flops(row) / _seconds(row, shares, quantized=q) * 1e-12 for q in (False, True)))
+def predict(row: Row, shares: Shares) -> tuple[float, float]:
+    """What the planner says of a row: TFLOP/s per GPU without and with the scheme, in the source's convention."""
+    before, after = (_flops(row) / _seconds(row, shares, quantized=quantized) * 1e-12 for quantized in (False, True))
+    return before, after
 
 
-def errors(row: Row, predicted: Predicted) -> tuple[float, float, float]:
+def errors(row: Row, predicted: tuple[float, float]) -> tuple[float, float, float]:
     """Relative errors of both figures and of their ratio."""
-    before, after = predicted.before / row.before, predicted.after / row.after
+    before, after = predicted[0] / row.before, predicted[1] / row.after
     return before - 1, after - 1, after / before - 1
 
 
@@ -173,7 +167,7 @@ def _seconds(row: Row, shares: Shares, *, quantized: bool) -> float:
     nodes, per_node, device, domain = (16, 8, H800, 200.0) if megatron else (24, 16, V100, 150.0)
     links = Links(domain=Link(domain), network=Link(row.gigabits / 8))
     cluster = Cluster(num_nodes=nodes, ranks_per_node=per_node, device=device, links=links)
-    layout, wire, zero = plan_layout(cluster, tp=row.tp, replicas=1), WirePlan(), ZeroConfig(zero_stage=3)
+    layout, zero, wire = plan_layout(cluster, tp=row.tp, replicas=1), ZeroConfig(zero_stage=3), None
     if megatron:
         zero = ZeroConfig(zero_stage=1)
         if quantized:
@@ -181,20 +175,24 @@ def _seconds(row: Row, shares: Shares, *, quantized: bool) -> float:
             wire = WirePlan(GatherPlan(four, keep=False), ReducePlan(eight, four))
     elif quantized:
         zero = ZeroConfig(zeropp=True, zero_gradient_bits=(4, 4), overlap_param_gather=True, overlap_grad_reduce=True)
-        wire = plan_wire(zero, layout)
     layers, hidden, heads = SHAPES[row.model]
-    shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
-    return _step_seconds(
-        _model(_sample(row), recompute_granularity=None if megatron else "full", **shape),
-        VOCABULARY,
-        row.tokens,
-        _GatheringCosts(layout, shares, gathers=gathers_to_fsdp2(row)),
-        layout=layout,
-        wire=wire,
-        zero=zero,
-        precision=PrecisionConfig(bf16=megatron, fp16=not megatron),
+    model = _model(
+        _sample(row),
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        recompute_granularity=None if megatron else "full",
+    )
+    precision = PrecisionConfig(bf16=megatron, fp16=not megatron)
+    step = PaperStep(
+        ModelSpec(config=model, vocab_size=VOCABULARY, zero=zero, wire=wire, precision=precision, seed=0),
+        layout,
+        seq_length=_sample(row),
+        micro_batch_size=row.tokens // _sample(row),
+        costs=_GatheringCosts(layout, shares, gathers=gathers_to_fsdp2(row)),
         on_cpu=megatron,  # nothing runs beside the compute
     )
+    return measure(step, 1).seconds
 
 
 class _GatheringCosts(ClusterCosts):
@@ -225,21 +223,11 @@ def _flops(row: Row) -> float:
 # ---- FSDP2 on A100 and H100 ---------------------------------------------------------------------------------------
 
 
-class LlamaShape(NamedTuple):
-    """Of a Llama model; `groups` of keys and values."""
-
-    layers: int
-    hidden: int
-    heads: int
-    groups: int
-    ffn: int
-    vocabulary: int
-
-
 class SpeedRow(NamedTuple):
     """Measured tokens per second and GPU.
 
     Attributes:
+        shape: layers, hidden size, heads, groups of keys and values, FFN's size, vocabulary.
         nodes: of 8 GPUs.
         seq, samples: tokens of a sample, samples of a micro-batch.
         recomputed: part of the layers.
@@ -249,7 +237,7 @@ class SpeedRow(NamedTuple):
 
     name: str
     device: Device
-    shape: LlamaShape
+    shape: tuple[int, ...]
     nodes: int
     seq: int
     samples: int
@@ -263,8 +251,8 @@ H100 = Device("H100 96GB HBM2e", 989.0, 103.0, 2400.0, shares="h100")
 A100_LINKS, H100_LINKS = (
     Links(domain=Link(domain), network=Link(network)) for domain, network in ((300.0, 200.0), (450.0, 400.0))
 )
-LLAMA3_8B, LLAMA3_70B = LlamaShape(32, 4096, 32, 8, 14336, 128256), LlamaShape(80, 8192, 64, 8, 28672, 128256)
-LLAMA2_13B, LLAMA2_70B = LlamaShape(40, 5120, 40, 40, 13824, 32000), LlamaShape(80, 8192, 64, 8, 28672, 32000)
+LLAMA3_8B, LLAMA3_70B = (32, 4096, 32, 8, 14336, 128256), (80, 8192, 64, 8, 28672, 128256)
+LLAMA2_13B, LLAMA2_70B = (40, 5120, 40, 40, 13824, 32000), (80, 8192, 64, 8, 28672, 32000)
 SPEED_ROWS = (
     SpeedRow("Llama 3 8B", A100, LLAMA3_8B, 8, 8192, 1, 0.5, 2904),
     SpeedRow("Llama 3 70B", A100, LLAMA3_70B, 8, 8192, 1, 1.0, 331),
@@ -280,15 +268,16 @@ def planned_speed(row: SpeedRow, shares: Shares) -> float:
     """Tokens per second and GPU, as planned."""
     links = A100_LINKS if row.device is A100 else H100_LINKS
     cluster = Cluster(num_nodes=row.nodes, ranks_per_node=8, device=row.device, links=links)
-    layout, shape, again = plan_layout(cluster, tp=1, replicas=1), row.shape, row.recomputed > 0
+    layout, again = plan_layout(cluster, tp=1, replicas=1), row.recomputed > 0
+    layers, hidden, heads, groups, ffn, vocabulary = row.shape
     model = _model(
         row.seq,
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn,
-        num_attention_heads=shape.heads,
-        group_query_attention=shape.groups < shape.heads,
-        num_query_groups=shape.groups if shape.groups < shape.heads else 1,
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        group_query_attention=groups < heads,
+        num_query_groups=groups if groups < heads else 1,
         position_embedding_type="rope",
         normalization="RMSNorm",
         swiglu=True,
@@ -296,19 +285,16 @@ def planned_speed(row: SpeedRow, shares: Shares) -> float:
         untie_embeddings_and_output_weights=True,
         recompute_granularity="full" if again else None,
         recompute_method="block" if again else None,
-        recompute_num_layers=round(row.recomputed * shape.layers) if again else None,
+        recompute_num_layers=round(row.recomputed * layers) if again else None,
     )
-    tokens = row.seq * row.samples
-    return tokens / _step_seconds(
-        model,
-        shape.vocabulary,
-        tokens,
-        ClusterCosts(layout, shares),
-        layout=layout,
-        wire=WirePlan(),
-        zero=ZeroConfig(zero_stage=3),
-        precision=PrecisionConfig(bf16=True),
+    step = PaperStep(
+        ModelSpec(config=model, vocab_size=vocabulary, precision=PrecisionConfig(bf16=True), seed=0),
+        layout,
+        seq_length=row.seq,
+        micro_batch_size=row.samples,
+        costs=ClusterCosts(layout, shares),
     )
+    return row.seq * row.samples / measure(step, 1).seconds
 
 
 def fit_matrix(row: SpeedRow, shares: Shares, *, finest: float = 1e-3) -> Shares:
@@ -321,24 +307,5 @@ def fit_matrix(row: SpeedRow, shares: Shares, *, finest: float = 1e-3) -> Shares
     return shares._replace(matrix=round((least + most) / 2, 3))
 
 
-# ---- both ---------------------------------------------------------------------------------------------------------
-
-
 def _model(sample: int, **shape: Any) -> GPTConfig:
     return GPTConfig(max_position_embeddings=sample, hidden_dropout=0.0, attention_dropout=0.0, **shape)
-
-
-def _step_seconds(model: GPTConfig, vocab_size: int, tokens: int, costs: ClusterCosts, **run: Any) -> float:
-    """A step of one micro-batch of `tokens`, each sample as long as the model takes them; `run`: as `PaperStep`."""
-    sample = model.max_position_embeddings
-    assert sample is not None
-    trace = trace_model(
-        model,
-        vocab_size=vocab_size,
-        seq_length=sample,
-        micro_batch_size=tokens // sample,
-        tp=run["layout"].tp,
-        sequence_parallel=False,
-        dtype=run["precision"].param_dtype,
-    )
-    return measure(PaperStep(trace, costs=costs, **run), 1).seconds

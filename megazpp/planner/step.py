@@ -21,12 +21,12 @@ from megazpp.parallel.axis import Traffic, TrafficCounter
 from megazpp.planner.clock import Clock, Costs, SimulatedQueue, Simulation
 from megazpp.planner.memory import MASTER_BYTES, Ledger, Memory, own_elements
 from megazpp.planner.paper import META, PaperAxis, PaperCodec, PaperUnit
-from megazpp.planner.trace import BACKWARD, FORWARD, Trace
+from megazpp.planner.trace import BACKWARD, FORWARD, Documents, trace_model
 from megazpp.topology.layout import AXES, Layout
+from megazpp.training.setup import ModelSpec
 from megazpp.zero.comm_factory import CommFactory
-from megazpp.zero.config import WirePlan, ZeroConfig
+from megazpp.zero.config import plan_wire
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
 
 SIMULATED_MICRO_BATCHES = 3  # the first, one like all those in between, the last
@@ -51,15 +51,16 @@ class PaperStep:
     """The steps of one rank.
 
     Args:
-        trace: the model's work.
-        layout, wire, zero, precision: of the run.
+        spec, layout: the model, and the ranks that it is spread over.
+        seq_length, micro_batch_size: tokens of a sample, samples of a micro-batch.
+        documents: how attention stays inside documents; None if it need not.
         costs: how long things take; None for counting.
         rank: whose links are used and whose bytes are counted.
         on_cpu: whether the process itself computes.
         moments: of the optimizer, per parameter.
 
     Attributes:
-        trace: as above.
+        trace: the model's work.
         counter: bytes of this rank by (wire, axis, collective), as a run counts them.
         units: in the order of use.
         ledger: memory of the last step.
@@ -67,18 +68,29 @@ class PaperStep:
 
     def __init__(
         self,
-        trace: Trace,
-        *,
+        spec: ModelSpec,
         layout: Layout,
-        wire: WirePlan,
-        zero: ZeroConfig,
-        precision: PrecisionConfig,
+        *,
+        seq_length: int,
+        micro_batch_size: int,
+        documents: Documents | None = None,
         costs: Costs | None = None,
         rank: int = 0,
         on_cpu: bool = False,
         moments: int = 2,
     ) -> None:
-        self.trace, self._zero, self._precision, self._on_cpu = trace, zero, precision, on_cpu
+        zero, precision, self._on_cpu = spec.zero, spec.precision, on_cpu
+        self._zero, self._precision = zero, precision
+        self.trace = trace_model(
+            spec.config,
+            vocab_size=spec.vocab_size,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            tp=layout.tp,
+            sequence_parallel=spec.sequence_parallel and layout.tp > 1,
+            dtype=precision.param_dtype,
+            documents=documents,
+        )
         self._moments, self._costs, self._simulation = moments, costs or Costs(), Simulation()
         self.counter, self.ledger = TrafficCounter(), Ledger()
         self._axes = {
@@ -94,6 +106,7 @@ class PaperStep:
         }
         self._shard, self._replicate = self._axes["shard"], self._axes["replicate"]
         self._stage = zero.stage_over(self._shard.size)
+        wire = plan_wire(zero, layout) if spec.wire is None else spec.wire
         self._factory = CommFactory(
             **{name: self._axes[name] for name in ("cross", "local", "shard")},
             plan=wire,
@@ -101,7 +114,7 @@ class PaperStep:
             precision=precision,
             codec=functools.partial(PaperCodec, touch=self._touch),
         )
-        self.units = [PaperUnit(parameters, self._shard.size) for parameters in trace.units]
+        self.units = [PaperUnit(parameters, self._shard.size) for parameters in self.trace.units]
         for unit in self.units:
             unit.connect(self._factory, self._axes, wire, zero)
         self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))

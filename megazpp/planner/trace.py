@@ -33,6 +33,7 @@ from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
 
 FORWARD, BACKWARD = "forward", "backward"
+Documents = Literal["kernel", "mask", "CPU's mask"]  # how attention stays inside them
 MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 FREE = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::_unsafe_view")
 
@@ -100,8 +101,7 @@ def trace_model(
     tp: int,
     sequence_parallel: bool,
     dtype: torch.dtype,
-    documents: Literal["kernel", "mask"] | None = None,
-    on_cpu: bool = False,
+    documents: Documents | None = None,
 ) -> Trace:
     """Run one micro-batch on paper, or take what came of it before.
 
@@ -109,7 +109,6 @@ def trace_model(
         tp: degree of tensor parallelism.
         dtype: what the layers compute in.
         documents: how attention stays inside documents, each of which is as long as a sample; None if it need not.
-        on_cpu: whether the attention kernels are a CPU's.
     """
     shape = dataclasses.replace(config, num_layers=min(config.layers, 2))
     if config.recompute_method == "block":  # the first layer is run again, the second is not
@@ -117,7 +116,7 @@ def trace_model(
     recorder = TraceRecorder()
     layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp), tp=tp, replicas=1)
     axis = PaperAxis(layout, "tp", rank=0, counter=TrafficCounter(), cost=recorder.note)
-    attention = FusedAttention(recorder, on_cpu=on_cpu)
+    attention = FusedAttention(recorder, repeats_groups=documents == "mask")
     with torch.device("meta"):
         model = GPTModel(
             shape,
@@ -246,19 +245,19 @@ class FusedAttention(TorchFunctionMode):
     A mask is kept, in the dtype of the queries.
 
     Args:
-        on_cpu: of which device the kernels are: CUDA's take no groups beside a mask.
+        repeats_groups: whether keys and values of a group are repeated: CUDA's kernels take no groups beside a mask.
     """
 
-    def __init__(self, recorder: TraceRecorder, *, on_cpu: bool) -> None:
+    def __init__(self, recorder: TraceRecorder, *, repeats_groups: bool) -> None:
         super().__init__()
-        self._recorder, self._on_cpu = recorder, on_cpu
+        self._recorder, self._repeats_groups = recorder, repeats_groups
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         q, k, v = args[:3]
         mask = kwargs.get("attn_mask")
-        if mask is not None and not self._on_cpu:
+        if self._repeats_groups:
             k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
         return _Attention.apply(q, k, v, mask, self._recorder, 0.5 if mask is None else 1.0)
 

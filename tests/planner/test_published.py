@@ -53,7 +53,7 @@ def test_errors_are_relative_to_what_was_measured():
     row = ROWS[0]._replace(before=10.0, after=20.0)
     predicted = predict(row, Shares())
     before, after, ratio = errors(row, predicted)
-    assert before == pytest.approx(predicted.before / 10 - 1)
+    assert before == pytest.approx(predicted[0] / 10 - 1)
     assert ratio == pytest.approx((1 + after) / (1 + before) - 1)
 
 

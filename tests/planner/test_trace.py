@@ -123,7 +123,7 @@ def test_of_several_rows_a_copy_side_by_side_is_kept(config: GPTConfig):
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("config", [GPT2_STYLE, LLAMA_STYLE], ids=["gpt", "llama"])
 def test_a_mask_is_kept_by_every_layer_and_on_cuda_repeated_groups_are_too(config: GPTConfig, on_cpu: bool):
-    plain, documents = trace(like(config)), trace(like(config), documents="mask", on_cpu=on_cpu)
+    plain, documents = trace(like(config)), trace(like(config), documents="CPU's mask" if on_cpu else "mask")
     mask = 2 * SAMPLES * SEQ**2
     group = 2 * SAMPLES * SEQ * config.head_size  # of keys or values
     extra = mask

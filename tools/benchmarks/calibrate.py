@@ -42,12 +42,12 @@ def show_schemes(shares: dict[Study, Shares]) -> None:
         print(f"{study}: {shares[study]}")
     print("study    model  tp  Gbit/s  tokens  measured        planned         error           ratio        error")
     for row in ROWS:
-        predicted = predict(row, shares[row.study])
-        before, after, ratio = errors(row, predicted)
+        one, other = predict(row, shares[row.study])
+        before, after, ratio = errors(row, (one, other))
         print(
             f"{row.study:7}  {row.model:5}  {row.tp:2}  {row.gigabits:6}  {row.tokens:6}  "
-            f"{row.before:5.1f} -> {row.after:5.1f}  {predicted.before:5.1f} -> {predicted.after:5.1f}  "
-            f"{before:+6.1%} {after:+6.1%}  {row.after / row.before:4.2f} -> {predicted.after / predicted.before:4.2f} "
+            f"{row.before:5.1f} -> {row.after:5.1f}  {one:5.1f} -> {other:5.1f}  "
+            f"{before:+6.1%} {after:+6.1%}  {row.after / row.before:4.2f} -> {other / one:4.2f} "
             f"{ratio:+6.1%}  {'calibration' if row.calibrates else ''}"
         )
     ratio, figures = median_errors(shares)
