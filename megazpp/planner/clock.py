@@ -22,105 +22,6 @@ from megazpp.topology.shares import Shares
 T = TypeVar("T")
 
 
-class Clock:
-    """One order of events; `now` is seconds since the simulation began."""
-
-    def __init__(self, now: float = 0.0) -> None:
-        self.now = now
-
-    def wait_until(self, moment: float) -> None:
-        """Do not go on before `moment`."""
-        self.now = max(self.now, moment)
-
-
-class Simulation:
-    """All clocks of a rank; one of them is running.
-
-    Attributes:
-        compute: the clock of the model's kernels (on a CPU, the process's).
-        busy: seconds of this step by axis that collectives take, and under "compute" what its clock does beside them.
-    """
-
-    def __init__(self) -> None:
-        self.compute = self.running = Clock()
-        self._clocks = [self.compute]
-        self.busy: dict[str, float] = defaultdict(float)
-
-    def new_clock(self) -> Clock:
-        """A clock that the others meet at the beginning of a step."""
-        self._clocks.append(Clock())
-        return self._clocks[-1]
-
-    def begin_step(self) -> float:
-        """All clocks meet; returns the moment. Time goes on: works may be older than the step."""
-        moment = max(clock.now for clock in self._clocks)
-        for clock in self._clocks:
-            clock.now = moment
-        self.busy = defaultdict(float)
-        return moment
-
-    @contextmanager
-    def on(self, clock: Clock) -> Iterator[None]:
-        """What is done inside is done on `clock`."""
-        before, self.running = self.running, clock
-        try:
-            yield
-        finally:
-            self.running = before
-
-    def spend(self, seconds: float, *, axis: str | None = None, taken: float = 0.0) -> None:
-        """The running clock is busy.
-
-        Args:
-            axis: whose collective it is; None for kernels.
-            taken: seconds that go off the compute where that is another clock.
-        """
-        clock, start = self.running, self.running.now
-        clock.now += seconds
-        if axis or clock is self.compute:
-            self.busy[axis or "compute"] += clock.now - start
-        if clock is not self.compute and taken:
-            with self.on(self.compute):
-                self.spend(taken)
-
-    def occupy(self, wire: Clock, axis: str, seconds: float, *, taken: float) -> None:
-        """A collective on the running clock, behind the one before it on `wire`.
-
-        Args:
-            wire: of one process group, whose collectives run one at a time in the order in which they were started.
-        """
-        self.running.wait_until(wire.now)
-        self.spend(seconds, axis=axis, taken=taken)
-        wire.now = self.running.now
-
-
-class SimulatedQueue(CommQueue):
-    """A simulated communication queue. `blocks_host`: waiting holds the host (CPU), not only a stream."""
-
-    def __init__(self, simulation: Simulation, name: str, *, blocks_host: bool = True) -> None:
-        self.name, self._simulation, self._clock = name, simulation, simulation.new_clock()
-        self.blocks_host = blocks_host
-
-    def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = ()) -> Work[T]:
-        self._clock.wait_until(self._simulation.running.now)
-        with self._simulation.on(self._clock):
-            for work in after:
-                work.join()
-            return SimulatedWork(task(), self._clock, self._simulation)
-
-
-class SimulatedWork(Work[T]):
-    """Done at the moment to which its queue's clock has come."""
-
-    def __init__(self, result: T, clock: Clock, simulation: Simulation) -> None:
-        super().__init__(result)
-        self._done, self._simulation = clock.now, simulation
-
-    def join(self) -> T:
-        self._simulation.running.wait_until(self._done)
-        return self._result
-
-
 class Costs:
     """Seconds that the pieces of a step take. This base class is for counting: they take none."""
 
@@ -169,3 +70,103 @@ class ClusterCosts(Costs):
 
     def taken(self, axis: str, collective: str, sent_bytes: int) -> float:
         return self._beside * self.collective(axis, collective, sent_bytes)
+
+
+class Clock:
+    """One order of events; `now` is seconds since the simulation began."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def wait_until(self, moment: float) -> None:
+        """Do not go on before `moment`."""
+        self.now = max(self.now, moment)
+
+
+class Simulation:
+    """All clocks of a rank; one of them is running.
+
+    Args:
+        costs: seconds of collectives.
+
+    Attributes:
+        compute: the clock of the model's kernels (on a CPU, the process's).
+        busy: seconds of this step by axis that collectives take, and under "compute" what its clock does beside them.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.compute = self.running = Clock()
+        self._costs, self._clocks = costs, [self.compute]
+        self._wires = {axis: self.new_clock() for axis in AXES}
+        self.busy: dict[str, float] = defaultdict(float)
+
+    def new_clock(self) -> Clock:
+        """A clock that the others meet at the beginning of a step."""
+        self._clocks.append(Clock())
+        return self._clocks[-1]
+
+    def begin_step(self) -> float:
+        """All clocks meet; returns the moment. Time goes on: works may be older than the step."""
+        moment = max(clock.now for clock in self._clocks)
+        for clock in self._clocks:
+            clock.now = moment
+        self.busy = defaultdict(float)
+        return moment
+
+    @contextmanager
+    def on(self, clock: Clock) -> Iterator[None]:
+        """What is done inside is done on `clock`."""
+        before, self.running = self.running, clock
+        try:
+            yield
+        finally:
+            self.running = before
+
+    def spend(self, seconds: float, *, axis: str | None = None, taken: float = 0.0) -> None:
+        """The running clock is busy.
+
+        Args:
+            axis: whose collective it is; None for kernels.
+            taken: seconds that go off the compute where that is another clock.
+        """
+        clock, start = self.running, self.running.now
+        clock.now += seconds
+        if axis or clock is self.compute:
+            self.busy[axis or "compute"] += clock.now - start
+        if clock is not self.compute and taken:
+            with self.on(self.compute):
+                self.spend(taken)
+
+    def send(self, axis: str, collective: str, sent_bytes: int) -> None:
+        """A collective on the running clock: those of an axis run one at a time, in the order of their start."""
+        wire, taken = self._wires[axis], self._costs.taken(axis, collective, sent_bytes)
+        self.running.wait_until(wire.now)
+        self.spend(self._costs.collective(axis, collective, sent_bytes), axis=axis, taken=taken)
+        wire.now = self.running.now
+
+
+class SimulatedQueue(CommQueue):
+    """A simulated communication queue. `blocks_host`: waiting holds the host (CPU), not only a stream."""
+
+    def __init__(self, simulation: Simulation, name: str, *, blocks_host: bool = True) -> None:
+        self.name, self._simulation, self._clock = name, simulation, simulation.new_clock()
+        self.blocks_host = blocks_host
+
+    def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = ()) -> Work[T]:
+        self._clock.wait_until(self._simulation.running.now)
+        with self._simulation.on(self._clock):
+            for work in after:
+                work.join()
+            return SimulatedWork(task(), self._clock, self._simulation)
+
+
+class SimulatedWork(Work[T]):
+    """Done at the moment to which its queue's clock has come."""
+
+    def __init__(self, result: T, clock: Clock, simulation: Simulation) -> None:
+        super().__init__(result)
+        self._done, self._simulation = clock.now, simulation
+
+    def join(self) -> T:
+        self._simulation.running.wait_until(self._done)
+        return self._result

@@ -17,16 +17,6 @@ product with the network's share matters), no recomputation, nothing beside the 
 scheme as our two hops with 4-bit weights, once per step. torchtitan: "selective" recomputation is of every second layer
 or matrix: half of the layers here; what is fitted is how much of its peak an H100 reaches in products, to the run
 inside one node, and nothing is fitted to A100.
-
-How a rank of a DGX-2 reaches the adapters was chosen among four forms, each refitted to the two calibration rows, with
-the other rows in sight, so their errors are those of a choice and not of a blind test. Median errors of ratio and
-TFLOP/s over them, and the worst ratio: the node's rate capped 8.8 %, 6.1 %, 38 %; a rank's rate capped 10.1 %, 7.0 %,
-35 %; behind the rank's own path (taken) 7.7 %, 7.5 %, 39 %. Behind the node's path (8.8 % of the ratio, worst 40 %) 200
-and 400 Gbit/s differ as measured too; it misses the calibration rows by up to 7 %, the taken form by 4 %.
-
-Still far off: 138B at 100 Gbit/s and 1024 tokens, where ZeRO++ was measured at 22 TFLOP/s beside 31 for 18B. Nothing
-here tells the two apart, for work and bytes grow alike; V100's memory is nearly full at 138B. Passes over memory beside
-the compute are taken to cost it nothing; were they to hold it up, the ratio's median error would be 13.5 % (refitted).
 """
 
 from __future__ import annotations

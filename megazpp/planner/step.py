@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -91,7 +90,8 @@ class PaperStep:
             dtype=precision.param_dtype,
             documents=documents,
         )
-        self._moments, self._costs, self._simulation = moments, costs or Costs(), Simulation()
+        self._moments, self._costs = moments, costs or Costs()
+        self._simulation = Simulation(self._costs)
         self.counter, self.ledger = TrafficCounter(), Ledger()
         self._axes = {
             name: PaperAxis(
@@ -99,7 +99,7 @@ class PaperStep:
                 name,
                 rank=rank,
                 counter=self.counter,
-                cost=self._sending(name),
+                cost=functools.partial(self._simulation.send, name),
                 queue=SimulatedQueue(self._simulation, name, blocks_host=on_cpu),
             )
             for name in AXES
@@ -322,15 +322,6 @@ class PaperStep:
         """The unit's gathered parameters, or its gradients as they are reduced."""
         dtype = self._precision.reduce_dtype if reduced else self._precision.param_dtype
         return torch.empty(unit.size * self._shard.size, dtype=dtype, device=META)
-
-    def _sending(self, axis: str) -> Callable[[str, int], None]:
-        wire = self._simulation.new_clock()
-
-        def cost(collective: str, sent_bytes: int) -> None:
-            seconds = self._costs.collective(axis, collective, sent_bytes)
-            self._simulation.occupy(wire, axis, seconds, taken=self._costs.taken(axis, collective, sent_bytes))
-
-        return cost
 
     def _touch(self, touched_bytes: int) -> None:
         """A pass over memory on the running clock; on a CPU the process that computes does it, in any queue."""

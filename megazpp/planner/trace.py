@@ -135,22 +135,18 @@ def trace_model(
         recorder.enter((BACKWARD, shape.layers + 1))
         loss.backward()
         recorder.enter((BACKWARD, -1))
-    like = [0, *(_like(config, shape, index) for index in range(config.layers)), shape.layers + 1]
+    twice = shape.layers == 2 and config.recompute_method == "block"  # the second stands for those not run again
+    like = [2 if twice and not config.recomputes_layer(index) else 1 for index in range(config.layers)]
     return Trace(
         segments={
             (phase, index): recorder.segments[phase, traced]
             for phase in (FORWARD, BACKWARD)
-            for index, traced in enumerate(like)
+            for index, traced in enumerate((0, *like, shape.layers + 1))
         },
         units=_units(model, config.layers),
         tied=config.tied,
         logits_bytes=config.padded_vocab_size(vocab_size, tp) // tp * tokens.numel() * dtype.itemsize,
     )
-
-
-def _like(config: GPTConfig, traced: GPTConfig, index: int) -> int:
-    """The segment of the traced layer that layer `index` is like."""
-    return 2 if traced.layers == 2 and config.recompute_method == "block" and not config.recomputes_layer(index) else 1
 
 
 def _units(model: GPTModel, num_layers: int) -> tuple[Parameters, ...]:
@@ -186,7 +182,7 @@ class TraceRecorder(TorchDispatchMode):
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._accumulated)
         for index, module in enumerate([model.embedding, *model.layers]):
-            module.register_forward_pre_hook(self._entering((FORWARD, index)))
+            module.register_forward_pre_hook(functools.partial(self.enter, (FORWARD, index)))
             module.register_forward_hook(self._leaving(index))
 
     def note(self, kind: str, size: int) -> None:
@@ -196,20 +192,18 @@ class TraceRecorder(TorchDispatchMode):
     def product(self, m: int, n: int, k: int, batch: float, touched: int) -> None:
         self._now.operations.append(Operation("matrix", touched, m, n, k, batch))
 
-    def enter(self, key: tuple[str, int]) -> None:
+    def enter(self, key: tuple[str, int], *_: object) -> None:
+        """What follows belongs to this segment."""
         self._now.kept += self._live - self._before
         self._now, self._before = self.segments[key], self._live
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         self._now.gradients += parameter.nbytes
 
-    def _entering(self, key: tuple[str, int]) -> Callable[..., None]:
-        return lambda *_: self.enter(key)
-
     def _leaving(self, index: int) -> Callable[..., None]:
         def leave(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
             self.enter((FORWARD, index + 1))
-            output.register_hook(self._entering((BACKWARD, index)))
+            output.register_hook(functools.partial(self.enter, (BACKWARD, index)))
 
         return leave
 

@@ -15,7 +15,7 @@ from megazpp.topology.shares import Shares
 
 
 def test_a_task_is_hidden_behind_compute_until_somebody_waits_for_it():
-    simulation = Simulation()
+    simulation = Simulation(Costs())
     queue = SimulatedQueue(simulation, "cross")
     work = queue.submit(lambda: simulation.spend(3.0))
     simulation.spend(2.0)
@@ -29,7 +29,7 @@ def moment(simulation: Simulation) -> float:
 
 
 def test_a_queue_keeps_the_order_and_a_task_starts_when_what_it_needs_is_done():
-    simulation = Simulation()
+    simulation = Simulation(Costs())
     cross, local = SimulatedQueue(simulation, "cross"), SimulatedQueue(simulation, "local")
     began: dict[str, float] = {}
 
@@ -45,14 +45,14 @@ def test_a_queue_keeps_the_order_and_a_task_starts_when_what_it_needs_is_done():
 
 
 def test_a_task_does_not_start_before_it_was_given():
-    simulation = Simulation()
+    simulation = Simulation(Costs())
     queue = SimulatedQueue(simulation, "cross")
     simulation.spend(5.0)
     assert queue.submit(lambda: moment(simulation)).wait() == 5.0
 
 
 def test_a_new_step_begins_when_all_is_done_and_works_of_the_last_one_hold_nobody_up():
-    simulation = Simulation()
+    simulation = Simulation(Costs())
     work = SimulatedQueue(simulation, "cross").submit(lambda: simulation.spend(3.0))
     simulation.spend(1.0)
     assert simulation.busy == {"compute": 1.0}
@@ -62,26 +62,36 @@ def test_a_new_step_begins_when_all_is_done_and_works_of_the_last_one_hold_nobod
     assert not simulation.busy
 
 
+class TwoSeconds(Costs):
+    """Of every collective; a quarter of it is taken from the compute."""
+
+    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
+        return 2.0
+
+    def taken(self, axis: str, collective: str, sent_bytes: int) -> float:
+        return 0.5
+
+
 def test_collectives_of_one_group_run_one_after_the_other_in_the_order_of_their_start():
-    simulation = Simulation()
-    wire, gathers, reductions = (simulation.new_clock() for _ in range(3))
+    simulation = Simulation(TwoSeconds())
+    gathers, reductions = simulation.new_clock(), simulation.new_clock()
     for clock in (reductions, gathers):
         with simulation.on(clock):
-            simulation.occupy(wire, "shard", 2.0, taken=0.0)
+            simulation.send("shard", "all_gather", 1)
     assert (reductions.now, gathers.now) == (2.0, 4.0)
-    assert simulation.busy == {"shard": 4.0}
+    assert simulation.busy["shard"] == 4.0
 
 
 def test_a_collective_beside_the_compute_takes_from_it_and_one_that_the_compute_waits_for_does_not():
-    simulation = Simulation()
-    wire, gathers = simulation.new_clock(), simulation.new_clock()
+    simulation = Simulation(TwoSeconds())
+    gathers = simulation.new_clock()
     with simulation.on(gathers):
-        simulation.occupy(wire, "shard", 2.0, taken=0.5)
+        simulation.send("shard", "all_gather", 1)
     assert simulation.compute.now == 0.5
     simulation.running.wait_until(gathers.now)  # it was taken from a compute that had nothing to do
     assert simulation.compute.now == 2.0
-    simulation.occupy(wire, "shard", 1.0, taken=0.5)
-    assert simulation.compute.now == 3.0
+    simulation.send("shard", "all_reduce", 1)
+    assert simulation.compute.now == 4.0
 
 
 # ---- costs ----------------------------------------------------------------------------------------------------------

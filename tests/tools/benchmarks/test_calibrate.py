@@ -5,6 +5,7 @@ from __future__ import annotations
 import calibrate
 import pytest
 
+from megazpp.planner import published
 from megazpp.planner.published import ROWS, SPEED_ROWS
 from megazpp.topology.shares import DGX2_SHARES, H100_SHARES
 
@@ -12,9 +13,9 @@ from megazpp.topology.shares import DGX2_SHARES, H100_SHARES
 def test_the_table_shows_recorded_shares_and_each_row_s_errors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(calibrate, "ROWS", ROWS[:1])
-    monkeypatch.setattr(calibrate, "SPEED_ROWS", SPEED_ROWS[:1])
-    monkeypatch.setattr(calibrate, "median_errors", lambda shares: (0.25, 0.5))
+    monkeypatch.setattr(published, "ROWS", ROWS[:1])
+    monkeypatch.setattr(published, "SPEED_ROWS", SPEED_ROWS[:1])
+    monkeypatch.setattr(published, "median_errors", lambda shares: (0.25, 0.5))
     monkeypatch.setattr("sys.argv", ["calibrate.py", "--table"])
     calibrate.main()
     lines = capsys.readouterr().out.splitlines()
