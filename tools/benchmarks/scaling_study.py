@@ -38,27 +38,26 @@ class Study(NamedTuple):
 
     title: str
     cluster: str
-    flags: tuple[str, ...]
+    flags: str
 
 
-TP_1 = ("--tensor-model-parallel-size", "1", "--no-sequence-parallel", "--global-batch-size", "16384")
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
-V100 = ("--no-bf16", "--fp16", "--seq-length", "1024", *FULL)
+TP_1 = "--tensor-model-parallel-size 1 --no-sequence-parallel --global-batch-size 16384"
 STUDIES = (
     Study(
         "18B on DGX-2, 1 x 100 Gbit/s a node, 1024 tokens per GPU",
         "dgx2_v100_1x100gbit",
-        ("@configs/gpt_18b.args", *TP_1, "--micro-batch-size", "1", *V100),
+        f"@configs/gpt_18b.args {TP_1} --micro-batch-size 1 --no-bf16 --fp16 --seq-length 1024 "
+        "--recompute-granularity full --recompute-method uniform",
     ),
     Study(
         "18B on DGX H100, 8 x 400 Gbit/s a node, 4096 tokens per GPU",
         "dgx_h100",
-        ("@configs/gpt_18b.args", *TP_1, "--micro-batch-size", "2", "--recompute-granularity", "selective"),
+        f"@configs/gpt_18b.args {TP_1} --micro-batch-size 2 --recompute-granularity selective",
     ),
     Study(
         "1.3B on RTX 4090, 10 Gbit/s each, 8192 tokens per GPU",
         "consumer_8x_10gbit",
-        ("@configs/gpt_1b3.args", *TP_1, "--micro-batch-size", "4", "--recompute-granularity", "selective"),
+        f"@configs/gpt_1b3.args {TP_1} --micro-batch-size 4 --recompute-granularity selective",
     ),
 )
 
@@ -89,7 +88,7 @@ def main() -> None:
 def run(study: Study, sizes: Sequence[int]) -> StudyResult:
     """All schemes at all sizes, and the planner's choice at each."""
     path = ROOT / f"configs/clusters/{study.cluster}.yaml"
-    config = parse_run_config([*study.flags, "--cluster-file", str(path)], ROOT, program="study").config
+    config = parse_run_config([*study.flags.split(), "--cluster-file", str(path)], ROOT, program="study").config
     cluster = read_cluster(path)
     scaling = Scaling(for_planning(config, "study"), cluster, micro_batches=1, device_type="cpu")
     nodes = [size // cluster.ranks_per_node for size in sizes]
