@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from megazpp.arguments import RunConfig
 from megazpp.checks import RunPlan, check_run_config
 from megazpp.model.attention_kernels import FIRST_CAPABILITY, capability, mask_reason
 from megazpp.planner.clock import ClusterCosts, Costs
-from megazpp.planner.memory import Memory, usable_gigabytes
+from megazpp.planner.memory import Memory
 from megazpp.planner.step import PaperStep, measure
 from megazpp.planner.trace import Documents
 from megazpp.topology.cluster import Cluster
@@ -19,6 +20,7 @@ from megazpp.topology.layout import WIRES
 from megazpp.topology.shares import Shares, calibration_for
 from megazpp.training.flops import model_flops_per_token
 
+USABLE_MEMORY = 0.9  # assumed: the rest is for CUDA's context, NCCL's buffers and what the allocator cannot use
 BEFORE_AMPERE = ("P100", "V100", "T4", "RTX 20", "TITAN")  # how the names of devices without flash attention begin
 
 
@@ -54,10 +56,14 @@ class Estimate(NamedTuple):
         return self.memory.total() / 1e9
 
     @property
+    def usable_gigabytes(self) -> float:
+        """What tensors may take on a rank; infinite where the device is not known."""
+        device = self.plan.layout.cluster.device
+        return math.inf if device is None else USABLE_MEMORY * device.gigabytes
+
+    @property
     def fits(self) -> bool:
-        """Whether that is in a rank's memory, where that is known."""
-        usable = usable_gigabytes(self.plan.layout.cluster.device)
-        return usable is None or self.gigabytes <= usable
+        return self.gigabytes <= self.usable_gigabytes
 
     @property
     def tokens(self) -> int:

@@ -7,9 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
 
-from megazpp.topology.device import Device
-
-USABLE_MEMORY = 0.9  # assumed: the rest is for CUDA's context, NCCL's buffers and what the allocator cannot use
 MASTER_BYTES = 4  # parameters, their gradients and moments are fp32
 
 
@@ -53,11 +50,6 @@ class Ledger:
         """`size` bytes come and go."""
         self.add(kind, size)
         self.add(kind, -size)
-
-
-def usable_gigabytes(device: Device | None) -> float | None:
-    """What tensors may take on a rank; None where the device is not known."""
-    return None if device is None else USABLE_MEMORY * device.gigabytes
 
 
 def own_elements(parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: int, rank: int) -> int:

@@ -9,7 +9,7 @@ from megazpp.arguments import RunConfig
 from megazpp.checks import RunPlan
 from megazpp.formatting import GIGA, MEGA, aligned
 from megazpp.planner.estimate import Estimate, Estimator
-from megazpp.planner.memory import Memory, usable_gigabytes
+from megazpp.planner.memory import Memory
 from megazpp.planner.search import memory_switches, search
 from megazpp.planner.variants import for_planning, nearest_run, schemes, with_recompute
 from megazpp.topology.cluster import Cluster
@@ -66,9 +66,9 @@ def _memory(estimator: Estimator, config: RunConfig) -> Iterator[str]:
             rows.append((kind, *(f"{e.memory[kind] / GIGA:.3f}" for e in estimates)))
     rows.append(("  of them logits", *(f"{e.logits_bytes / GIGA:.3f}" for e in estimates)))
     rows.append(("total", *(f"{estimate.gigabytes:.3f}" for estimate in estimates)))
-    usable = usable_gigabytes(estimator.cluster.device)
-    if usable is not None:
-        rows.append((f"into {usable:.1f} GB", *("fits" if e.fits else "does not fit" for e in estimates)))
+    if estimator.cluster.device is not None:
+        usable = f"into {estimates[0].usable_gigabytes:.1f} GB"
+        rows.append((usable, *("fits" if e.fits else "does not fit" for e in estimates)))
     yield from aligned(rows)
     if not estimator.estimate(config).fits and (found := memory_switches(estimator, config)) is not None:
         flags, changed = found
@@ -97,11 +97,9 @@ def _this_run(own: Estimate, estimator: Estimator, price: float | None) -> Itera
         busy = own.busy.get(axis, 0.0)
         rows.append((axis, f"{busy:.3f} s", f"{max(busy - exposed, 0.0):.3f} s", f"{max(exposed, 0.0):.3f} s"))
     yield from aligned(rows)
-    cost = (
-        ""
-        if price is None
-        else f", {_range([24 * price * gpus * e.days for e in ends], ',.0f')} at {price:g} a GPU-hour"
-    )
+    cost = ""
+    if price is not None:
+        cost = f", {_range([24 * price * gpus * e.days for e in ends], ',.0f')} at {price:g} a GPU-hour"
     yield (
         f"{own.plan.batches.total_samples:,} samples take {_range([e.days for e in ends], '.1f')} days on {gpus} GPU(s)"
         f"{cost}; evaluations, checkpoints and restarts come on top"

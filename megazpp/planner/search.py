@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 from megazpp.arguments import RunConfig
 from megazpp.planner.estimate import Estimate, Estimator
-from megazpp.planner.memory import usable_gigabytes
 from megazpp.planner.variants import changed, scheme_name, schemes, with_batch, with_recompute, with_tp
 from megazpp.topology.cluster import nested_sizes
 
@@ -121,10 +120,8 @@ def _try(estimator: Estimator, config: RunConfig, name: str) -> Choice:
         estimate = estimator.estimate(config)
     except ValueError as error:
         return Choice(name, None, str(error))
-    usable = usable_gigabytes(estimator.cluster.device)
-    return Choice(
-        name, estimate, "" if estimate.fits else f"needs {estimate.gigabytes:.1f} GB, a rank has {usable:.1f}"
-    )
+    too_much = f"needs {estimate.gigabytes:.1f} GB, a rank has {estimate.usable_gigabytes:.1f}"
+    return Choice(name, estimate, "" if estimate.fits else too_much)
 
 
 def _fastest(choices: list[Choice]) -> Choice | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,8 @@ def test_without_links_or_device_bytes_and_memory_are_there_and_times_are_not():
         assert (own.seconds, own.busy, own.exposed, own.tokens_per_second) == (None, {}, {}, 0.0)
         assert own.wires["cross"] > 0
         assert own.memory.total() > 0
+        assert own.usable_gigabytes == (math.inf if cluster.device is None else 0.9 * DEVICE.gigabytes)
+        assert own.fits
 
 
 def test_speeds_are_those_of_the_step():

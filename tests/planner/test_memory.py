@@ -19,9 +19,8 @@ import megazpp.planner.dry_run as dry_run_module
 from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.model.config import GPTConfig
 from megazpp.planner.dry_run import PeakBytes, dry_run
-from megazpp.planner.memory import Ledger, Memory, own_elements, usable_gigabytes
+from megazpp.planner.memory import Ledger, Memory, own_elements
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.device import Device
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
@@ -189,11 +188,6 @@ def test_the_ledger_remembers_its_fullest_moment_by_kind():
     ledger.free(Memory.PARAMETERS)
     ledger.add(Memory.ACTIVATIONS, 13)
     assert ledger.fullest == Counter({Memory.ACTIVATIONS: 13, Memory.GRADIENTS: 3})
-
-
-def test_nine_tenths_of_a_device_are_usable():
-    assert usable_gigabytes(Device("a GPU", 1.0, 80.0, 1.0)) == 72.0
-    assert usable_gigabytes(None) is None
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------

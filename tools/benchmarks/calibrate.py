@@ -55,10 +55,7 @@ REUSE_DISTANCE = 10**9  # DeepSpeed's stage3_max_reuse_distance, in parameters
 LINEARS = (3, 1, 4, 4)  # of a layer, in the order of use, in units of the hidden size squared: QKV, projection, MLP
 # No more shares are fitted than a study has figures for it. What a V100 reaches in products is measured elsewhere
 # (topology/cost.py): figures at one number of tokens cannot tell it from what does not depend on tokens.
-FITTED: dict[Study, tuple[str, ...]] = {
-    "ZeRO++": ("memory", "network", "uplink"),
-    "SDP4Bit": ("matrix", "network"),
-}
+FITTED: dict[Study, tuple[str, ...]] = {"ZeRO++": ("memory", "network", "uplink"), "SDP4Bit": ("matrix", "network")}
 STARTS: dict[Study, Shares] = {
     "ZeRO++": DGX2_SHARES._replace(memory=0.4, network=0.8, uplink=40.0),
     "SDP4Bit": ASSUMED_SHARES,
