@@ -15,7 +15,7 @@ from megazpp.checks import check_run_config
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.planner.estimate import Estimator
-from megazpp.planner.report import needed_vocab_size, with_data
+from megazpp.planner.variants import for_planning
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
 
@@ -102,12 +102,10 @@ MEMORY = re.compile(r"^# Memory: ([\d.]+) GB per GPU .*\n# python pretrain_gpt.p
 
 def planned_gigabytes(flags: str, digits: int = 1) -> str:
     """What --plan says of rank 0, with so many digits behind the point."""
-    config = with_data(parse_run_config(flags.split(), ROOT).config)
+    config = for_planning(parse_run_config(flags.split(), ROOT).config, "--plan")
     assert config.cluster.cluster_file is not None
     cluster = read_cluster(ROOT / config.cluster.cluster_file)
-    vocab_size = needed_vocab_size(config, "--plan")
-    estimator = Estimator(cluster, vocab_size=vocab_size, device_type="cpu")
-    return f"{estimator.estimate(config).memory.total / 1e9:.{digits}f}"
+    return f"{Estimator(cluster, device_type='cpu').estimate(config).gigabytes:.{digits}f}"
 
 
 @pytest.mark.parametrize("name", CONFIGS)

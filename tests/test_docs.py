@@ -31,10 +31,9 @@ from torch import nn
 from megazpp.arguments import parse_run_config
 from megazpp.command_line import read_megatron_flags
 from megazpp.model.config import GPTConfig
-from megazpp.planner import memory
 from megazpp.planner.estimate import Estimate, Estimator
-from megazpp.planner.report import with_data
-from megazpp.planner.search import with_recompute
+from megazpp.planner.memory import Memory
+from megazpp.planner.variants import for_planning, with_recompute
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 
@@ -331,11 +330,9 @@ def test_a_page_s_python_runs_on_four_ranks(page: str):
 @functools.cache
 def planned(name: str, nodes: int, *flags: str, recompute: str | None = None) -> Estimate:
     """What the planner says of a config on nodes of eight GPUs."""
-    config = with_recompute(with_data(parse_run_config([f"@configs/{name}.args", *flags], ROOT).config), recompute)
-    assert config.tokenizer.vocab_size is not None
+    config = for_planning(parse_run_config([f"@configs/{name}.args", *flags], ROOT).config, "--plan")
     cluster = Cluster(num_nodes=nodes, ranks_per_node=8)
-    estimator = Estimator(cluster, vocab_size=config.tokenizer.vocab_size, device_type="cpu")
-    return estimator.estimate(config)
+    return Estimator(cluster, device_type="cpu").estimate(with_recompute(config, recompute))
 
 
 @pytest.mark.slow
@@ -345,7 +342,7 @@ def test_the_memory_of_each_config_is_the_planner_s():
     for name, nodes, figures in rows:
         zero3, zeropp = planned(name, int(nodes)), planned(name, int(nodes), "--zeropp")
         full = planned(name, int(nodes), recompute="full")
-        sizes = [estimate.memory.total / 1e9 for estimate in (zero3, zeropp, full)]
+        sizes = [estimate.gigabytes for estimate in (zero3, zeropp, full)]
         # a planner that has become better by a few percent need not be copied at once
         assert [float(f) for f in figures.split("|")] == pytest.approx([zero3.micro_batches, *sizes], rel=0.03), name
 
@@ -353,14 +350,14 @@ def test_the_memory_of_each_config_is_the_planner_s():
 def test_the_zeropp_page_s_example_is_the_planner_s_and_its_formulas_agree():
     page = (ROOT / "megazpp/zero/README.md").read_text()
     zero3, zeropp = planned("gpt_1b3", 2), planned("gpt_1b3", 2, "--zeropp")
-    kinds = zeropp.memory.kinds
-    shards = sum(kinds[kind] for kind in (memory.PARAMETERS, memory.MOMENTS, memory.GRADIENTS)) / 1e9
+    kinds = zeropp.memory
+    shards = sum(kinds[kind] for kind in (Memory.PARAMETERS, Memory.MOMENTS, Memory.GRADIENTS)) / 1e9
     assert f"| {zero3.node_cross_bytes / 1e6:.1f} | {zeropp.node_cross_bytes / 1e6:.1f} |" in page
     assert f"| {shards:.3f} | {shards:.3f} |" in page
-    for kind in (memory.SECONDARY, memory.PARTIAL_SUMS, memory.FEEDBACK):
+    for kind in (Memory.SECONDARY, Memory.PARTIAL_SUMS, Memory.FEEDBACK):
         assert f"| | {kinds[kind] / 1e9:.3f} |" in page
 
-    parameters, nodes, local, micro_batches = kinds[memory.PARAMETERS] / 4 * 16, 2, 8, zero3.micro_batches
+    parameters, nodes, local, micro_batches = kinds[Memory.PARAMETERS] / 4 * 16, 2, 8, zero3.micro_batches
     crossing = (nodes - 1) / nodes * parameters * (1.0078 + 0.5156)
     assert f"is {crossing / 1e6:.0f} MB" in page
     close = functools.partial(pytest.approx, rel=0.005)  # 1-D parameters travel exact, shards are padded
@@ -368,7 +365,7 @@ def test_the_zeropp_page_s_example_is_the_planner_s_and_its_formulas_agree():
     assert zero3.node_cross_bytes == close(15 / 16 * micro_batches * parameters * 8)
     inside = (local - 1) / local * parameters * micro_batches * (2 * 1.0078 + 1.0156)
     assert zeropp.wires["local"] == close(inside)
-    factors = {memory.SECONDARY: 1.0078, memory.PARTIAL_SUMS: 4.0, memory.FEEDBACK: 1.0156}
+    factors = {Memory.SECONDARY: 1.0078, Memory.PARTIAL_SUMS: 4.0, Memory.FEEDBACK: 1.0156}
     for kind, factor in factors.items():
         assert kinds[kind] == close(factor * parameters / local)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megazpp.arguments import parse_run_config
 from megazpp.parallel.launch import device_type
-from megazpp.planner.report import with_data
-from megazpp.planner.scaling import scale, scaling_table
+from megazpp.planner.scaling import Scaling, scaling_table
+from megazpp.planner.variants import for_planning
 from megazpp.program import flags_of, program
 from megazpp.topology.cluster_file import read_cluster
 
@@ -26,18 +26,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--nodes", type=int, nargs="+", required=True, help="numbers of nodes of the cluster file")
     parser.add_argument("--micro-batches", type=int, default=1, help="of an optimizer step (default 1)")
     args, run_flags = parser.parse_known_args(argv)
-    config = with_data(parse_run_config(run_flags, ROOT, program="plan.py").config)
-    if config.cluster.cluster_file is None or config.tokenizer.vocab_size is None:
+    config = parse_run_config(run_flags, ROOT, program="plan.py").config
+    path = config.cluster.cluster_file
+    if path is None or config.tokenizer.vocab_size is None:
         raise ValueError("--cluster-file and --vocab-size are needed")
-    found = scale(
-        config,
-        read_cluster(config.cluster.cluster_file),
-        args.nodes,
-        micro_batches=args.micro_batches,
-        vocab_size=config.tokenizer.vocab_size,
-        device_type=device_type(),
-    )
-    print(scaling_table(list(found)))
+    config = for_planning(config, "plan.py")
+    scaling = Scaling(config, read_cluster(path), micro_batches=args.micro_batches, device_type=device_type())
+    print(scaling_table(list(scaling.points(args.nodes))))
 
 
 if __name__ == "__main__":

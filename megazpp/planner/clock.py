@@ -1,4 +1,4 @@
-"""Simulated time: clocks, and communication queues whose tasks take seconds instead of running.
+"""Simulated time: clocks, communication queues whose tasks take seconds instead of running, and what things cost.
 
 A queue of parallel/comm_queue.py runs tasks in the order of submission, so no list of events is needed: a task starts
 when the queue is free, when the submitting clock has come to it, and when the works that it waits for are done; it ends
@@ -8,60 +8,109 @@ here unchanged. A clock stands for whatever keeps an order of its own: the compu
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from megazpp.parallel.comm_queue import CommQueue, Work
+from megazpp.planner.trace import Operation
+from megazpp.topology.cost import AxisCost, DeviceCost
+from megazpp.topology.layout import AXES, Layout
+from megazpp.topology.shares import Shares
 
 T = TypeVar("T")
 
 
-class SimulatedSpan(NamedTuple):
-    """What a clock was busy with, in seconds since the simulation began."""
+class Costs:
+    """Seconds that the pieces of a step take. This base class is for counting: they take none."""
 
-    clock: str
-    name: str
-    start: float
-    end: float
+    def operation(self, operation: Operation) -> float:
+        return 0.0
+
+    def memory(self, touched_bytes: int) -> float:
+        return 0.0
+
+    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
+        return 0.0
+
+    def taken(self, axis: str, collective: str, sent_bytes: int) -> float:
+        """What a collective beside the compute takes from it."""
+        return 0.0
+
+
+class ClusterCosts(Costs):
+    """The costs of a step on a cluster whose file names links and device.
+
+    Args:
+        layout: who is where.
+        free: axes whose wires take no time, to see what they cost.
+    Raises:
+        ValueError: a figure that is needed is not in the cluster file.
+    """
+
+    def __init__(self, layout: Layout, shares: Shares, *, free: tuple[str, ...] = ()) -> None:
+        device = layout.cluster.device
+        if device is None:
+            raise ValueError("--cluster-file: device is not given (name, teraflops, gigabytes, gigabytes_per_second)")
+        self.layout, self._beside = layout, shares.beside
+        self._device = DeviceCost(device=device, shares=shares)
+        self._axes = {axis: AxisCost(layout, axis, shares) for axis in AXES if axis not in free}
+
+    def operation(self, operation: Operation) -> float:
+        if operation.kind == "memory":
+            return self._device.memory_seconds(operation.bytes)
+        return self._device.matrix_seconds(operation.m, operation.n, operation.k, operation.batch, operation.bytes)
+
+    def memory(self, touched_bytes: int) -> float:
+        return self._device.memory_seconds(touched_bytes)
+
+    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
+        return self._axes[axis].seconds(collective, sent_bytes) if axis in self._axes else 0.0
+
+    def taken(self, axis: str, collective: str, sent_bytes: int) -> float:
+        return self._beside * self.collective(axis, collective, sent_bytes)
 
 
 class Clock:
-    """One order of events.
+    """One order of events; `now` is seconds since the simulation began."""
 
-    Attributes:
-        now: seconds since the simulation began.
-    """
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
 
-    def __init__(self, name: str) -> None:
-        self.name, self.now = name, 0.0
+    def wait_until(self, moment: float) -> None:
+        """Do not go on before `moment`."""
+        self.now = max(self.now, moment)
 
 
 class Simulation:
     """All clocks of a rank; one of them is running.
 
+    Args:
+        costs: seconds of collectives.
+
     Attributes:
         compute: the clock of the model's kernels (on a CPU, the process's).
-        spans: what each clock did.
+        busy: seconds of this step by axis that collectives take, and under "compute" what its clock does beside them.
     """
 
-    def __init__(self) -> None:
-        self.compute = Clock("compute")
-        self.clocks = [self.compute]
-        self.running = self.compute
-        self.spans: list[SimulatedSpan] = []
+    def __init__(self, costs: Costs) -> None:
+        self.compute = self.running = Clock()
+        self._costs, self._clocks = costs, [self.compute]
+        self._wires = {axis: self.new_clock() for axis in AXES}
+        self.busy: dict[str, float] = defaultdict(float)
 
-    def new_clock(self, name: str) -> Clock:
+    def new_clock(self) -> Clock:
         """A clock that the others meet at the beginning of a step."""
-        self.clocks.append(Clock(name))
-        return self.clocks[-1]
+        self._clocks.append(Clock())
+        return self._clocks[-1]
 
     def begin_step(self) -> float:
-        """All clocks meet, spans are forgotten; returns the moment. Time goes on: works may be older than the step."""
-        moment = max(clock.now for clock in self.clocks)
-        for clock in self.clocks:
+        """All clocks meet; returns the moment. Time goes on: works may be older than the step."""
+        moment = max(clock.now for clock in self._clocks)
+        for clock in self._clocks:
             clock.now = moment
-        self.spans = []
+        self.busy = defaultdict(float)
         return moment
 
     @contextmanager
@@ -73,27 +122,26 @@ class Simulation:
         finally:
             self.running = before
 
-    def spend(self, name: str, seconds: float, *, taken: float = 0.0) -> None:
-        """The running clock is busy; `taken` seconds go off the compute where that is another clock."""
-        start = self.running.now
-        self.running.now += seconds
-        self.spans.append(SimulatedSpan(self.running.name, name, start, self.running.now))
-        if self.running is not self.compute and taken:
-            with self.on(self.compute):
-                self.spend("taken", taken)
-
-    def wait_until(self, moment: float) -> None:
-        """The running clock does not go on before `moment`."""
-        self.running.now = max(self.running.now, moment)
-
-    def occupy(self, wire: Clock, name: str, seconds: float, *, taken: float) -> None:
-        """A collective on the running clock, behind the one before it on `wire`.
+    def spend(self, seconds: float, *, axis: str | None = None, taken: float = 0.0) -> None:
+        """The running clock is busy.
 
         Args:
-            wire: of one process group, whose collectives run one at a time in the order in which they were started.
+            axis: whose collective it is; None for kernels.
+            taken: seconds that go off the compute where that is another clock.
         """
-        self.wait_until(wire.now)
-        self.spend(name, seconds, taken=taken)
+        clock, start = self.running, self.running.now
+        clock.now += seconds
+        if axis or clock is self.compute:
+            self.busy[axis or "compute"] += clock.now - start
+        if clock is not self.compute and taken:
+            with self.on(self.compute):
+                self.spend(taken)
+
+    def send(self, axis: str, collective: str, sent_bytes: int) -> None:
+        """A collective on the running clock: those of an axis run one at a time, in the order of their start."""
+        wire, taken = self._wires[axis], self._costs.taken(axis, collective, sent_bytes)
+        self.running.wait_until(wire.now)
+        self.spend(self._costs.collective(axis, collective, sent_bytes), axis=axis, taken=taken)
         wire.now = self.running.now
 
 
@@ -101,26 +149,24 @@ class SimulatedQueue(CommQueue):
     """A simulated communication queue. `blocks_host`: waiting holds the host (CPU), not only a stream."""
 
     def __init__(self, simulation: Simulation, name: str, *, blocks_host: bool = True) -> None:
-        self.name, self._simulation, self._clock = name, simulation, simulation.new_clock(name)
+        self.name, self._simulation, self._clock = name, simulation, simulation.new_clock()
         self.blocks_host = blocks_host
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = ()) -> Work[T]:
-        simulation, clock = self._simulation, self._clock
-        clock.now = max(clock.now, simulation.running.now)
-        with simulation.on(clock):
+        self._clock.wait_until(self._simulation.running.now)
+        with self._simulation.on(self._clock):
             for work in after:
                 work.join()
-            result = task()
-        return SimulatedWork(result, clock.now, simulation)
+            return SimulatedWork(task(), self._clock, self._simulation)
 
 
 class SimulatedWork(Work[T]):
-    """Done at a moment."""
+    """Done at the moment to which its queue's clock has come."""
 
-    def __init__(self, result: T, done: float, simulation: Simulation) -> None:
+    def __init__(self, result: T, clock: Clock, simulation: Simulation) -> None:
         super().__init__(result)
-        self._done, self._simulation = done, simulation
+        self._done, self._simulation = clock.now, simulation
 
     def join(self) -> T:
-        self._simulation.wait_until(self._done)
+        self._simulation.running.wait_until(self._done)
         return self._result

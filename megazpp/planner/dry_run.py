@@ -12,16 +12,19 @@ and RMSNorm keeps what CUDA's kernel keeps. Not run: data loading, checkpoints, 
 
 from __future__ import annotations
 
-import dataclasses
 import gc
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megazpp.arguments import RunConfig
 from megazpp.checks import RunPlan, check_run_config
@@ -31,14 +34,12 @@ from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.axis import Traffic
 from megazpp.parallel.dims import ParallelDims
-from megazpp.planner.costs import NoCosts
 from megazpp.planner.estimate import Estimator
-from megazpp.planner.live import PeakBytes
-from megazpp.planner.memory import MemoryPlan
-from megazpp.planner.recorder import FusedNorm
-from megazpp.planner.report import describe_plan, needed_vocab_size, with_data
-from megazpp.planner.speed import SIMULATED_MICRO_BATCHES, extended, measure, traffic_between
-from megazpp.planner.step import TrafficTable
+from megazpp.planner.memory import Memory
+from megazpp.planner.report import describe_plan
+from megazpp.planner.step import SIMULATED_MICRO_BATCHES, TrafficTable, extended, measure, traffic_between
+from megazpp.planner.trace import FusedNorm
+from megazpp.planner.variants import changed, for_planning
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import shard_on_meta
 from megazpp.training.step import TrainStep
@@ -63,7 +64,7 @@ class DryRun(NamedTuple):
     micro_batches: int
     planned: TrafficTable
     counted: TrafficTable
-    memory: MemoryPlan
+    memory: Counter[Memory]
     live_bytes: int
 
     @property
@@ -73,14 +74,13 @@ class DryRun(NamedTuple):
 
     def describe(self) -> str:
         """The plan, and both tables side by side."""
-        rows: list[tuple[str, ...]] = [
-            ("wire", "axis", "collective", "calls planned", "counted", "bytes planned", "counted", "")
-        ]
-        none = Traffic(0, 0)
+        header = ("wire", "axis", "collective", "calls planned", "counted", "bytes planned", "counted", "")
+        rows: list[tuple[str, ...]] = [header]
+        none, memory = Traffic(0, 0), self.memory.total()
         for key in sorted(self.planned | self.counted):
             planned, counted = self.planned.get(key, none), self.counted.get(key, none)
-            numbers = (planned.calls, counted.calls, planned.sent_bytes, counted.sent_bytes)
-            rows.append((*key, *map(str, numbers), "" if planned == counted else "DIFFERS"))
+            calls, sizes = (tuple(map(str, pair)) for pair in zip(planned, counted, strict=True))
+            rows.append((*key, *calls, *sizes, "" if planned == counted else "DIFFERS"))
         sent = sum(traffic.sent_bytes for traffic in self.counted.values())
         rest = self.micro_batches - SIMULATED_MICRO_BATCHES
         note = f" ({SIMULATED_MICRO_BATCHES} micro-batches run, the middle one counts {rest + 1} times)"
@@ -92,7 +92,7 @@ class DryRun(NamedTuple):
                 *aligned(rows),
                 f"{sent / MEGA:.3f} MB: " + ("as planned" if self.agrees else "NOT AS PLANNED"),
                 f"tensors live at the fullest moment: {self.live_bytes / MEGA:.3f} MB, planned "
-                f"{self.memory.total / MEGA:.3f} MB ({100 * (self.memory.total / self.live_bytes - 1):+.1f} %)",
+                f"{memory / MEGA:.3f} MB ({100 * (memory / self.live_bytes - 1):+.1f} %)",
             ]
         )
 
@@ -103,18 +103,17 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
     Raises:
         ValueError: flags that do not fit each other or the cluster, a rank that it does not have, or no --vocab-size.
     """
-    config, vocab_size = with_data(config), needed_vocab_size(config, "--dry-run")
+    config = for_planning(config, "--dry-run")
     if not 0 <= rank < cluster.world_size:
         raise ValueError(f"--dry-run-rank {rank} is not a rank of the cluster: it has 0 to {cluster.world_size - 1}")
     plan = check_run_config(config, cluster, device_type=CPU.type)
     count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
-    estimator = Estimator(cluster, vocab_size=vocab_size, device_type=CPU.type)
-    paper = estimator.paper_step(config, plan, NoCosts(), rank=rank, on_cpu=True)
+    paper = Estimator(cluster, device_type=CPU.type).paper_step(config, plan, rank=rank, on_cpu=True)
     planned = measure(paper, count).traffic
     with fake_ranks(rank, cluster.world_size):
         # a thread would not see the modes that make its tensors fake
         dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
-        counted, live_bytes = _run_step(config, plan, dims, vocab_size=vocab_size, micro_batches=count)
+        counted, live_bytes = _run_step(config, plan, dims, count)
     return DryRun(plan, rank, count, planned, counted, paper.ledger.fullest, live_bytes)
 
 
@@ -130,21 +129,17 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _run_step(
-    config: RunConfig, plan: RunPlan, dims: ParallelDims, *, vocab_size: int, micro_batches: int
-) -> tuple[TrafficTable, int]:
+def _run_step(config: RunConfig, plan: RunPlan, dims: ParallelDims, micro_batches: int) -> tuple[TrafficTable, int]:
     """Build what pretrain_gpt.py builds, and take a step: what it sends, and the most bytes that live.
 
     After a short one, which makes what later steps find: moments, error feedback, the order of use.
     """
-    eager = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, compile=False),
-        zero=dataclasses.replace(config.zero, zero_check_secondary=False),  # there are no values to compare
-    )
-    built = shard_on_meta(eager.model_spec(vocab_size, plan.wire), dims, CPU)
-    seq_length = config.data.seq_length
+    seq_length, vocab_size = config.data.seq_length, config.tokenizer.vocab_size
     assert seq_length is not None
+    assert vocab_size is not None
+    # there are no values to compare
+    eager = changed(config, model={"compile": False}, zero={"zero_check_secondary": False})
+    built = shard_on_meta(eager.model_spec(vocab_size, plan.wire), dims, CPU)
     with FakeTensorMode(allow_non_fake_inputs=True), FusedNorm(), _Answers(), PeakBytes() as live:
         materialize(built.model, CPU)
         step = TrainStep(
@@ -179,3 +174,47 @@ class _Answers(TorchDispatchMode):
         if func is torch.ops.aten.equal.default:
             return True
         return func(*args, **(kwargs or {}))
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that lived at once, of the tensors that operations of this thread touched.
+
+    FSDP2 empties storages by resizing them, of which no operation tells. So what is known only grows, until it would
+    be a new peak: then all sizes are read anew.
+
+    Attributes:
+        peak: since `mark`.
+        fullest: bytes of each storage at that moment, by its `_cdata`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._at_most = 0
+        self.fullest: dict[int, int] = {}
+        self._sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def mark(self) -> None:
+        """Forget the peak."""
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+            # the device of a fake tensor is a slow question
+            if isinstance(tensor, FakeTensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type != "meta"):
+                storage = tensor.untyped_storage()
+                grown = storage.nbytes() - self._sizes.get(storage, 0)
+                if grown > 0:
+                    self._sizes[storage] = storage.nbytes()
+                    self._at_most += grown
+        if self._at_most > self.peak:
+            self._read_anew()
+        return result
+
+    def _read_anew(self) -> None:
+        sizes = [(storage, storage.nbytes()) for storage in list(self._sizes)]
+        self._sizes.update(sizes)
+        self._at_most = sum(size for _, size in sizes)
+        if self._at_most > self.peak:
+            self.peak, self.fullest = self._at_most, {storage._cdata: size for storage, size in sizes}

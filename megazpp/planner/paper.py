@@ -6,8 +6,8 @@ paper takes as long as a pass over the memory it touches. Nothing is allocated a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,18 @@ from torch import nn
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.comm_queue import CommQueue
 from megazpp.topology.layout import Layout
+from megazpp.zero.comm_factory import CommFactory
+from megazpp.zero.comms import CountedGather, SummingReduce
+from megazpp.zero.config import WirePlan, ZeroConfig
+from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.layout import MessageLayout, plan_segments
+from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.units import Fingerprint, Unit, UnitParameter
 from megazpp.zero.wire import Codec, Errors
 
-Cost = Callable[[str, int], None]  # (what, bytes sent or touched): lets time pass
+Parameters = Sequence[tuple[str, tuple[int, ...]]]  # name and shape on one tensor-parallel rank
+META = torch.device("meta")
 _NOWHERE = nn.Module()
-
-
-def no_cost(_: str, __: int) -> None:
-    """No time passes."""
 
 
 class PaperAxis(MeshAxis):
@@ -36,7 +38,7 @@ class PaperAxis(MeshAxis):
         name: the axis.
         rank: the global rank whose axis it is.
         counter: where bytes are counted.
-        cost: told of each collective.
+        cost: told of each collective and the bytes that this rank sends.
         queue: where its collectives run beside the compute.
     """
 
@@ -47,7 +49,7 @@ class PaperAxis(MeshAxis):
         *,
         rank: int,
         counter: TrafficCounter,
-        cost: Cost = no_cost,
+        cost: Callable[[str, int], None],
         queue: CommQueue | None = None,
     ) -> None:
         super().__init__(name, counter=counter, wire=layout.wire(name, rank), queue=queue)
@@ -56,18 +58,16 @@ class PaperAxis(MeshAxis):
         self._cost = cost
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
-        if self.size == 1:
-            return x if out is None else out
-        if out is None:
-            out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        self.count("all_gather", self.ring_bytes(out))
-        return out
+        if self.size > 1:
+            out = x.new_empty((self.size * x.shape[0], *x.shape[1:])) if out is None else out
+            self.count("all_gather", self.ring_bytes(out))
+        return x if out is None else out
 
     def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
-        if self.size == 1:
-            return x if out is None else out
-        self.count("reduce_scatter", self.ring_bytes(x))
-        return x.new_empty((x.shape[0] // self.size, *x.shape[1:])) if out is None else out
+        if self.size > 1:
+            self.count("reduce_scatter", self.ring_bytes(x))
+            out = x.new_empty((x.shape[0] // self.size, *x.shape[1:])) if out is None else out
+        return x if out is None else out
 
     def all_to_all(self, x: torch.Tensor, *, of: str = "") -> torch.Tensor:
         if self.size == 1:
@@ -80,43 +80,64 @@ class PaperAxis(MeshAxis):
             self.count("all_reduce", 2 * self.ring_bytes(x))
         return x
 
-    def observe(self, cost: Cost) -> None:
-        """Tell `cost` of each collective from now on."""
-        self._cost = cost
-
     def count(self, collective: str, sent_bytes: int) -> None:
         super().count(collective, sent_bytes)
         self._cost(collective, sent_bytes)
 
 
-@dataclass
-class UnitState:
-    """What the simulated FSDP2 says of a unit: `version` stands for the contents of its weights."""
-
-    version: int = 0
-    is_sharded: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
 class PaperUnit(Unit):
-    """A unit whose shards are described and not there."""
+    """A unit whose shards, over `num_ranks` ranks, are described and not there; FSDP2's state of it; and its comms.
 
-    state: UnitState = field(default_factory=UnitState)
+    Attributes:
+        size: elements of one rank's shard.
+        elements: of its parameters, without padding.
+        version: stands for the contents of its weights.
+        is_sharded: what the hops are told.
+        gathered: whether its parameters are there.
+        ready: when those on the way will be.
+        gather_buffer, reduce_buffer: bytes of messages that a local hop holds while it lasts.
+        cross_buffer: bytes of messages that the cross hop of a reduction holds.
+        secondary_bytes: of the weights that are kept (hpZ).
+        partial_bytes: of the sums that wait for the cross hop (qgZ).
+        feedback_bytes: of the error feedback.
+    """
 
-    @property
-    def size(self) -> int:
-        """Elements of one rank's shard."""
-        return self.segments[-1].stop
+    is_sharded = True
+    gather: TwoHopGather | CountedGather
+    reduce: SummingReduce
+    gather_buffer = reduce_buffer = cross_buffer = secondary_bytes = partial_bytes = feedback_bytes = 0
 
-    @property
-    def is_sharded(self) -> bool:
-        return self.state.is_sharded
+    def __init__(self, parameters: Parameters, num_ranks: int) -> None:
+        segments = plan_segments(parameters, num_ranks)
+        found = tuple(
+            UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape, requires_grad=True)
+            for name, shape in parameters
+        )
+        super().__init__(modules=(_NOWHERE,), parameters=found, segments=segments, trained_segments=segments)
+        self.size, self.elements = segments[-1].stop, sum(math.prod(shape) for _, shape in parameters)
+        self.version, self.gathered = 0, False
+        self.ready: float | None = None
+
+    def connect(self, factory: CommFactory, axes: dict[str, PaperAxis], wire: WirePlan, zero: ZeroConfig) -> None:
+        """Make its comms, and note what they hold."""
+        self.gather, self.reduce = factory.comms(self)
+        nodes, peers = axes["cross"].size, axes["local"].size
+        if isinstance(self.gather, TwoHopGather) and wire.gather is not None:
+            received = nodes * self.gather.message_bytes
+            self.secondary_bytes = received if wire.gather.keep else 0
+            self.gather_buffer = (peers * received if peers > 1 else 0) + received - self.secondary_bytes
+        if isinstance(self.reduce, TwoHopReduce):
+            inside, across = self.reduce.message_bytes
+            self.reduce_buffer = (2 if peers > 1 else 1) * peers * nodes * inside  # sent and received
+            self.cross_buffer = 2 * nodes * across
+            self.partial_bytes = nodes * self.size * (2 if zero.zero_accumulate_in_bf16 else 4)
+            self.feedback_bytes = sum(part.nbytes for error in self.reduce.errors(META) for part in error)
 
     def fingerprint(self) -> Fingerprint:
-        return (self.state.version,)
+        return (self.version,)
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
-        return (lambda: torch.empty(self.size, dtype=dtype, device="meta")) if self.is_sharded else None
+        return (lambda: torch.empty(self.size, dtype=dtype, device=META)) if self.is_sharded else None
 
     def check_shard_reader(self, expected: torch.Tensor) -> None:
         """Nothing to compare."""
@@ -128,33 +149,19 @@ class PaperUnit(Unit):
         """There are none."""
 
 
-def paper_unit(parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: int) -> PaperUnit:
-    """A unit of parameters, by name and shape on one tensor-parallel rank, over `num_ranks` shards."""
-    found = tuple(
-        UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape, requires_grad=True)
-        for name, shape in parameters
-    )
-    segments = plan_segments(parameters, num_ranks)
-    return PaperUnit(modules=(_NOWHERE,), parameters=found, segments=segments, trained_segments=segments)
-
-
 class PaperCodec(Codec):
-    """Touches no memory.
+    """Touches no memory; `touch` is told the bytes that each pass over it would read and write."""
 
-    Args:
-        touch: told of each pass over memory: what for, and the bytes it reads and writes.
-    """
-
-    def __init__(self, layout: MessageLayout, dtype: torch.dtype, touch: Cost = no_cost) -> None:
+    def __init__(self, layout: MessageLayout, dtype: torch.dtype, touch: Callable[[int], None]) -> None:
         super().__init__(layout, dtype)
         self._touch = touch
 
     def pack(self, shards: torch.Tensor, messages: torch.Tensor, *, errors: Errors | None = None) -> None:
         fed_back = sum(2 * part.nbytes for error in errors or () for part in error)
-        self._touch("quantize", shards.nbytes + messages.nbytes + fed_back)
+        self._touch(shards.nbytes + messages.nbytes + fed_back)
 
     def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
-        self._touch("dequantize", messages.nbytes + shards.nbytes)
+        self._touch(messages.nbytes + shards.nbytes)
 
     def unpack_sum(self, messages: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
-        self._touch("dequantize", messages.nbytes + (2 if accumulate else 1) * out.nbytes)
+        self._touch(messages.nbytes + (2 if accumulate else 1) * out.nbytes)

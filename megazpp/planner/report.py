@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from megazpp.arguments import RunConfig
 from megazpp.checks import RunPlan
 from megazpp.formatting import GIGA, MEGA, aligned
-from megazpp.planner.estimate import Estimate, Estimator, schemes
-from megazpp.planner.memory import KINDS, usable_gigabytes
-from megazpp.planner.nearest import nearest_run
-from megazpp.planner.search import RECOMPUTE, memory_switches, search, with_recompute
+from megazpp.planner.estimate import Estimate, Estimator
+from megazpp.planner.memory import Memory
+from megazpp.planner.search import memory_switches, search
+from megazpp.planner.variants import for_planning, nearest_run, schemes, with_recompute
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
 from megazpp.topology.shares import CALIBRATIONS, LEAST
 
 PAYS = 1.02  # ZeRO++ is said to pay from this much faster than the next scheme on
 SHOWN = 10  # candidates of the search
+RECOMPUTE: tuple[Literal["full", "selective"] | None, ...] = (None, "selective", "full")
 
 
 def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str, price: float | None = None) -> str:
@@ -28,9 +29,8 @@ def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str, price:
     Raises:
         ValueError: flags that do not fit each other or any size of the cluster, or no --vocab-size.
     """
-    config, vocab_size = with_data(config), needed_vocab_size(config, "--plan")
-    config, changes = nearest_run(config, cluster, device_type=device_type)
-    estimator = Estimator(cluster, vocab_size=vocab_size, device_type=device_type)
+    config, changes = nearest_run(for_planning(config, "--plan"), cluster, device_type=device_type)
+    estimator = Estimator(cluster, device_type=device_type)
     own = estimator.estimate(config, exposed=True)
     return "\n".join(
         [
@@ -48,25 +48,6 @@ def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str, price:
     )
 
 
-def with_data(config: RunConfig) -> RunConfig:
-    """A plan needs no data."""
-    data = config.data
-    if data.mock_data or data.data_path or data.text_path or data.train_data_path:
-        return config
-    return dataclasses.replace(config, data=dataclasses.replace(data, mock_data=True))
-
-
-def needed_vocab_size(config: RunConfig, asked_by: str) -> int:
-    """The tokenizer's size, from the flag.
-
-    Raises:
-        ValueError: it is not given, naming the flag that needs it.
-    """
-    if config.tokenizer.vocab_size is None:
-        raise ValueError(f"{asked_by} needs --vocab-size: it opens no tokenizer")
-    return config.tokenizer.vocab_size
-
-
 def describe_plan(plan: RunPlan, micro_batches: int) -> Iterator[str]:
     """Layout, notes and batches of a run."""
     yield f"{plan.layout.describe()}; {plan.wire.describe()}"
@@ -80,16 +61,14 @@ def describe_plan(plan: RunPlan, micro_batches: int) -> Iterator[str]:
 def _memory(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     estimates = [estimator.estimate(with_recompute(config, recompute)) for recompute in RECOMPUTE]
     rows = [("GB on rank 0 at the fullest moment", *(f"recompute {r or 'none'}" for r in RECOMPUTE))]
-    for kind in KINDS:
-        sizes = [estimate.memory.kinds.get(kind, 0) for estimate in estimates]
-        if any(sizes):
-            rows.append((kind, *(f"{size / GIGA:.3f}" for size in sizes)))
-        if kind == "activations":
-            rows.append(("  of them logits", *(f"{e.logits_bytes / GIGA:.3f}" for e in estimates)))
+    for kind in Memory:
+        if any(e.memory[kind] for e in estimates):
+            rows.append((kind, *(f"{e.memory[kind] / GIGA:.3f}" for e in estimates)))
+    rows.append(("  of them logits", *(f"{e.logits_bytes / GIGA:.3f}" for e in estimates)))
     rows.append(("total", *(f"{estimate.gigabytes:.3f}" for estimate in estimates)))
-    usable = usable_gigabytes(estimator.cluster.device)
-    if usable is not None:
-        rows.append((f"into {usable:.1f} GB", *("fits" if e.fits else "does not fit" for e in estimates)))
+    if estimator.cluster.device is not None:
+        usable = f"into {estimates[0].usable_gigabytes:.1f} GB"
+        rows.append((usable, *("fits" if e.fits else "does not fit" for e in estimates)))
     yield from aligned(rows)
     if not estimator.estimate(config).fits and (found := memory_switches(estimator, config)) is not None:
         flags, changed = found
@@ -118,11 +97,9 @@ def _this_run(own: Estimate, estimator: Estimator, price: float | None) -> Itera
         busy = own.busy.get(axis, 0.0)
         rows.append((axis, f"{busy:.3f} s", f"{max(busy - exposed, 0.0):.3f} s", f"{max(exposed, 0.0):.3f} s"))
     yield from aligned(rows)
-    cost = (
-        ""
-        if price is None
-        else f", {_range([24 * price * gpus * e.days for e in ends], ',.0f')} at {price:g} a GPU-hour"
-    )
+    cost = ""
+    if price is not None:
+        cost = f", {_range([24 * price * gpus * e.days for e in ends], ',.0f')} at {price:g} a GPU-hour"
     yield (
         f"{own.plan.batches.total_samples:,} samples take {_range([e.days for e in ends], '.1f')} days on {gpus} GPU(s)"
         f"{cost}; evaluations, checkpoints and restarts come on top"

@@ -1,218 +1,357 @@
 """One optimizer step on paper: the hops of zero/, the calls of FSDP2 and the work of the model, in simulated time.
 
 TwoHopGather, TwoHopReduce, FSDP2's counted collectives and both schedules run as they are, on paper axes and meta
-tensors, so which hop goes when is decided by the code that decides it in a run (FSDP2's own calls: engine.py).
+tensors, so which hop goes when is decided by the code that decides it in a run. The one thing that is written down a
+second time is FSDP2's own part: when it gathers, prefetches, waits, reduces and frees (torch 2.13,
+_fsdp_param_group.py). On CUDA the host runs ahead and streams keep the order; on a CPU the process does everything that
+no queue does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from megazpp.parallel.axis import Traffic, TrafficCounter
-from megazpp.planner.clock import SimulatedQueue, Simulation
-from megazpp.planner.comms import sharded_unit
-from megazpp.planner.costs import Costs, NoCosts
-from megazpp.planner.engine import PaperFSDP
-from megazpp.planner.memory import (
-    ACTIVATIONS,
-    FEEDBACK,
-    MASTER_BYTES,
-    MOMENTS,
-    PARAMETERS,
-    SECONDARY,
-    WHOLE_GRADIENTS,
-    Ledger,
-)
-from megazpp.planner.paper import PaperAxis, PaperCodec
-from megazpp.planner.recorder import BACKWARD, FORWARD
-from megazpp.planner.trace import Trace
+from megazpp.planner.clock import Clock, Costs, SimulatedQueue, Simulation
+from megazpp.planner.memory import MASTER_BYTES, Ledger, Memory, own_elements
+from megazpp.planner.paper import META, PaperAxis, PaperCodec, PaperUnit
+from megazpp.planner.trace import BACKWARD, FORWARD, Documents, trace_model
 from megazpp.topology.layout import AXES, Layout
+from megazpp.training.setup import ModelSpec
 from megazpp.zero.comm_factory import CommFactory
-from megazpp.zero.config import WirePlan, ZeroConfig
+from megazpp.zero.config import plan_wire
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
 
+SIMULATED_MICRO_BATCHES = 3  # the first, one like all those in between, the last
 TrafficTable = dict[tuple[str, str, str], Traffic]  # by (wire, axis, collective)
+
+
+class SimulatedStep(NamedTuple):
+    """One optimizer step on paper.
+
+    Attributes:
+        traffic: calls and bytes of this rank, exact.
+        seconds: of the step.
+        busy: seconds by axis that collectives take, and under "compute" what the compute's clock does beside them.
+    """
+
+    traffic: TrafficTable
+    seconds: float
+    busy: dict[str, float]
 
 
 class PaperStep:
     """The steps of one rank.
 
     Args:
-        trace: the model's work.
-        layout, wire, zero, precision: of the run.
-        costs: how long things take.
+        spec, layout: the model, and the ranks that it is spread over.
+        seq_length, micro_batch_size: tokens of a sample, samples of a micro-batch.
+        documents: how attention stays inside documents; None if it need not.
+        costs: how long things take; None for counting.
         rank: whose links are used and whose bytes are counted.
         on_cpu: whether the process itself computes.
         moments: of the optimizer, per parameter.
 
     Attributes:
+        trace: the model's work.
         counter: bytes of this rank by (wire, axis, collective), as a run counts them.
-        simulation: clocks and spans of the last step.
         units: in the order of use.
         ledger: memory of the last step.
     """
 
     def __init__(
         self,
-        trace: Trace,
-        *,
+        spec: ModelSpec,
         layout: Layout,
-        wire: WirePlan,
-        zero: ZeroConfig,
-        precision: PrecisionConfig,
+        *,
+        seq_length: int,
+        micro_batch_size: int,
+        documents: Documents | None = None,
         costs: Costs | None = None,
         rank: int = 0,
         on_cpu: bool = False,
         moments: int = 2,
     ) -> None:
-        self.trace, self._moments, self._costs = trace, moments, costs or NoCosts()
-        self._stage, self._on_cpu = zero.stage_over(layout.axis_size("shard")), on_cpu
-        self.counter, self.simulation, self.ledger = TrafficCounter(), Simulation(), Ledger()
+        zero, precision, self._on_cpu = spec.zero, spec.precision, on_cpu
+        self._zero, self._precision = zero, precision
+        self.trace = trace_model(
+            spec.config,
+            vocab_size=spec.vocab_size,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            tp=layout.tp,
+            sequence_parallel=spec.sequence_parallel and layout.tp > 1,
+            dtype=precision.param_dtype,
+            documents=documents,
+        )
+        self._moments, self._costs = moments, costs or Costs()
+        self._simulation = Simulation(self._costs)
+        self.counter, self.ledger = TrafficCounter(), Ledger()
         self._axes = {
             name: PaperAxis(
                 layout,
                 name,
                 rank=rank,
                 counter=self.counter,
-                cost=self._sending(name),
-                queue=SimulatedQueue(self.simulation, name, blocks_host=on_cpu),
+                cost=functools.partial(self._simulation.send, name),
+                queue=SimulatedQueue(self._simulation, name, blocks_host=on_cpu),
             )
             for name in AXES
         }
-        hops = {name: self._axes[name] for name in ("cross", "local", "shard")}
-        zero = dataclasses.replace(zero, zero_check_secondary=False)  # there is nothing to compare
-        codec = functools.partial(PaperCodec, touch=self._touch)
-        factory = CommFactory(**hops, plan=wire, zero=zero, precision=precision, codec=codec)
-        self.units = [sharded_unit(parameters, factory, self._axes, wire, zero) for parameters in trace.units]
-        self._fsdp = PaperFSDP(
-            self.simulation,
-            axes=self._axes,
-            costs=self._costs,
-            zero=zero,
+        self._shard, self._replicate = self._axes["shard"], self._axes["replicate"]
+        self._stage = zero.stage_over(self._shard.size)
+        wire = plan_wire(zero, layout) if spec.wire is None else spec.wire
+        self._factory = CommFactory(
+            **{name: self._axes[name] for name in ("cross", "local", "shard")},
+            plan=wire,
+            zero=dataclasses.replace(zero, zero_check_secondary=False),  # there is nothing to compare
             precision=precision,
-            factory=factory,
-            on_cpu=on_cpu,
+            codec=functools.partial(PaperCodec, touch=self._touch),
         )
+        self.units = [PaperUnit(parameters, self._shard.size) for parameters in self.trace.units]
+        for unit in self.units:
+            unit.connect(self._factory, self._axes, wire, zero)
+        self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))
+        self._copied_out = 0.0  # when the last gather's parameters had been
+        self._copied_from = self._sent_from = 0  # bytes of the buffers of the last gather and of the last reduction
+        self._partial_sums_wait = False
 
-    def run(self, micro_batches: int) -> float:
-        """One step, in seconds; the first one learns the order of use."""
-        start = self.simulation.begin_step()
+    def run(self, micro_batches: int) -> SimulatedStep:
+        """One step; the first one learns the order of use."""
+        before, start = self.counter.table(), self._simulation.begin_step()
+        self._copied_out, self._copied_from, self._sent_from = start, 0, 0
+        self._partial_sums_wait = micro_batches > 1 and not self._zero.zero_cross_every_microbatch
         self._open_ledger()
-        self._fsdp.begin_step(self.ledger, self.units, micro_batches=micro_batches)
         self._sum_over_data()  # tokens
         for index in range(micro_batches):
             last = index == micro_batches - 1
-            for sharded in self.units:
-                if isinstance(sharded.reduce, TwoHopReduce):
-                    sharded.reduce.begin_micro_batch(last=last)
+            for unit in self.units:
+                if isinstance(unit.reduce, TwoHopReduce):
+                    unit.reduce.begin_micro_batch(last=last)
             self._forward()
             self._backward(first=index == 0, last=last)
         self._sum_over_data()  # the loss
         self._optimizer()
-        return self.simulation.compute.now - start
+        traffic = traffic_between(before, self.counter.table())
+        return SimulatedStep(traffic, self._simulation.compute.now - start, self._simulation.busy)
 
     # ---- the model ------------------------------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        units, head = self.units, self.trace.num_segments - 1
-        for index in range(self.trace.num_segments):
-            sharded = units[min(index, len(units) - 1)]
-            first_use = not (self.trace.tied and index == head)  # tied: the first unit is still gathered
+        units, tied, head = self.units, self.trace.tied, self.trace.num_segments - 1
+        for index in range(head + 1):
+            unit = units[min(index, len(units) - 1)]
+            first_use = not (tied and index == head)  # tied: the first unit is still gathered
             if first_use:
-                self._fsdp.gather(sharded)
-                self._fsdp.wait_for_gather(sharded, forward=True)
+                self._gather(unit)
+                self._wait_for_gather(unit, forward=True)
             self._keep(FORWARD, index)
             self._compute(FORWARD, index)
-            if first_use and not (self.trace.tied and index == 0):
-                self._fsdp.release(sharded, when=self._stage == 3)
-        if self.trace.tied:
-            self._fsdp.release(units[0], when=self._stage == 3)
-        self._fsdp.end_forward()
+            if first_use and not (tied and index == 0):
+                self._release(unit, when=self._stage == 3)
+        if tied:
+            self._release(units[0], when=self._stage == 3)
+        self.ledger.add(Memory.BUFFERS, -self._copied_from)  # the last gather's
+        self._copied_from = 0
 
     def _backward(self, *, first: bool, last: bool) -> None:
-        for sharded in self.units:
-            sharded.unit.state.is_sharded = False
-        order = [self.units[0], *self.units[:0:-1]] if self.trace.tied else self.units[::-1]
-        for index, sharded in enumerate(order):
+        tied = self.trace.tied
+        for unit in self.units:
+            unit.is_sharded = False
+        order = [self.units[0], *self.units[:0:-1]] if tied else self.units[::-1]
+        for index, unit in enumerate(order):
             segment = self.trace.num_segments - 1 - index
             # the loss comes before the gather of a unit, and after the root's
-            loss_first = index == 0 and not self.trace.tied
+            loss_first = index == 0 and not tied
             if loss_first:
                 self._keep(BACKWARD, segment)
-            self._fsdp.gather(sharded)
-            self._fsdp.wait_for_gather(sharded, forward=False)
+            self._gather(unit)
+            self._wait_for_gather(unit, forward=False)
             if index + 1 < len(order):
-                self._fsdp.gather(order[index + 1])
+                self._gather(order[index + 1])
             if not loss_first:
                 self._keep(BACKWARD, segment)
             self._compute(BACKWARD, segment)
-            if not (self.trace.tied and index == 0):
-                self._fsdp.finish_unit(sharded, first=first, last=last)
-        if self.trace.tied:
+            if not (tied and index == 0):
+                self._finish_unit(unit, first=first, last=last)
+        if tied:
             self._keep(BACKWARD, 0)
             self._compute(BACKWARD, 0)
-            self._fsdp.finish_unit(order[0], first=first, last=last)
-        self._fsdp.end_backward()
-        for sharded in self.units:
-            sharded.unit.state.is_sharded = True
+            self._finish_unit(order[0], first=first, last=last)
+        for clock in (self._reductions, self._copies):  # the root's last hook waits for all reductions
+            self._simulation.running.wait_until(clock.now)
+        self._factory.reduce_schedule.end_backward()
+        self.ledger.free(Memory.BUFFERS)
+        self._sent_from = 0
+        for unit in self.units:
+            unit.is_sharded = True
 
     def _compute(self, phase: str, index: int) -> None:
         for operation in self.trace.segments[phase, index].operations:
             if operation.kind in ("matrix", "memory"):
-                self.simulation.spend(f"{phase} {index}", self._costs.operation(operation))
+                self._simulation.spend(self._costs.operation(operation))
             else:
                 self._axes["tp"].count(operation.kind, operation.bytes)
-
-    def _sum_over_data(self) -> None:
-        for name in ("shard", "replicate"):
-            self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device="meta"))
-
-    def _optimizer(self) -> None:
-        for name in ("tp", "shard"):  # the norm
-            self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device="meta"))
-        shard_bytes = 4 * sum(sharded.unit.size for sharded in self.units)
-        passes = 1 + 2 + 7  # norm; clipping; AdamW reads four values and writes three
-        self.simulation.spend("optimizer", self._costs.memory(passes * shard_bytes))
-        for sharded in self.units:
-            sharded.unit.state.version += 1
-            if isinstance(sharded.gather, TwoHopGather):
-                sharded.gather.drop()
-
-    # ---- memory ---------------------------------------------------------------------------------------------------
-
-    def _open_ledger(self) -> None:
-        self.ledger, units = Ledger(), self.units
-        self.ledger.add(PARAMETERS, MASTER_BYTES * sum(sharded.unit.size for sharded in units))
-        self.ledger.add(MOMENTS, self._moments * MASTER_BYTES * sum(sharded.own_elements for sharded in units))
-        self.ledger.add(SECONDARY, sum(sharded.secondary_bytes for sharded in units))
-        self.ledger.add(FEEDBACK, sum(sharded.feedback_bytes for sharded in units))
 
     def _keep(self, phase: str, index: int) -> None:
         """What the model's own code keeps, frees and needs meanwhile."""
         segment = self.trace.segments[phase, index]
-        self.ledger.pass_through(ACTIVATIONS, segment.peak)
-        self.ledger.add(ACTIVATIONS, segment.kept - segment.gradients)
-        self.ledger.add(WHOLE_GRADIENTS, segment.gradients)
+        self.ledger.pass_through(Memory.ACTIVATIONS, segment.peak)
+        self.ledger.add(Memory.ACTIVATIONS, segment.kept - segment.gradients)
+        self.ledger.add(Memory.WHOLE_GRADIENTS, segment.gradients)
 
-    # ---- parts ----------------------------------------------------------------------------------------------------
+    def _sum_over_data(self) -> None:
+        for axis in (self._shard, self._replicate):
+            axis.all_reduce_(torch.empty((), dtype=torch.float64, device=META))
 
-    def _sending(self, axis: str) -> Callable[[str, int], None]:
-        wire = self.simulation.new_clock(axis)
+    def _optimizer(self) -> None:
+        for name in ("tp", "shard"):  # the norm
+            self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device=META))
+        passes = 1 + 2 + 7  # norm; clipping; AdamW reads four values and writes three
+        self._simulation.spend(self._costs.memory(passes * 4 * sum(unit.size for unit in self.units)))
+        for unit in self.units:
+            unit.version += 1
+            if isinstance(unit.gather, TwoHopGather):
+                unit.gather.drop()
 
-        def cost(collective: str, sent_bytes: int) -> None:
-            seconds = self._costs.collective(axis, collective, sent_bytes)
-            taken = self._costs.taken(axis, collective, sent_bytes)
-            self.simulation.occupy(wire, f"{axis} {collective}", seconds, taken=taken)
+    # ---- FSDP2 ----------------------------------------------------------------------------------------------------
 
-        return cost
+    def _gather(self, unit: PaperUnit) -> None:
+        """`unshard`: hand the shard to the gather, whose clock waits for it."""
+        if unit.gathered or unit.ready is not None:
+            return
+        clock = self._gathers
+        if self._on_cpu:  # the process, or with overlap something that only the queues hold up
+            compute = self._simulation.compute
+            clock = Clock(compute.now) if self._factory.overlap_gather else compute
+        if self._shard.size > 1:
+            with self._simulation.on(clock):
+                out = self._whole(unit)
+                self.ledger.add(Memory.BUFFERS, out.nbytes)
+                self.ledger.pass_through(Memory.BUFFERS, unit.gather_buffer)
+                shard = out.new_empty(unit.size)
+                pending = unit.gather(out, shard, self._shard.group)  # type: ignore[arg-type]
+                if pending is not None:
+                    pending.wait()
+        unit.ready = clock.now
 
-    def _touch(self, what: str, touched_bytes: int) -> None:
+    def _wait_for_gather(self, unit: PaperUnit, *, forward: bool) -> None:
+        """`wait_for_unshard`: copy out; the next gather but one may start after it in forward, the next in backward."""
+        if unit.gathered:
+            return
+        assert unit.ready is not None
+        compute, size = self._simulation.compute, self._whole(unit).nbytes
+        compute.wait_until(unit.ready)
+        if forward:
+            self._gathers.wait_until(self._copied_out)
+        if self._shard.size > 1 and forward:  # the buffer of the gather before is free now, this one's later
+            self.ledger.add(Memory.BUFFERS, -self._copied_from)
+            self._copied_from = size
+        self.ledger.add(Memory.GATHERED, size)
+        if self._shard.size > 1 and not forward:
+            self.ledger.add(Memory.BUFFERS, -size)
+        self._simulation.spend(self._costs.memory(2 * size))
+        self._copied_out = compute.now
+        if not forward:
+            self._gathers.wait_until(self._copied_out)
+        unit.gathered, unit.ready, unit.is_sharded = True, None, False
+
+    def _release(self, unit: PaperUnit, *, when: bool) -> None:
+        """`reshard`."""
+        if when and unit.gathered:
+            self.ledger.add(Memory.GATHERED, -self._whole(unit).nbytes)
+            unit.gathered, unit.is_sharded = False, True
+
+    def _finish_unit(self, unit: PaperUnit, *, first: bool, last: bool) -> None:
+        """`post_backward`: reshard and reduce; one reduction at a time is in flight."""
+        self._release(unit, when=self._stage == 3 or last)
+        unit.is_sharded = False
+        computed = unit.elements * self._precision.param_dtype.itemsize
+        accumulated = unit.elements * self._precision.reduce_dtype.itemsize
+        if self._stage <= 1 and not last:  # accumulated in the format of the reduction
+            self.ledger.add(Memory.WHOLE_GRADIENTS, (accumulated if first else 0) - computed)
+            return
+        simulation, compute, whole = self._simulation, self._simulation.compute, self._whole(unit, reduced=True)
+        reductions, copies = (compute, compute) if self._on_cpu else (self._reductions, self._copies)
+        compute.wait_until(reductions.now)
+        self.ledger.add(Memory.BUFFERS, whole.nbytes - self._sent_from)
+        self._sent_from = whole.nbytes
+        self.ledger.add(Memory.WHOLE_GRADIENTS, -computed - (accumulated if self._stage <= 1 and not first else 0))
+        simulation.spend(self._costs.memory(2 * whole.nbytes))
+        reductions.wait_until(compute.now)
+        result = whole.new_empty(unit.size)
+        self._note_reduction(unit, result.nbytes, first=first, last=last)
+        if self._shard.size > 1:
+            with simulation.on(reductions):
+                unit.reduce(result, whole, self._shard.group, dist.ReduceOp.SUM)  # type: ignore[arg-type]
+        if last and self._replicate.size > 1:
+            copies.wait_until(reductions.now)
+            with simulation.on(copies):
+                self._replicate.all_reduce_(result)
+
+    # ---- memory and time ------------------------------------------------------------------------------------------
+
+    def _open_ledger(self) -> None:
+        self.ledger, units, shard = Ledger(), self.units, self._shard
+        own = sum(own_elements(parameters, shard.size, shard.rank) for parameters in self.trace.units)
+        self.ledger.add(Memory.PARAMETERS, MASTER_BYTES * sum(unit.size for unit in units))
+        self.ledger.add(Memory.MOMENTS, self._moments * MASTER_BYTES * own)
+        self.ledger.add(Memory.SECONDARY, sum(unit.secondary_bytes for unit in units))
+        self.ledger.add(Memory.FEEDBACK, sum(unit.feedback_bytes for unit in units))
+        if self._partial_sums_wait:
+            self.ledger.add(Memory.PARTIAL_SUMS, sum(unit.partial_bytes for unit in units))
+
+    def _note_reduction(self, unit: PaperUnit, result_bytes: int, *, first: bool, last: bool) -> None:
+        """What the reduction of a unit leaves behind and holds meanwhile."""
+        partial = 0 if self._partial_sums_wait else unit.partial_bytes
+        self.ledger.pass_through(Memory.BUFFERS, unit.reduce_buffer + partial + result_bytes)
+        if last or self._zero.zero_cross_every_microbatch:
+            self.ledger.pass_through(Memory.BUFFERS, unit.cross_buffer + partial + result_bytes)
+            if self._factory.overlap_reduce:  # at worst, sums and results of all units wait for the cross hop
+                self.ledger.add(Memory.BUFFERS, partial + result_bytes)
+        if first or (self._stage <= 1 and last):
+            self.ledger.add(Memory.GRADIENTS, MASTER_BYTES * unit.size)
+
+    def _whole(self, unit: PaperUnit, *, reduced: bool = False) -> torch.Tensor:
+        """The unit's gathered parameters, or its gradients as they are reduced."""
+        dtype = self._precision.reduce_dtype if reduced else self._precision.param_dtype
+        return torch.empty(unit.size * self._shard.size, dtype=dtype, device=META)
+
+    def _touch(self, touched_bytes: int) -> None:
         """A pass over memory on the running clock; on a CPU the process that computes does it, in any queue."""
         seconds = self._costs.memory(touched_bytes)
-        self.simulation.spend(what, seconds, taken=seconds if self._on_cpu else 0.0)
+        self._simulation.spend(seconds, taken=seconds if self._on_cpu else 0.0)
+
+
+def measure(step: PaperStep, micro_batches: int) -> SimulatedStep:
+    """A step of any number of micro-batches, from three at most: those between the first and the last are alike."""
+    step.run(1)  # learns the order of use
+    if micro_batches <= SIMULATED_MICRO_BATCHES:
+        return step.run(micro_batches)
+    fewer, more = (step.run(k) for k in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES))
+    times = micro_batches - SIMULATED_MICRO_BATCHES
+    return SimulatedStep(
+        extended(fewer.traffic, more.traffic, times),
+        more.seconds + times * (more.seconds - fewer.seconds),
+        {key: seconds + times * (seconds - fewer.busy.get(key, 0.0)) for key, seconds in more.busy.items()},
+    )
+
+
+def traffic_between(before: TrafficTable, after: TrafficTable) -> TrafficTable:
+    """What was counted since `before`."""
+    none = Traffic(0, 0)
+    return {key: Traffic(*(b - a for a, b in zip(before.get(key, none), after[key], strict=True))) for key in after}
+
+
+def extended(fewer: TrafficTable, more: TrafficTable, times: int) -> TrafficTable:
+    """`more`, and what it has above `fewer` so many times again."""
+    return {
+        key: Traffic(*(counted + times * above for counted, above in zip(more[key], traffic, strict=True)))
+        for key, traffic in traffic_between(fewer, more).items()
+    }

@@ -1,24 +1,75 @@
 """The model's own code, run once on the meta device: what it computes, sends over tp and keeps for backward.
 
 Forward and backward of one micro-batch run on tensors without memory, on a tensor-parallel axis on paper, so that work,
-traffic and activations are those of the code and not of a formula beside it. Layers are alike: at most two are run.
+traffic and activations are those of the code and not of a formula beside it. A recorder sees each operation and each
+storage, and files them under the part of the model (a segment: the embedding, a layer, the head; forward or backward)
+in which they happen. Layers are alike: at most two are run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple
+import functools
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch.autograd import Variable
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from megazpp.model.attention_kernels import repeated
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import TrafficCounter
-from megazpp.planner.paper import PaperAxis
-from megazpp.planner.recorder import BACKWARD, FORWARD, FusedAttention, FusedNorm, TraceRecorder, TraceSegment, backward
-from megazpp.topology.layout import Layout
+from megazpp.planner.paper import PaperAxis, Parameters
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import plan_layout
 
-Parameters = tuple[tuple[str, tuple[int, ...]], ...]  # name and shape on one tensor-parallel rank
+FORWARD, BACKWARD = "forward", "backward"
+Documents = Literal["kernel", "mask", "CPU's mask"]  # how attention stays inside them
+MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+FREE = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::_unsafe_view")
+
+
+class Operation(NamedTuple):
+    """One operation: a product [m, k] x [k, n], `batch` times; a pass over memory; or a collective on tp.
+
+    Attributes:
+        kind: "matrix", "memory" or the name of a collective.
+        bytes: read and written, or sent by this rank.
+        m, n, k, batch: of a product; a causal one counts half.
+    """
+
+    kind: str
+    bytes: int
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    batch: float = 0.0
+
+
+@dataclass
+class TraceSegment:
+    """What one part of the model does in forward or backward.
+
+    Attributes:
+        operations: in order.
+        kept: bytes that live when it is done, less those before it; negative in backward.
+        peak: most bytes that live while it runs, above those before it.
+        gradients: bytes of whole gradients among those kept.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    kept: int = 0
+    peak: int = 0
+    gradients: int = 0
 
 
 class Trace(NamedTuple):
@@ -40,37 +91,37 @@ class Trace(NamedTuple):
         return len(self.segments) // 2
 
 
+@functools.cache
 def trace_model(
     config: GPTConfig,
     *,
     vocab_size: int,
     seq_length: int,
     micro_batch_size: int,
-    layout: Layout,
+    tp: int,
     sequence_parallel: bool,
     dtype: torch.dtype,
-    documents: Literal["kernel", "mask"] | None = None,
-    on_cpu: bool = False,
+    documents: Documents | None = None,
 ) -> Trace:
-    """Run one micro-batch on paper.
+    """Run one micro-batch on paper, or take what came of it before.
 
     Args:
-        layout: whose tensor parallelism it is.
+        tp: degree of tensor parallelism.
         dtype: what the layers compute in.
         documents: how attention stays inside documents, each of which is as long as a sample; None if it need not.
-        on_cpu: whether the attention kernels are a CPU's.
     """
-    tp = PaperAxis(layout, "tp", rank=0, counter=TrafficCounter())
     shape = dataclasses.replace(config, num_layers=min(config.layers, 2))
     if config.recompute_method == "block":  # the first layer is run again, the second is not
         shape = dataclasses.replace(shape, recompute_num_layers=1)
     recorder = TraceRecorder()
-    attention = FusedAttention(recorder, on_cpu=on_cpu)
+    layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp), tp=tp, replicas=1)
+    axis = PaperAxis(layout, "tp", rank=0, counter=TrafficCounter(), cost=recorder.note)
+    attention = FusedAttention(recorder, repeats_groups=documents == "mask")
     with torch.device("meta"):
         model = GPTModel(
             shape,
             vocab_size=vocab_size,
-            tp=tp,
+            tp=axis,
             sequence_parallel=sequence_parallel,
             document_kernel=attention.inside_documents if documents == "kernel" else None,
         ).to(dtype)
@@ -78,53 +129,218 @@ def trace_model(
         tokens = torch.empty(micro_batch_size, seq_length, dtype=torch.int64)
         mask = torch.empty(micro_batch_size, seq_length)
     recorder.watch(model)
-    tp.observe(recorder.sent)
-    with recorder, attention, FusedNorm(recorder.memory_pass):
+    with recorder, attention, FusedNorm(recorder):
         losses = model(tokens, tokens, document_starts=starts)
         loss = (losses * mask).sum()
         recorder.enter((BACKWARD, shape.layers + 1))
-        backward(loss)
+        loss.backward()
         recorder.enter((BACKWARD, -1))
-    like = [0, *(_like(config, shape, index) for index in range(config.layers)), shape.layers + 1]
+    twice = shape.layers == 2 and config.recompute_method == "block"  # the second stands for those not run again
+    like = [2 if twice and not config.recomputes_layer(index) else 1 for index in range(config.layers)]
     return Trace(
         segments={
-            (phase, index): recorder.segment((phase, traced))
+            (phase, index): recorder.segments[phase, traced]
             for phase in (FORWARD, BACKWARD)
-            for index, traced in enumerate(like)
+            for index, traced in enumerate((0, *like, shape.layers + 1))
         },
-        units=_units(model, like[1:-1]),
+        units=_units(model, config.layers),
         tied=config.tied,
-        logits_bytes=config.padded_vocab_size(vocab_size, tp.size) // tp.size * tokens.numel() * dtype.itemsize,
+        logits_bytes=config.padded_vocab_size(vocab_size, tp) // tp * tokens.numel() * dtype.itemsize,
     )
 
 
-def _like(config: GPTConfig, traced: GPTConfig, index: int) -> int:
-    """The segment of the traced layer that layer `index` is like."""
-    return 2 if traced.layers == 2 and config.recompute_method == "block" and not config.recomputes_layer(index) else 1
+def _units(model: GPTModel, num_layers: int) -> tuple[Parameters, ...]:
+    """Parameters of the units in FSDP2's flat order, which is `named_parameters()`'s; the root's first."""
+    rest = dict(model.named_parameters())
+    names = {parameter: name for name, parameter in rest.items()}
+    units: list[Parameters] = []
+    for modules in model.sharding_units():
+        unit = [(names[p], tuple(p.shape)) for module in modules for p in module.parameters()]
+        for name, _ in unit:
+            del rest[name]
+        if unit[0][0].startswith("layers.0."):
+            for index in range(num_layers):
+                units.append([(name.replace("layers.0.", f"layers.{index}.", 1), shape) for name, shape in unit])
+        elif not unit[0][0].startswith("layers."):
+            units.append(unit)
+    root = [(name, tuple(p.shape)) for name, p in rest.items()]
+    return (root, *units) if root else tuple(units)
 
 
-def _units(model: GPTModel, layers: list[int]) -> tuple[Parameters, ...]:
-    """Parameters of the units in FSDP2's flat order, which is `named_parameters()`'s; the root's first.
+class TraceRecorder(TorchDispatchMode):
+    """Notes every operation and every storage, by segment of the model that it watches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.segments: dict[tuple[str, int], TraceSegment] = defaultdict(TraceSegment)
+        self._now = self.segments[FORWARD, 0]
+        self._live = self._before = 0  # bytes of the storages that have been seen, now and when the segment began
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def watch(self, model: GPTModel) -> None:
+        """Call once, before `model` runs."""
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+        for index, module in enumerate([model.embedding, *model.layers]):
+            module.register_forward_pre_hook(functools.partial(self.enter, (FORWARD, index)))
+            module.register_forward_hook(self._leaving(index))
+
+    def note(self, kind: str, size: int) -> None:
+        """A collective on tp, or one kernel that reads and writes `size` bytes of "memory"."""
+        self._now.operations.append(Operation(kind, size))
+
+    def product(self, m: int, n: int, k: int, batch: float, touched: int) -> None:
+        self._now.operations.append(Operation("matrix", touched, m, n, k, batch))
+
+    def enter(self, key: tuple[str, int], *_: object) -> None:
+        """What follows belongs to this segment."""
+        self._now.kept += self._live - self._before
+        self._now, self._before = self.segments[key], self._live
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        self._now.gradients += parameter.nbytes
+
+    def _leaving(self, index: int) -> Callable[..., None]:
+        def leave(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+            self.enter((FORWARD, index + 1))
+            output.register_hook(functools.partial(self.enter, (BACKWARD, index)))
+
+        return leave
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name, outputs, inputs = func.name().split(".")[0], _tensors(result), _tensors((args, kwargs))
+        owned = {t.untyped_storage()._cdata for t in inputs}
+        fresh = [t for t in outputs if t.untyped_storage()._cdata not in owned]
+        for tensor in fresh:
+            self._see(tensor.untyped_storage())
+        self._now.peak = max(self._now.peak, self._live - self._before)
+        if name in MATRIX:
+            a, b = inputs[-2:]
+            self.product(a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]), _nbytes(inputs + outputs))
+        elif not func.is_view and name not in FREE and (fresh or func._schema.is_mutable):
+            self.note("memory", _nbytes(inputs + fresh))
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage while it lives; its size does not change."""
+        if storage not in self._known:
+            self._known.add(storage)
+            self._live += storage.nbytes()
+            weakref.finalize(storage, self._died, storage.nbytes())
+
+    def _died(self, size: int) -> None:
+        self._live -= size
+
+
+class FusedAttention(TorchFunctionMode):
+    """Attention as the fused kernels do it, which meta tensors do not choose: no scores of S x S are kept.
+
+    A mask is kept, in the dtype of the queries.
 
     Args:
-        layers: for each layer the segment of the one that was traced.
+        repeats_groups: whether keys and values of a group are repeated: CUDA's kernels take no groups beside a mask.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    traced = [
-        tuple((names[p], tuple(p.shape)) for module in modules for p in module.parameters())
-        for modules in model.sharding_units()
-    ]
-    taken = {name for unit in traced for name, _ in unit}
-    root = tuple((name, tuple(p.shape)) for p, name in names.items() if name not in taken)
-    is_layer = [unit[0][0].startswith("layers.") for unit in traced]
-    first, stop = is_layer.index(True), len(is_layer) - is_layer[::-1].index(True)
-    template, after = traced[first], traced[stop:]
-    before = traced[:first] + ([root] if root else [])
-    return (
-        *before,
-        *(
-            tuple((name.replace("layers.0.", f"layers.{index}.", 1), shape) for name, shape in template)
-            for index in range(len(layers))
-        ),
-        *after,
-    )
+
+    def __init__(self, recorder: TraceRecorder, *, repeats_groups: bool) -> None:
+        super().__init__()
+        self._recorder, self._repeats_groups = recorder, repeats_groups
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        q, k, v = args[:3]
+        mask = kwargs.get("attn_mask")
+        if self._repeats_groups:
+            k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
+        return _Attention.apply(q, k, v, mask, self._recorder, 0.5 if mask is None else 1.0)
+
+    def inside_documents(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int
+    ) -> torch.Tensor:
+        """A DocumentKernel: as if every document were `longest` tokens long."""
+        batch = q.shape[0] // longest
+        q, k, v = (x.unflatten(0, (batch, longest)).transpose(1, 2) for x in (q, k, v))
+        return _Attention.apply(q, k, v, None, self._recorder, 0.5).transpose(1, 2).flatten(0, 1)
+
+
+class _Attention(torch.autograd.Function):
+    """q [B, heads, S, D], k, v [B, groups, S, D] -> [B, heads, S, D]; keeps these, one fp32 per query, and the mask."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        recorder: TraceRecorder,
+        share: float,
+    ) -> torch.Tensor:
+        batch, heads, seq, channels = q.shape
+        out = torch.empty_like(q)  # as q lies in memory, so the output layer needs no copy of it
+        normalizer = q.new_empty(batch, heads, seq, dtype=torch.float32)
+        bias = None if mask is None else q.new_empty(mask.shape)
+        ctx.save_for_backward(q, k, v, out, normalizer, bias)
+        ctx.recorder, ctx.product = recorder, (seq, seq, channels, batch * heads * share, _nbytes([q, k]))
+        for _ in range(2):  # scores, weighted sum
+            recorder.product(*ctx.product)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v = ctx.saved_tensors[:3]
+        for _ in range(5):  # scores again, and the gradients of scores, q, k and v
+            ctx.recorder.product(*ctx.product)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None, None
+
+
+class FusedNorm(TorchFunctionMode):
+    """RMSNorm as CUDA's fused kernel does it: its input and one fp32 per row are kept.
+
+    Meta and CPU tensors take torch's composite, which keeps four times as much.
+    """
+
+    def __init__(self, recorder: TraceRecorder | None = None) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.rms_norm:
+            x, _, weight = (*args, *(kwargs or {}).values())[:3]
+            return _RmsNorm.apply(x, weight, self._recorder)
+        if func is torch.Tensor.backward:  # would turn this mode off, which recomputation needs
+            loss = args[0]
+            with self:
+                return Variable._execution_engine.run_backward(
+                    (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+        return func(*args, **(kwargs or {}))
+
+
+class _RmsNorm(torch.autograd.Function):
+    """x [..., H], weight [H] -> [..., H]; keeps these and [..., 1] in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, recorder: TraceRecorder | None) -> torch.Tensor:
+        out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.recorder = recorder
+        if recorder:
+            recorder.note("memory", _nbytes([x, weight, out, scale]))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, scale = ctx.saved_tensors
+        if ctx.recorder:  # the last two are as large as the gradients
+            ctx.recorder.note("memory", _nbytes([*grads, x, weight, scale, x, weight]))
+        return torch.empty_like(x), torch.empty_like(weight), None
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _nbytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -12,8 +12,7 @@ import megazpp.planner.dry_run as module
 from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.parallel.axis import Traffic
 from megazpp.planner.dry_run import dry_run
-from megazpp.planner.speed import SimulatedStep, measure
-from megazpp.planner.step import PaperStep
+from megazpp.planner.step import PaperStep, SimulatedStep, measure
 from megazpp.topology.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]

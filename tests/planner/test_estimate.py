@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
-import megazpp.planner.estimate as module
 from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.checks import check_run_config
-from megazpp.planner.costs import NoCosts
-from megazpp.planner.estimate import Estimator, schemes
-from megazpp.planner.speed import measure
+from megazpp.planner.estimate import Estimator
+from megazpp.planner.step import measure
+from megazpp.planner.trace import trace_model
+from megazpp.planner.variants import schemes
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +26,7 @@ def config(*flags: str) -> RunConfig:
 
 
 def estimator(cluster: Cluster) -> Estimator:
-    return Estimator(cluster, vocab_size=2048, device_type="cpu")
+    return Estimator(cluster, device_type="cpu")
 
 
 @pytest.mark.parametrize("flags", [[], ["--zeropp"], ["--tensor-model-parallel-size", "2"], ["--hsdp"]], ids=str)
@@ -35,7 +36,7 @@ def test_a_node_sends_to_others_what_its_ranks_send_together(flags: list[str]):
     plan, own = check_run_config(run, cluster, device_type="cpu"), made.estimate(run)
     crossing = 0
     for rank in range(cluster.world_size):
-        traffic = measure(made.paper_step(run, plan, NoCosts(), rank=rank), own.micro_batches).traffic
+        traffic = measure(made.paper_step(run, plan, rank=rank), own.micro_batches).traffic
         crossing += sum(counted.sent_bytes for (wire, _, _), counted in traffic.items() if wire == "cross")
     assert own.node_cross_bytes == round(crossing / cluster.num_nodes)
 
@@ -48,7 +49,9 @@ def test_without_links_or_device_bytes_and_memory_are_there_and_times_are_not():
         own = estimator(cluster).estimate(config("--zeropp"), exposed=True)
         assert (own.seconds, own.busy, own.exposed, own.tokens_per_second) == (None, {}, {}, 0.0)
         assert own.wires["cross"] > 0
-        assert own.memory.total > 0
+        assert own.memory.total() > 0
+        assert own.usable_gigabytes == (math.inf if cluster.device is None else 0.9 * DEVICE.gigabytes)
+        assert own.fits
 
 
 def test_speeds_are_those_of_the_step():
@@ -60,14 +63,12 @@ def test_speeds_are_those_of_the_step():
     assert 0 < own.exposed["shard"] <= own.seconds
 
 
-def test_the_model_is_traced_once_for_all_schemes(monkeypatch: pytest.MonkeyPatch):
-    traced = []
-    trace = module.trace_model
-    monkeypatch.setattr(module, "trace_model", lambda *args, **kwargs: traced.append(args) or trace(*args, **kwargs))
+def test_the_model_is_traced_once_for_all_schemes():
+    trace_model.cache_clear()
     made = estimator(Cluster(num_nodes=2, ranks_per_node=2))
     for run in schemes(config("--zeropp")).values():
         made.estimate(run)
-    assert len(traced) == 1
+    assert trace_model.cache_info().misses == 1
 
 
 def test_schemes_differ_from_the_run_in_nothing_but_how_it_shards_and_sends():
@@ -93,6 +94,6 @@ V100, H100 = (DEVICE._replace(name=name) for name in ("V100-SXM3-32GB", "H100-SX
 def test_documents_are_planned_as_the_device_will_keep_them_apart(device: Device | None, flags: list[str], how: str):
     made = estimator(Cluster(num_nodes=2, ranks_per_node=2, device=device))
     flags = [*flags, "--micro-batch-size", "1"]
-    plain, own = (made.estimate(config(*flags, *more)).memory.total for more in ([], ["--reset-attention-mask"]))
+    plain, own = (made.estimate(config(*flags, *more)).memory.total() for more in ([], ["--reset-attention-mask"]))
     mask = 128 * 128 * 2 * 2  # of two layers, in bf16
     assert own - plain == 0 if how == "kernel" else own - plain >= mask

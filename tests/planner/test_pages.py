@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megazpp.arguments import parse_run_config
-from megazpp.planner.estimate import Estimator, schemes
-from megazpp.planner.report import needed_vocab_size, with_data
+from megazpp.planner.estimate import Estimator
+from megazpp.planner.variants import for_planning, schemes
 from megazpp.topology.cluster_file import read_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,13 +29,8 @@ def test_the_page_of_zero_quotes_how_much_faster_the_planner_finds_zeropp():
     for network in ("fast", "slow"):
         path = ROOT / quoted["folder"] / quoted[network]
         flags = [*quoted["flags"].split(), "--cluster-file", str(path)]
-        config, cluster = with_data(parse_run_config(flags, ROOT).config), read_cluster(path)
-        estimator = Estimator(
-            cluster,
-            vocab_size=needed_vocab_size(config, "--plan"),
-            device_type="cpu",
-        )
-        named = schemes(config)
+        named = schemes(for_planning(parse_run_config(flags, ROOT).config, "--plan"))
+        estimator = Estimator(read_cluster(path), device_type="cpu")
         ends = {name: estimator.estimates(named[name]) for name in ("ZeRO-3", "HSDP", "--zeropp")}
         for name, rival in (("hsdp", "HSDP"), ("zero3", "ZeRO-3")):
             pairs = zip(ends["--zeropp"], ends[rival], strict=True)

@@ -14,8 +14,8 @@ from megazpp.planner.search import (
     Choice,
     memory_switches,
     search,
-    with_recompute,
 )
+from megazpp.planner.variants import with_recompute
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ def found(*flags: str, gigabytes: float, links: Links | None = SLOW) -> list[Cho
     config = parse_run_config(["@configs/gpt_tiny.args", "--bf16", "--num-layers", "2", *flags], ROOT).config
     device = Device("a GPU", teraflops=10.0, gigabytes=gigabytes, gigabytes_per_second=100.0)
     cluster = Cluster(num_nodes=2, ranks_per_node=2, links=links, device=device)
-    return search(Estimator(cluster, vocab_size=2048, device_type="cpu"), config)
+    return search(Estimator(cluster, device_type="cpu"), config)
 
 
 def speed(choice: Choice) -> float:
@@ -83,7 +83,7 @@ def test_the_fewest_memory_switches_that_let_a_run_fit_are_found():
         config = parse_run_config(["@configs/gpt_tiny.args", "--bf16", *flags.split()], ROOT).config
         device = Device("a GPU", teraflops=10.0, gigabytes=gigabytes / 0.9, gigabytes_per_second=100.0)
         cluster = Cluster(num_nodes=2, ranks_per_node=2, links=SLOW, device=device)
-        return memory_switches(Estimator(cluster, vocab_size=2048, device_type="cpu"), config)
+        return memory_switches(Estimator(cluster, device_type="cpu"), config)
 
     assert switches("", 1e-6) is None
     everything = switches("--zeropp", 1e-6)

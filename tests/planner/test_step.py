@@ -13,11 +13,10 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelConfig, plan_dims
 from megazpp.planner.clock import SimulatedQueue
-from megazpp.planner.speed import measure, traffic_between
-from megazpp.planner.step import PaperStep, TrafficTable
-from megazpp.planner.trace import trace_model
+from megazpp.planner.step import PaperStep, TrafficTable, measure, traffic_between
 from megazpp.topology.cluster import Cluster
-from megazpp.zero.config import ZeroConfig, plan_wire
+from megazpp.training.setup import ModelSpec
+from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
 
 ALL = ZeroConfig(zeropp=True)
@@ -28,21 +27,18 @@ def plan(case: Case, world: int, rank: int = 0) -> PaperStep:
     cluster = Cluster(num_nodes=case.nodes, ranks_per_node=world // case.nodes, order=case.order)
     config = ParallelConfig(tensor_model_parallel_size=case.tp, num_distributed_optimizer_instances=case.replicas)
     layout = plan_dims(config, cluster, zero_stage=zero.stage)
-    trace = trace_model(
-        case.model,
-        vocab_size=case.vocab_size,
+    return PaperStep(
+        ModelSpec(
+            config=case.model,
+            vocab_size=case.vocab_size,
+            sequence_parallel=case.sequence_parallel,
+            zero=zero,
+            precision=case.precision,
+            seed=0,
+        ),
+        layout,
         seq_length=case.seq_length,
         micro_batch_size=case.global_batch // layout.data // case.micro_batches,
-        layout=layout,
-        sequence_parallel=case.sequence_parallel,
-        dtype=case.precision.param_dtype,
-    )
-    return PaperStep(
-        trace,
-        layout=layout,
-        wire=plan_wire(zero, layout),
-        zero=zero,
-        precision=case.precision,
         rank=rank,
         on_cpu=True,
     )

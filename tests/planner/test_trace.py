@@ -13,23 +13,19 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
-from megazpp.planner.recorder import BACKWARD, FORWARD
-from megazpp.planner.trace import Trace, trace_model
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import plan_layout
+from megazpp.planner.trace import BACKWARD, FORWARD, Trace, trace_model
 from megazpp.training.flops import model_flops_per_token
 
 VOCAB, SEQ, SAMPLES = 64, 16, 3
 
 
 def trace(config: GPTConfig, *, tp: int = 1, samples: int = SAMPLES, **documents: Any) -> Trace:
-    layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp), tp=tp, replicas=1)
     return trace_model(
         config,
         vocab_size=VOCAB,
         seq_length=SEQ,
         micro_batch_size=samples,
-        layout=layout,
+        tp=tp,
         sequence_parallel=False,
         dtype=torch.bfloat16,
         **documents,
@@ -128,7 +124,7 @@ def test_of_several_rows_a_copy_side_by_side_is_kept(config: GPTConfig):
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("config", [GPT2_STYLE, LLAMA_STYLE], ids=["gpt", "llama"])
 def test_a_mask_is_kept_by_every_layer_and_on_cuda_repeated_groups_are_too(config: GPTConfig, on_cpu: bool):
-    plain, documents = trace(like(config)), trace(like(config), documents="mask", on_cpu=on_cpu)
+    plain, documents = trace(like(config)), trace(like(config), documents="CPU's mask" if on_cpu else "mask")
     mask = 2 * SAMPLES * SEQ**2
     group = 2 * SAMPLES * SEQ * config.head_size  # of keys or values
     extra = mask

@@ -25,15 +25,13 @@ from benchmark_cluster_ranks import VARIANTS, BenchmarkSettings
 from benchmark_cluster_report import BASELINE, PLAIN, Sample, rate_bits
 
 from megazpp.parallel.dims import ParallelConfig, plan_dims
-from megazpp.planner.costs import ClusterCosts
-from megazpp.planner.speed import measure
-from megazpp.planner.step import PaperStep
-from megazpp.planner.trace import Trace, trace_model
+from megazpp.planner.clock import ClusterCosts
+from megazpp.planner.step import PaperStep, measure
 from megazpp.program import flags_of, program
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.topology.layout import Layout
 from megazpp.topology.shares import Shares
-from megazpp.zero.config import plan_wire
+from megazpp.training.setup import ModelSpec
 from megazpp.zero.precision import PrecisionConfig
 
 # Round figures for a rank on a shared processor, scaled by one fitted share.
@@ -131,21 +129,24 @@ def seconds(cell: Cell, compute: float, network: float, *, shape: dict[str, int]
     """What the planner says of a cell."""
     variant = VARIANTS[cell.variant]
     assert variant.zero is not None
+    settings = BenchmarkSettings(tp=cell.tp, variants=(), **shape)
     cluster = Cluster(
-        num_nodes=shape["nodes"],
-        ranks_per_node=shape["ranks_per_node"],
+        num_nodes=settings.nodes,
+        ranks_per_node=settings.ranks_per_node,
         device=DEVICE,
         links=Links(domain=INSIDE, network=Link(cell.bits / 8e9, UPLINK_MICROSECONDS)),
     )
     parallel = ParallelConfig(tensor_model_parallel_size=cell.tp, hsdp=variant.hsdp)
     layout = plan_dims(parallel, cluster, zero_stage=3)
     shares = Shares(matrix=compute, memory=compute, domain=compute, network=network)
+    spec = ModelSpec(
+        config=settings.model, vocab_size=settings.vocab_size, zero=variant.zero, precision=PRECISION, seed=0
+    )
     step = PaperStep(
-        trace(layout, tuple(sorted(shape.items()))),
-        layout=layout,
-        wire=plan_wire(variant.zero, layout),
-        zero=variant.zero,
-        precision=PRECISION,
+        spec,
+        layout,
+        seq_length=settings.seq_length,
+        micro_batch_size=settings.micro_batch_size,
         costs=SharedProcessors(layout, shares),
         on_cpu=True,
     )
@@ -160,31 +161,12 @@ def ranks_each(layout: Layout) -> float:
 class SharedProcessors(ClusterCosts):
     """All ranks send with the processors that they compute with: a collective beside the compute hides only waiting."""
 
-    def __init__(self, layout: Layout, shares: Shares) -> None:
-        super().__init__(layout, shares)
-        self._layout = layout
-
     def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
         return max(super().collective(axis, collective, sent_bytes), self.taken(axis, collective, sent_bytes))
 
     def taken(self, axis: str, collective: str, sent_bytes: int) -> float:
-        messages = (2 if collective == "all_reduce" else 1) * (self._layout.axis_size(axis) - 1)
-        return ranks_each(self._layout) * (messages * MESSAGE_SECONDS + sent_bytes * BYTE_SECONDS)
-
-
-@functools.cache
-def trace(layout: Layout, shape: tuple[tuple[str, int], ...]) -> Trace:
-    """The benchmark's model."""
-    settings = BenchmarkSettings(tp=layout.tp, variants=(), **dict(shape))
-    return trace_model(
-        settings.model,
-        vocab_size=settings.vocab_size,
-        seq_length=settings.seq_length,
-        micro_batch_size=settings.micro_batch_size,
-        layout=layout,
-        sequence_parallel=False,
-        dtype=PRECISION.param_dtype,
-    )
+        messages = (2 if collective == "all_reduce" else 1) * (self.layout.axis_size(axis) - 1)
+        return ranks_each(self.layout) * (messages * MESSAGE_SECONDS + sent_bytes * BYTE_SECONDS)
 
 
 if __name__ == "__main__":

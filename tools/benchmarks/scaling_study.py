@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megazpp.arguments import parse_run_config
-from megazpp.planner.report import with_data
-from megazpp.planner.scaling import Scaled, choose, scale, scaling_table
+from megazpp.planner.scaling import Scaled, Scaling, scaling_table
+from megazpp.planner.search import COMPARED
+from megazpp.planner.variants import for_planning
 from megazpp.program import can_draw, flags_of, program
 from megazpp.topology.cluster_file import read_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (64, 256, 1024, 4096, 16384)
-SCHEMES = ("ZeRO-3", "HSDP", "--zeropp")
 
 
 class Study(NamedTuple):
@@ -34,27 +34,26 @@ class Study(NamedTuple):
 
     title: str
     cluster: str
-    flags: tuple[str, ...]
+    flags: str
 
 
-TP_1 = ("--tensor-model-parallel-size", "1", "--no-sequence-parallel", "--global-batch-size", "16384")
-FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
-V100 = ("--no-bf16", "--fp16", "--seq-length", "1024", *FULL)
+TP_1 = "--tensor-model-parallel-size 1 --no-sequence-parallel --global-batch-size 16384"
 STUDIES = (
     Study(
         "18B on DGX-2, 1 x 100 Gbit/s a node, 1024 tokens per GPU",
         "dgx2_v100_1x100gbit",
-        ("@configs/gpt_18b.args", *TP_1, "--micro-batch-size", "1", *V100),
+        f"@configs/gpt_18b.args {TP_1} --micro-batch-size 1 --no-bf16 --fp16 --seq-length 1024 "
+        "--recompute-granularity full --recompute-method uniform",
     ),
     Study(
         "18B on DGX H100, 8 x 400 Gbit/s a node, 4096 tokens per GPU",
         "dgx_h100",
-        ("@configs/gpt_18b.args", *TP_1, "--micro-batch-size", "2", "--recompute-granularity", "selective"),
+        f"@configs/gpt_18b.args {TP_1} --micro-batch-size 2 --recompute-granularity selective",
     ),
     Study(
         "1.3B on RTX 4090, 10 Gbit/s each, 8192 tokens per GPU",
         "consumer_8x_10gbit",
-        ("@configs/gpt_1b3.args", *TP_1, "--micro-batch-size", "4", "--recompute-granularity", "selective"),
+        f"@configs/gpt_1b3.args {TP_1} --micro-batch-size 4 --recompute-granularity selective",
     ),
 )
 
@@ -85,15 +84,11 @@ def main(argv: list[str]) -> None:
 def run(study: Study, sizes: Sequence[int]) -> StudyResult:
     """All schemes at all sizes, and the planner's choice at each."""
     path = ROOT / f"configs/clusters/{study.cluster}.yaml"
-    config = with_data(parse_run_config([*study.flags, "--cluster-file", str(path)], ROOT, program="study").config)
-    cluster, vocab_size = read_cluster(path), config.tokenizer.vocab_size
-    assert vocab_size is not None
+    config = parse_run_config([*study.flags.split(), "--cluster-file", str(path)], ROOT, program="study").config
+    cluster = read_cluster(path)
+    scaling = Scaling(for_planning(config, "study"), cluster, micro_batches=1, device_type="cpu")
     nodes = [size // cluster.ranks_per_node for size in sizes]
-    points = scale(config, cluster, nodes, micro_batches=1, vocab_size=vocab_size, device_type="cpu", names=SCHEMES)
-    choices = [
-        choose(config, cluster, count, micro_batches=1, vocab_size=vocab_size, device_type="cpu") for count in nodes
-    ]
-    return StudyResult(study, list(points), choices)
+    return StudyResult(study, list(scaling.points(nodes, COMPARED)), [scaling.choice(count) for count in nodes])
 
 
 def draw(results: Sequence[StudyResult], path: Path) -> None:
@@ -105,7 +100,7 @@ def draw(results: Sequence[StudyResult], path: Path) -> None:
     for axes, found in zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True):
         chosen = [choice for choice in found.choices if choice is not None]
         axes.plot([c.gpus for c in chosen], [c.teraflops for c in chosen], "k:", linewidth=5, alpha=0.3, label="chosen")
-        for scheme in SCHEMES:
+        for scheme in COMPARED:
             line = [point for point in found.points if point.scheme == scheme]
             (drawn,) = axes.plot([p.gpus for p in line], [p.teraflops for p in line], label=scheme)
             for fits, fill in ((True, drawn.get_color()), (False, "white")):

@@ -8,8 +8,7 @@ import pytest
 
 from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.checks import check_run_config
-from megazpp.planner.nearest import nearest_run
-from megazpp.planner.report import with_data
+from megazpp.planner.variants import for_planning, nearest_run
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
 
@@ -18,7 +17,7 @@ SQUARE = Cluster(num_nodes=2, ranks_per_node=2)
 
 
 def config(*flags: str) -> RunConfig:
-    return with_data(parse_run_config(list(flags), ROOT).config)
+    return for_planning(parse_run_config(list(flags), ROOT).config, "--plan")
 
 
 def tiny(*flags: str) -> RunConfig:

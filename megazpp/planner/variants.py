@@ -1,0 +1,126 @@
+"""The same run with other flags: another scheme, tensor parallelism, batch or recomputation, or what a cluster fits.
+
+Only plans take another batch than asked for. A run is refused instead, for its batch is part of what it computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+from megazpp.arguments import RunConfig
+from megazpp.checks import check_run_config
+from megazpp.topology.cluster import Cluster, nested_sizes
+
+PLAIN = {
+    "zero_stage": 3,
+    "use_distributed_optimizer": False,
+    "zeropp": False,
+    "zero_quantized_weights": None,
+    "zero_hpz_partition_size": None,
+    "zero_quantized_gradients": None,
+}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "ZeRO-3": {},
+    "HSDP": {},
+    "qwZ": {"zero_quantized_weights": True},
+    "hpZ": {"zero_hpz_partition_size": "auto"},
+    "qgZ": {"zero_quantized_gradients": True},
+    "--zeropp": {"zeropp": True},
+}
+NEAREST = (
+    ("parallel", "tensor_model_parallel_size"),
+    ("batches", "micro_batch_size"),
+    ("batches", "global_batch_size"),
+    ("batches", "rampup_batch_size"),
+)
+
+
+def changed(config: RunConfig, **parts: dict[str, Any]) -> RunConfig:
+    """The run with other values in some of its parts: `changed(config, zero={"zeropp": True})`."""
+    values = {part: dataclasses.replace(getattr(config, part), **fields) for part, fields in parts.items()}
+    return dataclasses.replace(config, **values)
+
+
+def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
+    """The run with mock data where it names none, because a plan needs none.
+
+    Raises:
+        ValueError: the tokenizer's size is not given, naming the flag that needs it.
+    """
+    if config.tokenizer.vocab_size is None:
+        raise ValueError(f"{asked_by} needs --vocab-size: it opens no tokenizer")
+    data = config.data
+    named = data.mock_data or data.data_path or data.text_path or data.train_data_path
+    return config if named else changed(config, data={"mock_data": True})
+
+
+def schemes(config: RunConfig) -> dict[str, RunConfig]:
+    """The run with every way to shard and send beside each other: names as the flags have them."""
+    return {
+        name: changed(
+            config, zero=PLAIN | fields, parallel={"hsdp": name == "HSDP", "num_distributed_optimizer_instances": 1}
+        )
+        for name, fields in SCHEMES.items()
+    }
+
+
+def scheme_name(config: RunConfig) -> str:
+    """The run's own scheme by its name in `schemes`; "as given" where it is none of these."""
+    own = (dataclasses.replace(config.zero, zero_stage=3) if config.zero.stage == 3 else config.zero, config.parallel)
+    return next((name for name, other in schemes(config).items() if (other.zero, other.parallel) == own), "as given")
+
+
+def with_tp(config: RunConfig, tp: int) -> RunConfig:
+    """The same run with another tensor parallelism, and sequence parallelism where there is any."""
+    return changed(config, parallel={"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1})
+
+
+def with_recompute(config: RunConfig, granularity: Literal["full", "selective"] | None) -> RunConfig:
+    """The same run with another --recompute-granularity; the method stays where it means something."""
+    fields: dict[str, Any] = {"recompute_granularity": granularity, "recompute_activations": False}
+    if granularity != "full":
+        fields |= {"recompute_method": None, "recompute_num_layers": None}
+    return changed(config, model=fields)
+
+
+def with_batch(config: RunConfig, cluster: Cluster) -> RunConfig:
+    """The same run with the nearest batch of whole micro-batches on every rank, smaller ones where it has too few."""
+    batches, data = config.batches, cluster.world_size // config.parallel.tensor_model_parallel_size
+    size, total = batches.micro_batch_size, batches.global_batch_size
+    if size is None or total is None or data < 1 or size < 1 or total < 1:
+        return config
+    size = min(size, max(total // data, 1))
+    nearest = max(round(total / (size * data)), 1) * size * data
+    ramp = batches.rampup_batch_size
+    if ramp is not None and (nearest != total or any(part % (size * data) for part in ramp[:2])):
+        ramp = None
+    fields = {"micro_batch_size": size, "global_batch_size": nearest, "rampup_batch_size": ramp}
+    return changed(config, batches=fields)
+
+
+def nearest_run(config: RunConfig, cluster: Cluster, *, device_type: str) -> tuple[RunConfig, tuple[str, ...]]:
+    """The run itself, or the nearest one that `cluster` can do, and a line for each flag that is another.
+
+    Raises:
+        ValueError: what is wrong with the run as it is, where no other size would help.
+    """
+    asked = config.parallel.tensor_model_parallel_size
+    sizes = {asked, *nested_sizes(cluster.island_size, cluster.world_size)} if asked > 0 else set()
+    nearest = sorted(sizes, key=lambda size: (abs(math.log(size / asked)), size))
+    problem: ValueError | None = None
+    for run in (config, *(with_batch(config if tp == asked else with_tp(config, tp), cluster) for tp in nearest)):
+        try:
+            check_run_config(run, cluster, device_type=device_type)
+        except ValueError as error:
+            problem = problem or error
+            continue
+        values = [(name, *(getattr(getattr(one, part), name) for one in (config, run))) for part, name in NEAREST]
+        return run, tuple(
+            f"--{name.replace('_', '-')} {before} does not fit this cluster: planned with {after}"
+            for name, before, after in values
+            if before != after
+        )
+    assert problem is not None
+    raise problem
