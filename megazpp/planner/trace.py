@@ -110,9 +110,8 @@ def trace_model(
         dtype: what the layers compute in.
         documents: how attention stays inside documents, each of which is as long as a sample; None if it need not.
     """
-    shape = dataclasses.replace(config, num_layers=min(config.layers, 2))
-    if config.recompute_method == "block":  # the first layer is run again, the second is not
-        shape = dataclasses.replace(shape, recompute_num_layers=1)
+    again = 1 if config.recompute_method == "block" else None  # the first layer is run again, the second is not
+    shape = dataclasses.replace(config, num_layers=min(config.layers, 2), recompute_num_layers=again)
     recorder = TraceRecorder()
     layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp), tp=tp, replicas=1)
     axis = PaperAxis(layout, "tp", rank=0, counter=TrafficCounter(), cost=recorder.note)
