@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 import torch
@@ -37,6 +38,7 @@ from megazpp.training.stopping import StopConditions
 from megazpp.zero.sharding import Sharding
 
 
+@dataclass
 class TrainStep:
     """Runs steps on a sharded model.
 
@@ -50,20 +52,15 @@ class TrainStep:
         count_zeros: also count zero gradients (--log-num-zeros-in-grad).
     """
 
-    def __init__(
-        self,
-        model: GPTModel,
-        sharding: Sharding,
-        optimizer: torch.optim.Optimizer,
-        scaler: LossScaler,
-        dims: ParallelDims,
-        *,
-        clip_grad: float,
-        guard: Guard | None = None,
-        count_zeros: bool = False,
-    ) -> None:
-        self.model, self.sharding, self.optimizer, self.scaler, self.dims = model, sharding, optimizer, scaler, dims
-        self.clip_grad, self.guard, self.count_zeros = clip_grad, guard, count_zeros
+    model: GPTModel
+    sharding: Sharding
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler
+    dims: ParallelDims
+    _: KW_ONLY
+    clip_grad: float
+    guard: Guard | None = None
+    count_zeros: bool = False
 
     def __call__(
         self, micro_batches: Sequence[MicroBatch], *, learning_rate: float, weight_decay: float, iteration: int = 0
