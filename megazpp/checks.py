@@ -120,6 +120,7 @@ def _check_parallel(config: RunConfig, cluster: Cluster) -> Layout:
 
 
 def check_model(model: GPTConfig, tp_size: int, seq_length: int) -> None:
+    """Raises ValueError, naming the flags, where tensor parallelism or the samples' tokens do not fit the model."""
     sizes = {"--num-attention-heads": model.heads, "--ffn-hidden-size": model.ffn_size}
     if model.group_query_attention:
         sizes["--num-query-groups"] = model.num_query_groups

@@ -19,7 +19,7 @@ import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -76,6 +76,7 @@ class LossHistory:
         self.losses = deque(state["losses"], maxlen=WINDOW)
 
 
+@dataclass
 class Guard:
     """Decides whether a step is taken.
 
@@ -91,26 +92,20 @@ class Guard:
         verify_interval: steps between two calls of it; None: never.
     """
 
-    def __init__(
-        self,
-        config: AnomalyConfig,
-        not_finite: NotFinite,
-        history: LossHistory,
-        *,
-        dynamic_scale: bool,
-        log: Callable[[str], None],
-        rewind: Callable[[], int] | None = None,
-        verify: Callable[[], None] | None = None,
-        verify_interval: int | None = None,
-    ) -> None:
-        self._config, self._not_finite, self._dynamic_scale = config, not_finite, dynamic_scale
-        self._history, self._log, self._rewind = history, log, rewind
-        self._verify, self._verify_interval = verify, verify_interval
+    config: AnomalyConfig
+    not_finite: NotFinite
+    history: LossHistory
+    _: KW_ONLY
+    dynamic_scale: bool
+    log: Callable[[str], None]
+    rewind: Callable[[], int] | None = None
+    verify: Callable[[], None] | None = None
+    verify_interval: int | None = None
 
     def begin_step(self) -> None:
         """Before the forward."""
-        if self._config.check_for_nan_in_loss_and_grad:
-            self._not_finite.watch()
+        if self.config.check_for_nan_in_loss_and_grad:
+            self.not_finite.watch()
 
     def allows(self, iteration: int, loss: float, norm: float, local_losses: torch.Tensor) -> bool:
         """Whether to update the weights with the gradients that `iteration` has come to.
@@ -121,11 +116,11 @@ class Guard:
         Raises:
             NotFiniteError, CorruptWeightsError: on all ranks.
         """
-        if self._verify is not None and self._verify_interval and iteration % self._verify_interval == 0:
-            self._verify()  # first, because it would explain what else is wrong
-        finite = math.isfinite(loss) and (math.isfinite(norm) or self._dynamic_scale)
-        if self._config.check_for_nan_in_loss_and_grad and not finite:
-            self._not_finite.report(iteration, loss, norm, local_losses)
+        if self.verify is not None and self.verify_interval and iteration % self.verify_interval == 0:
+            self.verify()  # first, because it would explain what else is wrong
+        finite = math.isfinite(loss) and (math.isfinite(norm) or self.dynamic_scale)
+        if self.config.check_for_nan_in_loss_and_grad and not finite:
+            self.not_finite.report(iteration, loss, norm, local_losses)
         return math.isfinite(norm) and not self._is_spike(iteration, loss)
 
     def _is_spike(self, iteration: int, loss: float) -> bool:
@@ -133,25 +128,25 @@ class Guard:
 
         Spikes too: where losses stay high the window widens, and after a few skipped steps training goes on.
         """
-        sigma = self._config.loss_spike_sigma
+        sigma = self.config.loss_spike_sigma
         if sigma is None or not math.isfinite(loss):
             return False
-        before = list(self._history.losses)
-        self._history.losses.append(loss)
+        before = list(self.history.losses)
+        self.history.losses.append(loss)
         if len(before) < FEWEST:
             return False
         mean, deviation = statistics.fmean(before), statistics.stdev(before)
         if loss <= mean + sigma * deviation:
             return False
         what = "the step is skipped"
-        if self._rewind is not None:
-            losses = self._history.state_dict()  # a checkpoint's would not know this one
+        if self.rewind is not None:
+            losses = self.history.state_dict()  # a checkpoint's would not know this one
             try:
-                what += f", and the weights go back to those of iteration {self._rewind()}"
+                what += f", and the weights go back to those of iteration {self.rewind()}"
             except ValueError as error:  # no checkpoint yet
                 what += f" ({error})"
-            self._history.load_state_dict(losses)
-        self._log(
+            self.history.load_state_dict(losses)
+        self.log(
             f"iteration {iteration}: the loss is {loss:.4f}, after {mean:.4f} +- {deviation:.4f} over {len(before)} "
             f"steps; {what}"
         )
@@ -178,6 +173,7 @@ class Found(NamedTuple):
     suspects: list[str] | None
 
 
+@dataclass
 class NotFinite:
     """Asks the ranks and ends the job.
 
@@ -188,12 +184,14 @@ class NotFinite:
         folder: where rank 0 writes; None on the others.
     """
 
-    def __init__(self, sharding: Sharding, dims: ParallelDims, plan: BatchPlan, folder: RunFolder | None) -> None:
-        self._sharding, self._dims, self._plan, self._folder = sharding, dims, plan, folder
+    sharding: Sharding
+    dims: ParallelDims
+    plan: BatchPlan
+    folder: RunFolder | None
 
     def watch(self) -> None:
         """Before each step: look at its gradients before they are summed."""
-        self._sharding.watch_gradients()
+        self.sharding.watch_gradients()
 
     def report(self, iteration: int, loss: float, norm: float, local_losses: torch.Tensor) -> None:
         """Gather, write and raise; called on all ranks.
@@ -201,29 +199,29 @@ class NotFinite:
         Raises:
             NotFiniteError: the same message on all ranks.
         """
-        named = list(self._sharding.model.named_parameters())
+        named = list(self.sharding.model.named_parameters())
         elements = {name: count for name, p in named if (count := _not_finite_elements(p.grad))}
-        norms = grad_norms(named, self._dims.tp, self._dims.shard)
-        mine = Found(self._dims.data_rank, local_losses.tolist(), elements, self._sharding.not_finite_here())
-        found = self._dims.world.gather_objects(mine)
+        norms = grad_norms(named, self.dims.tp, self.dims.shard)
+        mine = Found(self.dims.data_rank, local_losses.tolist(), elements, self.sharding.not_finite_here())
+        found = self.dims.world.gather_objects(mine)
         message = None
         if found:
-            first, size = self._plan.consumed_samples_at(iteration - 1), self._plan.micro_batch_size
+            first, size = self.plan.consumed_samples_at(iteration - 1), self.plan.micro_batch_size
             message = describe(found, iteration, loss, norm, first, size)
-            if self._folder is not None:
+            if self.folder is not None:
                 record = {
                     "iteration": iteration,
                     "loss": loss,
                     "grad_norm": norm,
                     "first_sample": first,
-                    "samples": self._plan.batch_size_at(first),
+                    "samples": self.plan.batch_size_at(first),
                     "micro_batch_size": size,
                     "grad_norms": norms,
                     "ranks": [each._asdict() for each in found],
                 }
-                file = self._folder.write_json(f"not-finite-{iteration}.json", record, indent=2)
+                file = self.folder.write_json(f"not-finite-{iteration}.json", record, indent=2)
                 message += f"\nsamples, losses and norms: {file}"
-        raise NotFiniteError(self._dims.world.share_object(message))
+        raise NotFiniteError(self.dims.world.share_object(message))
 
 
 def describe(

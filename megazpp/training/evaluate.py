@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -27,6 +27,7 @@ class EvalConfig:
         check_positive(self, "eval_interval")
 
 
+@dataclass
 class Evaluator:
     """Mean loss over the first batches of a dataset: the same batches at every call, so that losses compare.
 
@@ -36,19 +37,13 @@ class Evaluator:
         iterations, batch_size: how many global batches of how many samples.
     """
 
-    def __init__(
-        self,
-        model: GPTModel,
-        sharding: Sharding,
-        loader: BatchLoader,
-        dims: ParallelDims,
-        *,
-        iterations: int,
-        batch_size: int,
-    ) -> None:
-        self._model, self._sharding, self._loader, self._dims = model, sharding, loader, dims
-        self._starts = range(0, iterations * batch_size, batch_size)
-        self._batch_size = batch_size
+    model: GPTModel
+    sharding: Sharding
+    loader: BatchLoader
+    dims: ParallelDims
+    _: KW_ONLY
+    iterations: int
+    batch_size: int
 
     @torch.no_grad()
     def __call__(self) -> float:
@@ -56,20 +51,20 @@ class Evaluator:
 
         The model is back in training mode afterwards, and its next forward reads the shards anew.
         """
-        self._model.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=next(self._model.parameters()).device)  # loss, tokens
-        with self._dims.counter.paused():  # the traffic of training steps is what is reported
-            for start in self._starts:
-                for batch in self._loader.step(start, self._batch_size):
+        self.model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=next(self.model.parameters()).device)  # loss, tokens
+        with self.dims.counter.paused():  # the traffic of training steps is what is reported
+            for start in range(0, self.iterations * self.batch_size, self.batch_size):
+                for batch in self.loader.step(start, self.batch_size):
                     totals += self._loss_and_tokens(batch)
-            self._dims.sum_over_data_(totals)
-        self._sharding.free_gathered()
-        self._model.train()
+            self.dims.sum_over_data_(totals)
+        self.sharding.free_gathered()
+        self.model.train()
         loss, tokens = totals.tolist()
         return loss / tokens if tokens else math.nan
 
     def _loss_and_tokens(self, batch: MicroBatch) -> torch.Tensor:
-        losses = self._model(
+        losses = self.model(
             batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
         )
         return torch.stack(((losses * batch.loss_mask).sum(), batch.loss_mask.sum()))

@@ -45,7 +45,6 @@ class StepRecord:
         iteration: counted from 1.
         loss: mean over the tokens of the global batch, in nats; NaN and Inf included.
         grad_norm: before clipping, of the unscaled gradients.
-        tokens: tokens of the global batch that count in the loss.
         skipped: the norm was not finite or the guard refused, so nothing was updated.
         num_zeros, params_norm: None unless asked for.
         consumed_samples: including this step's.
@@ -61,7 +60,6 @@ class StepRecord:
     grad_norm: float | None
     learning_rate: float
     loss_scale: float = 1.0
-    tokens: int = 0
     skipped: bool = False
     num_zeros: float | None = None
     params_norm: float | None = None

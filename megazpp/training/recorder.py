@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ from megazpp.zero.precision import PrecisionConfig
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 
 
+@dataclass
 class MetricsRecorder:
     """Every rank calls every method (some communicate); only rank 0 has a `tracker` and a console that prints.
 
@@ -58,35 +60,31 @@ class MetricsRecorder:
         timers: reported after a log line.
     """
 
-    def __init__(
-        self,
-        config: TrackingConfig,
-        run: RunContext,
-        shape: RunShape,
-        *,
-        model: nn.Module,
-        zero3: Callable[[int], Zero3Traffic | None],
-        tracker: Tracker | None = None,
-        timers: Timers | None = None,
-    ) -> None:
-        self.meter, self.console, self._tracker = Meter(shape), run.console, tracker
-        self._dims, self._config, self._device, self._timers = run.dims, config, run.device, timers
-        self._model, self._zero3 = model, zero3
-        self._sent_before = NOTHING_SENT
-        self.last_interval: IntervalRecord | None = None
-        self.last_validation: tuple[int, float] | None = None
+    config: TrackingConfig
+    run: RunContext
+    shape: RunShape
+    _: KW_ONLY
+    model: nn.Module
+    zero3: Callable[[int], Zero3Traffic | None]
+    tracker: Tracker | None = None
+    timers: Timers | None = None
+    last_interval: IntervalRecord | None = field(default=None, init=False)
+    last_validation: tuple[int, float] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.meter, self._sent_before = Meter(self.shape), NOTHING_SENT
 
     def step(self, record: StepRecord, *, last: bool) -> None:
         """Record a step; at a log interval and at the `last` one also print and write a line."""
-        log = last or record.iteration % self._config.log_interval == 0
+        log = last or record.iteration % self.config.log_interval == 0
         sent = self._sent_bytes_per_node() if log else NOTHING_SENT
-        if log and self._config.log_params_norm:
-            norm = global_parameter_norm(self._model.named_parameters(), self._dims.tp, self._dims.shard)
+        if log and self.config.log_params_norm:
+            norm = global_parameter_norm(self.model.named_parameters(), self.run.dims.tp, self.run.dims.shard)
             record = dataclasses.replace(record, params_norm=float(norm))
         self.meter.add(record)
-        self.console.advance(record.loss)
-        if self._tracker is not None:
-            self._tracker.step(record)
+        self.run.console.advance(record.loss)
+        if self.tracker is not None:
+            self.tracker.step(record)
         if log:
             self._log(record.iteration, sent)
 
@@ -95,9 +93,9 @@ class MetricsRecorder:
         loss = evaluate()
         self.last_validation = (progress.iteration, loss)
         for line in validation_lines(f"iteration {progress.iteration}", loss):
-            self.console.log(line)
-        if self._tracker is not None:
-            self._tracker.validation(loss, iteration=progress.iteration, consumed_samples=progress.consumed_samples)
+            self.run.log(line)
+        if self.tracker is not None:
+            self.tracker.validation(loss, iteration=progress.iteration, consumed_samples=progress.consumed_samples)
 
     def finish(
         self,
@@ -120,48 +118,48 @@ class MetricsRecorder:
         test_loss = None if test is None else test()
         if test_loss is not None:
             for line in validation_lines(f"{where} on test set", test_loss):
-                self.console.log(line)
-        used = torch.tensor(self.meter.cpu_seconds, dtype=torch.float64, device=self._device)
-        peak = torch.tensor(float(peak_memory_bytes(self._device)), dtype=torch.float64, device=self._device)
-        summary = self.meter.summary(cpu_seconds=float(self._dims.world.all_reduce_(used))) | {
+                self.run.log(line)
+        used = torch.tensor(self.meter.cpu_seconds, dtype=torch.float64, device=self.run.device)
+        peak = torch.tensor(float(peak_memory_bytes(self.run.device)), dtype=torch.float64, device=self.run.device)
+        summary = self.meter.summary(cpu_seconds=float(self.run.dims.world.all_reduce_(used))) | {
             "final_loss": None if self.last_interval is None else self.last_interval.lm_loss,
             "validation_loss": None if self.last_validation is None else self.last_validation[1],
             "unigram_entropy": unigram_entropy,
-            "peak_memory_bytes": int(self._dims.world.max_(peak)),
+            "peak_memory_bytes": int(self.run.dims.world.max_(peak)),
             "iteration": progress.iteration,
             "test_loss": test_loss,
             "stop_reason": progress.stop_reason,
         }
-        rows, compared = collect_traffic(self._dims, self._device), self._zero3(self.meter.micro_batches)
+        rows, compared = collect_traffic(self.run.dims, self.run.device), self.zero3(self.meter.micro_batches)
         if rows:
-            self.console.log(traffic_table(rows, compared))
+            self.run.log(traffic_table(rows, compared))
         summary |= {
             "traffic": [row._asdict() for row in rows],
             "zero3": None if compared is None else compared._asdict(),
         }
-        self.console.log(closing_lines(summary, trained=self.last_interval is not None))
-        if self._tracker is not None:
-            self._tracker.summary(summary, {"traffic": Table(TrafficRow._fields, [tuple(row) for row in rows])})
+        self.run.log(closing_lines(summary, trained=self.last_interval is not None))
+        if self.tracker is not None:
+            self.tracker.summary(summary, {"traffic": Table(TrafficRow._fields, [tuple(row) for row in rows])})
 
     def _log(self, iteration: int, sent: SentBytes) -> None:
         first = self.last_interval is None
-        interval = self.meter.interval(sent, peak_memory_bytes=peak_memory_bytes(self._device))
+        interval = self.meter.interval(sent, peak_memory_bytes=peak_memory_bytes(self.run.device))
         self.last_interval = interval
-        self.console.log(interval.line())
-        if first and (line := memory_line(self._dims.world.rank, iteration, self._device)):
-            self.console.log(line)
-        if self._timers is not None and (times := self._timers.report()):
-            self.console.log(times)
-        if self._tracker is not None:
-            self._tracker.interval(interval)
+        self.run.log(interval.line())
+        if first and (line := memory_line(self.run.dims.world.rank, iteration, self.run.device)):
+            self.run.log(line)
+        if self.timers is not None and (times := self.timers.report()):
+            self.run.log(times)
+        if self.tracker is not None:
+            self.tracker.interval(interval)
 
     def _sent_bytes_per_node(self) -> SentBytes:
         """Bytes sent since the last call by all ranks together, divided by the number of nodes."""
-        now = SentBytes(*(self._dims.counter.sent_bytes(wire) for wire in SentBytes._fields))
+        now = SentBytes(*(self.run.dims.counter.sent_bytes(wire) for wire in SentBytes._fields))
         since = torch.tensor(now, dtype=torch.int64) - torch.tensor(self._sent_before, dtype=torch.int64)
         self._sent_before = now
-        total = self._dims.world.all_reduce_(since.to(self._device))
-        return SentBytes(*(total // self._dims.layout.cluster.num_nodes).tolist())
+        total = self.run.dims.world.all_reduce_(since.to(self.run.device))
+        return SentBytes(*(total // self.run.dims.layout.cluster.num_nodes).tolist())
 
 
 class TrafficRow(NamedTuple):

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 import torch
@@ -37,6 +38,7 @@ from megazpp.training.stopping import StopConditions
 from megazpp.zero.sharding import Sharding
 
 
+@dataclass
 class TrainStep:
     """Runs steps on a sharded model.
 
@@ -50,20 +52,15 @@ class TrainStep:
         count_zeros: also count zero gradients (--log-num-zeros-in-grad).
     """
 
-    def __init__(
-        self,
-        model: GPTModel,
-        sharding: Sharding,
-        optimizer: torch.optim.Optimizer,
-        scaler: LossScaler,
-        dims: ParallelDims,
-        *,
-        clip_grad: float,
-        guard: Guard | None = None,
-        count_zeros: bool = False,
-    ) -> None:
-        self.model, self.sharding, self.optimizer, self.scaler, self.dims = model, sharding, optimizer, scaler, dims
-        self.clip_grad, self.guard, self.count_zeros = clip_grad, guard, count_zeros
+    model: GPTModel
+    sharding: Sharding
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler
+    dims: ParallelDims
+    _: KW_ONLY
+    clip_grad: float
+    guard: Guard | None = None
+    count_zeros: bool = False
 
     def __call__(
         self, micro_batches: Sequence[MicroBatch], *, learning_rate: float, weight_decay: float, iteration: int = 0
@@ -76,13 +73,11 @@ class TrainStep:
         self.model.train()
         if self.guard is not None:
             self.guard.begin_step()
-        local_losses, loss, tokens = self._forward_backward(micro_batches)
+        local_losses, loss = self._forward_backward(micro_batches)
         named, axes, scale = list(self.model.named_parameters()), (self.dims.tp, self.dims.shard), self.scaler.scale
         with self._span("norm"):
             norm = global_grad_norm(named, *axes, divisor=scale)
-            loss_value, num_tokens, norm_value = torch.stack(
-                (loss, tokens, norm.double())
-            ).tolist()  # the one host sync
+            loss_value, norm_value = torch.stack((loss, norm.double())).tolist()  # the one host sync
         zeros = int(count_zero_grads(named, *axes)) if self.count_zeros else None
         finite = math.isfinite(norm_value)
         taken = finite if self.guard is None else self.guard.allows(iteration, loss_value, norm_value, local_losses)
@@ -99,17 +94,15 @@ class TrainStep:
             grad_norm=norm_value,
             learning_rate=learning_rate,
             loss_scale=scale,
-            tokens=round(num_tokens),
             skipped=not taken,
             num_zeros=zeros,
         )
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Accumulate gradients.
 
         Returns:
-            [number of micro-batches] this rank's shares of the loss; the mean loss and the token count of the global
-            batch, fp64 scalars.
+            [number of micro-batches] this rank's shares of the loss; the mean loss of the global batch, an fp64 scalar.
         """
         tokens = self.dims.sum_over_data_(
             torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in micro_batches]).sum()
@@ -127,7 +120,7 @@ class TrainStep:
                 (loss * self.scaler.scale).backward()
             losses_of_batches.append(loss.detach())
         local = torch.stack(losses_of_batches)
-        return local, self.dims.sum_over_data_(local.double().sum()), tokens
+        return local, self.dims.sum_over_data_(local.double().sum())
 
     def _span(self, name: str) -> AbstractContextManager[object]:
         return self.dims.timeline.span(COMPUTE, name)
@@ -164,8 +157,8 @@ def train(
     """
     progress = start
     if progress.iteration >= plan.total_iterations:
-        recorder.console.log(f"training is complete: iteration {progress.iteration} of {plan.total_iterations}")
-    recorder.console.start_bar(plan.total_iterations, progress.iteration)
+        recorder.run.log(f"training is complete: iteration {progress.iteration} of {plan.total_iterations}")
+    recorder.run.console.start_bar(plan.total_iterations, progress.iteration)
     while progress.iteration < plan.total_iterations and progress.stop_reason is None:
         iteration, batch_size = progress.iteration + 1, plan.batch_size_at(progress.consumed_samples)
         began, cpu_began, waited = time.perf_counter(), cpu_seconds(), loader.wait_seconds
@@ -204,5 +197,5 @@ def train(
             checkpoints.after_step(progress, last=last)
         if evaluate is not None and iteration % eval_interval == 0 and not stops.hurried:
             recorder.validate(evaluate, progress)
-    recorder.console.stop_bar()
+    recorder.run.console.stop_bar()
     return progress

@@ -14,7 +14,7 @@ import netrc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 from urllib.parse import urlparse
@@ -90,6 +90,7 @@ class Sink(Protocol):
         """Flush; 0 marks a run that ended well."""
 
 
+@dataclass
 class Tracker(AbstractContextManager["Tracker"]):
     """Records one run.
 
@@ -99,24 +100,21 @@ class Tracker(AbstractContextManager["Tracker"]):
         sinks: where scalars go, see `open_sinks`.
         world_size: ranks of the job.
         device: whose memory is recorded.
+    Attributes:
+        failed: files and sinks of which a failure was said.
     """
 
-    def __init__(
-        self,
-        config: TrackingConfig,
-        folder: RunFolder,
-        sinks: Sequence[Sink],
-        *,
-        world_size: int,
-        device: torch.device,
-    ) -> None:
-        self.folder = folder
-        self._failed: set[str] = set()
-        self._config, self._sinks, self._world_size, self._device = config, sinks, world_size, device
+    config: TrackingConfig
+    folder: RunFolder
+    sinks: Sequence[Sink]
+    _: KW_ONLY
+    world_size: int
+    device: torch.device
+    failed: set[str] = field(default_factory=set, init=False)
 
     def step(self, step: StepRecord) -> None:
         """Record a step's scalars, every `--tensorboard-log-interval` iterations."""
-        if not self._sinks or step.iteration % self._config.tensorboard_log_interval:
+        if not self.sinks or step.iteration % self.config.tensorboard_log_interval:
             return
         scalars = {
             "learning-rate": step.learning_rate,
@@ -125,21 +123,21 @@ class Tracker(AbstractContextManager["Tracker"]):
         }
         optional = {"grad-norm": step.grad_norm, "num-zeros": step.num_zeros, "params-norm": step.params_norm}
         scalars |= {name: value for name, value in optional.items() if value is not None}
-        if self._config.log_loss_scale_to_tensorboard:
+        if self.config.log_loss_scale_to_tensorboard:
             scalars["loss-scale"] = step.loss_scale
-        if self._config.log_world_size_to_tensorboard:
-            scalars["world-size"] = self._world_size
-        if self._config.log_memory_to_tensorboard and self._device.type == "cuda":
-            stats = torch.cuda.memory_stats(self._device)
+        if self.config.log_world_size_to_tensorboard:
+            scalars["world-size"] = self.world_size
+        if self.config.log_memory_to_tensorboard and self.device.type == "cuda":
+            stats = torch.cuda.memory_stats(self.device)
             scalars |= {name: stats[key] for name, key in MEMORY_SCALARS.items()}
         self._write(scalars, step.iteration, step.consumed_samples)
 
     def interval(self, record: IntervalRecord) -> None:
         """Record a log interval: metrics.jsonl, and its timings if asked for."""
         self._keep("metrics.jsonl", lambda: self.folder.append("metrics.jsonl", record.as_json()))
-        if self._config.log_timers_to_tensorboard:
+        if self.config.log_timers_to_tensorboard:
             scalars = {"iteration-time": record.step_seconds}
-            if self._config.log_throughput:
+            if self.config.log_throughput:
                 scalars["throughput"] = record.flops_per_rank / TERA
             self._write(scalars, record.last.iteration, record.last.consumed_samples)
 
@@ -148,7 +146,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         row = {"iteration": iteration, "consumed_samples": consumed_samples, "lm_loss": loss}
         self._keep("validation.jsonl", lambda: self.folder.append("validation.jsonl", row))
         scalars = {"lm loss validation": loss}
-        if self._config.log_validation_ppl_to_tensorboard:
+        if self.config.log_validation_ppl_to_tensorboard:
             scalars["lm loss validation ppl"] = perplexity(loss)
         self._write(scalars, iteration, consumed_samples)
 
@@ -156,16 +154,16 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Record what the run came to; `tables` for the sinks, `values` has them too."""
         self._keep("summary.json", lambda: self.folder.write_json("summary.json", values, indent=2))
         scalars = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
-        for sink in self._sinks:
+        for sink in self.sinks:
             self._try(sink, lambda sink: sink.summarize(scalars, tables, iteration=values["iteration"]))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Flush everything; an exception marks the run as failed."""
-        for sink in self._sinks:
+        for sink in self.sinks:
             self._try(sink, lambda sink: sink.close(exit_code=0 if error is None else 1), again=True)
 
     def _write(self, scalars: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
-        for sink in self._sinks:
+        for sink in self.sinks:
             self._try(sink, lambda sink: sink.write(scalars, iteration=iteration, consumed_samples=consumed_samples))
 
     def _keep(self, file: str, write: Callable[[], object]) -> None:
@@ -177,7 +175,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def _try(self, sink: Sink, use: Callable[[Sink], None], *, again: bool = False) -> None:
         """Use a sink that has not failed yet, or `again`."""
-        if sink.name in self._failed and not again:
+        if sink.name in self.failed and not again:
             return
         try:
             use(sink)
@@ -185,8 +183,8 @@ class Tracker(AbstractContextManager["Tracker"]):
             self._warn(sink.name, error, "no more is recorded there")
 
     def _warn(self, what: str, error: Exception, consequence: str) -> None:
-        if what not in self._failed:
-            self._failed.add(what)
+        if what not in self.failed:
+            self.failed.add(what)
             print(f"warning: {what}: {error}; {consequence}, and training goes on", flush=True)
 
 
@@ -202,17 +200,16 @@ def open_sinks(
     """
     wanted: dict[str, Callable[[], Sink]] = {}
     if config.wandb_project:
-        save_dir = config.wandb_save_dir
-        wanted[f"--wandb-project {config.wandb_project}"] = functools.partial(
-            WandbSink,
-            project=config.wandb_project,
-            entity=config.wandb_entity,
-            name=config.wandb_exp_name or folder.path.resolve().name,
-            folder=make_writable(save_dir, "--wandb-save-dir") if save_dir else folder.path,
-            run_id=folder.wandb_run_id(),
-            config=flags,
-            tags=tags,
-        )
+        own_folder = make_writable(config.wandb_save_dir, "--wandb-save-dir") if config.wandb_save_dir else folder.path
+        settings = {
+            "project": config.wandb_project,
+            "entity": config.wandb_entity or None,  # wandb's default
+            "name": config.wandb_exp_name or folder.path.resolve().name,
+            "dir": str(own_folder),
+            "id": folder.wandb_run_id(),
+            "config": dict(flags),
+        }
+        wanted[f"--wandb-project {config.wandb_project}"] = functools.partial(WandbSink, tags, **settings)
     if config.tensorboard_dir is not None:
         events = make_writable(config.tensorboard_dir, "--tensorboard-dir")
         wanted[f"--tensorboard-dir {config.tensorboard_dir}"] = functools.partial(
@@ -242,38 +239,16 @@ class WandbSink:
     the server cannot be reached.
 
     Args:
-        project, entity, name: of the run; an empty entity is wandb's default.
-        folder: wandb makes its own folder `wandb` in it.
-        run_id: names the run over restarts.
-        config: the resolved flags.
         tags: of the run, beside those of WANDB_TAGS.
+        settings: of `wandb.init`, among them the run's id, which names it over restarts.
     """
 
     name = "wandb"
 
-    def __init__(
-        self,
-        *,
-        project: str,
-        entity: str,
-        name: str,
-        folder: Path,
-        run_id: str,
-        config: Mapping[str, Any],
-        tags: Sequence[str],
-    ) -> None:
+    def __init__(self, tags: Sequence[str], **settings: Any) -> None:
         wandb = importlib.import_module("wandb")
         own_tags = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag.strip()]
-        settings = {
-            "project": project,
-            "entity": entity or None,
-            "name": name,
-            "dir": str(folder),
-            "id": run_id,
-            "resume": "allow",
-            "config": dict(config),
-            "tags": [*dict.fromkeys([*tags, *own_tags])],
-        }
+        settings |= {"resume": "allow", "tags": [*dict.fromkeys([*tags, *own_tags])]}
         try:
             self._run = wandb.init(**settings, mode=wandb_mode(os.environ))
         except wandb.errors.Error as error:

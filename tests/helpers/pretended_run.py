@@ -51,9 +51,7 @@ class FakeStep:
         self.calls.append({"learning_rate": learning_rate, "batch": micro_batches})
         self.dims.counter.add("cross", "shard", "all_gather", 100)
         skipped = loss != loss
-        return StepRecord(
-            iteration=iteration, loss=loss, grad_norm=1.0, learning_rate=learning_rate, tokens=8, skipped=skipped
-        )
+        return StepRecord(iteration=iteration, loss=loss, grad_norm=1.0, learning_rate=learning_rate, skipped=skipped)
 
 
 class FakeLoader:

@@ -154,7 +154,7 @@ def test_a_sink_that_fails_is_said_once_and_only_closed_while_the_others_go_on(
 def test_a_sink_that_cannot_be_opened_is_said_and_training_goes_on_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def refuse(**_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such server")
 
     monkeypatch.setattr(tracking, "WandbSink", refuse)
@@ -246,7 +246,7 @@ def test_wandb_works_without_tensorboard_and_is_told_run_id_name_folder_and_flag
 ):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     opened: list[dict[str, Any]] = []
-    monkeypatch.setattr(tracking, "WandbSink", lambda **arguments: opened.append(arguments))
+    monkeypatch.setattr(tracking, "WandbSink", lambda tags, **settings: opened.append({"tags": tags, **settings}))
     run = RunFolder(tmp_path / "the_run")
     flags = {key: value.format(tmp_path) for key, value in flags.items()}
     open_sinks(TrackingConfig(wandb_project="p", wandb_entity="e", **flags), run, {"lr": 0.1}, ["tp2"])
@@ -255,8 +255,8 @@ def test_wandb_works_without_tensorboard_and_is_told_run_id_name_folder_and_flag
             "project": "p",
             "entity": "e",
             "name": name,
-            "folder": tmp_path / folder,
-            "run_id": run.wandb_run_id(),
+            "dir": str(tmp_path / folder),
+            "id": run.wandb_run_id(),
             "config": {"lr": 0.1},
             "tags": ["tp2"],
         }

@@ -24,7 +24,7 @@ from megazpp.training.tracking import Table, WandbSink
 
 folder, first = Path(sys.argv[1]), int(sys.argv[2])
 sink = WandbSink(
-    project="p", entity="", name="n", folder=folder, run_id="abcd1234", config={"lr": 0.1}, tags=["zeropp", "tp2"]
+    ["zeropp", "tp2"], project="p", name="n", dir=str(folder), id="abcd1234", config={"lr": 0.1}
 )
 for iteration in (first, first + 1):
     sink.write({"lm loss": 10.0 / iteration}, iteration=iteration, consumed_samples=8 * iteration)
@@ -38,7 +38,7 @@ import os, signal, sys
 from pathlib import Path
 from megazpp.training.tracking import WandbSink
 
-sink = WandbSink(project="p", entity="", name="n", folder=Path(sys.argv[1]), run_id="abcd1234", config={}, tags=[])
+sink = WandbSink([], project="p", name="n", dir=sys.argv[1], id="abcd1234", config={})
 children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 (service,) = (pid for pid in children if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes())
 os.kill(int(service), signal.SIGKILL)
