@@ -85,6 +85,18 @@ static inline void load(const char *restrict from, int64_t dtype, int width, int
     for (int i = width; i < size; i++) values[i] = 0;
 }
 
+/* values -= the first `width` values at `from` */
+LOOP void subtract(const char *restrict from, int64_t dtype, int width, float *restrict values) {
+    const float *floats = (const float *)from;
+    const uint16_t *halves = (const uint16_t *)from;
+    if (dtype == FP32)
+        for (int i = 0; i < width; i++) values[i] -= floats[i];
+    else if (dtype == BF16)
+        for (int i = 0; i < width; i++) values[i] -= from_bf16(halves[i]);
+    else
+        for (int i = 0; i < width; i++) values[i] -= from_fp16(halves[i]);
+}
+
 static inline void store(const float *restrict values, int64_t dtype, int width, char *restrict to) {
     uint16_t *halves = (uint16_t *)to;
     if (dtype == FP32)
@@ -188,73 +200,64 @@ static inline uint16_t *scales_row(const struct segments *x, int64_t k, int64_t 
     return (uint16_t *)(x->scales + k * x->scales_k + a * x->scales_a + b * x->scales_b);
 }
 
-/* Sum block `index` of the K segments of row (a, b) in the order 0..K-1. */
-static inline void sum_blocks(
-    const struct segments *from, int64_t num_k, int64_t a, int64_t b, int64_t index, int size, int add, float *values
-) {
-    const int64_t offset = index * block_bytes(from->bits, size);
-    for (int64_t k = 0; k < num_k; k++)
-        dequantize(
-            payload_row(from, k, a, b) + offset, scales_row(from, k, a, b)[index], from->bits, size, add || k, values
-        );
+static inline char *data_row(const struct data *x, int64_t a, int64_t b) {
+    return x->start + a * x->stride_a + b * x->stride_b;
 }
 
-/* Quantize block `index` of row (a, b), with the error of the last step added if there is one. */
-static inline void write_block(
-    const struct segments *to, const struct segments *error, int64_t a, int64_t b, int64_t index, int size,
-    float *values
-) {
-    char *payload = payload_row(to, 0, a, b) + index * block_bytes(to->bits, size);
-    uint16_t *scale = scales_row(to, 0, a, b) + index;
-    if (error == NULL) {
-        *scale = (uint16_t)(bits_of(quantize_block(values, to->bits, size, payload, 0)) >> 16);
-        return;
-    }
-    char *kept = payload_row(error, 0, a, b) + index * size;
-    uint16_t *kept_scale = scales_row(error, 0, a, b) + index;
-    dequantize(kept, *kept_scale, 8, size, 1, values);
-    *scale = (uint16_t)(bits_of(quantize_block(values, to->bits, size, payload, 1)) >> 16);
-    const float error_scale = quantize_block(values, 8, size, kept, 0);
-    *kept_scale = error_scale == error_scale ? (uint16_t)(bits_of(error_scale) >> 16) : 0;
-}
+static inline int64_t element_bytes(const struct data *x) { return x->dtype == FP32 ? 4 : 2; }
 
+/* Every block: its `index` in its row, and its `first` element there. */
 #define FOR_EACH_BLOCK(shape)                                                                                          \
     const int size = (int)((shape)->block_size / CHUNK) * CHUNK;                                                       \
     for (int64_t a = 0; a < (shape)->a; a++)                                                                           \
         for (int64_t b = 0; b < (shape)->b; b++)                                                                       \
             for (int64_t index = 0, first = 0; first < (shape)->n; index++, first += size)
 
+/* Quantize x, x - base, or x + error, which becomes what this quantization loses; base and error may be NULL. */
 void megazpp_quantize(
-    const struct shape *shape, const struct data *x, const struct segments *to, const struct segments *error
+    const struct shape *shape, const struct data *x, const struct data *base, const struct segments *to,
+    const struct segments *error
 ) {
     float buffer[MAX_BLOCK_SIZE];
-    const int64_t element = x->dtype == FP32 ? 4 : 2;
     FOR_EACH_BLOCK(shape) {
         const int width = (int)(shape->n - first < size ? shape->n - first : size);
-        char *from = x->start + a * x->stride_a + b * x->stride_b + first * element;
-        if (x->dtype == FP32 && width == size && error == NULL) {
-            write_block(to, NULL, a, b, index, size, (float *)from); /* only read */
+        char *from = data_row(x, a, b) + first * element_bytes(x);
+        char *payload = payload_row(to, 0, a, b) + index * block_bytes(to->bits, size);
+        uint16_t *scale = scales_row(to, 0, a, b) + index;
+        float *values = buffer;
+        if (x->dtype == FP32 && width == size && base == NULL && error == NULL)
+            values = (float *)from; /* only read */
+        else
+            load(from, x->dtype, width, size, buffer);
+        if (base != NULL) subtract(data_row(base, a, b) + first * element_bytes(base), base->dtype, width, buffer);
+        if (error == NULL) {
+            *scale = (uint16_t)(bits_of(quantize_block(values, to->bits, size, payload, 0)) >> 16);
             continue;
         }
-        load(from, x->dtype, width, size, buffer);
-        write_block(to, error, a, b, index, size, buffer);
+        char *kept = payload_row(error, 0, a, b) + index * size;
+        uint16_t *kept_scale = scales_row(error, 0, a, b) + index;
+        dequantize(kept, *kept_scale, 8, size, 1, buffer);
+        *scale = (uint16_t)(bits_of(quantize_block(buffer, to->bits, size, payload, 1)) >> 16);
+        const float error_scale = quantize_block(buffer, 8, size, kept, 0);
+        *kept_scale = error_scale == error_scale ? (uint16_t)(bits_of(error_scale) >> 16) : 0;
     }
 }
 
+/* Sum the K segments of every row in the order 0..K-1, onto what is in `out` with `accumulate`. */
 void megazpp_dequantize_sum(
     const struct shape *shape, const struct segments *from, const struct data *out, int64_t accumulate
 ) {
     float buffer[MAX_BLOCK_SIZE];
-    const int64_t element = out->dtype == FP32 ? 4 : 2;
     FOR_EACH_BLOCK(shape) {
         const int width = (int)(shape->n - first < size ? shape->n - first : size);
-        char *to = out->start + a * out->stride_a + b * out->stride_b + first * element;
-        if (out->dtype == FP32 && width == size) {
-            sum_blocks(from, shape->k, a, b, index, size, accumulate != 0, (float *)to);
-            continue;
+        char *to = data_row(out, a, b) + first * element_bytes(out);
+        const int in_place = out->dtype == FP32 && width == size;
+        float *values = in_place ? (float *)to : buffer;
+        if (accumulate && !in_place) load(to, out->dtype, width, size, buffer);
+        for (int64_t k = 0; k < shape->k; k++) {
+            const char *payload = payload_row(from, k, a, b) + index * block_bytes(from->bits, size);
+            dequantize(payload, scales_row(from, k, a, b)[index], from->bits, size, accumulate || k, values);
         }
-        if (accumulate) load(to, out->dtype, width, size, buffer);
-        sum_blocks(from, shape->k, a, b, index, size, accumulate != 0, buffer);
-        store(buffer, out->dtype, width, to);
+        if (!in_place) store(buffer, out->dtype, width, to);
     }
 }

@@ -15,9 +15,18 @@ from kernels.formats import BlockFormat
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
-def quantize(x: Tensor, fmt: BlockFormat, payload: Tensor, scales: Tensor, feedback: Feedback | None) -> None:
+def quantize(
+    x: Tensor,
+    fmt: BlockFormat,
+    payload: Tensor,
+    scales: Tensor,
+    feedback: Feedback | None = None,
+    base: Tensor | None = None,
+) -> None:
     """Quantize x [.., n]; see `kernels.block_quant.quantize_blockwise`."""
     values = _to_blocks(x, fmt)
+    if base is not None:
+        values = values - _to_blocks(base, fmt)
     if feedback is not None:
         stored = feedback_format(fmt)
         values = values + _dequantize_blocks(*feedback, stored)

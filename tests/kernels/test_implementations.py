@@ -69,6 +69,19 @@ def test_native_feeds_back_errors_like_the_reference(native: ModuleType, bits: i
         quantize_both(native, x, BlockFormat(bits, 128), "cpu", swapped=True, offset=1, steps=3)
 
 
+@pytest.mark.parametrize("base_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_native_quantizes_differences_like_the_reference(
+    native: ModuleType, bits: int, dtype: torch.dtype, base_dtype: torch.dtype
+):
+    for n in LENGTHS:
+        x = difficult((4, 2), n, dtype, seed=n)
+        for base in (x.to(base_dtype), difficult((4, 2), n, base_dtype, seed=n + 3)):
+            fmt = BlockFormat(bits, BLOCK_SIZES[n % 7])
+            quantize_both(native, x, fmt, "cpu", swapped=n % 2 == 0, offset=n % 3, base=base)
+
+
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_native_sums_like_the_reference(native: ModuleType, num_parts: int, bits: int):
@@ -145,6 +158,25 @@ def test_triton_handles_every_block_size(triton: ModuleType, bits: int, block_si
 def test_triton_feeds_back_errors_like_the_reference(triton: ModuleType, bits: int):
     x = difficult((2, 4), 300, torch.bfloat16, seed=1)
     quantize_both(triton, x, BlockFormat(bits, 128), TRITON_DEVICE, swapped=True, offset=1, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("n", "dtype", "base_dtype", "block_size", "bits"),
+    [
+        (63, torch.bfloat16, torch.bfloat16, 32, 8),
+        (257, torch.float32, torch.bfloat16, 128, 4),
+        (4101, torch.float32, torch.float16, 256, 4),
+        (4096, torch.float16, torch.float16, 64, 4),
+        (300, torch.bfloat16, torch.float32, 128, 8),
+    ],
+)
+def test_triton_quantizes_differences_like_the_reference(
+    triton: ModuleType, n: int, dtype: torch.dtype, base_dtype: torch.dtype, block_size: int, bits: int
+):
+    x, fmt = difficult((4, 2), n, dtype, seed=n), BlockFormat(bits, block_size)
+    quantize_both(triton, x, fmt, TRITON_DEVICE, swapped=True, offset=n % 2, base=x.to(base_dtype))
+    base = difficult((4, 2), n, base_dtype, seed=n + 3)
+    quantize_both(triton, x, fmt, TRITON_DEVICE, swapped=False, offset=1, base=base)
 
 
 @pytest.mark.parametrize(("num_parts", "bits"), [(1, 4), (2, 8), (3, 4), (8, 8)])

@@ -116,6 +116,27 @@ def test_signal_to_noise_on_gaussian_data(bits: int, block_size: int, expected: 
     assert decibels == pytest.approx(expected, abs=0.1)
 
 
+@pytest.mark.parametrize("fmt", [INT8, INT4])
+def test_a_difference_is_taken_in_fp32_whatever_the_dtypes(fmt: BlockFormat):
+    """bf16 would not hold x."""
+    x, base = block(1 + 2**-20, 300.0), block(1.0, 300.0).bfloat16()
+    payload = torch.empty(fmt.payload_bytes(32), dtype=torch.uint8)
+    scales = torch.empty(1, dtype=torch.bfloat16)
+    reference.quantize(x, fmt, payload, scales, base=base)
+    expected = quantize(block(2**-20), fmt)
+    assert torch.equal(payload, expected[0])
+    assert torch.equal(scales, expected[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_difference_that_is_not_finite_is_sent_as_nan(bad: float):
+    for x, base in ((block(bad), block(1.0)), (block(1.0), block(bad)), (block(bad), block(bad))):
+        payload, scales = torch.empty(32, dtype=torch.uint8), torch.empty(1, dtype=torch.bfloat16)
+        reference.quantize(x, INT8, payload, scales, base=base)
+        assert scales.isnan().all()
+        assert payload.eq(0).all()
+
+
 def test_error_feedback_returns_what_was_lost():
     """The sum of many quantized steps keeps the error of one step, instead of one error per step."""
     fmt = BlockFormat(4, 128)
