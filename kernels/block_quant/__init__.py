@@ -113,6 +113,10 @@ def dequantize_blockwise(payload: Tensor, scales: Tensor, fmt: BlockFormat, *, o
 def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, *, out: Tensor, accumulate: bool = False) -> None:
     """Dequantize K segments and sum them, in the order 0..K-1, in fp32.
 
+    With K = 1 and `accumulate` this is the receiving half of a difference (`base` of `quantize_blockwise`):
+    out = round(float(out) + integer * scale), in one pass. The product is exact, so every receiver that held the same
+    bits holds the same bits after it; an element that is NaN, or that a NaN arrives for, stays NaN.
+
     Args:
         payload: [K, ..., fmt.payload_bytes(n)] uint8.
         scales: [K, ..., fmt.num_blocks(n)] bf16.

@@ -56,6 +56,7 @@ def main() -> None:
         "dequantize": instructions(triton._dequantize_sum_kernel, "bf16", BITS=8, BLOCK=128, K=1, ACCUMULATE=0),
         "quantize_feedback": instructions(triton._quantize_kernel, "bf16", BITS=4, BLOCK=128, BASE=0, FEEDBACK=1),
         "dequantize_sum": instructions(triton._dequantize_sum_kernel, "fp32", BITS=8, BLOCK=128, K=8, ACCUMULATE=0),
+        "add_difference": instructions(triton._dequantize_sum_kernel, "bf16", BITS=4, BLOCK=128, K=1, ACCUMULATE=1),
     }
     json.dump(found, sys.stdout)
 

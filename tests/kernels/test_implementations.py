@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from helpers.block_quant import assert_same, difficult, quantize_both, sum_both
+from helpers.block_quant import assert_same, difficult, messages, quantize_both, sum_both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,6 +88,41 @@ def test_native_sums_like_the_reference(native: ModuleType, num_parts: int, bits
     for n, dtype in ((1, torch.float32), (257, torch.bfloat16), (257, torch.float16), (4101, torch.float32)):
         parts = difficult((num_parts, 9), n, torch.float32, seed=num_parts)
         sum_both(native, parts, BlockFormat(bits, 128), "cpu", dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ["reference", "native", "triton"])
+def test_a_difference_is_added_to_what_a_row_holds_and_rounded_once(
+    name: str, bits: int, dtype: torch.dtype, request: pytest.FixtureRequest
+):
+    implementation = reference if name == "reference" else request.getfixturevalue(name)
+    device = TRITON_DEVICE if name == "triton" else "cpu"
+    generator = torch.Generator().manual_seed(bits)
+    for n in (1, 63, 257, 4101):
+        fmt = BlockFormat(bits, 128)
+        sent = messages((4, 2), n, fmt, "cpu", swapped=True)
+        sent.payload.random_(generator=generator)
+        sent.scales.copy_(torch.randn(sent.scales.shape, generator=generator) * 0.01)
+        sent.scales[1, 1, -1] = float("nan")
+        product = torch.empty(4, 2, n)
+        reference.dequantize(sent.payload, sent.scales, fmt, product)  # exact in fp32
+
+        resident = torch.full((2, 4, n + 20), float("nan"), dtype=dtype)
+        rows = resident.transpose(0, 1)[..., 3 : 3 + n]
+        rows.copy_(difficult((4, 2), n, dtype, seed=n))
+        expected = resident.clone()
+        expected.transpose(0, 1)[..., 3 : 3 + n] = (rows.float() + product).to(dtype)
+        stays_nan = rows.isnan() | product.isnan()
+
+        received = messages((4, 2), n, fmt, device, swapped=True)
+        received.message.copy_(sent.message)
+        resident = resident.to(device)
+        out = resident.transpose(0, 1)[..., 3 : 3 + n]
+        implementation.dequantize_sum(received.payload.unsqueeze(0), received.scales.unsqueeze(0), fmt, out, True)
+        assert_same(f"{n} elements of {dtype} and beside them", resident, expected)
+        assert out.cpu()[stays_nan].isnan().all()
+        assert stays_nan.any() or n == 1
 
 
 @given(

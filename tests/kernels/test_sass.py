@@ -52,6 +52,7 @@ def test_whole_tiles_move_sixteen_bytes_per_access(kernels: dict[str, dict[str, 
     assert wide["quantize_feedback"] == (4 + 2 * 2, 2 * (1 + 2)), "to int4; the error is int8"
     assert wide["dequantize_sum"][0] >= 2 * 2 * (1 + 4), "first segment, unrolled segments"
     assert wide["dequantize_sum"][1] == 8, "fp32"
+    assert wide["add_difference"] == (4 + 2 * 1, 4), "what was there is read once and written once"
 
 
 def test_nothing_is_contracted_outside_the_divisions(kernels: dict[str, dict[str, int]]):
