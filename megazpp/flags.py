@@ -3,9 +3,10 @@
 A config is a frozen dataclass whose fields are made by `flag()`; its owner is the file that uses it. One field
 is one flag: the field name with dashes (`micro_batch_size` is `--micro-batch-size`), its annotation gives the
 type (`int`, `float`, `str`, `bool`, `Literal[...]`, `int | Literal["auto"]`, `tuple[int, ...]`, each possibly
-`| None`), its default the default. A bool gets both spellings, `--name` and `--no-name`, and a field that may be
-None accepts the word `none`, so that the command line can undo what a flag file set. A float is finite, an int fits
-64 bits; which of those make sense is checked by the config's owner.
+`| None`; `int | tuple[int, ...]` where in Python one value may stand for a tuple of one), its default the
+default. A bool gets both spellings, `--name` and `--no-name`, and a field that may be None accepts the word
+`none`, so that the command line can undo what a flag file set. A float is finite, an int fits 64 bits; which of
+those make sense is checked by the config's owner.
 """
 
 from __future__ import annotations
@@ -239,6 +240,9 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
     if not _is_union(hint):
         return hint, False
     kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+    tuples = [kind for kind in kinds if typing.get_origin(kind) is tuple]
+    if tuples:  # the command line always makes a tuple
+        kinds = [kind for kind in kinds if kind is not typing.get_args(tuples[0])[0]]
     if len([kind for kind in kinds if typing.get_origin(kind) is not Literal]) > 1:
         raise TypeError(f"a flag has one type, possibly with words and | None, not {hint}")
     return typing.Union[tuple(kinds)], types.NoneType in typing.get_args(hint)  # noqa: UP007 - of a list

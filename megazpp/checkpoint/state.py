@@ -2,13 +2,15 @@
 
     model.{parameter}                                      sharded, any layout reads it
     optimizer.state.{parameter}.{moment}                   sharded like the parameter, or a scalar
+    secondary.{parameter}                                  what nodes keep of it (4-bit differences), sharded alike
+    secondary.{parameter}.crossing                         what the next use of its unit sends to other nodes, a scalar
     feedback.{replicas x cross x local x tp}.{place}.{..}  one rank's error feedback: only the same layout reads it
     rng.{data x tp}.{place}.{..}                           one rank's random generators: only the same layout reads it
 
 Keys are those of `torch.distributed.checkpoint.state_dict`. Sharded tensors are DTensors: how tensor parallelism and
 ZeRO spread them is known to torch, so that every layout reads what any layout has written. A rank's place is its
 coordinates, not its number: the same layout on hosts in another order is the same. What a key of this layout is missing
-for begins anew. A gather's secondary partition is not saved: it is made from the shards.
+for begins anew. A secondary partition is saved only where differences are added to it: others are made from the shards.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from megazpp.topology.layout import COORDINATES
 from megazpp.zero.sharding import Sharding
 
 Saved = Mapping[str, TensorStorageMetadata]
-MODEL = "model."  # what the keys of the weights begin with
+MODEL, SECONDARY = "model.", "secondary."  # what the keys of the weights begin with, and of those that nodes keep
 
 
 class Remembers(Protocol):
@@ -78,6 +80,7 @@ class TrainState:
                 moments = self._optimizer.state.get(parameter, {})
                 found |= {f"optimizer.state.{name}.{key}": value for key, value in moments.items()}
             found |= self._feedback()
+            found |= {f"{SECONDARY}{name}": x for name, x in self._sharding.secondary_state().items()}
         if rng:
             states = rng_states(self.model.shared_generator, self.device)
             found |= {f"{self._rng_prefix}.{key}": state for key, state in states.items()}
@@ -91,6 +94,10 @@ class TrainState:
             targets |= {key: value for moments in self._moments(saved).values() for key, value in moments.items()}
             targets |= {
                 key: value for key, value in self._feedback().items() if key in saved and saved[key].size == value.shape
+            }
+            secondary = {f"{SECONDARY}{name}": x for name, x in self._sharding.secondary_targets().items()}
+            targets |= {
+                key: x for key, x in secondary.items() if key in saved and saved[key].properties.dtype == x.dtype
             }
         if rng:
             entries = {key: entry for key, entry in saved.items() if key.startswith(f"{self._rng_prefix}.")}
@@ -114,6 +121,9 @@ class TrainState:
                 value.zero_()
             if missing:
                 notes.append("error feedback begins at zero: the checkpoint has none of this layout")
+            kept = {key.removeprefix(SECONDARY): x for key, x in loaded.items() if key.startswith(SECONDARY)}
+            if not self._sharding.load_secondary_state(kept):
+                notes.append("weights cross nodes whole at first: the checkpoint has no weights that nodes keep")
         if rng:
             prefix = f"{self._rng_prefix}."
             states = {key.removeprefix(prefix): state for key, state in loaded.items() if key.startswith(prefix)}
@@ -133,15 +143,17 @@ class TrainState:
     def padded(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
         """Keys of those of `tensors` that end in rows of padding."""
         names = [owned.name for owned in owned_parameters(self.model) if owned.spec.rows is not None]
-        weights, moments = {f"model.{name}" for name in names}, tuple(f"optimizer.state.{name}." for name in names)
+        weights = {f"{prefix}{name}" for name in names for prefix in (MODEL, SECONDARY)}
+        moments = tuple(f"optimizer.state.{name}." for name in names)
         return {key for key, x in tensors.items() if x.ndim > 0 and (key in weights or key.startswith(moments))}
 
     def estimate_bytes(self, *, optimizer: bool) -> int:
-        """About how large a checkpoint is: fp32 weights and moments, and the feedback of all ranks."""
+        """About how large a checkpoint is: fp32 weights and moments, feedback and kept weights of all ranks."""
         copies = 3 if optimizer and "betas" in self._optimizer.defaults else 2 if optimizer else 1
         weights = sum(parameter.numel() for parameter in self.model.parameters()) * 4
         feedback = sum(buffer.nbytes for buffer in self._feedback().values()) * self.dims.world.size
-        return copies * weights + (feedback if optimizer else 0)
+        kept = self._sharding.secondary_state_bytes * self.dims.world.size // self.dims.replicate.size
+        return copies * weights + (feedback + kept if optimizer else 0)
 
     def group_values(self) -> list[dict[str, Any]]:
         """What an optimizer keeps per group and not per parameter: apex's step."""

@@ -63,7 +63,7 @@ def sharded_unit(
     )
     if isinstance(gather, TwoHopGather) and wire.gather is not None:
         secondary = nodes * gather.message_bytes
-        made.secondary_bytes = secondary if wire.gather.keep else 0
+        made.secondary_bytes = gather.secondary.kept_bytes if wire.gather.keep else 0
         made.gather_buffer = (peers * secondary if peers > 1 else 0) + (0 if wire.gather.keep else secondary)
     if isinstance(reduce, TwoHopReduce):
         inside, across = reduce.message_bytes

@@ -112,6 +112,10 @@ class PaperUnit(Unit):
     def is_sharded(self) -> bool:
         return self.state.is_sharded
 
+    @property
+    def is_frozen(self) -> bool:
+        return False
+
     def fingerprint(self) -> Fingerprint:
         return (self.state.version,)
 
@@ -149,12 +153,23 @@ class PaperCodec(Codec):
         super().__init__(layout, dtype)
         self._touch = touch
 
-    def pack(self, shards: torch.Tensor, messages: torch.Tensor, *, errors: Errors | None = None) -> None:
+    def pack(
+        self,
+        shards: torch.Tensor,
+        messages: torch.Tensor,
+        *,
+        errors: Errors | None = None,
+        base: torch.Tensor | None = None,
+    ) -> None:
         fed_back = sum(2 * part.nbytes for error in errors or () for part in error)
-        self._touch("quantize", shards.nbytes + messages.nbytes + fed_back)
+        beside = fed_back if base is None else base.nbytes
+        self._touch("quantize", shards.nbytes + messages.nbytes + beside)
 
     def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
         self._touch("dequantize", messages.nbytes + shards.nbytes)
+
+    def unpack_onto(self, messages: torch.Tensor, base: torch.Tensor) -> None:
+        self._touch("dequantize", messages.nbytes + 2 * base.nbytes)
 
     def unpack_sum(self, messages: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         self._touch("dequantize", messages.nbytes + (2 if accumulate else 1) * out.nbytes)

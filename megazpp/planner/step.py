@@ -180,9 +180,12 @@ class PaperStep:
         passes = 1 + 2 + 7  # norm; clipping; AdamW reads four values and writes three
         self.simulation.spend("optimizer", self._costs.memory(passes * shard_bytes))
         for sharded in self.units:
+            gather = sharded.gather if isinstance(sharded.gather, TwoHopGather) else None
+            if gather is not None:
+                gather.before_step()
             sharded.unit.state.version += 1
-            if isinstance(sharded.gather, TwoHopGather):
-                sharded.gather.drop()
+            if gather is not None:
+                gather.after_step(keyframe=False)
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 

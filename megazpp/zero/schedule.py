@@ -51,10 +51,8 @@ class CommQueues(NamedTuple):
 class Startable(Protocol):
     """The part of a unit's gather that its schedule calls."""
 
-    used: bool  # since its cross hop last started
-
     def start_early(self) -> None:
-        """Start the cross hop ahead of use if the weights have changed and the modules hold the shards."""
+        """Start the cross hop ahead of use if that is wanted, the weights have changed, and the modules hold them."""
 
     def prefetch(self) -> None:
         """Start the next use's local hop."""
@@ -72,15 +70,19 @@ class GatherSchedule:
         self.overlap = overlap
         self._prefetch = overlap and prefetch
         self._order: list[Startable] = []
+        self._all: list[Startable] = []
+
+    def add(self, gather: Startable) -> None:
+        """Know of `gather` before its first use."""
+        self._all.append(gather)
 
     def stale(self, gather: Startable) -> None:
         """Start the other units' cross hops; call when `gather` has started its own because it was used."""
         if gather not in self._order:
             self._order.append(gather)
-        if self.overlap:
-            for other in self._order:
-                if other.used and other is not gather:
-                    other.start_early()
+        for other in dict.fromkeys([*self._order, *self._all]):
+            if other is not gather:
+                other.start_early()
 
     def prefetch_after(self, gather: Startable) -> None:
         """Submit the local hop of the unit after `gather`, in a forward; call when its own has been submitted."""

@@ -25,6 +25,7 @@ from megazpp.topology.device import Device
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.secondary import Resident, Secondary
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,6 +78,11 @@ def combination(text: str) -> RunConfig:
     return parse_run_config([*SIZES, *flags, "--global-batch-size", str(samples)], ROOT, default_file=None).config
 
 
+def kept(secondary: Secondary) -> list[torch.Tensor]:
+    buffers = (secondary.messages, secondary.weights if isinstance(secondary, Resident) else None)
+    return [x for x in buffers if x is not None]
+
+
 class Seen:
     """The step and the count of a dry run, which it keeps to itself."""
 
@@ -99,7 +105,7 @@ class Seen:
         owned = {
             PARAMETERS: list(step.model.parameters()),
             MOMENTS: [m for m in moments if isinstance(m, torch.Tensor) and m.dim()],
-            SECONDARY: [g._secondary for g in sharding._gathers if g._keep and g._secondary is not None],
+            SECONDARY: [x for g in sharding._gathers if g._keep for x in kept(g.secondary)],
             FEEDBACK: list(sharding.error_feedback().values()),
         }
         return {kind: self._bytes(tensors) for kind, tensors in owned.items()}
