@@ -78,14 +78,14 @@ class GatherSchedule:
 
     def stale(self, gather: Startable) -> None:
         """Start the other units' cross hops; call when `gather` has started its own because it was used."""
-        if gather not in self._order:
-            self._order.append(gather)
         for other in dict.fromkeys([*self._order, *self._all]):
             if other is not gather:
                 other.start_early()
 
     def prefetch_after(self, gather: Startable) -> None:
         """Submit the local hop of the unit after `gather`, in a forward; call when its own has been submitted."""
+        if gather not in self._order:
+            self._order.append(gather)
         if self._prefetch and not in_backward():  # FSDP2 prefetches in backward itself
             following = self._order[self._order.index(gather) + 1 :]
             if following:

@@ -152,8 +152,7 @@ class Sharding:
 
         {parameter}: the weights that the nodes keep, a DTensor sharded like the parameter; there is none where the next
         use sends whole weights. {unit's first parameter}.crossing: what the next use sends, a scalar, the same on all
-        ranks. These are views: save or copy them before the next use. Call while the parameters are shards, as after
-        `free_gathered`.
+        ranks. All are copies. Call while the parameters are shards, as after `free_gathered`.
         """
         state: dict[str, torch.Tensor] = {}
         for gather in self._residents:
@@ -162,7 +161,8 @@ class Sharding:
             if crossing != Crossing.KEYFRAME:
                 assert resident is not None
                 assert resident.weights is not None
-                state |= gather.unit.as_parameters(resident.weights[resident.cross.rank])
+                own = gather.unit.as_parameters(resident.weights[resident.cross.rank])
+                state |= {name: weight.clone() for name, weight in own.items()}  # --async-save takes no views
         return state
 
     def secondary_targets(self) -> dict[str, torch.Tensor]:

@@ -374,8 +374,9 @@ def _traits(x: Any) -> Any:
     return [_traits(part) for part in x].__repr__() if isinstance(x, tuple) else repr(x)
 
 
-def test_a_rehearsal_asks_for_every_kernel_of_a_step_sends_nothing_and_changes_nothing():
-    case = Case(nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))
+@pytest.mark.parametrize("bits", [(8, 8), slow((16, 4)), (8, 4)])
+def test_a_rehearsal_asks_for_every_kernel_of_a_step_sends_nothing_and_changes_nothing(bits: tuple[int, int]):
+    case = Case(nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True, zero_weight_bits=bits))
     for found in ranks(4).run(rehearsed, case):
         assert found["calls"] > 0
         assert found == {"same": True, "silent": True, "unforeseen": set(), "calls": found["calls"]}
