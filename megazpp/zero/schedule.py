@@ -1,6 +1,7 @@
 """The schedules that decide which hop runs when: slow hops once per optimizer step, fast hops once per use.
 
     weights    first use after they changed:  cross hops of all units start, in the order of use, under the forward
+                                              (of differences all at that use, also without overlap, used or not)
                every use:                     local hop, with the next unit's behind it
     gradients  every micro-batch:             local hop
                last micro-batch:              cross hop of a unit when its local hop is done, under the rest of backward
@@ -17,6 +18,11 @@ On CUDA, memory that one stream allocates and another one uses must not be hande
 |----------------------------|-----------|----------------|---------------------------------------------------------|
 | shard, gathered parameters | FSDP2's   | cross, local   | the gather stream waits for both hops, FSDP2 for it     |
 | secondary partition        | gather    | cross, local   | the comm keeps it; if not kept: as above                |
+| resident weights           | gather    | cross, local   | the comm keeps them; a cross hop waits for its caller,  |
+|                            |           |                | which has waited for the last local hop                 |
+| their copy for a checkpoint| compute   |                | made after the cross hop was waited for                 |
+| their row out of one       | compute   | cross          | waited for before it is freed                           |
+| checksum of what was sent  | cross     |                | one stream                                              |
 | shard that is read early   | cross     |                | one stream                                              |
 | messages, sent or received | the queue |                | one stream: the queue that received them unpacks them   |
 | gradients of a unit        | compute   | local          | the reduce stream waits for that hop, FSDP2 for it      |

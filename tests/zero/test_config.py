@@ -88,12 +88,12 @@ def test_impossible_combinations_name_the_flags(flags, message):
 
 UNUSED = {
     "zero_weight_bits": (16, "--zero-weight-bits 16 is ignored: weights are not quantized"),
+    "zero_weight_keyframe_interval": (9, "--zero-weight-keyframe-interval 9 is ignored: whole weights cross nodes in"),
     "zero_gradient_bits": ((4, 4), "--zero-gradient-bits 4 4 is ignored: gradients are not reduced in two hops"),
     "zero_block_size": (64, "--zero-block-size 64 is ignored: nothing is quantized"),
     "zero_error_feedback": (False, "--no-zero-error-feedback is ignored: gradients are not quantized across nodes"),
     "zero_accumulate_in_bf16": (True, "--zero-accumulate-in-bf16 is ignored: gradients are not"),
     "zero_cross_every_microbatch": (True, "--zero-cross-every-microbatch is ignored: gradients are not"),
-    "zero_weight_keyframe_interval": (9, "--zero-weight-keyframe-interval 9 is ignored: whole weights cross nodes in"),
     "zero_check_secondary": (True, "--zero-check-secondary is ignored: no secondary partition is kept"),
 }
 
