@@ -72,6 +72,7 @@ def quantize_blockwise(
     Errors:
         int8: |x - dequantized| <= scale / 2 (1 + 2^-15). int4: the same, but for elements of the sign opposite to the
         block's largest and more than 7.5/8 of it in size: they are clipped to 7 |scale|, at most 1.032 |scale| away.
+        int2: the same, but for those of more than 1.5/2 of it: clipped to |scale|, at most 1.008 |scale| away.
     Raises:
         ValueError: a shape, dtype, stride or device does not fit, or there are both feedback and base.
     Source: ZeRO++ section 3.1 and 3.3 (qwZ, qgZ); rounding is half to even.

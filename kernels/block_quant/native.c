@@ -112,19 +112,27 @@ LOOP void dequantize(
     const char *restrict payload, uint16_t scale_bits, int64_t bits, int size, int add, float *restrict values
 ) {
     const float scale = from_bf16(scale_bits);
-    const int half = size / 2;
+    const int half = size / 2, zero = 1 << (bits - 1), mask = (1 << bits) - 1;
     const int8_t *bytes = (const int8_t *)payload;
     const uint8_t *pairs = (const uint8_t *)payload;
+    uint8_t unpacked[MAX_BLOCK_SIZE / 2];
+    if (bits == 2) {
+        for (int i = 0; i < half / 2; i++) {
+            uint16_t two = (uint16_t)((pairs[i] & 15) | pairs[i] >> 4 << 8);
+            memcpy(unpacked + 2 * i, &two, 2);
+        }
+        pairs = unpacked;
+    }
     if (bits == 8 && add) {
         for (int i = 0; i < size; i++) values[i] += (float)bytes[i] * scale;
     } else if (bits == 8) {
         for (int i = 0; i < size; i++) values[i] = (float)bytes[i] * scale;
     } else if (add) {
-        for (int i = 0; i < half; i++) values[i] += (float)((pairs[i] & 15) - 8) * scale;
-        for (int i = 0; i < half; i++) values[half + i] += (float)((pairs[i] >> 4) - 8) * scale;
+        for (int i = 0; i < half; i++) values[i] += (float)((pairs[i] & mask) - zero) * scale;
+        for (int i = 0; i < half; i++) values[half + i] += (float)((pairs[i] >> bits) - zero) * scale;
     } else {
-        for (int i = 0; i < half; i++) values[i] = (float)((pairs[i] & 15) - 8) * scale;
-        for (int i = 0; i < half; i++) values[half + i] = (float)((pairs[i] >> 4) - 8) * scale;
+        for (int i = 0; i < half; i++) values[i] = (float)((pairs[i] & mask) - zero) * scale;
+        for (int i = 0; i < half; i++) values[half + i] = (float)((pairs[i] >> bits) - zero) * scale;
     }
 }
 
@@ -135,7 +143,7 @@ LOOP float scale_of(const float *restrict values, int64_t bits, int size) {
         uint32_t magnitude = bits_of(values[i]) & 0x7FFFFFFF;
         peak = magnitude > peak ? magnitude : peak;
     }
-    for (int i = 0; bits == 4 && i < size; i++) {
+    for (int i = 0; bits < 8 && i < size; i++) {
         uint32_t value = bits_of(values[i]);
         lowest = value > lowest ? value : lowest;
     }
@@ -144,7 +152,7 @@ LOOP float scale_of(const float *restrict values, int64_t bits, int size) {
     if (bits == 8) {
         scale = float_of((bits_of(float_of(peak) * (float)(1.0 / 127)) + 0xFFFF) & 0xFFFF0000); /* rounded up */
     } else {
-        scale = from_bf16(to_bf16(float_of(peak) / 8));
+        scale = from_bf16(to_bf16(float_of(peak) / (float)(1 << (bits - 1))));
         scale = lowest == (peak | 0x80000000) ? scale : -scale; /* the negative element wins a tie */
     }
     return fabsf(scale) < FLT_MIN ? 0 : scale;
@@ -155,21 +163,30 @@ LOOP float scale_of(const float *restrict values, int64_t bits, int size) {
 
 static inline float nearest(float x) { return (x + NEAREST) - NEAREST; }
 
-static inline float at_most_7(float x) { return x > 7 ? 7 : x; }
+static inline float at_most(float limit, float x) { return x > limit ? limit : x; }
 
 LOOP void store_integers(
     const float *restrict values, float inverse, int64_t bits, int size, char *restrict payload
 ) {
     const int half = size / 2;
+    const uint32_t mask = (1u << bits) - 1;
+    const float zero = (float)(1 << (bits - 1));
     uint8_t *bytes = (uint8_t *)payload;
+    uint8_t unpacked[MAX_BLOCK_SIZE / 2];
     if (bits == 8) {
         for (int i = 0; i < size; i++) bytes[i] = (uint8_t)bits_of(values[i] * inverse + NEAREST);
-    } else {
-        for (int i = 0; i < half; i++) {
-            uint32_t low = bits_of(at_most_7(values[i] * inverse) + (NEAREST + 8));
-            uint32_t high = bits_of(at_most_7(values[half + i] * inverse) + (NEAREST + 8));
-            bytes[i] = (uint8_t)((low & 15) | high << 4);
-        }
+        return;
+    }
+    uint8_t *pairs = bits == 2 ? unpacked : bytes;
+    for (int i = 0; i < half; i++) {
+        uint32_t low = bits_of(at_most(zero - 1, values[i] * inverse) + (NEAREST + zero));
+        uint32_t high = bits_of(at_most(zero - 1, values[half + i] * inverse) + (NEAREST + zero));
+        pairs[i] = (uint8_t)((low & mask) | (high & mask) << bits);
+    }
+    for (int i = 0; bits == 2 && i < half / 2; i++) {
+        uint16_t two;
+        memcpy(&two, pairs + 2 * i, 2);
+        bytes[i] = (uint8_t)((two & 15) | two >> 4);
     }
 }
 
@@ -177,16 +194,13 @@ LOOP void store_integers(
 static inline float quantize_block(float *restrict values, int64_t bits, int size, char *restrict payload, int keep) {
     const float scale = scale_of(values, bits, size);
     if (!(fabsf(scale) > 0)) { /* 0 or NaN */
-        memset(payload, bits == 8 ? 0 : 0x88, (size_t)(size * bits / 8));
+        memset(payload, bits == 8 ? 0 : bits == 4 ? 0x88 : 0xAA, (size_t)(size * bits / 8));
         for (int i = 0; keep && i < size; i++) values[i] -= 0 * scale;
         return scale;
     }
-    const float inverse = 1 / scale;
+    const float inverse = 1 / scale, limit = (float)((1 << (bits - 1)) - 1);
     store_integers(values, inverse, bits, size, payload);
-    if (keep && bits == 8)
-        for (int i = 0; i < size; i++) values[i] -= nearest(values[i] * inverse) * scale;
-    else if (keep)
-        for (int i = 0; i < size; i++) values[i] -= at_most_7(nearest(values[i] * inverse)) * scale;
+    for (int i = 0; keep && i < size; i++) values[i] -= at_most(limit, nearest(values[i] * inverse)) * scale;
     return scale;
 }
 

@@ -57,6 +57,8 @@ def main() -> None:
         "quantize_feedback": instructions(triton._quantize_kernel, "bf16", BITS=4, BLOCK=128, BASE=0, FEEDBACK=1),
         "dequantize_sum": instructions(triton._dequantize_sum_kernel, "fp32", BITS=8, BLOCK=128, K=8, ACCUMULATE=0),
         "add_difference": instructions(triton._dequantize_sum_kernel, "bf16", BITS=4, BLOCK=128, K=1, ACCUMULATE=1),
+        "quantize_to_int2": instructions(triton._quantize_kernel, "bf16", BITS=2, BLOCK=128, BASE=1, FEEDBACK=0),
+        "add_int2": instructions(triton._dequantize_sum_kernel, "bf16", BITS=2, BLOCK=128, K=1, ACCUMULATE=1),
     }
     json.dump(found, sys.stdout)
 

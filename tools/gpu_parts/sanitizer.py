@@ -51,7 +51,7 @@ def measure(task: Task, report: Report) -> None:
 
 def run_kernels(device: str) -> None:
     """Each kernel on whole and partial tiles, sums of several, with feedback, of differences."""
-    for fmt in (BlockFormat(8, 128), BlockFormat(4, 128)):
+    for fmt in (BlockFormat(8, 128), BlockFormat(4, 128), BlockFormat(2, 128)):
         for n in (257, 4096, 10_000):
             x = torch.randn(2, 3, n, device=device)
             payload = torch.zeros(2, 3, fmt.payload_bytes(n), dtype=torch.uint8, device=device)
