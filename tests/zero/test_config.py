@@ -149,6 +149,9 @@ def test_nodes_of_one_rank_keep_16_bits_and_the_plan_says_what_travels():
     alone = plan_wire(ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), layout(tp=4))
     assert alone.gather == GatherPlan(None, True, INT4)
     assert alone.notices[-1].startswith("--zero-weight-bits 8 4 is 16 4 here: nothing travels inside nodes of one")
+    experimental = plan_wire(ZeroConfig(zeropp=True, zero_weight_bits=(16, 2)), layout())
+    assert experimental.gather == GatherPlan(None, True, BlockFormat(2, 128))
+    assert experimental.notices == ("--zero-weight-bits 16 2 is experimental",)
     plan = plan_wire(ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), layout())
     assert plan.notices == ()
     assert plan.describe().startswith(

@@ -161,6 +161,7 @@ CASES = {
     "16 4, 3 nodes, blocks of 32": (3, Case(nodes=3, zero=with_bits(16, 4, zero_block_size=32), global_batch=12)),
     "16 4, 5 nodes": (5, Case(nodes=5, zero=with_bits(16, 4), precision=BF16, global_batch=10)),
     "8 4, tp 2, llama": (8, Case(nodes=2, tp=2, zero=with_bits(8, 4), precision=BF16, model=LLAMA_STYLE)),
+    "16 2, bf16": (4, Case(nodes=2, zero=with_bits(16, 2), precision=BF16)),
     "16 4, copies": (8, Case(nodes=4, replicas=2, zero=with_bits(16, 4), precision=BF16)),
 }
 DEFAULT = ("16 4, bf16", "8 4, fp16, tp 2, one rank per node", "16 4, 3 nodes, blocks of 32")
@@ -175,7 +176,7 @@ def test_resident_weights_follow_the_rule_of_one_process_and_are_what_every_rank
     whole, differences = 0, 0
     for index, (unit, seen) in enumerate(runs[0].units):
         whole += plan_message(unit.segments, None, exact_itemsize=itemsize).message_bytes
-        fmt = BlockFormat(4, block or 128)
+        fmt = BlockFormat(case.zero.weight_bits[1], block or 128)
         differences += plan_message(unit.segments, fmt, exact_itemsize=itemsize).message_bytes
         shards = {(run.place, tp): run.units[index][1] for tp, run in tp_ranks(runs, case)}
         for (place, tp), mine in shards.items():
