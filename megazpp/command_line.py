@@ -356,6 +356,9 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
     if not _is_union(hint):
         return hint, False
     kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+    tuples = [kind for kind in kinds if typing.get_origin(kind) is tuple]
+    if tuples:  # the command line always makes a tuple
+        kinds = [kind for kind in kinds if kind is not typing.get_args(tuples[0])[0]]
     if len([kind for kind in kinds if typing.get_origin(kind) is not Literal]) > 1:
         raise TypeError(f"a flag has one type, possibly with words and | None, not {hint}")
     return typing.Union[tuple(kinds)], types.NoneType in typing.get_args(hint)  # noqa: UP007 - of a list

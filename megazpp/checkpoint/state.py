@@ -2,13 +2,15 @@
 
     model.{parameter}                                      sharded, any layout reads it
     optimizer.state.{parameter}.{moment}                   sharded like the parameter, or a scalar
+    secondary.{parameter}                                  what nodes keep of it (4-bit differences), sharded alike
+    secondary.{parameter}.crossing                         what the next use of its unit sends to other nodes, a scalar
     feedback.{replicas x cross x local x tp}.{place}.{..}  one rank's error feedback: only the same layout reads it
     rng.{data x tp}.{place}.{..}                           one rank's random generators: only the same layout reads it
 
 Keys are those of `torch.distributed.checkpoint.state_dict`. Sharded tensors are DTensors: how tensor parallelism and
 ZeRO spread them is known to torch, so that every layout reads what any layout has written. A rank's place is its
 coordinates, not its number: the same layout on hosts in another order is the same. What a key of this layout is missing
-for begins anew. A gather's secondary partition is not saved: it is made from the shards.
+for begins anew. A secondary partition is saved only where differences are added to it: others are made from the shards.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from megazpp.topology.layout import COORDINATES
 from megazpp.zero.sharding import Sharding
 
 Saved = Mapping[str, TensorStorageMetadata]
-MODEL, OPTIMIZER = "model.", "optimizer.state."  # what keys begin with
+MODEL, OPTIMIZER, SECONDARY = "model.", "optimizer.state.", "secondary."  # what keys begin with
 
 
 class TrainState:
@@ -63,6 +65,7 @@ class TrainState:
                 moments = self._optimizer.state.get(parameter, {})
                 found |= {f"{OPTIMIZER}{name}.{moment}": value for moment, value in moments.items()}
             found |= self._rank_tensors()
+            found |= {f"{SECONDARY}{name}": x for name, x in self._sharding.secondary_state().items()}
         if rng:
             states = rng_states(self.model.shared_generator, self.device)
             found |= {self._rng_prefix + key: state for key, state in states.items()}
@@ -82,6 +85,10 @@ class TrainState:
             for key, value in self._rank_tensors().items():
                 if key in saved and saved[key].size == value.shape:
                     targets[key] = value
+            for name, value in self._sharding.secondary_targets().items():
+                key = f"{SECONDARY}{name}"
+                if key in saved and saved[key].properties.dtype == value.dtype:
+                    targets[key] = value
         if rng:
             entries = {key: entry for key, entry in saved.items() if key.startswith(self._rng_prefix)}
             targets |= {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
@@ -98,6 +105,9 @@ class TrainState:
                 value.zero_()
             if missing:
                 notes.append("error feedback begins at zero: the checkpoint has none of this layout")
+            kept = {key.removeprefix(SECONDARY): x for key, x in loaded.items() if key.startswith(SECONDARY)}
+            if not self._sharding.load_secondary_state(kept):
+                notes.append("weights cross nodes whole at first: the checkpoint has no weights that nodes keep")
         if rng:
             prefix, dims, shared = self._rng_prefix, self.dims, self.model.shared_generator
             states = {key.removeprefix(prefix): state for key, state in loaded.items() if key.startswith(prefix)}
@@ -119,14 +129,15 @@ class TrainState:
     def padded(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
         """Keys of those of `tensors` that end in rows of padding."""
         names = {owned.name for owned in owned_parameters(self.model) if owned.spec.rows is not None}
-        weights = {f"{MODEL}{name}" for name in names}
-        return {key for key, x in tensors.items() if x.ndim > 0 and (key in weights or _split_moment(key)[0] in names)}
+        whole = {f"{prefix}{name}" for name in names for prefix in (MODEL, SECONDARY)}
+        return {key for key, x in tensors.items() if x.ndim > 0 and (key in whole or _split_moment(key)[0] in names)}
 
     def estimate_bytes(self, *, optimizer: bool) -> int:
-        """About how large a checkpoint is: fp32 weights and moments, and what ranks have of their own."""
+        """About how large a checkpoint is: fp32 weights and moments, kept weights, and what ranks have of their own."""
         copies = 3 if optimizer and "betas" in self._optimizer.defaults else 2 if optimizer else 1
         weights = sum(parameter.numel() for parameter in self.model.parameters()) * 4
         of_ranks = sum(x.nbytes for x in self._rank_tensors().values()) * self.dims.world.size
+        of_ranks += self._sharding.secondary_state_bytes * self.dims.world.size // self.dims.replicate.size
         return copies * weights + (of_ranks if optimizer else 0)
 
     def values(self) -> dict[str, Any]:

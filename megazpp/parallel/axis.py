@@ -44,6 +44,10 @@ class TrafficCounter:
         finally:
             self._paused = before
 
+    @property
+    def is_paused(self) -> bool:
+        return self._paused
+
     def add(self, wire: str, axis: str, collective: str, sent_bytes: int) -> None:
         if self._paused:
             return

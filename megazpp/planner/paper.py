@@ -124,14 +124,18 @@ class PaperUnit(Unit):
         nodes, peers = axes["cross"].size, axes["local"].size
         if isinstance(self.gather, TwoHopGather) and wire.gather is not None:
             received = nodes * self.gather.message_bytes
-            self.secondary_bytes = received if wire.gather.keep else 0
-            self.gather_buffer = (peers * received if peers > 1 else 0) + received - self.secondary_bytes
+            self.secondary_bytes = self.gather.secondary.kept_bytes if wire.gather.keep else 0
+            self.gather_buffer = (peers * received if peers > 1 else 0) + (0 if wire.gather.keep else received)
         if isinstance(self.reduce, TwoHopReduce):
             inside, across = self.reduce.message_bytes
             self.reduce_buffer = (2 if peers > 1 else 1) * peers * nodes * inside  # sent and received
             self.cross_buffer = 2 * nodes * across
             self.partial_bytes = nodes * self.size * (2 if zero.zero_accumulate_in_bf16 else 4)
             self.feedback_bytes = sum(part.nbytes for error in self.reduce.errors(META) for part in error)
+
+    @property
+    def is_frozen(self) -> bool:
+        return False
 
     def fingerprint(self) -> Fingerprint:
         return (self.version,)
@@ -156,12 +160,23 @@ class PaperCodec(Codec):
         super().__init__(layout, dtype)
         self._touch = touch
 
-    def pack(self, shards: torch.Tensor, messages: torch.Tensor, *, errors: Errors | None = None) -> None:
+    def pack(
+        self,
+        shards: torch.Tensor,
+        messages: torch.Tensor,
+        *,
+        errors: Errors | None = None,
+        base: torch.Tensor | None = None,
+    ) -> None:
         fed_back = sum(2 * part.nbytes for error in errors or () for part in error)
-        self._touch(shards.nbytes + messages.nbytes + fed_back)
+        beside = fed_back if base is None else base.nbytes
+        self._touch(shards.nbytes + messages.nbytes + beside)
 
     def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
         self._touch(messages.nbytes + shards.nbytes)
+
+    def unpack_onto(self, messages: torch.Tensor, base: torch.Tensor) -> None:
+        self._touch(messages.nbytes + 2 * base.nbytes)
 
     def unpack_sum(self, messages: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         self._touch(messages.nbytes + (2 if accumulate else 1) * out.nbytes)

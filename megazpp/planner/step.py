@@ -216,9 +216,12 @@ class PaperStep:
         passes = 1 + 2 + 7  # norm; clipping; AdamW reads four values and writes three
         self._simulation.spend(self._costs.memory(passes * 4 * sum(unit.size for unit in self.units)))
         for unit in self.units:
+            gather = unit.gather if isinstance(unit.gather, TwoHopGather) else None
+            if gather is not None:
+                gather.before_step()
             unit.version += 1
-            if isinstance(unit.gather, TwoHopGather):
-                unit.gather.drop()
+            if gather is not None:
+                gather.after_step(keyframe=False)
 
     # ---- FSDP2 ----------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ class TrainStep:
             NotFiniteError: the guard ends the job.
         """
         self.model.train()
+        self.sharding.begin_step(iteration)
         if self.guard is not None:
             self.guard.begin_step()
         local_losses, loss = self._forward_backward(micro_batches)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from kernels.formats import BlockFormat
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue
 from megazpp.zero.comms import CountedGather, CountedReduce, SummingReduce
@@ -21,6 +22,7 @@ from megazpp.zero.layout import MessageLayout, plan_message
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.schedule import CommQueues, GatherSchedule, ReduceSchedule
+from megazpp.zero.secondary import Resident, Secondary
 from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec
 
@@ -93,15 +95,30 @@ class CommFactory:
         return gather, reduce
 
     def _two_hop_gather(self, unit: Unit, plan: GatherPlan) -> TwoHopGather:
-        dtype = self._precision.param_dtype
         return TwoHopGather(
             unit,
-            cross=self._cross,
             local=self._local,
             queues=self._queues,
             schedule=self._gather_schedule,
-            codec=self._codec(plan_message(unit.segments, plan.fmt, exact_itemsize=dtype.itemsize), dtype),
+            secondary=self._secondary(unit, plan),
             keep=plan.keep,
+            check=self._zero.zero_check_secondary,
+        )
+
+    def _secondary(self, unit: Unit, plan: GatherPlan) -> Secondary:
+        dtype = self._precision.param_dtype
+
+        def codec(fmt: BlockFormat | None) -> Codec:
+            return self._codec(plan_message(unit.segments, fmt, exact_itemsize=dtype.itemsize), dtype)
+
+        if plan.differences is None:
+            return Secondary(codec(plan.fmt), self._cross, of=unit.name)
+        return Resident(
+            codec(plan.fmt),
+            self._cross,
+            of=unit.name,
+            exact=codec(None),
+            differences=codec(plan.differences),
             check=self._zero.zero_check_secondary,
         )
 

@@ -8,12 +8,13 @@ from typing import Literal, NamedTuple, TypeVar
 
 from kernels.block_quant import backend
 from kernels.formats import BlockFormat
-from megazpp.flags import as_words, as_written, flag
+from megazpp.flags import as_words, as_written, check_positive, flag
 from megazpp.topology.layout import Layout
 
 T = TypeVar("T")
 
-WEIGHT_BLOCK, GRADIENT_BLOCK = 256, 128
+WEIGHT_BLOCK, DIFFERENCE_BLOCK, GRADIENT_BLOCK = 256, 128, 128
+WEIGHT_BITS = ((8, 8), (16, 16), (16, 4), (8, 4), (16, 2), (8, 2))  # inside a node, across nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,18 @@ class ZeroConfig:
         "change; auto: the node's, 1: none",
     )
     zero_quantized_gradients: bool | None = flag(None, "qgZ: reduce gradients as 8-bit and 4-bit blocks")
-    zero_weight_bits: Literal[8, 16] = flag(8, "bits of a weight on the wire; 16: the compute format, not quantized")
+    zero_weight_bits: int | tuple[int, ...] = flag(
+        (8, 8),
+        "bits of a weight inside a node and across nodes, one value for both: 8 8; 16 16, the compute format, not "
+        "quantized; 16 4 and 8 4: what crosses nodes is the difference from the kept weights, so these are kept in the "
+        "compute format (2 bytes per parameter and node instead of 1; 3 with 8 4); experimental: 16 2 and 8 2",
+        nargs="+",
+    )
+    zero_weight_keyframe_interval: int | None = flag(
+        None,
+        "with 4 or 2 bits across nodes: whole weights cross after every this many iterations, which heals a kept "
+        "partition that memory or wire has corrupted",
+    )
     zero_gradient_bits: tuple[int, ...] = flag(
         (8, 4), "bits of a gradient inside a node and across nodes: 4, 8, or 16 for the reduction format", nargs=2
     )
@@ -64,6 +76,13 @@ class ZeroConfig:
     )
 
     @property
+    def weight_bits(self) -> tuple[int, ...]:
+        """Bits of a weight inside a node and across nodes."""
+        bits = self.zero_weight_bits
+        given = (bits,) if isinstance(bits, int) else tuple(bits)
+        return given * 2 if len(given) == 1 else given
+
+    @property
     def stage(self) -> int:
         if self.zero_stage is not None:
             return self.zero_stage
@@ -82,12 +101,16 @@ class GatherPlan(NamedTuple):
     """How weights are gathered in two hops.
 
     Attributes:
-        fmt: block format of the messages; None: the compute format, not quantized.
+        fmt: block format of the messages, with differences of those inside a node; None: the compute format, not
+            quantized.
         keep: whether the secondary partition is kept (hpZ).
+        differences: block format of the differences from the kept weights that cross nodes; None: the same messages
+            travel across nodes and inside.
     """
 
     fmt: BlockFormat | None
     keep: bool
+    differences: BlockFormat | None = None
 
 
 class ReducePlan(NamedTuple):
@@ -121,7 +144,9 @@ class WirePlan(NamedTuple):
         weights = "gathered by FSDP2's ring"
         if self.gather is not None:
             kept = "kept inside the node until they change" if self.gather.keep else "not kept"
-            weights = f"gathered in two hops, {_spell(self.gather.fmt)}, {kept}"
+            fmt, differences = _spell(self.gather.fmt), self.gather.differences
+            formats = fmt if differences is None else f"{fmt} inside nodes, differences as {_spell(differences)} across"
+            weights = f"gathered in two hops, {formats}, {kept}"
         gradients = "reduced by FSDP2's ring"
         if self.reduce is not None:
             gradients = (
@@ -143,9 +168,14 @@ def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
         ValueError: a combination of flags means nothing; the message names flags and values.
     """
     _check_values(config)
-    quantized_weights = _default(config.zero_quantized_weights, config.zeropp) and config.zero_weight_bits < 16
-    quantized_gradients = _default(config.zero_quantized_gradients, config.zeropp)
+    inside, across = config.weight_bits if _default(config.zero_quantized_weights, config.zeropp) else (16, 16)
+    quantized_weights, quantized_gradients = across < 16, _default(config.zero_quantized_gradients, config.zeropp)
     keep = _keeps_secondary(config, layout)
+    if across < 8 and not keep:
+        raise ValueError(
+            f"--zero-weight-bits {inside} {across} sends differences from the weights that a node keeps: it needs "
+            f"--zero-hpz-partition-size auto, not {config.zero_hpz_partition_size or 1}"
+        )
     wanted = {
         "--zeropp": config.zeropp,
         "--zero-quantized-weights": quantized_weights,
@@ -177,7 +207,18 @@ def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
         )
     gather = None
     if quantized_weights or keep:
-        gather = GatherPlan(BlockFormat(8, config.zero_block_size or WEIGHT_BLOCK) if quantized_weights else None, keep)
+        if across < inside == 8 and layout.local == 1:
+            inside = 16
+            notices.append(
+                f"--zero-weight-bits 8 {across} is 16 {across} here: nothing travels inside nodes of one data rank"
+            )
+        gather = GatherPlan(
+            _weight_format(inside, config.zero_block_size or WEIGHT_BLOCK),
+            keep,
+            _weight_format(across, config.zero_block_size or DIFFERENCE_BLOCK) if across < 8 else None,
+        )
+    if across == 2:
+        notices.append(f"--zero-weight-bits {as_words(config.zero_weight_bits)} is experimental")
     reduce = None
     if quantized_gradients:
         block = config.zero_block_size or GRADIENT_BLOCK
@@ -192,7 +233,7 @@ def wire_backends(plan: WirePlan, device_type: str) -> list[tuple[str, str, str]
     Raises:
         ValueError: blocks cannot be quantized on a device of this type.
     """
-    formats = [plan.gather.fmt] if plan.gather else []
+    formats = [plan.gather.fmt, plan.gather.differences] if plan.gather else []
     formats += [plan.reduce.local, plan.reduce.cross] if plan.reduce else []
     return [backend(device_type)] if any(formats) else []
 
@@ -210,6 +251,12 @@ def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:
 
 def _check_values(config: ZeroConfig) -> None:
     """Raise ValueError for values out of range, whether the flags are used or not."""
+    check_positive(config, "zero_weight_keyframe_interval")
+    if config.weight_bits not in WEIGHT_BITS:
+        raise ValueError(
+            f"--zero-weight-bits {as_words(config.zero_weight_bits)} is not one of "
+            f"{', '.join(map(as_words, WEIGHT_BITS))}"
+        )
     bits, size = config.zero_gradient_bits, config.zero_block_size
     if len(bits) != 2 or any(b not in (4, 8, 16) for b in bits):
         raise ValueError(f"--zero-gradient-bits {as_words(bits)} is not two of 4, 8 and 16")
@@ -220,12 +267,18 @@ def _check_values(config: ZeroConfig) -> None:
 def _without_effect(config: ZeroConfig, gather: GatherPlan | None, reduce: ReducePlan | None) -> list[str]:
     """A line for each flag that was set and changes nothing of what travels."""
     weights = _default(config.zero_quantized_weights, config.zeropp)
-    formats = [gather and gather.fmt, reduce and reduce.local, reduce and reduce.cross]
+    differences = None if gather is None else gather.differences
+    formats = [gather and gather.fmt, differences, reduce and reduce.local, reduce and reduce.cross]
     kept, quantized, crossing = gather is not None and gather.keep, any(formats), formats[-1] is not None
     one_by_one = "gradients are not reduced in two hops (--zero-quantized-gradients, --zeropp)"
     unused = (
-        ("zero_quantized_weights", weights and config.zero_weight_bits == 16, "--zero-weight-bits 16"),
+        ("zero_quantized_weights", weights and config.weight_bits == (16, 16), "--zero-weight-bits 16"),
         ("zero_weight_bits", not weights, "weights are not quantized (--zero-quantized-weights, --zeropp)"),
+        (
+            "zero_weight_keyframe_interval",
+            differences is None,
+            "whole weights cross nodes in every step (--zero-weight-bits 16 4)",
+        ),
         ("zero_gradient_bits", reduce is None, one_by_one),
         ("zero_block_size", not quantized, "nothing is quantized (--zeropp)"),
         ("zero_error_feedback", not crossing, "gradients are not quantized across nodes (--zeropp)"),
@@ -239,6 +292,10 @@ def _without_effect(config: ZeroConfig, gather: GatherPlan | None, reduce: Reduc
         for name, applies, why in unused
         if applies and getattr(config, name) != fields[name].default
     ]
+
+
+def _weight_format(bits: int, block_size: int) -> BlockFormat | None:
+    return None if bits == 16 else BlockFormat(bits, block_size)  # type: ignore[arg-type]
 
 
 def _gradient_format(bits: int, block_size: int) -> BlockFormat | None:

@@ -3,9 +3,15 @@
     shard [S] --pack--> cross all-gather --> secondary [N, M] --> local all-gather --> [L, N, M] --unpack--> [N, L, S]
 
 N nodes (cross axis), L ranks of a node that share a tensor-parallel index (local axis), S elements of a shard, M bytes
-of its message. The secondary partition (hpZ) is kept as the bytes it arrived in: every later use until the weights
-change, forward or backward, repeats the local hop only and sees bit-identical weights (DeepSpeed quantizes again for
-backward). Source: ZeRO++ (arXiv 2306.10209) sections 3.1 and 3.2.
+of its message. The secondary partition (hpZ, secondary.py) is kept: every later use until the weights change, forward
+or backward, repeats the local hop only and sees bit-identical weights (DeepSpeed quantizes again for backward).
+Source: ZeRO++ (arXiv 2306.10209) sections 3.1 and 3.2.
+
+What crosses nodes next follows from what all ranks know:
+
+    nothing       if the shards are those that were sent last
+    a difference  if since then an optimizer has made a step and nothing else was written (where R is, secondary.py)
+    a keyframe    at the first use, and after anything else that has written to the shards, or may have
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Hashable
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -21,12 +28,20 @@ from megazpp.parallel.axis import MeshAxis, SilentAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.zero.comms import AllGather, FreshBuffers, Pending
 from megazpp.zero.schedule import CommQueues, GatherSchedule
+from megazpp.zero.secondary import Resident, Secondary
 from megazpp.zero.units import Fingerprint, Unit
-from megazpp.zero.wire import Codec
 
 
 class StaleWeightsError(RuntimeError):
     """The secondary partition does not hold the weights that the shards hold."""
+
+
+class Crossing(IntEnum):
+    """What crosses nodes at the next use of a unit; the numbers stand in checkpoints."""
+
+    NOTHING = 0
+    DIFFERENCE = 1
+    KEYFRAME = 2
 
 
 class TwoHopGather(FreshBuffers, AllGather):
@@ -34,10 +49,10 @@ class TwoHopGather(FreshBuffers, AllGather):
 
     Args:
         unit: the unit whose parameters are gathered; its fingerprint, equal on all ranks, is read at every use.
-        cross, local: the axes of the two hops; FSDP2's flat rank is cross rank x L + local rank.
+        local: the axis of the second hop; FSDP2's flat rank is cross rank x L + local rank.
         queues: the communication queues in which the hops run.
         schedule: starts the hops of other units together with this unit's.
-        codec: packs and unpacks the unit's messages; its elements have FSDP2's compute dtype.
+        secondary: holds what arrived in the first hop, and brings it there; its elements have FSDP2's compute dtype.
         keep: whether the secondary partition is kept for later uses (hpZ).
         check: whether it is compared with the shards at every use, on all ranks.
     """
@@ -46,40 +61,67 @@ class TwoHopGather(FreshBuffers, AllGather):
         self,
         unit: Unit,
         *,
-        cross: MeshAxis,
         local: MeshAxis,
         queues: CommQueues,
         schedule: GatherSchedule,
-        codec: Codec,
+        secondary: Secondary,
         keep: bool,
         check: bool = False,
     ) -> None:
-        self._unit, self._cross, self._local, self._queues = unit, cross, local, queues
-        self._schedule, self._codec, self._keep, self._check = schedule, codec, keep, check
-        self._secondary: torch.Tensor | None = None
+        self.unit, self.secondary = unit, secondary
+        self._cross, self._local, self._queues = secondary.cross, local, queues
+        self._schedule, self._codec, self._keep, self._check = schedule, secondary.codec, keep, check
         self._made_from: Fingerprint | None = None
+        self._has_stepped = False  # since `_made_from`, which is of after the step
         self._crossed: Work[None] | None = None  # the cross hop
         self._received: Work[torch.Tensor] | None = None  # a local hop that was started ahead of its use
-        self.used = False
+        self._used = False  # since the cross hop last started
+        self._compared = False  # the unit's shard reader with FSDP2's shard
+        self._uncounted = 0  # bytes that crossed while the counter was paused
+        schedule.add(self)
 
     def drop(self) -> None:
-        """Have the next use make the secondary partition anew, because the weights have changed."""
+        """Have the next use send whole weights, because they have changed."""
         self._made_from = self._received = None
+
+    def before_step(self) -> None:
+        """Call before an optimizer's step: what was written by others until now is not a step's difference."""
+        if not self.unit.is_sharded or self._made_from != self.unit.fingerprint():
+            self.drop()
+
+    def after_step(self, *, keyframe: bool) -> None:
+        """Call after an optimizer's step, on all ranks.
+
+        Args:
+            keyframe: whether the next use sends whole weights in any case.
+        """
+        if keyframe or not self.secondary.sends_differences or self._made_from is None:
+            self.drop()
+        elif not self.unit.is_frozen:
+            self._made_from, self._has_stepped, self._received = self.unit.fingerprint(), True, None
+
+    def next_crossing(self) -> Crossing:
+        """What the next use sends; ask while the unit is sharded."""
+        if self.secondary.messages is None or self._made_from is None or self._made_from != self.unit.fingerprint():
+            return Crossing.KEYFRAME
+        return Crossing.DIFFERENCE if self._has_stepped else Crossing.NOTHING
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Pending | None:
         size = self._codec.layout.size
         assert input_tensor.numel() == size, f"a shard of {input_tensor.numel()} elements, planned {size}"
-        secondary = self._fresh_secondary(input_tensor)
-        self.used = True
-        received = self._received or self._start_local_hop(secondary)
+        messages = self._fresh_messages(input_tensor)
+        self._count_crossing()
+        self._used = True
+        received = self._received or self._start_local_hop(messages)
         self._received = None
         done = self._queues.local.submit(functools.partial(self._unpack, received, output_tensor))
         if self._keep:
             self._schedule.prefetch_after(self)
         else:
-            self._secondary = self._made_from = None
+            self.secondary.free()
+            self._made_from = None
         if self._schedule.overlap and self._queues.local.blocks_host:
             return Pending(done)
         done.wait()  # on CUDA the gather stream waits, on which FSDP2 goes on
@@ -87,7 +129,7 @@ class TwoHopGather(FreshBuffers, AllGather):
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of one shard's message."""
+        """Bytes of one shard's message inside a node."""
         return self._codec.layout.message_bytes
 
     @property
@@ -95,73 +137,119 @@ class TwoHopGather(FreshBuffers, AllGather):
         """A key of the compiled kernels: gathers of equal `kind` use the same ones."""
         return self._codec.layout, self._codec.dtype
 
+    @property
+    def crossing_key(self) -> str:
+        """The name of the unit's first parameter, which no other unit has, for what the next use sends."""
+        return f"{self.unit.parameters[0].name}.crossing"
+
+    def new_row(self, device: torch.device) -> torch.Tensor:
+        """[S] zeros, for this rank's row of the resident weights."""
+        return torch.zeros(self._codec.layout.size, dtype=self._codec.dtype, device=device)
+
     def rehearse(self, device: torch.device) -> None:
         """Pack and unpack zeros as a use does, to compile the kernels; nothing is sent and no state changes."""
         twin, codec, size = copy.copy(self), self._codec, self._codec.layout.size
-        twin._cross, twin._local = SilentAxis(self._cross), SilentAxis(self._local)
-        secondary = codec.empty(self._cross.size, device=device)
+        twin._local, secondary = SilentAxis(self._local), self.secondary.silent(device)
+        assert secondary.messages is not None
         output = torch.zeros(self._cross.size * self._local.size, size, dtype=codec.dtype, device=device)
         slot = output[self._cross.rank * self._local.size + self._local.rank]  # where FSDP2 puts the shard
         for shard in (slot, torch.zeros_like(slot)):  # and where `start_early` does: other alignments, other kernels
-            twin._hop_across(secondary, functools.partial(torch.Tensor.detach, shard))
-        twin._unpack(Work(twin._hop_inside(secondary)), output.view(-1))
+            for keyframe in (True, False):
+                secondary.take_in(secondary.messages, shard, keyframe=keyframe)
+        twin._unpack(Work(twin._hop_inside(secondary.messages)), output.view(-1))
 
     def start_early(self) -> None:
-        """Start the cross hop ahead of use if the weights have changed and the modules hold the shards."""
-        shard = self._unit.shard_reader(self._codec.dtype)
-        if shard is not None and self._secondary is not None and self._made_from != self._unit.fingerprint():
-            self._start_cross_hop(self._secondary, shard)
+        """Start the cross hop ahead of use if the weights have changed and the modules hold the shards.
+
+        With differences whether this unit is used or not, overlap or not: what the resident weights hold follows from
+        the optimizer's steps, not from what happened to be used in between.
+        """
+        wanted = self.secondary.sends_differences or (self._schedule.overlap and self._used)
+        messages = self.secondary.messages if wanted else None
+        shard = None if messages is None else self.unit.shard_reader(self._codec.dtype)
+        if messages is not None and shard is not None and self.next_crossing() != Crossing.NOTHING:
+            self._start_cross_hop(messages, shard)
 
     def prefetch(self) -> None:
         """Start the next use's local hop, if the secondary partition holds the current weights."""
-        fresh = self._unit.is_sharded and self._made_from == self._unit.fingerprint()
-        if fresh and self._received is None and self._secondary is not None:
-            self._received = self._start_local_hop(self._secondary)
+        fresh = self.unit.is_sharded and self.next_crossing() == Crossing.NOTHING
+        if fresh and self._received is None and self.secondary.messages is not None:
+            self._received = self._start_local_hop(self.secondary.messages)
 
-    def _fresh_secondary(self, shard: torch.Tensor) -> torch.Tensor:
-        if self._secondary is None or self._made_from != self._unit.fingerprint():
-            if self._secondary is None:
-                with torch.inference_mode(False):  # it outlives the mode in which it is first made
-                    self._secondary = self._codec.empty(self._cross.size, device=shard.device)
-                if self._keep and self._schedule.overlap:  # what `start_early` will rely on
-                    self._unit.check_shard_reader(shard)
-            self._start_cross_hop(self._secondary, lambda: shard)
-            if self._keep:
-                self._schedule.stale(self)
-        elif self._check:
-            self._compare_secondary(self._secondary, shard)
-        return self._secondary
+    def resident(self) -> Resident | None:
+        """The resident weights, complete; None where there are none (yet)."""
+        secondary = self.secondary
+        if not isinstance(secondary, Resident) or secondary.weights is None:
+            return None
+        if self._crossed is not None:
+            self._crossed.wait()
+        return secondary
 
-    def _start_cross_hop(self, secondary: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
-        self._received, self.used = None, False
-        self._made_from = self._unit.fingerprint()
-        self._crossed = self._queues.cross.submit(functools.partial(self._hop_across, secondary, shard))
+    def restore(self, row: torch.Tensor, crossing: Crossing) -> None:
+        """Have the resident weights again as a checkpoint has kept them; call on all ranks, while the unit is sharded.
 
-    def _hop_across(self, secondary: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
-        mine = secondary[self._cross.rank]
-        self._codec.pack(shard(), mine)
-        self._cross.all_gather(mine.unsqueeze(0), out=secondary, of=self._unit.name)
+        Args:
+            row: [S] this rank's own row.
+            crossing: what the next use had to send.
+        """
+        secondary = self.secondary
+        assert isinstance(secondary, Resident)
+        messages = secondary.messages if secondary.messages is not None else secondary.allocate(row.device)
+        self._crossed = self._queues.cross.submit(functools.partial(secondary.restore, messages, row))
+        self._crossed.wait()
+        self._made_from, self._received = self.unit.fingerprint(), None
+        self._has_stepped = crossing == Crossing.DIFFERENCE
 
-    def _start_local_hop(self, secondary: torch.Tensor) -> Work[torch.Tensor]:
+    def _fresh_messages(self, shard: torch.Tensor) -> torch.Tensor:
+        crossing, messages = self.next_crossing(), self.secondary.messages
+        if crossing == Crossing.NOTHING:
+            assert messages is not None
+            if self._check:
+                self._compare_secondary(shard)
+            return messages
+        if messages is None:
+            messages = self.secondary.allocate(shard.device)
+        starts_early = self._keep and (self._schedule.overlap or self.secondary.sends_differences)
+        if starts_early and not self._compared:  # what `start_early` will rely on
+            self.unit.check_shard_reader(shard)
+            self._compared = True
+        self._start_cross_hop(messages, lambda: shard)
+        if self._keep:
+            self._schedule.stale(self)
+        return messages
+
+    def _start_cross_hop(self, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
+        keyframe = self.next_crossing() == Crossing.KEYFRAME
+        self._received, self._used, self._has_stepped = None, False, False
+        self._made_from = self.unit.fingerprint()
+        paused, num_bytes = self._cross.counter.is_paused, self.secondary.crossing_bytes(keyframe=keyframe)
+        self._uncounted = (self._cross.size - 1) * num_bytes if paused else 0
+        self._crossed = self._queues.cross.submit(lambda: self.secondary.take_in(messages, shard(), keyframe=keyframe))
+
+    def _count_crossing(self) -> None:
+        """Weights that crossed for an evaluation, which counts nothing, are counted by the step that uses them."""
+        if self._uncounted and not self._cross.counter.is_paused:
+            self._cross.count("all_gather", self._uncounted)
+            self._uncounted = 0
+
+    def _start_local_hop(self, messages: torch.Tensor) -> Work[torch.Tensor]:
         assert self._crossed is not None
-        return self._queues.local.submit(functools.partial(self._hop_inside, secondary), after=(self._crossed,))
+        return self._queues.local.submit(functools.partial(self._hop_inside, messages), after=(self._crossed,))
 
-    def _hop_inside(self, secondary: torch.Tensor) -> torch.Tensor:
+    def _hop_inside(self, messages: torch.Tensor) -> torch.Tensor:
         """[N, M] -> [L, N, M]"""
-        return self._local.all_gather(secondary, of=self._unit.name).view(self._local.size, *secondary.shape)
+        return self._local.all_gather(messages, of=self.unit.name).view(self._local.size, *messages.shape)
 
     def _unpack(self, received: Work[torch.Tensor], output: torch.Tensor) -> None:
         """[L, N, M] -> [N L, S] in FSDP2's rank order, written through [L, N, S]."""
         shards = output.view(self._cross.size, self._local.size, -1).transpose(0, 1)
         self._codec.unpack(received.join(), shards)
 
-    def _compare_secondary(self, secondary: torch.Tensor, shard: torch.Tensor) -> None:
-        """Raise StaleWeightsError on all ranks if one of them keeps other bytes than its shard packs to."""
+    def _compare_secondary(self, shard: torch.Tensor) -> None:
+        """Raise StaleWeightsError on all ranks if one of them has sent other weights than its shard holds."""
 
         def across() -> torch.Tensor:
-            packed = self._codec.empty(device=shard.device)
-            self._codec.pack(shard, packed)
-            return self._cross.max_((packed != secondary[self._cross.rank]).any().to(torch.int32))
+            return self._cross.max_(self.secondary.differs_from(shard).to(torch.int32))
 
         crossed = self._queues.cross.submit(across)
         if int(self._queues.local.submit(lambda: self._local.max_(crossed.join()), after=(crossed,)).wait()):

@@ -1,6 +1,7 @@
 """The schedules that decide which hop runs when: slow hops once per optimizer step, fast hops once per use.
 
     weights    first use after they changed:  cross hops of all units start, in the order of use, under the forward
+                                              (of differences all at that use, also without overlap, used or not)
                every use:                     local hop, with the next unit's behind it
     gradients  every micro-batch:             local hop
                last micro-batch:              cross hop of a unit when its local hop is done, under the rest of backward
@@ -17,6 +18,11 @@ On CUDA, memory that one stream allocates and another one uses must not be hande
 |----------------------------|-----------|----------------|---------------------------------------------------------|
 | shard, gathered parameters | FSDP2's   | cross, local   | the gather stream waits for both hops, FSDP2 for it     |
 | secondary partition        | gather    | cross, local   | the comm keeps it; if not kept: as above                |
+| resident weights           | gather    | cross, local   | the comm keeps them; a cross hop waits for its caller,  |
+|                            |           |                | which has waited for the last local hop                 |
+| their copy for a checkpoint| compute   |                | made after the cross hop was waited for                 |
+| their row out of one       | compute   | cross          | waited for before it is freed                           |
+| checksum of what was sent  | cross     |                | one stream                                              |
 | shard that is read early   | cross     |                | one stream                                              |
 | messages, sent or received | the queue |                | one stream: the queue that received them unpacks them   |
 | gradients of a unit        | compute   | local          | the reduce stream waits for that hop, FSDP2 for it      |
@@ -51,10 +57,8 @@ class CommQueues(NamedTuple):
 class Startable(Protocol):
     """The part of a unit's gather that its schedule calls."""
 
-    used: bool  # since its cross hop last started
-
     def start_early(self) -> None:
-        """Start the cross hop ahead of use if the weights have changed and the modules hold the shards."""
+        """Start the cross hop ahead of use if that is wanted, the weights have changed, and the modules hold them."""
 
     def prefetch(self) -> None:
         """Start the next use's local hop."""
@@ -72,18 +76,22 @@ class GatherSchedule:
         self.overlap = overlap
         self._prefetch = overlap and prefetch
         self._order: list[Startable] = []
+        self._all: list[Startable] = []
+
+    def add(self, gather: Startable) -> None:
+        """Know of `gather` before its first use."""
+        self._all.append(gather)
 
     def stale(self, gather: Startable) -> None:
         """Start the other units' cross hops; call when `gather` has started its own because it was used."""
-        if gather not in self._order:
-            self._order.append(gather)
-        if self.overlap:
-            for other in self._order:
-                if other.used and other is not gather:
-                    other.start_early()
+        for other in dict.fromkeys([*self._order, *self._all]):
+            if other is not gather:
+                other.start_early()
 
     def prefetch_after(self, gather: Startable) -> None:
         """Submit the local hop of the unit after `gather`, in a forward; call when its own has been submitted."""
+        if gather not in self._order:
+            self._order.append(gather)
         if self._prefetch and not in_backward():  # FSDP2 prefetches in backward itself
             following = self._order[self._order.index(gather) + 1 :]
             if following:

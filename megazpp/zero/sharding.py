@@ -16,20 +16,20 @@ precision, parameter types and checkpoints are the same everywhere. ZeRO++ is st
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.comms import SummingReduce, count_all_reduce
 from megazpp.zero.config import WirePlan, ZeroConfig, plan_wire
-from megazpp.zero.gather import TwoHopGather
+from megazpp.zero.gather import Crossing, TwoHopGather
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.units import Unit, find_units
@@ -44,6 +44,7 @@ class Sharding:
         stage: the ZeRO stage.
         gathers, reduces: the two-hop comms that were installed.
         watchable: every comm that sums gradients over shards.
+        keyframe_interval: iterations between whole weights in the place of differences; None: as many as come.
     """
 
     def __init__(
@@ -54,13 +55,21 @@ class Sharding:
         gathers: Sequence[TwoHopGather] = (),
         reduces: Sequence[TwoHopReduce] = (),
         watchable: Sequence[SummingReduce] = (),
+        keyframe_interval: int | None = None,
     ) -> None:
         self.model, self.stage = model, stage
+        self._keyframe_interval = keyframe_interval
+        self._iteration: int | None = None
         self._shard_elements = sum(unit.segments[-1].stop for unit in units)
         self._modules = [_as_fsdp(module) for unit in units for module in unit.modules]
         self._gathers, self._reduces, self._watchable = gathers, reduces, watchable
+        self._residents = [gather for gather in gathers if gather.secondary.sends_differences]
         if gathers:
-            _drop_after_steps(weakref.ref(self))
+            _notice_steps(weakref.ref(self))
+
+    def begin_step(self, iteration: int) -> None:
+        """Call before the first micro-batch of a training step; only --zero-weight-keyframe-interval needs it."""
+        self._iteration = iteration
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Call before each forward of a training step, with `last` before that of its last micro-batch."""
@@ -111,7 +120,7 @@ class Sharding:
             self.free_gathered()
 
     def weights_changed(self) -> None:
-        """Have the next use of each weight gather it anew.
+        """Have the next use of each weight gather it anew, whole.
 
         Needed only after writes that move no version counter (`parameter.data`, `torch._foreach_*`): optimizer steps,
         loads and ordinary in-place operations are noticed.
@@ -119,15 +128,94 @@ class Sharding:
         for gather in self._gathers:
             gather.drop()
 
+    def before_optimizer_step(self) -> None:
+        """Call before the step of an optimizer that is not one of torch's; for those it is done."""
+        for gather in self._residents:
+            gather.before_step()
+
+    def after_optimizer_step(self) -> None:
+        """Call after such a step: the next use of the weights sends what the step has changed.
+
+        Raises:
+            RuntimeError: --zero-weight-keyframe-interval is set, and `begin_step` was never called.
+        """
+        interval, keyframe = self._keyframe_interval, False
+        if interval is not None:
+            if self._iteration is None:
+                raise RuntimeError(f"--zero-weight-keyframe-interval {interval} needs Sharding.begin_step(iteration)")
+            keyframe = self._iteration % interval == 0
+        for gather in self._gathers:
+            gather.after_step(keyframe=keyframe)
+
+    def secondary_state(self) -> dict[str, torch.Tensor]:
+        """What to continue bit for bit where weights cross nodes as differences; {} where they do not.
+
+        {parameter}: the weights that the nodes keep, a DTensor sharded like the parameter; there is none where the next
+        use sends whole weights. {unit's first parameter}.crossing: what the next use sends, a scalar, the same on all
+        ranks. All are copies. Call while the parameters are shards, as after `free_gathered`.
+        """
+        state: dict[str, torch.Tensor] = {}
+        for gather in self._residents:
+            crossing, resident = gather.next_crossing(), gather.resident()
+            state[gather.crossing_key] = torch.tensor(crossing, dtype=torch.uint8)
+            if crossing != Crossing.KEYFRAME:
+                assert resident is not None
+                assert resident.weights is not None
+                own = gather.unit.as_parameters(resident.weights[resident.cross.rank])
+                state |= {name: weight.clone() for name, weight in own.items()}  # --async-save takes no views
+        return state
+
+    def secondary_targets(self) -> dict[str, torch.Tensor]:
+        """Zeros of all that `secondary_state` may hold, to read a saved one into, of any layout and world size."""
+        targets: dict[str, torch.Tensor] = {}
+        for gather in self._residents:
+            targets[gather.crossing_key] = torch.zeros((), dtype=torch.uint8)
+            targets |= gather.unit.as_parameters(gather.new_row(self._device))
+        return targets
+
+    def load_secondary_state(self, state: Mapping[str, torch.Tensor]) -> bool:
+        """Go on from what `secondary_state` was, once the weights are loaded; call on all ranks with the same keys.
+
+        Returns:
+            Whether it was complete; a unit of which something is missing begins with whole weights.
+        """
+        complete = True
+        for gather in self._residents:
+            gather.drop()
+            names = [p.name for p in gather.unit.parameters]
+            crossing = Crossing(int(state.get(gather.crossing_key, torch.tensor(Crossing.KEYFRAME))))
+            if crossing == Crossing.KEYFRAME or any(name not in state for name in names):
+                complete = complete and crossing == Crossing.KEYFRAME and gather.crossing_key in state
+                continue
+            row = gather.new_row(self._device)
+            for name, part in gather.unit.as_parameters(row).items():
+                part.copy_(state[name])
+            with gather.secondary.cross.counter.paused():
+                gather.restore(row, crossing)
+        return complete
+
+    @property
+    def secondary_state_bytes(self) -> int:
+        """About the bytes of this rank's `secondary_state`."""
+        return sum(gather.new_row(torch.device("meta")).nbytes for gather in self._residents)
+
+    def sums_of_residents(self) -> dict[str, torch.Tensor]:
+        """[N] sums of the bits of each row of resident weights that no gather shows, by the unit's first parameter."""
+        residents = {gather.unit.parameters[0].name: gather.resident() for gather in self._residents}
+        return {
+            name: resident.sums_of_rows()
+            for name, resident in residents.items()
+            if resident is not None and resident.quantizes_inside
+        }
+
     def error_feedback(self) -> dict[str, torch.Tensor]:
         """This rank's buffers of error feedback, by name; {} where none is kept.
 
         The only state beside the parameters that outlives a step. It belongs to one layout: others begin with zeros.
         """
         buffers: dict[str, torch.Tensor] = {}
-        device = next(self.model.parameters()).device
         for reduce in self._reduces:
-            for index, errors in enumerate(reduce.errors(device)):
+            for index, errors in enumerate(reduce.errors(self._device)):
                 name = f"{reduce.unit_name}.{index}"
                 buffers |= {f"{name}.payload": errors.payload, f"{name}.scales": errors.scales}
         return buffers
@@ -148,6 +236,10 @@ class Sharding:
     def shard_elements(self) -> int:
         """Elements of all parameters on one data rank, padded as FSDP2 shards them."""
         return self._shard_elements
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
 
 def shard_model(
@@ -221,7 +313,15 @@ def _install_comms(
                 module.set_all_reduce_hook(count_all_reduce(dims.replicate))
         if dims.shard.size > 1:  # FSDP2 calls no collectives for one rank
             factory.install(unit)
-    return Sharding(model, units, stage, factory.gathers, factory.reduces, factory.all_reduces)
+    return Sharding(
+        model,
+        units,
+        stage,
+        factory.gathers,
+        factory.reduces,
+        factory.all_reduces,
+        keyframe_interval=zero.zero_weight_keyframe_interval,
+    )
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -234,17 +334,23 @@ def _as_fsdp(module: nn.Module) -> FSDPModule:
     return module
 
 
-def _drop_after_steps(sharding: weakref.ref[Sharding]) -> None:
-    """Drop the secondary partitions after every step of any torch optimizer.
+def _notice_steps(sharding: weakref.ref[Sharding]) -> None:
+    """Have every step of any torch optimizer change the weights of `sharding`.
 
-    A hook on all optimizers, because fused and foreach steps on DTensors move no version counter, and an optimizer
-    that somebody forgot to announce would train on stale weights. It outlives the model and then does nothing: taking
-    it away could happen while torch goes through its hooks.
+    Hooks on all optimizers, because fused and foreach steps on DTensors move no version counter, and an optimizer
+    that somebody forgot to announce would train on stale weights. They outlive the model and then do nothing: taking
+    them away could happen while torch goes through its hooks.
     """
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        alive = sharding()
+        if alive is not None:
+            alive.before_optimizer_step()
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         alive = sharding()
         if alive is not None:
-            alive.weights_changed()
+            alive.after_optimizer_step()
 
+    register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)

@@ -60,14 +60,19 @@ class Unit:
         return all(isinstance(t, DTensor) and SHARD in (t.device_mesh.mesh_dim_names or ()) for t in self._tensors())
 
     def fingerprint(self) -> Fingerprint:
-        """A value that changes when autograd counts a write to a shard, a shard is replaced, or the mode changes.
+        """A value that changes when autograd counts a write to a shard or a shard is replaced.
 
         Valid only while the unit `is_sharded`.
         """
-        marks: list[object] = [self.modules[0].training]
+        marks: list[object] = []
         for tensor in self._tensors():
             marks += (id(tensor), tensor._version, tensor._local_tensor._version)
         return tuple(marks)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no optimizer's step can change the unit: nothing in it is trained, or has a gradient."""
+        return not any(tensor.requires_grad or tensor.grad is not None for tensor in self._tensors())
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
         """A function that makes this rank's flat shard [S] in `dtype`, as FSDP2 hands it to its all-gather.
@@ -98,6 +103,21 @@ class Unit:
                 raise RuntimeError(
                     f"torch {torch.__version__} lays the shard of {self.parameters[0].name} out otherwise"
                 )
+
+    def as_parameters(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of a flat shard [S] as DTensors sharded like the unit's parameters, by name, while it `is_sharded`."""
+        views: dict[str, torch.Tensor] = {}
+        for segment, tensor, p in zip(self.segments, self._tensors(), self.parameters, strict=True):
+            shard = tensor._local_tensor
+            views[p.name] = DTensor.from_local(
+                flat[segment.start : segment.start + shard.numel()].view(shard.shape),
+                tensor.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
+        return views
 
     def add_to_gradients(self, reduced: torch.Tensor) -> None:
         """Add the flat shard of gradients [S] to `.grad` of the trained parameters, which FSDP2 has set."""

@@ -3,7 +3,9 @@
 All ranks that share a tensor-parallel index gather the same weights, bit for bit: what arrives is what the owner of a
 shard has sent, quantized or not. So between a backward and its update each rank gathers once more what that backward
 has used (with hpZ: out of the secondary partition) and adds up the bits of every shard of every unit. Sums that differ
-say which unit, which shard, and on which ranks. Any single wrong word is found; several could cancel.
+say which unit, which shard, and on which ranks. Any single wrong word is found; several could cancel. Resident weights
+of which a node sends a quantized form (--zero-weight-bits 8 4) join the sums as they are: the next difference is added
+to them.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from megazpp.errors import JobError
 from megazpp.flags import check_positive, flag
 from megazpp.parallel.dims import ParallelDims
+from megazpp.zero.secondary import WORDS
 from megazpp.zero.sharding import Sharding
 from megazpp.zero.units import Unit, find_units
 
 SHOWN = 8  # differences that the message names
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,11 @@ def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
     """
     units = find_units(sharding.model, dims)
     with torch.no_grad(), dims.counter.paused():
+        residents = sharding.sums_of_residents()
         sums = torch.stack([_sums_of_shards(unit, dims.shard.size) for unit in units])  # [units, shards]
+        for index, unit in enumerate(units):
+            if unit.parameters[0].name in residents:
+                sums[index] += _sums_over_node(residents[unit.parameters[0].name], dims)
         largest, smallest = (s * dims.replicate.max_(dims.shard.max_(s * sums)) for s in (1, -1))
         differs = largest != smallest
         if not int(dims.world.max_(differs.any().int())):
@@ -101,6 +107,13 @@ def _sums_of_shards(unit: Unit, num_shards: int) -> torch.Tensor:
         assert isinstance(module, FSDPModule)
         module.reshard()
     return torch.stack(parts).sum(0)
+
+
+def _sums_over_node(rows: torch.Tensor, dims: ParallelDims) -> torch.Tensor:
+    """[N] sums of what this rank keeps -> [N L] of what all ranks of the node keep, each at the shard that it is of."""
+    sums = rows.new_zeros(dims.cross.size, dims.local.size)
+    sums[:, dims.local.rank] = rows
+    return dims.local.all_reduce_(sums).view(-1)
 
 
 def _sums_of_rows(parameter: Any, num_shards: int) -> torch.Tensor:

@@ -33,11 +33,19 @@ class Codec:
         """Messages to pack into, [*peers, M] uint8: zeros, so that the padding between parts compares equal."""
         return torch.zeros(*peers, self.layout.message_bytes, dtype=torch.uint8, device=device)
 
-    def pack(self, shards: torch.Tensor, messages: torch.Tensor, *, errors: Errors | None = None) -> None:
+    def pack(
+        self,
+        shards: torch.Tensor,
+        messages: torch.Tensor,
+        *,
+        errors: Errors | None = None,
+        base: torch.Tensor | None = None,
+    ) -> None:
         """shards [A, B, S] (any strides) -> messages [A, B, M].
 
         Args:
             errors: quantization errors of the last pack, see `new_errors`; they are added first, and replaced.
+            base: [A, B, S] what the receivers have: quantized runs are differences from it, the others whole as ever.
         """
         quantized = 0
         for part in self.layout.ranges:
@@ -52,6 +60,7 @@ class Codec:
                 payload=_bytes(messages, part.payload),
                 scales=_scales(messages, part),
                 feedback=None if errors is None else errors[quantized],
+                base=None if base is None else base[..., part.start : part.stop],
             )
             quantized += 1
 
@@ -72,6 +81,22 @@ class Codec:
                 continue
             assert self.layout.fmt is not None
             dequantize_blockwise(_bytes(messages, part.payload), _scales(messages, part), self.layout.fmt, out=out)
+
+    def unpack_onto(self, messages: torch.Tensor, base: torch.Tensor) -> None:
+        """messages [B, M] -> base [B, S]: differences are added, each sum rounded once; what travels exact replaces."""
+        for part in self.layout.ranges:
+            out = base[..., part.start : part.stop]
+            if part.scales is None:
+                out.copy_(self._exact(messages, part))
+                continue
+            assert self.layout.fmt is not None
+            payload, scales = _bytes(messages, part.payload).unsqueeze(0), _scales(messages, part).unsqueeze(0)
+            dequantize_sum(payload, scales, self.layout.fmt, out=out, accumulate=True)
+
+    def elements(self, messages: torch.Tensor) -> torch.Tensor:
+        """A view of the elements [B, S] in messages [B, M] of which nothing is quantized."""
+        (whole,) = self.layout.ranges
+        return self._exact(messages, whole)
 
     def unpack_sum(self, messages: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         """The sum over peers: messages [K, B, M] -> out [B, S] fp32, added to what is there with `accumulate`."""

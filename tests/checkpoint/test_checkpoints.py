@@ -96,9 +96,9 @@ def go_on_and_back(job: Job) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("asynchronous", [slow(False), True])
-def test_a_rewind_goes_back_to_the_newest_checkpoint_bit_for_bit(tmp_path: Path, asynchronous: bool):
-    case = Case(nodes=2, zero=ZeroConfig(zeropp=True), micro_batches=2)
+@pytest.mark.parametrize(("asynchronous", "across"), [slow(False, 8), (True, 8), slow(False, 4), slow(True, 4)])
+def test_a_rewind_goes_back_to_the_newest_checkpoint_bit_for_bit(tmp_path: Path, asynchronous: bool, across: int):
+    case = Case(nodes=2, zero=ZeroConfig(zeropp=True, zero_weight_bits=(8, across)), micro_batches=2)
     flags = {"save": str(tmp_path), "async_save": asynchronous}
     for result in ranks(4).run(go_on_and_back, Job(case=case, steps=2, flags=flags)):
         assert result == {"moved": True, "returned": True, "iteration": 2, "same": True}

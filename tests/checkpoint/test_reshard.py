@@ -91,6 +91,24 @@ def test_another_layout_says_what_begins_anew(grid: Grid, origin: tuple, to: tup
     assert (seeded in grid.read(origin, to)["lines"]) == ((data[origin], origin[0]) != (data[to], to[0]))
 
 
+@pytest.mark.parametrize("to", [(1, 3), slow((2, 2)), slow((1, 1))])
+def test_the_weights_that_nodes_keep_go_to_other_layouts_bit_for_bit(tmp_path: Path, to: tuple[int, int]):
+    """And back again. On one node nobody keeps any."""
+    differences, (tp, nodes) = ZeroConfig(zeropp=True, zero_weight_bits=(16, 4)), to
+    shape, world = dataclasses.replace(GPT2_STYLE, num_layers=1), (3 if nodes == 3 else 4)
+    first, second = (
+        Case(model=shape, tp=tp, nodes=nodes, zero=differences, global_batch=12) for tp, nodes in ((1, 2), (tp, nodes))
+    )
+    a, b, note = str(tmp_path / "a"), str(tmp_path / "b"), "note: weights cross nodes whole at first"
+    [one] = ranks(4).run(run_all, [Job(case=first, steps=2, flags={"save": a})])[0]
+    [two] = ranks(world).run(run_all, [Job(case=second, steps=4, flags={"load": a, "save": b})])[0]
+    [three] = ranks(4).run(run_all, [Job(case=first, steps=5, flags={"load": b})])[0]
+    assert sum(key.startswith("secondary.") for key in one["end"]) > 12
+    for before, after in ((one["end"], two["whole"]), (two["end"], three["whole"])):
+        assert after.items() - before.items() == set() if nodes > 1 else note in three["lines"][-2]
+    assert any(note in line for line in three["lines"]) == (nodes == 1)
+
+
 @pytest.mark.slow
 def test_zeropp_goes_to_other_nodes_with_its_error_feedback_at_zero(tmp_path: Path):
     """A Llama this time; and back again to the first layout."""

@@ -16,6 +16,7 @@ from megazpp.zero.precision import PrecisionConfig
 
 DROPOUT = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.1, attention_dropout=0.1)
 ZEROPP = ZeroConfig(zeropp=True)
+DIFFERENCES = ZeroConfig(zeropp=True, zero_weight_bits=(16, 4))
 CASES = {
     "zero 3": Case(model=DROPOUT),
     "zero 1, tp 2": Case(model=DROPOUT, tp=2, stage=1, micro_batches=2),
@@ -25,10 +26,20 @@ CASES = {
     ),
     "zeropp, tp 2, llama": Case(model=LLAMA_STYLE, nodes=2, tp=2, zero=ZEROPP, sequence_parallel=True),
     "copies, async": Case(model=LLAMA_STYLE, replicas=2),
+    "differences, bf16": Case(
+        model=DROPOUT, nodes=2, zero=DIFFERENCES, micro_batches=2, precision=PrecisionConfig(bf16=True)
+    ),
+    "differences, fp16, tp 2, async": Case(
+        model=LLAMA_STYLE,
+        nodes=2,
+        tp=2,
+        zero=ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)),
+        precision=PrecisionConfig(fp16=True),
+    ),
 }
 
 
-DEFAULT = ("zero 1, tp 2", "zeropp, k 2, bf16")
+DEFAULT = ("zero 1, tp 2", "zeropp, k 2, bf16", "differences, bf16")
 
 
 @pytest.mark.parametrize("name", [name if name in DEFAULT else slow(name) for name in CASES])
@@ -45,3 +56,40 @@ def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(tmp_pat
     if "zeropp" in name:
         assert any(key.startswith("feedback.1x2x") for key in second[0]["state"])
     assert not any("note:" in line for line in second[0]["lines"])
+
+
+@pytest.mark.parametrize("name", ["differences, bf16", slow("differences, fp16, tp 2, async")])
+def test_it_is_the_same_run_too_where_the_last_step_s_weights_were_used_before_they_were_saved(
+    tmp_path: Path, name: str
+):
+    """An evaluation has sent the difference already, so the continued run must not; and it must where none has."""
+    case, save, states = CASES[name], str(tmp_path), []
+    straight = ranks(4).run(run, Job(case=case, steps=4, flags={}))
+    first = ranks(4).run(run, Job(case=case, steps=2, flags={"save": save, "async_save": True}, evaluates=True))
+    second = ranks(4).run(run, Job(case=case, steps=4, flags={"load": save}))
+    for rank in range(4):
+        assert first[rank]["steps"] + second[rank]["steps"] == straight[rank]["steps"]
+        assert second[rank]["state"] == straight[rank]["state"]
+        states += [key for key in second[rank]["state"] if key.startswith("secondary.")]
+    assert len(states) > 4 * 20
+    assert not any("note:" in line for line in second[0]["lines"])
+
+
+def test_a_checkpoint_without_kept_weights_begins_with_whole_ones_and_one_line(tmp_path: Path):
+    """And kept weights of a checkpoint are left alone where nobody sends differences."""
+    save, note = (
+        str(tmp_path),
+        "note: weights cross nodes whole at first: the checkpoint has no weights that nodes keep",
+    )
+    with_8_bits, with_4 = (dataclasses.replace(CASES["zeropp, k 2, bf16"], zero=zero) for zero in (ZEROPP, DIFFERENCES))
+    ranks(4).run(run, Job(case=with_8_bits, steps=1, flags={"save": save}))
+    first = ranks(4).run(run, Job(case=with_4, steps=2, flags={"save": save, "load": save}))
+    second = ranks(4).run(run, Job(case=with_8_bits, steps=3, flags={"save": save, "load": save}))
+    assert [line for line in first[0]["lines"] if "note:" in line] == [note]
+    assert [line for line in second[0]["lines"] if "note:" in line] == []
+    assert any(key.startswith("secondary.") for key in first[0]["state"])
+    assert not any(key.startswith("secondary.") for key in second[0]["state"])
+    in_fp32 = dataclasses.replace(with_4, precision=PrecisionConfig())
+    ranks(4).run(run, Job(case=with_4, steps=4, flags={"save": save, "load": save}))
+    third = ranks(4).run(run, Job(case=in_fp32, steps=5, flags={"load": save}))
+    assert note in third[0]["lines"]  # they were kept in another dtype

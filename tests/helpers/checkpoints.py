@@ -20,6 +20,7 @@ from megazpp.checkpoint.read import choose_source
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import open_axis
+from megazpp.data.batch import MicroBatch
 from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
@@ -32,11 +33,13 @@ class Job:
     Attributes:
         steps: iterations in all; an earlier checkpoint's are not repeated.
         flags: of CheckpointConfig.
+        evaluates: whether each step's weights are used before a checkpoint is saved.
     """
 
     case: Case
     steps: int
     flags: dict[str, Any]
+    evaluates: bool = False
 
     @property
     def config(self) -> CheckpointConfig:
@@ -73,9 +76,18 @@ class Attempt:
             random.random(), np.random.rand()
             done = case.global_batch * (index + 1)
             progress = progress._replace(iteration=index + 1, consumed_samples=done, scheduled_samples=done)
+            if self.job.evaluates:
+                self.evaluate(batches[0])
             self.checkpoints.after_step(progress, last=progress.iteration == self.job.steps)
         self.checkpoints.finish()
         return results
+
+    def evaluate(self, batch: MicroBatch) -> None:
+        model = self.step.model.eval()
+        with torch.no_grad():
+            model(batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts)
+        self.step.sharding.free_gathered()
+        model.train()
 
     def fingerprint(self) -> dict[str, str]:
         """What every bit of the state hashes to on this rank, and the next draw of every generator."""

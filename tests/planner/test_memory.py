@@ -24,6 +24,7 @@ from megazpp.topology.cluster import Cluster
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.secondary import Resident, Secondary
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,6 +77,11 @@ def combination(text: str) -> RunConfig:
     return parse_run_config([*SIZES, *flags, "--global-batch-size", str(samples)], ROOT, default_file=None).config
 
 
+def kept(secondary: Secondary) -> list[torch.Tensor]:
+    buffers = (secondary.messages, secondary.weights if isinstance(secondary, Resident) else None)
+    return [x for x in buffers if x is not None]
+
+
 class Seen:
     """The step and the count of a dry run, which it keeps to itself."""
 
@@ -98,7 +104,7 @@ class Seen:
         owned = {
             Memory.PARAMETERS: list(step.model.parameters()),
             Memory.MOMENTS: [m for m in moments if isinstance(m, torch.Tensor) and m.dim()],
-            Memory.SECONDARY: [g._secondary for g in sharding._gathers if g._keep and g._secondary is not None],
+            Memory.SECONDARY: [x for g in sharding._gathers if g._keep for x in kept(g.secondary)],
             Memory.FEEDBACK: list(sharding.error_feedback().values()),
         }
         return {kind: self._bytes(tensors) for kind, tensors in owned.items()}

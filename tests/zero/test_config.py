@@ -24,6 +24,19 @@ INT8, INT4, WEIGHTS = BlockFormat(8, 128), BlockFormat(4, 128), BlockFormat(8, 2
         ({"zeropp": True}, GatherPlan(WEIGHTS, True), ReducePlan(INT8, INT4)),
         ({"zeropp": True, "zero_quantized_weights": False}, GatherPlan(None, True), ReducePlan(INT8, INT4)),
         ({"zeropp": True, "zero_weight_bits": 16}, GatherPlan(None, True), ReducePlan(INT8, INT4)),
+        ({"zeropp": True, "zero_weight_bits": (8,)}, GatherPlan(WEIGHTS, True), ReducePlan(INT8, INT4)),
+        ({"zeropp": True, "zero_weight_bits": (16, 4)}, GatherPlan(None, True, INT4), ReducePlan(INT8, INT4)),
+        ({"zeropp": True, "zero_weight_bits": (8, 4)}, GatherPlan(WEIGHTS, True, INT4), ReducePlan(INT8, INT4)),
+        (
+            {"zero_quantized_weights": True, "zero_hpz_partition_size": "auto", "zero_weight_bits": (16, 4)},
+            GatherPlan(None, True, INT4),
+            None,
+        ),
+        (
+            {"zeropp": True, "zero_weight_bits": (8, 4), "zero_block_size": 64, "zero_quantized_gradients": False},
+            GatherPlan(BlockFormat(8, 64), True, BlockFormat(4, 64)),
+            None,
+        ),
         ({"zeropp": True, "zero_hpz_partition_size": "1"}, GatherPlan(WEIGHTS, False), ReducePlan(INT8, INT4)),
         ({"zeropp": True, "zero_quantized_gradients": False}, GatherPlan(WEIGHTS, True), None),
         ({"zero_quantized_weights": True}, GatherPlan(WEIGHTS, False), None),
@@ -55,6 +68,17 @@ def test_each_switch_can_be_set_or_unset_alone(flags, gather, reduce):
         ({"zeropp": True, "zero_block_size": 0}, "--zero-block-size 0 is not a power of two"),
         ({"zero_block_size": 0}, "--zero-block-size 0 is not a power of two"),
         ({"zero_gradient_bits": (3, 4)}, "--zero-gradient-bits 3 4 is not two of 4, 8 and 16"),
+        ({"zero_weight_bits": 4}, "--zero-weight-bits 4 is not one of 8 8, 16 16, 16 4, 8 4, 16 2, 8 2"),
+        ({"zeropp": True, "zero_weight_bits": (4, 4)}, "--zero-weight-bits 4 4 is not one of"),
+        ({"zeropp": True, "zero_weight_bits": (4, 16)}, "--zero-weight-bits 4 16 is not one of"),
+        ({"zeropp": True, "zero_weight_bits": (16, 8)}, "--zero-weight-bits 16 8 is not one of"),
+        ({"zeropp": True, "zero_weight_bits": (16, 4, 4)}, "--zero-weight-bits 16 4 4 is not one of"),
+        (
+            {"zeropp": True, "zero_weight_bits": (16, 4), "zero_hpz_partition_size": "1"},
+            "--zero-weight-bits 16 4 sends differences .* needs --zero-hpz-partition-size auto, not 1",
+        ),
+        ({"zero_quantized_weights": True, "zero_weight_bits": (8, 4)}, "--zero-weight-bits 8 4 .* auto, not 1"),
+        ({"zero_weight_keyframe_interval": 0}, "--zero-weight-keyframe-interval 0 is not positive"),
     ],
 )
 def test_impossible_combinations_name_the_flags(flags, message):
@@ -64,6 +88,7 @@ def test_impossible_combinations_name_the_flags(flags, message):
 
 UNUSED = {
     "zero_weight_bits": (16, "--zero-weight-bits 16 is ignored: weights are not quantized"),
+    "zero_weight_keyframe_interval": (9, "--zero-weight-keyframe-interval 9 is ignored: whole weights cross nodes in"),
     "zero_gradient_bits": ((4, 4), "--zero-gradient-bits 4 4 is ignored: gradients are not reduced in two hops"),
     "zero_block_size": (64, "--zero-block-size 64 is ignored: nothing is quantized"),
     "zero_error_feedback": (False, "--no-zero-error-feedback is ignored: gradients are not quantized across nodes"),
@@ -84,7 +109,8 @@ def test_flags_that_change_nothing_without_zeropp_are_noted(stage):
 
 @pytest.mark.parametrize("name", UNUSED)
 def test_with_zeropp_each_of_them_has_its_effect(name):
-    assert plan_wire(ZeroConfig(zeropp=True, **{name: UNUSED[name][0]}), layout()).notices == ()
+    flags = {"zeropp": True, "zero_weight_bits": (16, 4), name: UNUSED[name][0]}
+    assert plan_wire(ZeroConfig(**flags), layout()).notices == ()
 
 
 @pytest.mark.parametrize(
@@ -93,6 +119,8 @@ def test_with_zeropp_each_of_them_has_its_effect(name):
         ({"zero_quantized_gradients": True, "zero_check_secondary": True}, ["--zero-check-secondary"]),
         ({"zero_quantized_weights": True, "zero_accumulate_in_bf16": True}, ["--zero-accumulate-in-bf16"]),
         ({"zero_quantized_weights": True, "zero_weight_bits": 16}, ["--zero-quantized-weights"]),
+        ({"zeropp": True, "zero_weight_keyframe_interval": 9}, ["--zero-weight-keyframe-interval 9"]),
+        ({"zero_hpz_partition_size": "auto", "zero_weight_bits": (16, 4)}, ["--zero-weight-bits 16 4"]),
         ({"zero_hpz_partition_size": "auto", "zero_block_size": 64}, ["--zero-block-size 64"]),
         (
             {"zeropp": True, "zero_gradient_bits": (8, 16), "zero_error_feedback": False},
@@ -117,10 +145,26 @@ def test_a_combination_that_cannot_pay_says_what_it_does_instead():
     assert "whole copy" in alone.notices[0]
 
 
+def test_nodes_of_one_rank_keep_16_bits_and_the_plan_says_what_travels():
+    alone = plan_wire(ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), layout(tp=4))
+    assert alone.gather == GatherPlan(None, True, INT4)
+    assert alone.notices[-1].startswith("--zero-weight-bits 8 4 is 16 4 here: nothing travels inside nodes of one")
+    experimental = plan_wire(ZeroConfig(zeropp=True, zero_weight_bits=(16, 2)), layout())
+    assert experimental.gather == GatherPlan(None, True, BlockFormat(2, 128))
+    assert experimental.notices == ("--zero-weight-bits 16 2 is experimental",)
+    plan = plan_wire(ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), layout())
+    assert plan.notices == ()
+    assert plan.describe().startswith(
+        "weights are gathered in two hops, int8 in blocks of 256 inside nodes, differences as int4 in blocks of 128 "
+        "across, kept inside the node until they change"
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "quantizes"),
     [
         ({}, False),
+        ({"zeropp": True, "zero_weight_bits": (16, 4), "zero_quantized_gradients": False}, True),
         ({"zeropp": True}, True),
         ({"zero_hpz_partition_size": "auto"}, False),
         ({"zeropp": True, "zero_weight_bits": 16, "zero_gradient_bits": (16, 16)}, False),

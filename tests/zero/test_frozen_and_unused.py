@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.torch_versions import needs_unused_parameters
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero import comm_factory
@@ -113,19 +117,49 @@ def test_frozen_and_unused_parameters_train_as_in_one_process(zero: ZeroConfig, 
 
 
 @needs_unused_parameters
-@pytest.mark.parametrize("micro_batches", [slow(1), 3])
-def test_quantized_gradients_leave_frozen_parameters_alone_and_move_the_others_alike(micro_batches: int):
+@pytest.mark.parametrize(("micro_batches", "bits"), [slow(1, (8, 8)), (3, (8, 8)), (3, (16, 4)), slow(1, (8, 4))])
+def test_quantized_gradients_leave_frozen_parameters_alone_and_move_the_others_alike(
+    micro_batches: int, bits: tuple[int, int]
+):
     """8-bit weights and 8/4-bit gradients: within a tenth of the way that a parameter goes in 4 steps."""
     start, expected = dict(Partly().named_parameters()), train_plain(micro_batches)
     frozen = {name for name, p in start.items() if not p.requires_grad}
     assert len(frozen) == 3 + 6
-    for weights in ranks(4).run(train_sharded, QUANTIZED, micro_batches):
+    for weights in ranks(4).run(train_sharded, dataclasses.replace(QUANTIZED, zero_weight_bits=bits), micro_batches):
         for name, weight in weights.items():
             if name in frozen:
                 assert torch.equal(weight, start[name])
                 continue
             way = (expected[name] - start[name]).norm()
             assert (weight - expected[name]).norm() < 0.1 * way, name
+
+
+def cross_bytes(zero: ZeroConfig) -> list[dict[str, int]]:
+    """What each step sends between nodes, by unit."""
+    sent: list[dict[str, int]] = [{}]
+    original = MeshAxis.all_gather
+
+    def counted(axis: MeshAxis, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
+        if axis.name == "cross":
+            sent[-1][of] = sent[-1].get(of, 0) + x.nbytes
+        return original(axis, x, out=out, of=of)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MeshAxis, "all_gather", counted)
+        after_steps = register_optimizer_step_post_hook(lambda *_: sent.append({}))
+        train_sharded(zero, 1)
+        after_steps.remove()
+    return sent[:STEPS]
+
+
+@needs_unused_parameters
+def test_with_differences_a_frozen_unit_sends_once_and_the_others_once_per_step():
+    first, *rest = ranks(4).run(cross_bytes, ZeroConfig(zeropp=True, zero_weight_bits=(16, 4)))[0]
+    assert {*first} == {"trained", "partly", "frozen", "last", "the rest"}
+    for sent in rest:
+        assert {*sent} == {*first} - {"frozen"}
+        assert all(sent[unit] < first[unit] for unit in ("trained", "partly", "last"))
+        assert sent == rest[0]
 
 
 def train_without_switch() -> str:

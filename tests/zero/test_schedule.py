@@ -25,6 +25,7 @@ from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import shard_model
 
 ALL = ZeroConfig(zeropp=True)
+DIFFERENCES = ZeroConfig(zeropp=True, zero_weight_bits=(16, 4))
 OFF = {"overlap_param_gather": False, "overlap_grad_reduce": False}
 ON = {"overlap_param_gather": True, "overlap_grad_reduce": True}
 
@@ -53,8 +54,13 @@ def with_and_without(world: int, zero: ZeroConfig, **case: Any) -> tuple[dict[st
         slow(ZeroConfig(zero_quantized_gradients=True), 4),
         (ALL, 4),
         slow(ZeroConfig(zeropp=True, zero_cross_every_microbatch=True), 4),
+        (DIFFERENCES, 2),
+        slow(ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), 2),
     ],
-    ids=[f"{name}-{k}" for k in (1, 4) for name in ("ZeRO-3", "qwZ", "hpZ", "qgZ", "zeropp", "classic")],
+    ids=[
+        *(f"{name}-{k}" for k in (1, 4) for name in ("ZeRO-3", "qwZ", "hpZ", "qgZ", "zeropp", "classic")),
+        *("16 4", "8 4"),
+    ],
 )
 def test_overlap_changes_neither_bits_nor_bytes(zero: ZeroConfig, micro_batches: int):
     overlapped, plain = with_and_without(4, zero, micro_batches=micro_batches, model=LLAMA_STYLE)
@@ -112,8 +118,9 @@ def train_with_delays(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_random_delays_on_every_rank_change_neither_the_order_of_collectives_nor_the_result():
-    case = Case(nodes=2, tp=2, micro_batches=2, steps=4, model=LLAMA_STYLE, zero=ALL)
+@pytest.mark.parametrize("zero", [ALL, DIFFERENCES], ids=["zeropp", "16 4"])
+def test_random_delays_on_every_rank_change_neither_the_order_of_collectives_nor_the_result(zero: ZeroConfig):
+    case = Case(nodes=2, tp=2, micro_batches=2, steps=4, model=LLAMA_STYLE, zero=zero)
     expected = ranks(8).run(train_on_ranks, case)[0]
     results = ranks(8).run(train_with_delays, case)
     assert [r["loss"] for r in results] == [expected["loss"]] * 8
@@ -175,7 +182,7 @@ class Skipping(nn.Module):
         return x.sum()
 
 
-def make(nodes: int, flags: dict[str, bool], *, units: bool = True) -> tuple[Skipping, Any, ParallelDims]:
+def make(nodes: int, flags: dict[str, Any], *, units: bool = True) -> tuple[Skipping, Any, ParallelDims]:
     cluster = Cluster(num_nodes=nodes, ranks_per_node=torch.distributed.get_world_size() // nodes)
     dims = ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu")
     model = Skipping()
@@ -183,7 +190,7 @@ def make(nodes: int, flags: dict[str, bool], *, units: bool = True) -> tuple[Ski
     return model, shard_model(model, groups, dims, zero=ZeroConfig(zeropp=True, **flags)), dims
 
 
-def train_while_skipping(flags: dict[str, bool], units: bool) -> list[float]:
+def train_while_skipping(flags: dict[str, Any], units: bool) -> list[float]:
     model, sharding, dims = make(2, flags, units=units)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
@@ -203,6 +210,12 @@ def train_while_skipping(flags: dict[str, bool], units: bool) -> list[float]:
 def test_a_layer_that_is_skipped_now_and_then_is_never_used_stale(units: bool):
     for world in (4,):
         assert ranks(world).run(train_while_skipping, ON, units) == ranks(world).run(train_while_skipping, OFF, units)
+
+
+@pytest.mark.parametrize("inside", [16, slow(8)])
+def test_what_nodes_keep_of_a_layer_that_is_skipped_does_not_depend_on_overlap(inside: int):
+    on, off = ({**flags, "zero_weight_bits": (inside, 4)} for flags in (ON, OFF))
+    assert ranks(4).run(train_while_skipping, on, True) == ranks(4).run(train_while_skipping, off, True)
 
 
 def gradient_hook(flags: dict[str, bool]) -> str:

@@ -21,6 +21,10 @@ ALL = ZeroConfig(zeropp=True)
 BF16 = PrecisionConfig(bf16=True)
 
 
+def with_bits(inside: int, **flags: Any) -> ZeroConfig:
+    return ZeroConfig(zeropp=True, zero_weight_bits=(inside, 4), **flags)
+
+
 def train(case: Case, breakage: str = "") -> tuple[list[str], dict[str, Any]]:
     with simulated_streams() as streams, pytest.MonkeyPatch.context() as patch:
         if breakage:
@@ -56,10 +60,14 @@ def break_something(what: str, patch: pytest.MonkeyPatch) -> None:
         slow(4, {"zero": ALL, "tp": 2, "sequence_parallel": True}),
         slow(8, {"zero": ALL, "tp": 2, "model": LLAMA_STYLE, "precision": BF16}),
         slow(8, {"zero": ALL, "replicas": 2}),
+        (4, {"zero": with_bits(16), "precision": BF16, "steps": 3}),
+        slow(4, {"zero": with_bits(8), "steps": 3}),
+        slow(4, {"zero": with_bits(16, overlap_param_gather=False, zero_check_secondary=True), "steps": 3}),
+        slow(4, {"zero": with_bits(16), "tp": 2, "steps": 3}),
     ],
     ids=[
         *("llama", "bf16", "ZeRO-3", "qwZ", "hpZ", "qgZ", "classic", "check", "bf16-partial-sums"),
-        *("one-node", "tp", "tp-llama", "copies"),
+        *("one-node", "tp", "tp-llama", "copies", "16 4", "8 4", "16 4, check, no overlap", "16 4, tp"),
     ],
 )
 def test_nothing_races_and_no_memory_is_reused_early(world: int, case: dict[str, Any]):
@@ -89,10 +97,10 @@ def test_with_streams_the_results_are_those_without():
     assert ranks(4).run(train, case)[0][1] == ranks(4).run(train_on_ranks, case)[0]
 
 
-def train_and_evaluate() -> list[str]:
-    """A model that skips a layer now and then, is evaluated in inference mode, and is written to by hand."""
+def train_and_evaluate(flags: dict[str, Any]) -> list[str]:
+    """A model that skips a layer now and then, is evaluated in inference mode, saved, and written to by hand."""
     with simulated_streams() as streams:
-        model, sharding, dims = make(2, ON)
+        model, sharding, dims = make(2, {**ON, **flags})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(6):
             model.skip = step in (1, 2, 4)
@@ -107,9 +115,13 @@ def train_and_evaluate() -> list[str]:
             if step == 4:
                 with torch.no_grad():
                     model.layers[0].weight.mul_(0.5)
+            if step > 1:
+                sharding.free_gathered()
+                sharding.load_secondary_state(sharding.secondary_state())
     return streams.found
 
 
 @pytest.mark.slow
-def test_nothing_races_when_layers_are_skipped_and_weights_are_written_between_steps():
-    assert ranks(4).run(train_and_evaluate) == [[]] * 4
+@pytest.mark.parametrize("flags", [{}, {"zero_weight_bits": (16, 4)}, {"zero_weight_bits": (8, 4)}])
+def test_nothing_races_when_layers_are_skipped_and_weights_are_written_between_steps(flags: dict[str, Any]):
+    assert ranks(4).run(train_and_evaluate, flags) == [[]] * 4

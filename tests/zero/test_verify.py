@@ -48,7 +48,7 @@ def corrupt(case: Case, rank: int, slot: int) -> tuple[str, str]:
     step, dims = build_step(case)
     step._forward_backward([case.batch(0, 4 * dims.data_rank, 4)])
     if dims.world.rank == rank:
-        secondary = step.sharding._gathers[1]._secondary
+        secondary = step.sharding._gathers[1].secondary.messages
         secondary[slot, 7] ^= 16
     return _error(step, dims), _error_of_a_step(step, dims, case)
 

@@ -1,0 +1,189 @@
+"""What a rank keeps of the weights between two changes: the secondary partition (hpZ), in either of two forms.
+
+    Secondary    messages [N, M], the bytes in which the shards of the other nodes arrived
+    Resident     weights R [N, S] in the compute dtype, the same bits on every node; what crosses is what has changed
+
+With a resident partition a change crosses as a difference from what is there already, w the owner's shard [S]:
+
+    d = w - R[me]                        quantized, 4 bits: every earlier rounding is inside d, so there is no feedback
+    R[n] = round(R[n] + d[n])            on every rank for every n, its own row too
+
+Parameters that travel exact are replaced. A keyframe replaces all of R by w: at first, and where more than the step of
+an optimizer has changed the weights. A NaN or Inf in w makes a block of R NaN on all nodes, until the next keyframe.
+
+    inside a node    kept                                                       bytes, P parameters of 16 bits
+    16 bits          the messages of a keyframe; R is a view of their elements  2 P / L
+    8 bits           these, and R's int8 messages, made once per change         3 P / L
+
+N nodes (cross axis), L ranks of a node (local axis), S elements of a shard, M bytes of the message that is sent inside
+a node. Source of the differences: SDP4Bit (arXiv 2410.15526), there from a whole copy of the weights on each rank.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from megazpp.parallel.axis import MeshAxis, SilentAxis
+from megazpp.zero.wire import Codec
+
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+class Secondary:
+    """The secondary partition of a unit as the messages that arrived.
+
+    `take_in`, `restore` and `differs_from` run in the cross queue.
+
+    Args:
+        codec: packs the shard into the message that travels on both hops.
+        cross: the axis of the nodes.
+        of: the unit's name.
+    Attributes:
+        messages: [N, M] uint8, what the local hop sends; None while nothing is kept.
+    """
+
+    sends_differences = False
+
+    def __init__(self, codec: Codec, cross: MeshAxis, *, of: str) -> None:
+        self.codec, self.cross, self._of = codec, cross, of
+        self.messages: torch.Tensor | None = None
+
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        """Make the buffers; returns the messages."""
+        with torch.inference_mode(False):  # they outlive the mode in which they are first made
+            self.messages = self.codec.empty(self.cross.size, device=device)
+        return self.messages
+
+    def free(self) -> None:
+        """Give the buffers up, because the next use starts anew."""
+        self.messages = None
+
+    def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
+        """Have `messages` hold the current weights of all nodes: the cross hop.
+
+        Args:
+            shard: [S] this rank's weights.
+            keyframe: whether whole weights are sent; the same on all ranks.
+        """
+        self.codec.pack(shard, messages[self.cross.rank])
+        self._exchange(messages)
+
+    def differs_from(self, shard: torch.Tensor) -> torch.Tensor:
+        """Whether what this rank has sent was not made from `shard` [S]; a bool on the device."""
+        assert self.messages is not None
+        packed = self.codec.empty(device=shard.device)
+        self.codec.pack(shard, packed)
+        return (packed != self.messages[self.cross.rank]).any()
+
+    def crossing_bytes(self, *, keyframe: bool) -> int:
+        """Bytes of one rank's message to the other nodes."""
+        return self.codec.layout.message_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the buffers."""
+        return self.cross.size * self.codec.layout.message_bytes
+
+    def silent(self, device: torch.device) -> Secondary:
+        """One of the same kind with buffers of its own, which sends nothing."""
+        twin = copy.copy(self)
+        twin.cross = SilentAxis(self.cross)
+        twin.allocate(device)
+        return twin
+
+    def _exchange(self, messages: torch.Tensor) -> None:
+        """messages [N, M]: each node's row to all nodes."""
+        self.cross.all_gather(messages[self.cross.rank].unsqueeze(0), out=messages, of=self._of)
+
+
+class Resident(Secondary):
+    """The secondary partition as resident weights, to which differences are added.
+
+    Args:
+        codec: packs weights into the message that travels inside a node.
+        exact: the same without quantization, in whose messages R is kept and keyframes travel.
+        differences: packs differences into the message that crosses nodes.
+        check: whether a checksum of what was sent is kept.
+    Attributes:
+        weights: [N, S] R; None while nothing is kept.
+    """
+
+    sends_differences = True
+
+    def __init__(
+        self, codec: Codec, cross: MeshAxis, *, of: str, exact: Codec, differences: Codec, check: bool = False
+    ) -> None:
+        super().__init__(codec, cross, of=of)
+        self._exact, self._differences, self._check = exact, differences, check
+        self._kept: torch.Tensor | None = None  # R's messages
+        self._sum: torch.Tensor | None = None
+        self.weights: torch.Tensor | None = None
+
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        messages = kept = super().allocate(device)
+        with torch.inference_mode(False):
+            if self.quantizes_inside:
+                kept = self._exact.empty(self.cross.size, device=device)
+            self._kept, self.weights = kept, self._exact.elements(kept)
+        self._sum = None
+        return messages
+
+    @property
+    def quantizes_inside(self) -> bool:
+        """Whether the local hop sends a quantized form of R beside R itself."""
+        return self.codec.layout.fmt is not None
+
+    def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
+        assert self._kept is not None
+        assert self.weights is not None
+        if self._check:
+            self._sum = _sum_of_bits(shard)
+        own = self.weights[self.cross.rank]
+        if keyframe:
+            own.copy_(shard)
+            self._exchange(self._kept)
+        else:
+            sent = self._differences.empty(self.cross.size, device=shard.device)
+            self._differences.pack(shard, sent[self.cross.rank], base=own)
+            self._exchange(sent)
+            self._differences.unpack_onto(sent, self.weights)
+        self._quantize(messages)
+
+    def restore(self, messages: torch.Tensor, row: torch.Tensor) -> None:
+        """Make R anew out of every rank's own row [S] of it, as a checkpoint has kept it."""
+        assert self._kept is not None
+        assert self.weights is not None
+        self.weights[self.cross.rank].copy_(row)
+        self._exchange(self._kept)
+        self._quantize(messages)
+
+    def differs_from(self, shard: torch.Tensor) -> torch.Tensor:
+        """R differs from the weights on purpose, so it is their checksums that are compared."""
+        if self._sum is None:  # R is a checkpoint's
+            self._sum = _sum_of_bits(shard)
+        return _sum_of_bits(shard) != self._sum
+
+    def sums_of_rows(self) -> torch.Tensor:
+        """[N] int64: the sum over the bits of each node's row of R."""
+        assert self.weights is not None
+        return _sum_of_bits(self.weights)
+
+    @property
+    def kept_bytes(self) -> int:
+        beside = self.cross.size * self._exact.layout.message_bytes if self.quantizes_inside else 0
+        return super().kept_bytes + beside
+
+    def crossing_bytes(self, *, keyframe: bool) -> int:
+        return (self._exact if keyframe else self._differences).layout.message_bytes
+
+    def _quantize(self, messages: torch.Tensor) -> None:
+        if self.quantizes_inside:
+            assert self.weights is not None
+            self.codec.pack(self.weights, messages)
+
+
+def _sum_of_bits(x: torch.Tensor) -> torch.Tensor:
+    """[..., n] -> [...] int64"""
+    return x.view(WORDS[x.element_size()]).sum(-1, dtype=torch.int64)

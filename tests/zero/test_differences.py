@@ -1,0 +1,435 @@
+"""Weights that cross nodes as differences from the resident secondary partition (--zero-weight-bits 16 4 and others).
+
+The reference is the rule in one process, in plain torch: every node's row of a unit after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.tiers import slow
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
+
+from kernels.block_quant import reference
+from kernels.formats import BlockFormat
+from megazpp.training.evaluate import Evaluator
+from megazpp.training.step import TrainStep
+from megazpp.zero.config import ZeroConfig
+from megazpp.zero.gather import Crossing, StaleWeightsError
+from megazpp.zero.layout import plan_message
+from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.verify import CorruptWeightsError, verify_weights
+
+BF16, FP16 = PrecisionConfig(bf16=True), PrecisionConfig(fp16=True)
+
+
+def with_bits(inside: int, across: int, **flags: Any) -> ZeroConfig:
+    return ZeroConfig(zeropp=True, zero_weight_bits=(inside, across), **flags)
+
+
+# ---- the rule in one process ----------------------------------------------------------------------------------------
+
+
+def quantized(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
+    """What arrives of x [n], fp32."""
+    payload, scales = torch.empty(fmt.payload_bytes(len(x)), dtype=torch.uint8), torch.empty(fmt.num_blocks(len(x)))
+    scales = scales.bfloat16()
+    reference.quantize(x.float(), fmt, payload, scales, None)
+    out = torch.empty(len(x))
+    reference.dequantize(payload, scales, fmt, out)
+    return out
+
+
+def pays(segment: Any, fmt: BlockFormat, itemsize: int) -> bool:
+    """Whether a segment travels as blocks."""
+    blocks = fmt.payload_bytes(segment.size) + fmt.scale_bytes(segment.size)
+    return not segment.exact and blocks < segment.size * itemsize
+
+
+def followed(shards: list[torch.Tensor], segments: Any, fmt: BlockFormat, keyframes: set[int]) -> list[torch.Tensor]:
+    """R's row [S] after each message about `shards`, one row's [S] over time."""
+    rows = []
+    for index, shard in enumerate(shards):
+        row = shard.clone() if index in keyframes else rows[-1].clone()
+        for segment in () if index in keyframes else segments:
+            part = slice(segment.start, segment.stop)
+            row[part] = shard[part]
+            if pays(segment, fmt, shard.element_size()):
+                row[part] = (rows[-1][part].float() + quantized(shard[part].float() - rows[-1][part].float(), fmt)).to(
+                    shard.dtype
+                )
+        rows.append(row)
+    return rows
+
+
+# ---- the ranks ------------------------------------------------------------------------------------------------------
+
+
+class Named(NamedTuple):
+    """The picklable part of a unit."""
+
+    name: str
+    segments: Any
+
+
+class Watched(NamedTuple):
+    """What one rank saw of one unit at one step."""
+
+    shard: torch.Tensor  # [S] w, before the step
+    resident: torch.Tensor  # [N, S] R, in the step
+    gathered: torch.Tensor  # [N L, S] what the step computed with
+
+
+class Run(NamedTuple):
+    """What one rank saw."""
+
+    units: list[tuple[Named, list[Watched]]]
+    losses: list[float]
+    validations: list[float]
+    place: tuple[int, int]  # index along cross and local
+    sizes: tuple[int, int]
+    cross_bytes: list[int]  # of weights, per step
+
+
+class Fixed:
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def step(self, consumed_samples: int, global_batch_size: int) -> list[Any]:
+        return self.batches
+
+
+def batches_of(case: Case, dims: Any, index: int) -> list[Any]:
+    size = case.global_batch // dims.data_size // case.micro_batches
+    firsts = [(m * dims.data_size + dims.data_rank) * size for m in range(case.micro_batches)]
+    return [case.batch(index, first, size) for first in firsts]
+
+
+def weight_bytes(dims: Any) -> int:
+    """Bytes of weights that this rank has sent to other nodes."""
+    return sum(t.sent_bytes for key, t in dims.counter.table().items() if key[1:] == ("cross", "all_gather"))
+
+
+def train_step(step: TrainStep, case: Case, dims: Any, index: int) -> float:
+    batches = batches_of(case, dims, index)
+    return step(batches, learning_rate=case.learning_rate, weight_decay=0.01, iteration=index + 1).loss
+
+
+def watch(case: Case, evaluate_after: tuple[int, ...] = ()) -> Run:
+    """Train and look; also evaluate in between, which is to change nothing."""
+    step, dims = build_step(case)
+    gathers = step.sharding._gathers
+    watched: list[list[Watched]] = [[] for _ in gathers]
+    losses, validations, sent = [], [], []
+    for index in range(case.steps):
+        dtype = case.precision.param_dtype
+        shards = [gather.unit.shard_reader(dtype)() for gather in gathers]
+        before = weight_bytes(dims)
+        losses.append(train_step(step, case, dims, index))
+        sent.append(weight_bytes(dims) - before)
+        with dims.counter.paused():
+            for gather, shard, seen in zip(gathers, shards, watched, strict=True):
+                residents = gather.resident().weights
+                seen.append(Watched(shard, residents.clone(), used(gather, dims)))
+        if index in evaluate_after:
+            evaluator = Evaluator(
+                step.model, step.sharding, Fixed(batches_of(case, dims, 0)), dims, iterations=1, batch_size=1
+            )
+            validations.append(evaluator())
+    places = (dims.cross.rank, dims.local.rank), (dims.cross.size, dims.local.size)
+    names = [Named(gather.unit.name, gather.unit.segments) for gather in gathers]
+    return Run(list(zip(names, watched, strict=True)), losses, validations, *places, sent)
+
+
+def used(gather: Any, dims: Any) -> torch.Tensor:
+    """[N L, S] what a use would hand to FSDP2, out of the messages that are kept."""
+    messages = gather.secondary.messages
+    received = dims.local.all_gather(messages).view(dims.local.size, *messages.shape)
+    out = torch.empty(dims.cross.size, dims.local.size, gather._codec.layout.size, dtype=gather._codec.dtype)
+    gather._codec.unpack(received, out.transpose(0, 1))
+    return out.flatten(0, 1)
+
+
+CASES = {
+    "16 4, bf16": (4, Case(nodes=2, zero=with_bits(16, 4), precision=BF16, micro_batches=2)),
+    "8 4, fp32": (4, Case(nodes=2, zero=with_bits(8, 4), model=LLAMA_STYLE)),
+    "8 4, fp16, tp 2, one rank per node": (4, Case(nodes=2, tp=2, zero=with_bits(8, 4), precision=FP16)),
+    "16 4, 3 nodes, blocks of 32": (3, Case(nodes=3, zero=with_bits(16, 4, zero_block_size=32), global_batch=12)),
+    "16 4, 5 nodes": (5, Case(nodes=5, zero=with_bits(16, 4), precision=BF16, global_batch=10)),
+    "8 4, tp 2, llama": (8, Case(nodes=2, tp=2, zero=with_bits(8, 4), precision=BF16, model=LLAMA_STYLE)),
+    "16 2, bf16": (4, Case(nodes=2, zero=with_bits(16, 2), precision=BF16)),
+    "16 4, copies": (8, Case(nodes=4, replicas=2, zero=with_bits(16, 4), precision=BF16)),
+}
+DEFAULT = ("16 4, bf16", "8 4, fp16, tp 2, one rank per node", "16 4, 3 nodes, blocks of 32")
+
+
+@pytest.mark.parametrize("name", [name if name in DEFAULT else slow(name) for name in CASES])
+def test_resident_weights_follow_the_rule_of_one_process_and_are_what_every_rank_computes_with(name: str):
+    world, case = CASES[name]
+    runs: list[Run] = ranks(world).run(watch, case)
+    (num_nodes, num_local), block = runs[0].sizes, case.zero.zero_block_size
+    itemsize, inside = case.precision.param_dtype.itemsize, case.zero.weight_bits[0]
+    whole, differences = 0, 0
+    for index, (unit, seen) in enumerate(runs[0].units):
+        whole += plan_message(unit.segments, None, exact_itemsize=itemsize).message_bytes
+        fmt = BlockFormat(case.zero.weight_bits[1], block or 128)
+        differences += plan_message(unit.segments, fmt, exact_itemsize=itemsize).message_bytes
+        shards = {(run.place, tp): run.units[index][1] for tp, run in tp_ranks(runs, case)}
+        for (place, tp), mine in shards.items():
+            for node in range(num_nodes):
+                owner = shards[(node, place[1]), tp]
+                rows = followed([each.shard for each in owner], unit.segments, fmt, keyframes={0})
+                assert any(not torch.equal(row, each.shard) for row, each in zip(rows, owner, strict=True))
+                for row, each in zip(rows, mine, strict=True):
+                    assert torch.equal(bits(each.resident[node]), bits(row))
+            if inside == 16 or num_local == 1:
+                for step, each in enumerate(mine):
+                    order = [(n, local) for n in range(num_nodes) for local in range(num_local)]
+                    rows = torch.stack([shards[at, tp][step].resident[at[0]] for at in order])
+                    assert torch.equal(bits(each.gathered), bits(rows))
+            for step, each in enumerate(mine):
+                first = shards[(0, 0), tp][step]
+                assert torch.equal(bits(each.gathered), bits(first.gathered))
+        assert len(seen) == case.steps
+    for run in runs:
+        assert run.cross_bytes == [(num_nodes - 1) * n for n in (whole, *[differences] * (case.steps - 1))]
+    assert differences < (0.6 if itemsize == 2 else 0.4) * whole
+
+
+def tp_ranks(runs: list[Run], case: Case) -> list[tuple[Any, Run]]:
+    """Each rank's run with what sets it apart from those that are at the same place: tensor-parallel index, copy."""
+    counts: dict[Any, int] = {}
+    found = []
+    for run in runs:
+        counts[run.place] = counts.get(run.place, -1) + 1
+        found.append((counts[run.place], run))
+    return found
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def test_evaluations_send_nothing_of_their_own_and_change_nothing():
+    case = Case(nodes=2, zero=with_bits(16, 4), precision=BF16)
+    calm, evaluated = (ranks(4).run(watch, case, after) for after in ((), (1, 3)))
+    for one, other in zip(calm, evaluated, strict=True):
+        assert one.losses == other.losses
+        assert len(other.validations) == 2
+        assert one.cross_bytes == other.cross_bytes  # an evaluation's first use is the next step's message
+        for (_, ours), (_, theirs) in zip(one.units, other.units, strict=True):
+            assert all(torch.equal(bits(a.resident), bits(b.resident)) for a, b in zip(ours, theirs, strict=True))
+
+
+# ---- what crosses when ----------------------------------------------------------------------------------------------
+
+
+def crossings_after(case: Case) -> dict[str, Any]:
+    """What the next use of each unit would send, after this and that; and whether the check finds what nothing sees."""
+    step, dims = build_step(case)
+    gathers, parameters = step.sharding._gathers, list(step.model.parameters())
+    found: dict[str, Any] = {}
+
+    def note(what: str) -> None:
+        found[what] = {gather.next_crossing() for gather in gathers}
+
+    def settle(index: int) -> None:
+        step._forward_backward(batches_of(case, dims, index))
+
+    note("nothing was ever sent")
+    settle(0)
+    note("a use")
+    step.model.eval()
+    note("a change of mode")
+    step.model.train()
+    for name, settings in {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}.items():
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3, **settings)
+        optimizer.step()
+        note(f"a step, {name}")
+        settle(1)
+        note(f"a use after it, {name}")
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0).step()
+    note("a step of another optimizer")
+    settle(2)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(1.5)
+    note("a write")
+    settle(3)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(1.5)
+    step.optimizer.step()
+    note("a write, then a step")
+    settle(3)
+    step.optimizer.step()
+    with torch.no_grad():
+        parameters[0].mul_(1.5)
+    found["a step, then a write to one unit"] = [gather.next_crossing() for gather in gathers]
+    settle(3)
+    step.sharding.weights_changed()
+    note("weights_changed")
+    settle(3)
+    step.model.load_state_dict(step.model.state_dict())
+    note("a load")
+    settle(3)
+    for parameter in parameters:
+        parameter.data.mul_(2.0)
+    note("a write past all counters")
+    found["stale"] = ""
+    if case.zero.zero_check_secondary:
+        try:
+            settle(3)
+        except StaleWeightsError as error:
+            found["stale"] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("check", [True, slow(False)])
+def test_a_step_sends_a_difference_any_other_write_whole_weights_and_nothing_else_anything(check: bool):
+    zero = with_bits(16, 4, zero_check_secondary=check)
+    nothing, difference, keyframe = ({crossing} for crossing in Crossing)
+    for found in ranks(4).run(crossings_after, Case(nodes=2, zero=zero, model=LLAMA_STYLE)):
+        one, *others = found.pop("a step, then a write to one unit")
+        assert (one, {*others}) == (Crossing.KEYFRAME, difference)
+        assert found.pop("stale").startswith("weights have changed since they were gathered") is check
+        for what, crossing in found.items():
+            if what.startswith("a step"):
+                assert crossing == difference, what
+            elif "use" in what or what in ("a change of mode", "a write past all counters"):
+                assert crossing == nothing, what
+            else:
+                assert crossing == keyframe, what
+
+
+def with_a_bad_weight(case: Case, bad: float) -> list[list[bool]]:
+    """Which units every gathered row of which is finite; after a bad weight, a step later, after a keyframe."""
+    step, dims = build_step(case)
+    gathers = step.sharding._gathers
+
+    def finite() -> list[bool]:
+        step._forward_backward(batches_of(case, dims, 0))
+        return [bool(used(gather, dims).isfinite().all()) for gather in gathers]
+
+    found = [finite()]
+    weight = step.model.layers[0].mlp.fc1.weight
+    step.optimizer.step()
+    weight_shard = weight.to_local().view(-1)
+    if dims.world.rank == 3:
+        before = weight_shard[0].item()
+        weight_shard.data[0] = bad
+    found.append(finite())
+    if dims.world.rank == 3:
+        weight_shard.data[0] = before
+    step.optimizer.zero_grad()
+    for parameter in step.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.optim.SGD(step.model.parameters(), lr=0.0).step()
+    found.append(finite())
+    step.sharding.weights_changed()
+    found.append(finite())
+    return found
+
+
+@pytest.mark.parametrize(("inside", "bad"), [(16, float("nan")), (8, float("inf")), slow(16, -float("inf"))])
+def test_what_is_not_finite_arrives_as_nan_and_stays_until_the_next_keyframe(inside: int, bad: float):
+    for start, broken, later, healed in ranks(4).run(with_a_bad_weight, Case(nodes=2, zero=with_bits(inside, 4)), bad):
+        assert all(start)
+        assert broken == later
+        assert broken.count(False) == 1
+        assert all(healed)
+
+
+# ---- corruption -----------------------------------------------------------------------------------------------------
+
+
+def with_a_flipped_bit(case: Case, steps: int) -> tuple[list[str], list[int]]:
+    """What the check of R says in each step, and what crosses, after a bit of one rank's R was flipped in step 3."""
+    step, dims = build_step(case)
+    said, sent = [], []
+
+    class Verify:
+        def begin_step(self) -> None: ...
+
+        def allows(self, iteration: int, *others: object) -> bool:
+            if iteration == 3 and dims.world.rank == 3:
+                gather = step.sharding._gathers[1]
+                place = max(gather.unit.segments, key=lambda segment: segment.size).start  # 1-D ones are replaced
+                gather.resident().weights[0, place : place + 1].view(torch.uint8)[0] ^= 16
+            try:
+                verify_weights(step.sharding, dims)
+                said.append("")
+            except CorruptWeightsError as error:
+                said.append(str(error).splitlines()[1])
+            return True
+
+    step.guard = Verify()
+    for index in range(steps):
+        before = weight_bytes(dims)
+        train_step(step, case, dims, index)
+        sent.append(weight_bytes(dims) - before)
+    return said, sent
+
+
+@pytest.mark.parametrize("inside", [16, slow(8)])
+def test_a_flipped_bit_in_the_resident_weights_is_found_and_lives_until_the_keyframe_of_the_interval(inside: int):
+    """Whole weights cross after iteration 5, in the 6th step; the bit is rank 3's, of what rank 1 has sent."""
+    zero = with_bits(inside, 4, zero_weight_keyframe_interval=5)
+    answers = ranks(4).run(with_a_flipped_bit, Case(nodes=2, zero=zero), 7)
+    for said, sent in answers:
+        broken = "layers.0, shard of rank 1: other weights on rank 2, 3"
+        assert said == ["", "", broken, broken, broken, "", ""]
+        assert sent[0] == sent[5] > sent[1] == sent[2] == sent[3] == sent[4] == sent[6] > 0
+
+
+def without_begin_step(case: Case) -> str:
+    step, _ = build_step(case)
+    try:
+        step.optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_keyframe_interval_needs_to_know_the_iteration():
+    said = ranks(2).run(without_begin_step, Case(nodes=2, zero=with_bits(16, 4, zero_weight_keyframe_interval=9)))
+    assert said == ["--zero-weight-keyframe-interval 9 needs Sharding.begin_step(iteration)"] * 2
+
+
+# ---- how close ------------------------------------------------------------------------------------------------------
+
+
+def errors_of_weights(case: Case) -> list[float]:
+    """Relative L2 error of the matrices that a step computes with, at each step."""
+    step, dims = build_step(case)
+    found = []
+    for index in range(case.steps):
+        gathers = step.sharding._gathers
+        shards = [gather.unit.shard_reader(torch.float32)() for gather in gathers]
+        rate = case.learning_rate * (index + 1) / 20  # a warm-up
+        step(batches_of(case, dims, index), learning_rate=rate, weight_decay=0.01)
+        wrong, whole = 0.0, 0.0
+        for gather, shard in zip(gathers, shards, strict=True):
+            mine = used(gather, dims)[dims.shard.rank].float()
+            for segment in gather.unit.segments:
+                if not segment.exact:
+                    part = slice(segment.start, segment.stop)
+                    wrong += float((mine[part] - shard[part]).square().sum())
+                    whole += float(shard[part].square().sum())
+        found.append((wrong / whole) ** 0.5)
+    return found
+
+
+def test_differences_bring_weights_three_times_as_close_as_8_bits_do():
+    model = dataclasses.replace(GPT2_STYLE, hidden_size=96, ffn_hidden_size=384)
+    case = {"nodes": 2, "precision": BF16, "learning_rate": 1e-3, "steps": 10, "model": model}
+    eight, four = (
+        ranks(4).run(errors_of_weights, Case(zero=with_bits(*pair), **case))[0] for pair in ((8, 8), (16, 4))
+    )
+    assert four[0] < 0.0018  # bf16
+    assert max(four) < 0.0025
+    assert min(eight) > 3 * max(four)
