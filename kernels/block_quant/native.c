@@ -85,16 +85,19 @@ static inline void load(const char *restrict from, int64_t dtype, int width, int
     for (int i = width; i < size; i++) values[i] = 0;
 }
 
-/* values -= the first `width` values at `from` */
-LOOP void subtract(const char *restrict from, int64_t dtype, int width, float *restrict values) {
-    const float *floats = (const float *)from;
-    const uint16_t *halves = (const uint16_t *)from;
+/* x - base in the first `width` of the `size` values of a block, zeros behind them. */
+LOOP void subtract(
+    const float *restrict x, const char *restrict base, int64_t dtype, int width, int size, float *restrict values
+) {
+    const float *floats = (const float *)base;
+    const uint16_t *halves = (const uint16_t *)base;
     if (dtype == FP32)
-        for (int i = 0; i < width; i++) values[i] -= floats[i];
+        for (int i = 0; i < width; i++) values[i] = x[i] - floats[i];
     else if (dtype == BF16)
-        for (int i = 0; i < width; i++) values[i] -= from_bf16(halves[i]);
+        for (int i = 0; i < width; i++) values[i] = x[i] - from_bf16(halves[i]);
     else
-        for (int i = 0; i < width; i++) values[i] -= from_fp16(halves[i]);
+        for (int i = 0; i < width; i++) values[i] = x[i] - from_fp16(halves[i]);
+    for (int i = width; i < size; i++) values[i] = 0;
 }
 
 static inline void store(const float *restrict values, int64_t dtype, int width, char *restrict to) {
@@ -232,18 +235,20 @@ void megazpp_quantize(
     const struct shape *shape, const struct data *x, const struct data *base, const struct segments *to,
     const struct segments *error
 ) {
-    float buffer[MAX_BLOCK_SIZE];
+    float buffer[MAX_BLOCK_SIZE], difference[MAX_BLOCK_SIZE];
     FOR_EACH_BLOCK(shape) {
         const int width = (int)(shape->n - first < size ? shape->n - first : size);
         char *from = data_row(x, a, b) + first * element_bytes(x);
         char *payload = payload_row(to, 0, a, b) + index * block_bytes(to->bits, size);
         uint16_t *scale = scales_row(to, 0, a, b) + index;
-        float *values = buffer;
-        if (x->dtype == FP32 && width == size && base == NULL && error == NULL)
-            values = (float *)from; /* only read */
-        else
-            load(from, x->dtype, width, size, buffer);
-        if (base != NULL) subtract(data_row(base, a, b) + first * element_bytes(base), base->dtype, width, buffer);
+        const int in_place = x->dtype == FP32 && width == size && error == NULL; /* only read */
+        float *values = in_place ? (float *)from : buffer;
+        if (!in_place) load(from, x->dtype, width, size, buffer);
+        if (base != NULL) {
+            const char *subtracted = data_row(base, a, b) + first * element_bytes(base);
+            subtract(values, subtracted, base->dtype, width, size, difference);
+            values = difference;
+        }
         if (error == NULL) {
             *scale = (uint16_t)(bits_of(quantize_block(values, to->bits, size, payload, 0)) >> 16);
             continue;

@@ -55,8 +55,9 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
     """The copy first, then every function on every format and dtype."""
     source, target = (torch.randn(n, device=device) for _ in range(2))
     pieces = [Piece("memcpy fp32", n, 8 * n, lambda: target.copy_(source))]
-    for bits in (8, 4):
-        fmt = BlockFormat(8 if bits == 8 else 4, block_size)
+    base = torch.randn(n, device=device).to(torch.bfloat16)
+    for fmt in (BlockFormat(8, block_size), BlockFormat(4, block_size), BlockFormat(2, block_size)):
+        bits = fmt.bits
         wire = fmt.bits_per_element(n) / 8
         for name, dtype in DTYPES.items():
             x = torch.randn(n, device=device).to(dtype)
@@ -66,6 +67,10 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
             unpack = partial(dequantize_blockwise, payload, scales, fmt, out=x)
             pieces.append(Piece(f"quantize {name} to int{bits}", n, moved, pack))
             pieces.append(Piece(f"dequantize int{bits} to {name}", n, moved, unpack))
+            difference = partial(pack, base=base)
+            add = partial(dequantize_sum, payload[None], scales[None], fmt, out=x, accumulate=True)
+            pieces.append(Piece(f"quantize {name} to int{bits}, base bf16", n, moved + 2 * n, difference))
+            pieces.append(Piece(f"add int{bits} to {name}", n, moved + n * x.element_size(), add))
         feedback, kept = Feedback.zeros((), n, fmt, device), 2 * n * (1 + 2 / block_size)
         with_feedback = partial(pack, feedback=feedback)
         pieces.append(Piece(f"quantize {name} to int{bits}, feedback", n, moved + kept, with_feedback))

@@ -56,7 +56,7 @@ def add_rows(pieces: list[Piece], seconds: list[float], what: str, report: Repor
     copied = pieces[0].num_bytes / seconds[0]
     for piece, taken in zip(pieces, seconds, strict=True):
         name, rate = piece.name, piece.num_bytes / taken
-        counts = "int8" in name and "int4" not in name and "feedback" not in name
+        counts = "int8" in name and not any(word in name for word in ("int4", "feedback", "base"))
         report.row(
             kernel=name,
             of=what,
