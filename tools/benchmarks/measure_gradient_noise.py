@@ -12,9 +12,10 @@ pretrain_gpt.py's parser; tensor parallelism is not used.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from megazpp.arguments import ParsedRun, parse_run_config
 from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.batch import MicroBatch
 from megazpp.data.dataset import build_tokenizer
+from megazpp.data.loader import BatchLoader
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.optimizer import build_optimizer, set_rates_
 from megazpp.parallel.axis import MeshAxis
@@ -115,34 +117,61 @@ def record_gradients(
     parsed: ParsedRun, plan: RunPlan, dims: ParallelDims, *, train_steps: int, steps: int
 ) -> Recording:
     """Train a whole copy of the model on each rank, all-reducing its gradients; then record without training on."""
+    with open_training(parsed, plan, dims) as training:
+        for _ in range(train_steps):
+            training.update_(training.next_gradients())
+        recorded = [training.next_gradients() for _ in range(steps)]
+    exact = [dims.world.all_reduce_(flat(gradients).double()) for gradients in recorded]
+    minibatch = _minibatch_ratio(recorded, exact, dims)
+    return Recording([[p.shape for p in unit] for unit in training.units], recorded, exact, minibatch)
+
+
+class Training:
+    """A whole copy of a model on each rank; gradients are all-reduced.
+
+    Attributes:
+        units: its parameters, unit by unit; the last unit is what the model's root keeps.
+    """
+
+    def __init__(self, parsed: ParsedRun, plan: RunPlan, dims: ParallelDims, model: GPTModel, loader: BatchLoader):
+        self.clip_grad, self.plan, self.dims = parsed.config.optimizer.clip_grad, plan, dims
+        self.model, self.loader, self.consumed = model, loader, 0
+        self.optimizer = build_optimizer(list(model.named_parameters()), parsed.config.optimizer, CPU)
+        self.units = _parameters_by_unit(model)
+        self.parameters = [p for unit in self.units for p in unit]
+
+    def next_gradients(self) -> list[torch.Tensor]:
+        """This rank's gradients of the mean loss over the next global batch."""
+        size = self.plan.batches.global_batch_size
+        batches, self.consumed = self.loader.step(self.consumed, size), self.consumed + size
+        return _gradients(self.model, self.parameters, batches, self.dims)
+
+    def update_(self, gradients: list[torch.Tensor]) -> None:
+        """One optimizer step with what `next_gradients` returned."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = self.dims.world.all_reduce_(gradient)
+        nn.utils.clip_grad_norm_(self.parameters, self.clip_grad)
+        before = self.consumed - self.plan.batches.global_batch_size
+        rate, decay = self.plan.schedule.learning_rate(before), self.plan.schedule.weight_decay(before)
+        set_rates_(self.optimizer, learning_rate=rate, weight_decay=decay)
+        self.optimizer.step()
+
+
+@contextlib.contextmanager
+def open_training(parsed: ParsedRun, plan: RunPlan, dims: ParallelDims) -> Iterator[Training]:
+    """The model of `parsed` with its first weights, and its data."""
     config, seed = parsed.config, parsed.config.launch.seed
-
-    def quiet(line: str) -> None: ...
-
-    tokenizer = build_tokenizer(config.tokenizer, config.data, log=quiet)
-    datasets = open_datasets(config.data, tokenizer, plan.batches, config.evaluation, seed=seed, log=quiet)
+    tokenizer = build_tokenizer(config.tokenizer, config.data, log=_say_nothing)
+    datasets = open_datasets(config.data, tokenizer, plan.batches, config.evaluation, seed=seed, log=_say_nothing)
     assert datasets.train is not None
     model = GPTModel(config.model, vocab_size=tokenizer.vocab_size, tp=MeshAxis("tp"))
     initialize_parameters_(model, seed=seed, draw_device=CPU)
-    optimizer = build_optimizer(list(model.named_parameters()), config.optimizer, CPU)
-    units = _parameters_by_unit(model)
-    parameters = [p for unit in units for p in unit]
-    size, recorded = plan.batches.global_batch_size, []
     with open_loader(datasets.train, config.data, tokenizer, plan.batches, dims, CPU, ramp_up=False) as loader:
-        for consumed in range(0, (train_steps + steps) * size, size):
-            gradients = _gradients(model, parameters, loader.step(consumed, size), dims)
-            if consumed >= train_steps * size:
-                recorded.append(gradients)
-                continue
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = dims.world.all_reduce_(gradient)
-            nn.utils.clip_grad_norm_(parameters, config.optimizer.clip_grad)
-            rate, decay = plan.schedule.learning_rate(consumed), plan.schedule.weight_decay(consumed)
-            set_rates_(optimizer, learning_rate=rate, weight_decay=decay)
-            optimizer.step()
-    exact = [dims.world.all_reduce_(flat(gradients).double()) for gradients in recorded]
-    minibatch = _minibatch_ratio(recorded, exact, dims)
-    return Recording([[p.shape for p in unit] for unit in units], recorded, exact, minibatch)
+        yield Training(parsed, plan, dims, model, loader)
+
+
+def _say_nothing(line: str) -> None:
+    """In place of what pretrain_gpt.py announces."""
 
 
 def _gradients(
