@@ -57,10 +57,16 @@ def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
 
 
 def schemes(config: RunConfig) -> dict[str, RunConfig]:
-    """The run with every way to shard and send beside each other: names as the flags have them."""
+    """The run with every way to shard and send beside each other: names as the flags have them.
+
+    qwZ alone keeps no weights from which differences could be taken: it sends 8 bits where the run sends those.
+    """
+    whole = {"qwZ": {"zero_weight_bits": 8}} if config.zero.weight_bits[1] < 8 else {}
     return {
         name: changed(
-            config, zero=PLAIN | fields, parallel={"hsdp": name == "HSDP", "num_distributed_optimizer_instances": 1}
+            config,
+            zero=PLAIN | fields | whole.get(name, {}),
+            parallel={"hsdp": name == "HSDP", "num_distributed_optimizer_instances": 1},
         )
         for name, fields in SCHEMES.items()
     }

@@ -82,6 +82,14 @@ def test_schemes_differ_from_the_run_in_nothing_but_how_it_shards_and_sends():
         assert other.zero.zero_gradient_bits == (8, 8)
 
 
+def test_beside_differences_of_weights_qwz_which_keeps_none_is_planned_with_8_bits():
+    found = schemes(config("--zeropp", "--zero-weight-bits", "16", "4"))
+    assert {name: other.zero.weight_bits for name, other in found.items() if name in ("qwZ", "--zeropp")} == {
+        "qwZ": (8, 8),
+        "--zeropp": (16, 4),
+    }
+
+
 V100, H100 = (DEVICE._replace(name=name) for name in ("V100-SXM3-32GB", "H100-SXM5-80GB"))
 
 
