@@ -139,8 +139,8 @@ class TwoHopGather(FreshBuffers, AllGather):
 
     @property
     def crossing_key(self) -> str:
-        """The name of the unit's first parameter, which no other unit has, for what the next use sends."""
-        return f"{self.unit.parameters[0].name}.crossing"
+        """The key of what the next use sends."""
+        return f"{self.unit.key}.crossing"
 
     def new_row(self, device: torch.device) -> torch.Tensor:
         """[S] zeros, for this rank's row of the resident weights."""
@@ -167,8 +167,11 @@ class TwoHopGather(FreshBuffers, AllGather):
         wanted = self.secondary.sends_differences or (self._schedule.overlap and self._used)
         messages = self.secondary.messages if wanted else None
         shard = None if messages is None else self.unit.shard_reader(self._codec.dtype)
-        if messages is not None and shard is not None and self.next_crossing() != Crossing.NOTHING:
-            self._start_cross_hop(messages, shard)
+        if messages is None or shard is None:
+            return
+        crossing = self.next_crossing()
+        if crossing != Crossing.NOTHING:
+            self._start_cross_hop(crossing, messages, shard)
 
     def prefetch(self) -> None:
         """Start the next use's local hop, if the secondary partition holds the current weights."""
@@ -213,13 +216,13 @@ class TwoHopGather(FreshBuffers, AllGather):
         if starts_early and not self._compared:  # what `start_early` will rely on
             self.unit.check_shard_reader(shard)
             self._compared = True
-        self._start_cross_hop(messages, lambda: shard)
+        self._start_cross_hop(crossing, messages, lambda: shard)
         if self._keep:
             self._schedule.stale(self)
         return messages
 
-    def _start_cross_hop(self, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
-        keyframe = self.next_crossing() == Crossing.KEYFRAME
+    def _start_cross_hop(self, crossing: Crossing, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
+        keyframe = crossing == Crossing.KEYFRAME
         self._received, self._used, self._has_stepped = None, False, False
         self._made_from = self.unit.fingerprint()
         paused, num_bytes = self._cross.counter.is_paused, self.secondary.crossing_bytes(keyframe=keyframe)

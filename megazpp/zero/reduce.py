@@ -80,9 +80,9 @@ class TwoHopReduce(SummingReduce):
         return self._queues.cross.submit(functools.partial(self._hop_across, inside, result), after=(inside,))
 
     @property
-    def unit_name(self) -> str:
-        """The name of the unit's first parameter, which no other unit has."""
-        return self._unit.parameters[0].name
+    def unit_key(self) -> str:
+        """The key of its unit."""
+        return self._unit.key
 
     @property
     def message_bytes(self) -> tuple[int, int]:

@@ -200,8 +200,8 @@ class Sharding:
         return sum(gather.new_row(torch.device("meta")).nbytes for gather in self._residents)
 
     def sums_of_residents(self) -> dict[str, torch.Tensor]:
-        """[N] sums of the bits of each row of resident weights that no gather shows, by the unit's first parameter."""
-        residents = {gather.unit.parameters[0].name: gather.resident() for gather in self._residents}
+        """[N] sums of the bits of each row of resident weights that no gather shows, by the unit's key."""
+        residents = {gather.unit.key: gather.resident() for gather in self._residents}
         return {
             name: resident.sums_of_rows()
             for name, resident in residents.items()
@@ -211,12 +211,13 @@ class Sharding:
     def error_feedback(self) -> dict[str, torch.Tensor]:
         """This rank's buffers of error feedback, by name; {} where none is kept.
 
-        The only state beside the parameters that outlives a step. It belongs to one layout: others begin with zeros.
+        With `secondary_state` the only state beside the parameters that outlives a step. It belongs to one layout:
+        others begin with zeros.
         """
         buffers: dict[str, torch.Tensor] = {}
         for reduce in self._reduces:
             for index, errors in enumerate(reduce.errors(self._device)):
-                name = f"{reduce.unit_name}.{index}"
+                name = f"{reduce.unit_key}.{index}"
                 buffers |= {f"{name}.payload": errors.payload, f"{name}.scales": errors.scales}
         return buffers
 

@@ -55,6 +55,11 @@ class Unit:
     trained_segments: tuple[Segment, ...]
 
     @property
+    def key(self) -> str:
+        """The name of its first parameter, which no other unit has."""
+        return self.parameters[0].name
+
+    @property
     def is_sharded(self) -> bool:
         """Whether the modules hold the shards now, not the gathered parameters (with tp, DTensors on its mesh)."""
         return all(isinstance(t, DTensor) and SHARD in (t.device_mesh.mesh_dim_names or ()) for t in self._tensors())
@@ -100,9 +105,7 @@ class Unit:
         read = self.shard_reader(expected.dtype)
         with torch.no_grad():
             if read is not None and not torch.equal(read().view(torch.uint8), expected.view(torch.uint8)):
-                raise RuntimeError(
-                    f"torch {torch.__version__} lays the shard of {self.parameters[0].name} out otherwise"
-                )
+                raise RuntimeError(f"torch {torch.__version__} lays the shard of {self.key} out otherwise")
 
     def as_parameters(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a flat shard [S] as DTensors sharded like the unit's parameters, by name, while it `is_sharded`."""

@@ -66,8 +66,8 @@ def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
         residents = sharding.sums_of_residents()
         sums = torch.stack([_sums_of_shards(unit, dims.shard.size) for unit in units])  # [units, shards]
         for index, unit in enumerate(units):
-            if unit.parameters[0].name in residents:
-                sums[index] += _sums_over_node(residents[unit.parameters[0].name], dims)
+            if unit.key in residents:
+                sums[index] += _sums_over_node(residents[unit.key], dims)
         largest, smallest = (s * dims.replicate.max_(dims.shard.max_(s * sums)) for s in (1, -1))
         differs = largest != smallest
         if not int(dims.world.max_(differs.any().int())):
