@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import kernels.block_quant.native as native
 import kernels.block_quant.reference as reference
 import kernels.block_quant.shapes as shapes
-from kernels.block_quant.feedback import Feedback, feedback_format
+from kernels.block_quant.feedback import Feedback, feedback_format, rescale_
 from kernels.c_library import CLibraryError
 from kernels.formats import BlockFormat
 
@@ -44,7 +44,9 @@ __all__ = [
     "backend",
     "dequantize_blockwise",
     "dequantize_sum",
+    "feedback_format",
     "quantize_blockwise",
+    "rescale_",
 ]
 
 DATA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

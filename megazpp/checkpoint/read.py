@@ -174,7 +174,7 @@ class CheckpointReader:
     def _load_small(self, record: RunRecord, checkpoint: Path) -> None:
         """What the optimizer remembers beside tensors."""
         try:
-            self._state.scaler.load_state_dict(record.scaler)
+            self._state.load_scaler(record.scaler)
             if self._state.guard is not None and record.guard:
                 self._state.guard.load_state_dict(record.guard)
             self._state.set_group_values(record.groups)

@@ -75,7 +75,8 @@ class ConstantLossScale:
         """Nothing to adapt."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        """The scale: what else was saved with it is in its units."""
+        return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to restore."""

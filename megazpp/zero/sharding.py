@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from kernels.block_quant import rescale_
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.comms import SummingReduce, count_all_reduce
@@ -44,6 +45,7 @@ class Sharding:
         stage: the ZeRO stage.
         gathers, reduces: the two-hop comms that were installed.
         watchable: every comm that sums gradients over shards.
+        feedback_reset: iterations after which error feedback is forgotten; None: never.
     """
 
     def __init__(
@@ -54,11 +56,13 @@ class Sharding:
         gathers: Sequence[TwoHopGather] = (),
         reduces: Sequence[TwoHopReduce] = (),
         watchable: Sequence[SummingReduce] = (),
+        feedback_reset: int | None = None,
     ) -> None:
         self.model, self.stage = model, stage
         self._shard_elements = sum(unit.segments[-1].stop for unit in units)
         self._modules = [_as_fsdp(module) for unit in units for module in unit.modules]
         self._gathers, self._reduces, self._watchable = gathers, reduces, watchable
+        self._feedback_reset = feedback_reset
         if gathers:
             _drop_after_steps(weakref.ref(self))
 
@@ -73,6 +77,25 @@ class Sharding:
                 module.set_reshard_after_backward(last, recurse=False)
         for reduce in self._reduces:
             reduce.begin_micro_batch(last=last)
+
+    def end_step(self, factor: torch.Tensor | float, *, iteration: int) -> None:
+        """Tell the error feedback what became of a step's gradients; call after the optimizer's step, or its skipping.
+
+        What quantization has lost of this step's gradients is multiplied like the gradients themselves, so that the
+        next step adds it to gradients of the same unit. No host synchronization.
+
+        Args:
+            factor: the clip factor times the next step's loss scale over this step's; 0 if the step was skipped. A
+                scalar on the model's device, or a number.
+            iteration: number of the step, from 1; error feedback is forgotten at multiples of its reset interval.
+        """
+        if self._feedback_reset is not None and iteration % self._feedback_reset == 0:
+            factor = 0.0
+        self.rescale_feedback(factor)
+
+    def rescale_feedback(self, factor: torch.Tensor | float) -> None:
+        """Multiply the error feedback by `factor`; `end_step` does it for whole steps."""
+        rescale_([error for reduce in self._reduces for error in reduce.kept_errors], factor)
 
     def compile_kernels(self, device: torch.device) -> None:
         """Compile the kernels of quantized messages for `device` now, and not in the first step.
@@ -221,7 +244,9 @@ def _install_comms(
                 module.set_all_reduce_hook(count_all_reduce(dims.replicate))
         if dims.shard.size > 1:  # FSDP2 calls no collectives for one rank
             factory.install(unit)
-    return Sharding(model, units, stage, factory.gathers, factory.reduces, factory.all_reduces)
+    return Sharding(
+        model, units, stage, factory.gathers, factory.reduces, factory.all_reduces, zero.zero_error_feedback_reset
+    )
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from kernels.block_quant import (
     Feedback,
     dequantize_blockwise,
     dequantize_sum,
+    feedback_format,
     quantize_blockwise,
 )
 from megazpp.zero.layout import ByteRange, MessageLayout
@@ -62,6 +63,17 @@ class Codec:
             return []
         runs = [part.stop - part.start for part in self.layout.ranges if part.scales is not None]
         return [Feedback.zeros(peers, run, fmt, device) for run in runs]
+
+    def average_errors(self, errors: Errors, earlier: Errors, beta: float) -> None:
+        """LoCo's moving average: errors = (1 - beta) x errors + beta x earlier, in one more pass over both."""
+        assert self.layout.fmt is not None
+        stored = feedback_format(self.layout.fmt)
+        for new, old in zip(errors, earlier, strict=True):
+            payload = torch.stack((old.payload, new.payload))
+            scales = torch.stack((old.scales * beta, new.scales * (1 - beta)))
+            average = torch.empty(new.payload.shape, dtype=torch.float32, device=new.payload.device)
+            dequantize_sum(payload, scales, stored, out=average)
+            quantize_blockwise(average, stored, payload=new.payload, scales=new.scales)
 
     def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
         """messages [A, B, M] -> shards [A, B, S] (any strides)."""
