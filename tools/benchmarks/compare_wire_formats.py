@@ -80,18 +80,22 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     ]
     for name, runs in results.items():
         differences = [run["valid"] - base["valid"] for run, base in zip(runs, baseline, strict=True)]
-        mean = statistics.mean(differences)
-        error = statistics.stdev(differences) / len(runs) ** 0.5 if len(runs) > 1 else float("nan")
         valid = statistics.mean(run["valid"] for run in runs)
         lines.append(
             f"| {name} | {statistics.mean(run['train'] for run in runs):.4f} | {valid:.4f} "
-            f"| {mean:+.4f} ± {error:.4f} ({100 * mean / valid:+.2f} %) "
+            f"| {mean_and_error(differences)} ({100 * statistics.mean(differences) / valid:+.2f} %) "
             f"| {statistics.mean(run['cross'] for run in runs):.3f} |"
         )
     spread = statistics.stdev(run["valid"] for run in baseline) if len(baseline) > 1 else float("nan")
     return "\n".join(
         [*lines, "", f"Seed to seed, {next(iter(results))}'s validation loss has standard deviation {spread:.4f}."]
     )
+
+
+def mean_and_error(differences: list[float]) -> str:
+    """The mean with its sign, and its standard error."""
+    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
+    return f"{statistics.mean(differences):+.4f} ± {error:.4f}"
 
 
 if __name__ == "__main__":

@@ -36,15 +36,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class WireFormat(NamedTuple):
-    """Bits of a gradient inside a node and across nodes; 16 is bf16."""
+    """Bits of a gradient inside a node and across nodes; 16 is bf16. `beta` is the moving average's, of feedback."""
 
     local_bits: int
     cross_bits: int
     feedback: bool = False
+    beta: float = 0.0
 
     def __str__(self) -> str:
         bits = f"{self.local_bits}/{self.cross_bits}"
-        return f"{bits}, error feedback" if self.feedback else bits
+        averaged = f", moving average {self.beta:g}" if self.beta else ""
+        return f"{bits}, error feedback{averaged}" if self.feedback else bits
 
     @property
     def zero(self) -> ZeroConfig:
@@ -52,6 +54,7 @@ class WireFormat(NamedTuple):
             zero_quantized_gradients=True,
             zero_gradient_bits=(self.local_bits, self.cross_bits),
             zero_error_feedback=self.feedback,
+            zero_error_feedback_beta=self.beta,
             zero_accumulate_in_bf16=self.cross_bits == 16,
         )
 
@@ -61,7 +64,11 @@ class WireFormat(NamedTuple):
         return PrecisionConfig(bf16=in_bf16, grad_reduce_in_bf16=in_bf16)
 
 
-FORMATS = [WireFormat(16, 16), *(WireFormat(*bits, on) for bits in ((8, 8), (8, 4), (4, 4)) for on in (False, True))]
+FORMATS = [
+    WireFormat(16, 16),
+    *(WireFormat(*bits, on) for bits in ((8, 8), (8, 4), (4, 4)) for on in (False, True)),
+    WireFormat(8, 4, True, beta=0.8),
+]
 
 
 class Ratios(NamedTuple):
