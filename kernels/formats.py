@@ -23,16 +23,19 @@ class BlockFormat:
         tie between +m and -m the negative one sets the sign. Byte j of a block holds q[j] + 8 in its low half and
         q[j + block_size / 2] + 8 in its high half.
 
+    int2: as int4, with q in -2..1 and scale = the same element / -2. Byte j holds four integers plus 2, from its lowest
+        bits to its highest q[2j], q[2j + block_size / 2], q[2j + 1], q[2j + 1 + block_size / 2]. Experimental.
+
     Raises:
-        ValueError: bits is not 4 or 8, or block_size is not a power of two in 32..2048.
+        ValueError: bits is not 2, 4 or 8, or block_size is not a power of two in 32..2048.
     """
 
-    bits: Literal[4, 8]
+    bits: Literal[2, 4, 8]
     block_size: int
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise ValueError(f"BlockFormat: bits must be 4 or 8, not {self.bits}")
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"BlockFormat: bits must be 2, 4 or 8, not {self.bits}")
         power_of_two = self.block_size & (self.block_size - 1) == 0
         if not (MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE and power_of_two):
             raise ValueError(

@@ -53,20 +53,30 @@ DATA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize_blockwise(
-    x: Tensor, fmt: BlockFormat, *, payload: Tensor, scales: Tensor, feedback: Feedback | None = None
+    x: Tensor,
+    fmt: BlockFormat,
+    *,
+    payload: Tensor,
+    scales: Tensor,
+    feedback: Feedback | None = None,
+    base: Tensor | None = None,
 ) -> None:
-    """Quantize every segment of `x` into `payload` and `scales`.
+    """Quantize every segment of `x`, or of its difference from `base`, into `payload` and `scales`.
 
     Args:
         x: [..., n] fp32, bf16 or fp16; any n.
         payload: [..., fmt.payload_bytes(n)] uint8, written.
         scales: [..., fmt.num_blocks(n)] bf16, written.
         feedback: the error of the last step; it is added to x before, and holds the new error after.
+        base: [..., n] fp32, bf16 or fp16, whatever the dtype of x; float(x) - float(base) is what is quantized. A
+            receiver that has `base` adds the message to it with `dequantize_sum(..., accumulate=True)`. Without
+            feedback: a base that receives what it sent holds the errors already.
     Errors:
         int8: |x - dequantized| <= scale / 2 (1 + 2^-15). int4: the same, but for elements of the sign opposite to the
         block's largest and more than 7.5/8 of it in size: they are clipped to 7 |scale|, at most 1.032 |scale| away.
+        int2: the same, but for those of more than 1.5/2 of it: clipped to |scale|, at most 1.008 |scale| away.
     Raises:
-        ValueError: a shape, dtype, stride or device does not fit.
+        ValueError: a shape, dtype, stride or device does not fit, or there are both feedback and base.
     Source: ZeRO++ section 3.1 and 3.3 (qwZ, qgZ); rounding is half to even.
     """
     implementation = _implementation("quantize_blockwise", x)
@@ -76,8 +86,15 @@ def quantize_blockwise(
     if feedback is not None:
         _check_feedback(feedback, fmt, lead, n, x.device)
         feedback = Feedback(*(_two_leads(part) for part in feedback))
+    if base is not None:
+        if feedback is not None:
+            raise ValueError("a difference from a base is quantized without feedback")
+        _check_data("base", base)
+        if base.shape != x.shape or base.device != x.device:
+            raise ValueError(f"base is {tuple(base.shape)} on {base.device}, but x is {tuple(x.shape)} on {x.device}")
+        base = _two_leads(base)
     if x.numel():
-        implementation.quantize(_two_leads(x), fmt, _two_leads(payload), _two_leads(scales), feedback)
+        implementation.quantize(_two_leads(x), fmt, _two_leads(payload), _two_leads(scales), feedback, base)
 
 
 def dequantize_blockwise(payload: Tensor, scales: Tensor, fmt: BlockFormat, *, out: Tensor) -> None:
@@ -98,6 +115,10 @@ def dequantize_blockwise(payload: Tensor, scales: Tensor, fmt: BlockFormat, *, o
 
 def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, *, out: Tensor, accumulate: bool = False) -> None:
     """Dequantize K segments and sum them, in the order 0..K-1, in fp32.
+
+    With K = 1 and `accumulate` this is the receiving half of a difference (`base` of `quantize_blockwise`):
+    out = round(float(out) + integer * scale), in one pass. The product is exact, so every receiver that held the same
+    bits holds the same bits after it; an element that is NaN, or that a NaN arrives for, stays NaN.
 
     Args:
         payload: [K, ..., fmt.payload_bytes(n)] uint8.

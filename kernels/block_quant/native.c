@@ -85,6 +85,21 @@ static inline void load(const char *restrict from, int64_t dtype, int width, int
     for (int i = width; i < size; i++) values[i] = 0;
 }
 
+/* x - base in the first `width` of the `size` values of a block, zeros behind them. */
+LOOP void subtract(
+    const float *restrict x, const char *restrict base, int64_t dtype, int width, int size, float *restrict values
+) {
+    const float *floats = (const float *)base;
+    const uint16_t *halves = (const uint16_t *)base;
+    if (dtype == FP32)
+        for (int i = 0; i < width; i++) values[i] = x[i] - floats[i];
+    else if (dtype == BF16)
+        for (int i = 0; i < width; i++) values[i] = x[i] - from_bf16(halves[i]);
+    else
+        for (int i = 0; i < width; i++) values[i] = x[i] - from_fp16(halves[i]);
+    for (int i = width; i < size; i++) values[i] = 0;
+}
+
 static inline void store(const float *restrict values, int64_t dtype, int width, char *restrict to) {
     uint16_t *halves = (uint16_t *)to;
     if (dtype == FP32)
@@ -100,19 +115,27 @@ LOOP void dequantize(
     const char *restrict payload, uint16_t scale_bits, int64_t bits, int size, int add, float *restrict values
 ) {
     const float scale = from_bf16(scale_bits);
-    const int half = size / 2;
+    const int half = size / 2, zero = 1 << (bits - 1), mask = (1 << bits) - 1;
     const int8_t *bytes = (const int8_t *)payload;
     const uint8_t *pairs = (const uint8_t *)payload;
+    uint8_t unpacked[MAX_BLOCK_SIZE / 2];
+    if (bits == 2) {
+        for (int i = 0; i < half / 2; i++) {
+            uint16_t two = (uint16_t)((pairs[i] & 15) | pairs[i] >> 4 << 8);
+            memcpy(unpacked + 2 * i, &two, 2);
+        }
+        pairs = unpacked;
+    }
     if (bits == 8 && add) {
         for (int i = 0; i < size; i++) values[i] += (float)bytes[i] * scale;
     } else if (bits == 8) {
         for (int i = 0; i < size; i++) values[i] = (float)bytes[i] * scale;
     } else if (add) {
-        for (int i = 0; i < half; i++) values[i] += (float)((pairs[i] & 15) - 8) * scale;
-        for (int i = 0; i < half; i++) values[half + i] += (float)((pairs[i] >> 4) - 8) * scale;
+        for (int i = 0; i < half; i++) values[i] += (float)((pairs[i] & mask) - zero) * scale;
+        for (int i = 0; i < half; i++) values[half + i] += (float)((pairs[i] >> bits) - zero) * scale;
     } else {
-        for (int i = 0; i < half; i++) values[i] = (float)((pairs[i] & 15) - 8) * scale;
-        for (int i = 0; i < half; i++) values[half + i] = (float)((pairs[i] >> 4) - 8) * scale;
+        for (int i = 0; i < half; i++) values[i] = (float)((pairs[i] & mask) - zero) * scale;
+        for (int i = 0; i < half; i++) values[half + i] = (float)((pairs[i] >> bits) - zero) * scale;
     }
 }
 
@@ -123,7 +146,7 @@ LOOP float scale_of(const float *restrict values, int64_t bits, int size) {
         uint32_t magnitude = bits_of(values[i]) & 0x7FFFFFFF;
         peak = magnitude > peak ? magnitude : peak;
     }
-    for (int i = 0; bits == 4 && i < size; i++) {
+    for (int i = 0; bits < 8 && i < size; i++) {
         uint32_t value = bits_of(values[i]);
         lowest = value > lowest ? value : lowest;
     }
@@ -132,7 +155,7 @@ LOOP float scale_of(const float *restrict values, int64_t bits, int size) {
     if (bits == 8) {
         scale = float_of((bits_of(float_of(peak) * (float)(1.0 / 127)) + 0xFFFF) & 0xFFFF0000); /* rounded up */
     } else {
-        scale = from_bf16(to_bf16(float_of(peak) / 8));
+        scale = from_bf16(to_bf16(float_of(peak) / (float)(1 << (bits - 1))));
         scale = lowest == (peak | 0x80000000) ? scale : -scale; /* the negative element wins a tie */
     }
     return fabsf(scale) < FLT_MIN ? 0 : scale;
@@ -143,21 +166,30 @@ LOOP float scale_of(const float *restrict values, int64_t bits, int size) {
 
 static inline float nearest(float x) { return (x + NEAREST) - NEAREST; }
 
-static inline float at_most_7(float x) { return x > 7 ? 7 : x; }
+static inline float at_most(float limit, float x) { return x > limit ? limit : x; }
 
 LOOP void store_integers(
     const float *restrict values, float inverse, int64_t bits, int size, char *restrict payload
 ) {
     const int half = size / 2;
+    const uint32_t mask = (1u << bits) - 1;
+    const float zero = (float)(1 << (bits - 1));
     uint8_t *bytes = (uint8_t *)payload;
+    uint8_t unpacked[MAX_BLOCK_SIZE / 2];
     if (bits == 8) {
         for (int i = 0; i < size; i++) bytes[i] = (uint8_t)bits_of(values[i] * inverse + NEAREST);
-    } else {
-        for (int i = 0; i < half; i++) {
-            uint32_t low = bits_of(at_most_7(values[i] * inverse) + (NEAREST + 8));
-            uint32_t high = bits_of(at_most_7(values[half + i] * inverse) + (NEAREST + 8));
-            bytes[i] = (uint8_t)((low & 15) | high << 4);
-        }
+        return;
+    }
+    uint8_t *pairs = bits == 2 ? unpacked : bytes;
+    for (int i = 0; i < half; i++) {
+        uint32_t low = bits_of(at_most(zero - 1, values[i] * inverse) + (NEAREST + zero));
+        uint32_t high = bits_of(at_most(zero - 1, values[half + i] * inverse) + (NEAREST + zero));
+        pairs[i] = (uint8_t)((low & mask) | (high & mask) << bits);
+    }
+    for (int i = 0; bits == 2 && i < half / 2; i++) {
+        uint16_t two;
+        memcpy(&two, pairs + 2 * i, 2);
+        bytes[i] = (uint8_t)((two & 15) | two >> 4);
     }
 }
 
@@ -165,16 +197,13 @@ LOOP void store_integers(
 static inline float quantize_block(float *restrict values, int64_t bits, int size, char *restrict payload, int keep) {
     const float scale = scale_of(values, bits, size);
     if (!(fabsf(scale) > 0)) { /* 0 or NaN */
-        memset(payload, bits == 8 ? 0 : 0x88, (size_t)(size * bits / 8));
+        memset(payload, bits == 8 ? 0 : bits == 4 ? 0x88 : 0xAA, (size_t)(size * bits / 8));
         for (int i = 0; keep && i < size; i++) values[i] -= 0 * scale;
         return scale;
     }
-    const float inverse = 1 / scale;
+    const float inverse = 1 / scale, limit = (float)((1 << (bits - 1)) - 1);
     store_integers(values, inverse, bits, size, payload);
-    if (keep && bits == 8)
-        for (int i = 0; i < size; i++) values[i] -= nearest(values[i] * inverse) * scale;
-    else if (keep)
-        for (int i = 0; i < size; i++) values[i] -= at_most_7(nearest(values[i] * inverse)) * scale;
+    for (int i = 0; keep && i < size; i++) values[i] -= at_most(limit, nearest(values[i] * inverse)) * scale;
     return scale;
 }
 
@@ -188,73 +217,66 @@ static inline uint16_t *scales_row(const struct segments *x, int64_t k, int64_t 
     return (uint16_t *)(x->scales + k * x->scales_k + a * x->scales_a + b * x->scales_b);
 }
 
-/* Sum block `index` of the K segments of row (a, b) in the order 0..K-1. */
-static inline void sum_blocks(
-    const struct segments *from, int64_t num_k, int64_t a, int64_t b, int64_t index, int size, int add, float *values
-) {
-    const int64_t offset = index * block_bytes(from->bits, size);
-    for (int64_t k = 0; k < num_k; k++)
-        dequantize(
-            payload_row(from, k, a, b) + offset, scales_row(from, k, a, b)[index], from->bits, size, add || k, values
-        );
+static inline char *data_row(const struct data *x, int64_t a, int64_t b) {
+    return x->start + a * x->stride_a + b * x->stride_b;
 }
 
-/* Quantize block `index` of row (a, b), with the error of the last step added if there is one. */
-static inline void write_block(
-    const struct segments *to, const struct segments *error, int64_t a, int64_t b, int64_t index, int size,
-    float *values
-) {
-    char *payload = payload_row(to, 0, a, b) + index * block_bytes(to->bits, size);
-    uint16_t *scale = scales_row(to, 0, a, b) + index;
-    if (error == NULL) {
-        *scale = (uint16_t)(bits_of(quantize_block(values, to->bits, size, payload, 0)) >> 16);
-        return;
-    }
-    char *kept = payload_row(error, 0, a, b) + index * size;
-    uint16_t *kept_scale = scales_row(error, 0, a, b) + index;
-    dequantize(kept, *kept_scale, 8, size, 1, values);
-    *scale = (uint16_t)(bits_of(quantize_block(values, to->bits, size, payload, 1)) >> 16);
-    const float error_scale = quantize_block(values, 8, size, kept, 0);
-    *kept_scale = error_scale == error_scale ? (uint16_t)(bits_of(error_scale) >> 16) : 0;
-}
+static inline int64_t element_bytes(const struct data *x) { return x->dtype == FP32 ? 4 : 2; }
 
+/* Every block: its `index` in its row, and its `first` element there. */
 #define FOR_EACH_BLOCK(shape)                                                                                          \
     const int size = (int)((shape)->block_size / CHUNK) * CHUNK;                                                       \
     for (int64_t a = 0; a < (shape)->a; a++)                                                                           \
         for (int64_t b = 0; b < (shape)->b; b++)                                                                       \
             for (int64_t index = 0, first = 0; first < (shape)->n; index++, first += size)
 
+/* Quantize x, x - base, or x + error, which becomes what this quantization loses; base and error may be NULL. */
 void megazpp_quantize(
-    const struct shape *shape, const struct data *x, const struct segments *to, const struct segments *error
+    const struct shape *shape, const struct data *x, const struct data *base, const struct segments *to,
+    const struct segments *error
 ) {
-    float buffer[MAX_BLOCK_SIZE];
-    const int64_t element = x->dtype == FP32 ? 4 : 2;
+    float buffer[MAX_BLOCK_SIZE], difference[MAX_BLOCK_SIZE];
     FOR_EACH_BLOCK(shape) {
         const int width = (int)(shape->n - first < size ? shape->n - first : size);
-        char *from = x->start + a * x->stride_a + b * x->stride_b + first * element;
-        if (x->dtype == FP32 && width == size && error == NULL) {
-            write_block(to, NULL, a, b, index, size, (float *)from); /* only read */
+        char *from = data_row(x, a, b) + first * element_bytes(x);
+        char *payload = payload_row(to, 0, a, b) + index * block_bytes(to->bits, size);
+        uint16_t *scale = scales_row(to, 0, a, b) + index;
+        const int in_place = x->dtype == FP32 && width == size && error == NULL; /* only read */
+        float *values = in_place ? (float *)from : buffer;
+        if (!in_place) load(from, x->dtype, width, size, buffer);
+        if (base != NULL) {
+            const char *subtracted = data_row(base, a, b) + first * element_bytes(base);
+            subtract(values, subtracted, base->dtype, width, size, difference);
+            values = difference;
+        }
+        if (error == NULL) {
+            *scale = (uint16_t)(bits_of(quantize_block(values, to->bits, size, payload, 0)) >> 16);
             continue;
         }
-        load(from, x->dtype, width, size, buffer);
-        write_block(to, error, a, b, index, size, buffer);
+        char *kept = payload_row(error, 0, a, b) + index * size;
+        uint16_t *kept_scale = scales_row(error, 0, a, b) + index;
+        dequantize(kept, *kept_scale, 8, size, 1, buffer);
+        *scale = (uint16_t)(bits_of(quantize_block(buffer, to->bits, size, payload, 1)) >> 16);
+        const float error_scale = quantize_block(buffer, 8, size, kept, 0);
+        *kept_scale = error_scale == error_scale ? (uint16_t)(bits_of(error_scale) >> 16) : 0;
     }
 }
 
+/* Sum the K segments of every row in the order 0..K-1, onto what is in `out` with `accumulate`. */
 void megazpp_dequantize_sum(
     const struct shape *shape, const struct segments *from, const struct data *out, int64_t accumulate
 ) {
     float buffer[MAX_BLOCK_SIZE];
-    const int64_t element = out->dtype == FP32 ? 4 : 2;
     FOR_EACH_BLOCK(shape) {
         const int width = (int)(shape->n - first < size ? shape->n - first : size);
-        char *to = out->start + a * out->stride_a + b * out->stride_b + first * element;
-        if (out->dtype == FP32 && width == size) {
-            sum_blocks(from, shape->k, a, b, index, size, accumulate != 0, (float *)to);
-            continue;
+        char *to = data_row(out, a, b) + first * element_bytes(out);
+        const int in_place = out->dtype == FP32 && width == size;
+        float *values = in_place ? (float *)to : buffer;
+        if (accumulate && !in_place) load(to, out->dtype, width, size, buffer);
+        for (int64_t k = 0; k < shape->k; k++) {
+            const char *payload = payload_row(from, k, a, b) + index * block_bytes(from->bits, size);
+            dequantize(payload, scales_row(from, k, a, b)[index], from->bits, size, accumulate || k, values);
         }
-        if (accumulate) load(to, out->dtype, width, size, buffer);
-        sum_blocks(from, shape->k, a, b, index, size, accumulate != 0, buffer);
-        store(buffer, out->dtype, width, to);
+        if (!in_place) store(buffer, out->dtype, width, to);
     }
 }

@@ -30,10 +30,21 @@ def library() -> CLibrary | CLibraryError:
         return error
 
 
-def quantize(x: Tensor, fmt: BlockFormat, payload: Tensor, scales: Tensor, feedback: Feedback | None) -> None:
+def quantize(
+    x: Tensor,
+    fmt: BlockFormat,
+    payload: Tensor,
+    scales: Tensor,
+    feedback: Feedback | None = None,
+    base: Tensor | None = None,
+) -> None:
     """Quantize x [A, B, n]; see `kernels.block_quant.quantize_blockwise`."""
     _functions().megazpp_quantize(
-        _shape(1, x.shape, fmt), _data(x), _segments(payload, scales, fmt), _error(feedback, fmt)
+        _shape(1, x.shape, fmt),
+        _data(x),
+        None if base is None else _data(base),
+        _segments(payload, scales, fmt),
+        None if feedback is None else _segments(*feedback, feedback_format(fmt)),
     )
 
 
@@ -90,7 +101,3 @@ def _segments(payload: Tensor, scales: Tensor, fmt: BlockFormat) -> ctypes._CArg
     strides = (0, *payload.stride()[:-1])[-3:]
     scale_strides = (2 * stride for stride in (0, *scales.stride()[:-1])[-3:])
     return ctypes.byref(_Segments(payload.data_ptr(), *strides, scales.data_ptr(), *scale_strides, fmt.bits))
-
-
-def _error(feedback: Feedback | None, fmt: BlockFormat) -> ctypes._CArgObject | None:
-    return None if feedback is None else _segments(*feedback, feedback_format(fmt))

@@ -15,9 +15,18 @@ from kernels.formats import BlockFormat
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
-def quantize(x: Tensor, fmt: BlockFormat, payload: Tensor, scales: Tensor, feedback: Feedback | None) -> None:
+def quantize(
+    x: Tensor,
+    fmt: BlockFormat,
+    payload: Tensor,
+    scales: Tensor,
+    feedback: Feedback | None = None,
+    base: Tensor | None = None,
+) -> None:
     """Quantize x [.., n]; see `kernels.block_quant.quantize_blockwise`."""
     values = _to_blocks(x, fmt)
+    if base is not None:
+        values = values - _to_blocks(base, fmt)
     if feedback is not None:
         stored = feedback_format(fmt)
         values = values + _dequantize_blocks(*feedback, stored)
@@ -52,8 +61,7 @@ def _integers_and_scale(values: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tenso
     usable = scale.isfinite() & (scale != 0)
     inverse = torch.where(usable, 1 / scale, 0.0).unsqueeze(-1)
     quotient = torch.where(usable.unsqueeze(-1), values, 0.0) * inverse
-    integers = quotient.round()  # half to even
-    return (integers if fmt.bits == 8 else integers.clamp(max=7)), scale
+    return quotient.round().clamp(max=_zero(fmt) - 1), scale  # half to even; int8 never exceeds 127
 
 
 def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
@@ -63,7 +71,7 @@ def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
         scale = _round_up_to_bf16(peak * torch.tensor(1 / 127))
     else:
         negative = values.amin(-1) == -peak  # wins a tie
-        scale = torch.where(negative, peak, -peak).div(8).bfloat16().float()
+        scale = torch.where(negative, peak, -peak).div(_zero(fmt)).bfloat16().float()
     scale = torch.where(scale.abs() < SMALLEST_NORMAL, 0.0, scale)
     return torch.where(peak.isfinite(), scale, torch.nan)
 
@@ -82,8 +90,11 @@ def _pack(integers: Tensor, fmt: BlockFormat) -> Tensor:
     """Payload bytes [.., blocks * block_bytes] of integers [.., blocks, block_size] held as fp32."""
     if fmt.bits == 8:
         return integers.to(torch.int8).view(torch.uint8).flatten(-2)
-    low, high = (integers + 8).to(torch.uint8).chunk(2, dim=-1)
-    return (low | (high << 4)).flatten(-2)
+    low, high = (integers + _zero(fmt)).to(torch.uint8).chunk(2, dim=-1)
+    pairs = low | (high << fmt.bits)
+    if fmt.bits == 2:
+        pairs = pairs[..., 0::2] | (pairs[..., 1::2] << 4)
+    return pairs.flatten(-2)
 
 
 def _dequantize_blocks(payload: Tensor, scales: Tensor, fmt: BlockFormat) -> Tensor:
@@ -92,8 +103,14 @@ def _dequantize_blocks(payload: Tensor, scales: Tensor, fmt: BlockFormat) -> Ten
     if fmt.bits == 8:
         integers = packed.view(torch.int8).float()
     else:
-        integers = torch.cat([packed & 15, packed >> 4], dim=-1).float() - 8
+        pairs = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2) if fmt.bits == 2 else packed
+        integers = torch.cat([pairs & (1 << fmt.bits) - 1, pairs >> fmt.bits], dim=-1).float() - _zero(fmt)
     return integers * scales.float().unsqueeze(-1)
+
+
+def _zero(fmt: BlockFormat) -> int:
+    """What is added to the integers of less than 8 bits on the wire; integers lie in -zero..zero - 1."""
+    return 1 << (fmt.bits - 1)
 
 
 def _to_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:

@@ -32,14 +32,23 @@ NUM_WARPS = 4
 _TILE = tl.constexpr(TILE_ELEMENTS)
 
 
-def quantize(x: Tensor, fmt: BlockFormat, payload: Tensor, scales: Tensor, feedback: Feedback | None) -> None:
+def quantize(
+    x: Tensor,
+    fmt: BlockFormat,
+    payload: Tensor,
+    scales: Tensor,
+    feedback: Feedback | None = None,
+    base: Tensor | None = None,
+) -> None:
     """Quantize x [A, B, n]; see `kernels.block_quant.quantize_blockwise`."""
+    minus = x if base is None else base
     error, error_scales = feedback or (payload, scales)
     _quantize_kernel[_grid(x.shape)](
-        *(x, payload, scales, error, error_scales),
-        *(x.shape[-1], *_strides(x)),
+        *(x, minus, payload, scales, error, error_scales),
+        *(x.shape[-1], *_strides(x), *_strides(minus)),
         *(*_strides(payload), *_strides(scales), *_strides(error), *_strides(error_scales)),
         **_constants(fmt),
+        BASE=base is not None,
         FEEDBACK=feedback is not None,
     )
 
@@ -80,24 +89,54 @@ def _constants(fmt: BlockFormat) -> dict[str, int | bool]:
 
 @triton.jit(do_not_specialize=["scales_a", "scales_b", "error_scales_a", "error_scales_b"])
 def _quantize_kernel(
-    x, payload, scales, error, error_scales,
-    n, x_a, x_b, payload_a, payload_b, scales_a, scales_b, error_a, error_b, error_scales_a, error_scales_b,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, FEEDBACK: tl.constexpr,
+    x, base, payload, scales, error, error_scales,
+    n, x_a, x_b, base_a, base_b, payload_a, payload_b, scales_a, scales_b,
+    error_a, error_b, error_scales_a, error_scales_b,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one tile, with the error of the last step added where FEEDBACK."""
+    """Quantize one tile: x, or x - base where BASE, or x and the error of the last step where FEEDBACK."""
     a, b, tile, left = _place(n)
     first = tile * (_TILE // BLOCK)
     x += a * x_a + b * x_b + tile * _TILE
+    base += a * base_a + b * base_b + tile * _TILE
     payload += a * payload_a + b * payload_b + first * (BLOCK * BITS // 8)
     scales += a * scales_a + b * scales_b + first
     error += a * error_a + b * error_b + first * BLOCK
     error_scales += a * error_scales_a + b * error_scales_b + first
     if left >= _TILE:
-        low, high = tiles.load_data(x, left, BLOCK, True)
-        _finish(low, high, payload, scales, error, error_scales, left, BITS, BLOCK, FEEDBACK, True)
+        _quantize_tile(x, base, payload, scales, error, error_scales, left, BITS, BLOCK, BASE, FEEDBACK, True)
     else:
-        low, high = tiles.load_data(x, left, BLOCK, False)
-        _finish(low, high, payload, scales, error, error_scales, left, BITS, BLOCK, FEEDBACK, False)
+        _quantize_tile(x, base, payload, scales, error, error_scales, left, BITS, BLOCK, BASE, FEEDBACK, False)
+
+
+@triton.jit
+def _quantize_tile(
+    x, base, payload, scales, error, error_scales, left,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    low, high = tiles.load_data(x, left, BLOCK, WHOLE)
+    if BASE:
+        base_low, base_high = tiles.load_data(base, left, BLOCK, WHOLE)
+        low -= base_low
+        high -= base_high
+    if FEEDBACK:
+        error_low, error_high = tiles.load_quantized(error, error_scales, left, 8, BLOCK, WHOLE)
+        low += error_low
+        high += error_high
+    scale, inverse, finite = tiles.block_scales(low, high, BITS)
+    shifted_low = tiles.round_shifted(low, inverse, BITS)
+    shifted_high = tiles.round_shifted(high, inverse, BITS)
+    tiles.store_integers(payload, shifted_low, shifted_high, finite, left, BITS, BLOCK, WHOLE)
+    tiles.store_scales(scales, tl.where(finite, scale, float("nan")), left, BLOCK, WHOLE)
+    if FEEDBACK:
+        low -= tiles.unshift(shifted_low, BITS) * scale[:, None]
+        high -= tiles.unshift(shifted_high, BITS) * scale[:, None]
+        scale, inverse, error_finite = tiles.block_scales(low, high, 8)
+        finite = finite & error_finite
+        low = tiles.round_shifted(low, inverse, 8)
+        high = tiles.round_shifted(high, inverse, 8)
+        tiles.store_integers(error, low, high, finite, left, 8, BLOCK, WHOLE)
+        tiles.store_scales(error_scales, tl.where(finite, scale, 0.0), left, BLOCK, WHOLE)
 
 
 @triton.jit(do_not_specialize=["scales_k", "scales_a", "scales_b"])
@@ -125,27 +164,3 @@ def _place(n):
     """Leading indices of this program's segment, its tile in it, and the elements from there to the end."""
     tile = tl.program_id(0).to(tl.int64)  # offsets may pass 2^31
     return tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64), tile, n - tile * _TILE
-
-
-@triton.jit
-def _finish(low, high, payload, scales, error, error_scales, left, BITS: tl.constexpr, BLOCK: tl.constexpr,
-            FEEDBACK: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """Add the error, quantize, keep the new error."""
-    if FEEDBACK:
-        error_low, error_high = tiles.load_quantized(error, error_scales, left, 8, BLOCK, WHOLE)
-        low += error_low
-        high += error_high
-    scale, inverse, finite = tiles.block_scales(low, high, BITS)
-    shifted_low = tiles.round_shifted(low, inverse, BITS)
-    shifted_high = tiles.round_shifted(high, inverse, BITS)
-    tiles.store_integers(payload, shifted_low, shifted_high, finite, left, BITS, BLOCK, WHOLE)
-    tiles.store_scales(scales, tl.where(finite, scale, float("nan")), left, BLOCK, WHOLE)
-    if FEEDBACK:
-        low -= tiles.unshift(shifted_low, BITS) * scale[:, None]
-        high -= tiles.unshift(shifted_high, BITS) * scale[:, None]
-        scale, inverse, error_finite = tiles.block_scales(low, high, 8)
-        finite = finite & error_finite
-        low = tiles.round_shifted(low, inverse, 8)
-        high = tiles.round_shifted(high, inverse, 8)
-        tiles.store_integers(error, low, high, finite, left, 8, BLOCK, WHOLE)
-        tiles.store_scales(error_scales, tl.where(finite, scale, 0.0), left, BLOCK, WHOLE)

@@ -2,8 +2,9 @@
 
 A tile is TILE_ELEMENTS elements: ROWS blocks of BLOCK, held as two tensors [ROWS, HALF] of the low and the high halves
 of the blocks. That is the layout of int4 (byte j = elements j and j + HALF) and costs int8 nothing, so one body serves
-both. Pointers arrive at the first element of the tile; `left` is how many elements of the segment remain from there,
-and WHOLE says that they fill the tile, so that nothing needs a mask.
+both; int2 packs neighbouring columns into a byte, which one thread holds. Pointers arrive at the first element of the
+tile; `left` is how many elements of the segment remain from there, and WHOLE says that they fill the tile, so that
+nothing needs a mask.
 
 Rules that keep the bits equal everywhere (GPU, interpreter, the reference):
 - rounding half to even by adding 1.5 * 2^23: one addition, and the low bits of the sum are the integer;
@@ -60,7 +61,7 @@ def load_sum(
 @triton.jit
 def load_data(data, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """Low and high halves [ROWS, HALF] of data as fp32, zeros behind the end of the segment."""
-    low = _offsets(BLOCK, BLOCK)
+    low = _offsets(BLOCK, BLOCK // 2, BLOCK)
     high = low + BLOCK // 2
     return _to_float(_load(data + low, low < left, WHOLE)), _to_float(_load(data + high, high < left, WHOLE))
 
@@ -68,7 +69,7 @@ def load_data(data, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
 @triton.jit
 def store_data(data, low_values, high_values, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """Write halves of fp32, rounded to the dtype of data, up to the end of the segment."""
-    low = _offsets(BLOCK, BLOCK)
+    low = _offsets(BLOCK, BLOCK // 2, BLOCK)
     high = low + BLOCK // 2
     _store(data + low, _from_float(low_values, data.dtype.element_ty), low < left, WHOLE)
     _store(data + high, _from_float(high_values, data.dtype.element_ty), high < left, WHOLE)
@@ -78,8 +79,12 @@ def store_data(data, low_values, high_values, left, BLOCK: tl.constexpr, WHOLE: 
 def load_quantized(payload, scales, left, BITS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """Integers times scale, an exact product: low and high halves [ROWS, HALF] as fp32."""
     used = _used(left, BLOCK)
-    offset = _offsets(BLOCK, BLOCK * BITS // 8)
     scale = _to_float(_load(scales + tl.arange(0, _TILE // BLOCK), used, WHOLE))[:, None]
+    if BITS == 2:
+        pairs = _load(payload + _offsets(BLOCK, BLOCK // 4, BLOCK // 4), used[:, None], WHOLE).to(tl.int32)
+        pairs = tl.reshape(tl.join(pairs & 15, pairs >> 4), (_TILE // BLOCK, BLOCK // 2))
+        return _byte_to_float(pairs & 3, 2.0) * scale, _byte_to_float(pairs >> 2, 2.0) * scale
+    offset = _offsets(BLOCK, BLOCK // 2, BLOCK * BITS // 8)
     low = _load(payload + offset, used[:, None], WHOLE).to(tl.int32)
     if BITS == 4:
         return _byte_to_float(low & 15, 8.0) * scale, _byte_to_float(low >> 4, 8.0) * scale
@@ -95,11 +100,15 @@ def store_integers(
 ):
     """Write the integers that `round_shifted` returned; 0 for blocks that are not finite."""
     used = _used(left, BLOCK)[:, None]
-    offset = _offsets(BLOCK, BLOCK * BITS // 8)
-    zero: tl.constexpr = 8 if BITS == 4 else 0
+    offset = _offsets(BLOCK, BLOCK // 2, BLOCK * BITS // 8)
+    zero: tl.constexpr = 2 ** (BITS - 1) if BITS < 8 else 0
     low = tl.where(finite[:, None], shifted_low.to(tl.int32, bitcast=True), zero)
     high = tl.where(finite[:, None], shifted_high.to(tl.int32, bitcast=True), zero)
-    if BITS == 4:
+    if BITS == 2:
+        pairs = tl.reshape((low & 3) | ((high & 3) << 2), (_TILE // BLOCK, BLOCK // 4, 2))
+        even, odd = tl.split(pairs)
+        _store(payload + _offsets(BLOCK, BLOCK // 4, BLOCK // 4), (even | (odd << 4)).to(tl.uint8), used, WHOLE)
+    elif BITS == 4:
         _store(payload + offset, ((low & 15) | (high << 4)).to(tl.uint8), used, WHOLE)
     else:
         _store(payload + offset, low.to(tl.uint8), used, WHOLE)
@@ -124,7 +133,7 @@ def block_scales(low, high, BITS: tl.constexpr):
         # the sign in the lowest bit: the unsigned maximum is the largest magnitude, the negative one on a tie
         key = tl.max(tl.maximum(_signed_magnitude(low), _signed_magnitude(high)), axis=1)
         peak = (key >> 1).to(tl.int32)
-        scale = (peak.to(tl.float32, bitcast=True) * 0.125).to(tl.int32, bitcast=True)
+        scale = (peak.to(tl.float32, bitcast=True) * 2 ** (1 - BITS)).to(tl.int32, bitcast=True)
         scale = (scale + 0x7FFF + ((scale >> 16) & 1)) & -65536  # to the nearest bf16, half to even
         sign = ((key & 1) ^ 1).to(tl.int32) << 31
     finite = peak < _INFINITY_BITS
@@ -147,9 +156,9 @@ def _signed_magnitude(x):
 
 @triton.jit
 def round_shifted(x, inverse, BITS: tl.constexpr):
-    """x * inverse rounded half to even, plus _MAGIC (int4: plus 8 more, so that the low bits are offset binary)."""
-    if BITS == 4:
-        return tl.minimum(x * inverse[:, None] + (_MAGIC + 8), _MAGIC + 15)
+    """x * inverse rounded half to even, plus _MAGIC (int4: and 8, int2: and 2, so that the low bits are offset)."""
+    if BITS < 8:
+        return tl.minimum(x * inverse[:, None] + (_MAGIC + 2 ** (BITS - 1)), _MAGIC + (2**BITS - 1))
     else:
         return x * inverse[:, None] + _MAGIC
 
@@ -157,7 +166,7 @@ def round_shifted(x, inverse, BITS: tl.constexpr):
 @triton.jit
 def unshift(shifted, BITS: tl.constexpr):
     """The integers, as fp32, of what `round_shifted` returned."""
-    return shifted - (_MAGIC + (8 if BITS == 4 else 0))
+    return shifted - (_MAGIC + (2 ** (BITS - 1) if BITS < 8 else 0))
 
 
 @triton.jit
@@ -203,9 +212,9 @@ def _store(pointers, values, mask, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _offsets(BLOCK: tl.constexpr, STRIDE: tl.constexpr):
-    """[ROWS, HALF] offsets in a tile whose blocks are STRIDE apart."""
-    return tl.arange(0, _TILE // BLOCK)[:, None] * STRIDE + tl.arange(0, BLOCK // 2)[None, :]
+def _offsets(BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
+    """[ROWS, COLUMNS] offsets in a tile whose blocks are STRIDE apart."""
+    return tl.arange(0, _TILE // BLOCK)[:, None] * STRIDE + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit

@@ -91,15 +91,31 @@ def assert_same(name: str, got: Tensor, expected: Tensor) -> None:
 
 
 def quantize_both(
-    implementation: ModuleType, x: Tensor, fmt: BlockFormat, device: str, *, swapped: bool, offset: int, steps: int = 0
+    implementation: ModuleType,
+    x: Tensor,
+    fmt: BlockFormat,
+    device: str,
+    *,
+    swapped: bool,
+    offset: int,
+    steps: int = 0,
+    base: Tensor | None = None,
 ) -> None:
-    """Quantize and dequantize x [A, B, n], `steps` > 0 times with feedback; compare every byte with the reference."""
+    """Quantize and dequantize x [A, B, n]; compare every byte with the reference.
+
+    Args:
+        steps: > 0: so many times, with feedback.
+        base: [A, B, n], whose difference from x is quantized; it lies one element further from the rows' starts.
+    """
     lead, n = (x.shape[0], x.shape[1]), x.shape[2]
     results = []
     for module, place in ((reference, "cpu"), (implementation, device)):
         source_buffer, source = data(lead, n, x.dtype, place, offset=offset)
         source.copy_(x)
-        before = source_buffer.clone()
+        base_buffer, subtracted = data(lead, n, (x if base is None else base).dtype, place, offset=offset + 1)
+        if base is not None:
+            subtracted.copy_(base)
+        before = source_buffer.clone(), base_buffer.clone()
         sent = messages(lead, n, fmt, place, swapped=swapped)
         error = messages(lead, n, feedback_format(fmt), place, swapped=not swapped)
         feedback = Feedback(error.payload, error.scales)
@@ -107,11 +123,16 @@ def quantize_both(
             part.zero_()
         history = []
         for _ in range(max(steps, 1)):
-            module.quantize(source, fmt, sent.payload, sent.scales, feedback if steps else None)
+            module.quantize(
+                *(source, fmt, sent.payload, sent.scales),
+                feedback if steps else None,
+                None if base is None else subtracted,
+            )
             history += [sent.message.clone(), error.message.clone()]
         out_buffer, out = data(lead, n, x.dtype, place, offset=offset)
         module.dequantize(sent.payload, sent.scales, fmt, out)
-        assert_same("the input", source_buffer, before)
+        assert_same("the input", source_buffer, before[0])
+        assert_same("the base", base_buffer, before[1])
         results.append([*history, out_buffer])
     for step, (expected, got) in enumerate(zip(*results, strict=True)):
         assert_same(f"result {step} of {fmt}, n {n}, {x.dtype}", got, expected)

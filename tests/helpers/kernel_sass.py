@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from kernels.block_quant import triton
 
 DISASSEMBLER = Path(triton_package.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-DATA = ("x", "out")
+DATA = ("x", "base", "out")
 BYTES = ("payload", "error")
 SCALES = ("scales", "error_scales")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]+)")
@@ -51,10 +51,14 @@ def instructions(kernel: Any, dtype: str, **constants: int) -> dict[str, int]:
 
 def main() -> None:
     found = {
-        "quantize": instructions(triton._quantize_kernel, "bf16", BITS=8, BLOCK=128, FEEDBACK=0),
+        "quantize": instructions(triton._quantize_kernel, "bf16", BITS=8, BLOCK=128, BASE=0, FEEDBACK=0),
+        "quantize_difference": instructions(triton._quantize_kernel, "bf16", BITS=4, BLOCK=128, BASE=1, FEEDBACK=0),
         "dequantize": instructions(triton._dequantize_sum_kernel, "bf16", BITS=8, BLOCK=128, K=1, ACCUMULATE=0),
-        "quantize_feedback": instructions(triton._quantize_kernel, "bf16", BITS=4, BLOCK=128, FEEDBACK=1),
+        "quantize_feedback": instructions(triton._quantize_kernel, "bf16", BITS=4, BLOCK=128, BASE=0, FEEDBACK=1),
         "dequantize_sum": instructions(triton._dequantize_sum_kernel, "fp32", BITS=8, BLOCK=128, K=8, ACCUMULATE=0),
+        "add_difference": instructions(triton._dequantize_sum_kernel, "bf16", BITS=4, BLOCK=128, K=1, ACCUMULATE=1),
+        "quantize_to_int2": instructions(triton._quantize_kernel, "bf16", BITS=2, BLOCK=128, BASE=1, FEEDBACK=0),
+        "add_int2": instructions(triton._dequantize_sum_kernel, "bf16", BITS=2, BLOCK=128, K=1, ACCUMULATE=1),
     }
     json.dump(found, sys.stdout)
 

@@ -50,6 +50,27 @@ def test_segments_of_any_length_with_up_to_two_leading_dims_make_the_round_trip(
     assert torch.equal(total, out + out + out + out + out + out)
 
 
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("n", [0, 1, 63, 257])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_a_base_that_receives_every_difference_follows_what_is_sent(lead: tuple[int, ...], n: int, bits: int):
+    """Both ends hold the same bits, and what one message loses is in the next: the error is that of one message."""
+    fmt, generator = BlockFormat(bits, 32), torch.Generator().manual_seed(n)
+    x = torch.randn(*lead, n, generator=generator)
+    base = x.bfloat16()
+    received = base.clone()
+    payload, scales = quantized(*lead, n=n, fmt=fmt)
+    for _ in range(10):
+        x += 0.1 * torch.randn(*lead, n, generator=generator)
+        quantize_blockwise(x, fmt, payload=payload, scales=scales, base=base)
+        for copy in (base, received):
+            dequantize_sum(payload[None], scales[None], fmt, out=copy, accumulate=True)
+    assert torch.equal(base, received)
+    one_message = float(scales.float().abs().max()) if n else 0.0
+    rounding = 2**-8 * float(base.abs().max()) if n else 0.0
+    torch.testing.assert_close(base.float(), x, rtol=0, atol=1.032 * one_message + rounding)
+
+
 def test_a_leading_dim_of_size_zero_does_nothing():
     payload, scales = quantized(0, n=40)
     quantize_blockwise(torch.zeros(0, 40), FMT, payload=payload, scales=scales)
@@ -74,6 +95,12 @@ def test_what_does_not_fit_is_refused_with_its_name():
     wrong = Feedback(torch.zeros_like(payload), scales[:, :1])
     with pytest.raises(ValueError, match=r"feedback\.scales"):
         quantize_blockwise(x, FMT, payload=payload, scales=scales, feedback=wrong)
+    with pytest.raises(ValueError, match=r"base is \(2, 39\) on cpu, but x is \(2, 40\)"):
+        quantize_blockwise(x, FMT, payload=payload, scales=scales, base=x[:, 1:])
+    with pytest.raises(ValueError, match=r"base is torch\.float64"):
+        quantize_blockwise(x, FMT, payload=payload, scales=scales, base=x.double())
+    with pytest.raises(ValueError, match="without feedback"):
+        quantize_blockwise(x, FMT, payload=payload, scales=scales, base=x, feedback=Feedback.zeros((2,), 40, FMT))
     with pytest.raises(ValueError, match="nothing to sum"):
         dequantize_sum(payload[None, :0].transpose(0, 1), scales[None, :0].transpose(0, 1), FMT, out=x[0])
 

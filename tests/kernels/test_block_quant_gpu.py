@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [32, 64, 128, 256, 512, 1024, 2048])
-@pytest.mark.parametrize("num_bits", [8, 4])
+@pytest.mark.parametrize("num_bits", [8, 4, 2])
 def test_cuda_quantizes_like_the_reference(num_bits: int, block_size: int, dtype: torch.dtype):
     assert TRITON is not None
     for n in (1, 63, 257, 4096, 4101, 100_000):
@@ -25,8 +25,19 @@ def test_cuda_quantizes_like_the_reference(num_bits: int, block_size: int, dtype
             quantize_both(TRITON, x, fmt, "cuda", swapped=True, offset=offset, steps=offset * 2)
 
 
+@pytest.mark.parametrize("base_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_bits", [8, 4, 2])
+def test_cuda_quantizes_differences_like_the_reference(num_bits: int, dtype: torch.dtype, base_dtype: torch.dtype):
+    assert TRITON is not None
+    for n in (63, 4101, 100_000):
+        x = difficult((2, 4), n, dtype, seed=n)
+        for base in (x.to(base_dtype), difficult((2, 4), n, base_dtype, seed=n + 3)):
+            quantize_both(TRITON, x, BlockFormat(num_bits, 128), "cuda", swapped=True, offset=n % 2, base=base)
+
+
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 5, 8, 16])
-@pytest.mark.parametrize("num_bits", [8, 4])
+@pytest.mark.parametrize("num_bits", [8, 4, 2])
 def test_cuda_sums_like_the_reference(num_parts: int, num_bits: int):
     assert TRITON is not None
     for n, dtype in ((257, torch.bfloat16), (100_000, torch.float32)):

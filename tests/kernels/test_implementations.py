@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from helpers.block_quant import assert_same, difficult, quantize_both, sum_both
+from helpers.block_quant import assert_same, difficult, messages, quantize_both, sum_both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +32,8 @@ FEW = [
     (4096, torch.bfloat16, 128, 8),
     (4101, torch.float32, 1024, 4),
     (4101, torch.float16, 512, 4),
+    (63, torch.float32, 32, 2),
+    (4101, torch.bfloat16, 128, 2),
 ]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, on NaN and Inf
@@ -54,14 +56,14 @@ def triton() -> ModuleType:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_native_quantizes_like_the_reference(native: ModuleType, bits: int, block_size: int, dtype: torch.dtype):
     for n in LENGTHS:
         x = difficult((4, 2), n, dtype)
         quantize_both(native, x, BlockFormat(bits, block_size), "cpu", swapped=n % 2 == 0, offset=n % 3)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_native_feeds_back_errors_like_the_reference(native: ModuleType, bits: int, dtype: torch.dtype):
     for n in LENGTHS:
@@ -69,16 +71,64 @@ def test_native_feeds_back_errors_like_the_reference(native: ModuleType, bits: i
         quantize_both(native, x, BlockFormat(bits, 128), "cpu", swapped=True, offset=1, steps=3)
 
 
+@pytest.mark.parametrize("base_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_native_quantizes_differences_like_the_reference(
+    native: ModuleType, bits: int, dtype: torch.dtype, base_dtype: torch.dtype
+):
+    for n in LENGTHS:
+        x = difficult((4, 2), n, dtype, seed=n)
+        for base in (x.to(base_dtype), difficult((4, 2), n, base_dtype, seed=n + 3)):
+            fmt = BlockFormat(bits, BLOCK_SIZES[n % 7])
+            quantize_both(native, x, fmt, "cpu", swapped=n % 2 == 0, offset=n % 3, base=base)
+
+
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_native_sums_like_the_reference(native: ModuleType, num_parts: int, bits: int):
     for n, dtype in ((1, torch.float32), (257, torch.bfloat16), (257, torch.float16), (4101, torch.float32)):
         parts = difficult((num_parts, 9), n, torch.float32, seed=num_parts)
         sum_both(native, parts, BlockFormat(bits, 128), "cpu", dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("name", ["reference", "native", "triton"])
+def test_a_difference_is_added_to_what_a_row_holds_and_rounded_once(
+    name: str, bits: int, dtype: torch.dtype, request: pytest.FixtureRequest
+):
+    implementation = reference if name == "reference" else request.getfixturevalue(name)
+    device = TRITON_DEVICE if name == "triton" else "cpu"
+    generator = torch.Generator().manual_seed(bits)
+    for n in (1, 63, 257, 4101):
+        fmt = BlockFormat(bits, 128)
+        sent = messages((4, 2), n, fmt, "cpu", swapped=True)
+        sent.payload.random_(generator=generator)
+        sent.scales.copy_(torch.randn(sent.scales.shape, generator=generator) * 0.01)
+        sent.scales[1, 1, -1] = float("nan")
+        product = torch.empty(4, 2, n)
+        reference.dequantize(sent.payload, sent.scales, fmt, product)  # exact in fp32
+
+        resident = torch.full((2, 4, n + 20), float("nan"), dtype=dtype)
+        rows = resident.transpose(0, 1)[..., 3 : 3 + n]
+        rows.copy_(difficult((4, 2), n, dtype, seed=n))
+        expected = resident.clone()
+        expected.transpose(0, 1)[..., 3 : 3 + n] = (rows.float() + product).to(dtype)
+        stays_nan = rows.isnan() | product.isnan()
+
+        received = messages((4, 2), n, fmt, device, swapped=True)
+        received.message.copy_(sent.message)
+        resident = resident.to(device)
+        out = resident.transpose(0, 1)[..., 3 : 3 + n]
+        implementation.dequantize_sum(received.payload.unsqueeze(0), received.scales.unsqueeze(0), fmt, out, True)
+        assert_same(f"{n} elements of {dtype} and beside them", resident, expected)
+        assert out.cpu()[stays_nan].isnan().all()
+        assert stays_nan.any() or n == 1
+
+
 @given(
-    st.sampled_from([4, 8]),
+    st.sampled_from([2, 4, 8]),
     st.sampled_from(BLOCK_SIZES),
     st.sampled_from(DTYPES),
     st.integers(1, 5000),
@@ -102,7 +152,7 @@ def test_native_quantizes_like_the_reference_wherever_data_start(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_native_reads_every_sixteen_bit_number_like_the_reference(native: ModuleType, bits: int, dtype: torch.dtype):
     """Blocks of numbers of one size, so that none vanishes beside a large one."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -110,7 +160,7 @@ def test_native_reads_every_sixteen_bit_number_like_the_reference(native: Module
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_native_rounds_products_and_sums_with_every_scale_like_the_reference(
     native: ModuleType, bits: int, dtype: torch.dtype
 ):
@@ -135,19 +185,39 @@ def test_triton_quantizes_like_the_reference(
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_triton_handles_every_block_size(triton: ModuleType, bits: int, block_size: int):
     x = difficult((4, 2), block_size + block_size // 2 + 5, torch.bfloat16, seed=block_size)
     quantize_both(triton, x, BlockFormat(bits, block_size), TRITON_DEVICE, swapped=True, offset=0)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_triton_feeds_back_errors_like_the_reference(triton: ModuleType, bits: int):
     x = difficult((2, 4), 300, torch.bfloat16, seed=1)
     quantize_both(triton, x, BlockFormat(bits, 128), TRITON_DEVICE, swapped=True, offset=1, steps=2)
 
 
-@pytest.mark.parametrize(("num_parts", "bits"), [(1, 4), (2, 8), (3, 4), (8, 8)])
+@pytest.mark.parametrize(
+    ("n", "dtype", "base_dtype", "block_size", "bits"),
+    [
+        (63, torch.bfloat16, torch.bfloat16, 32, 8),
+        (257, torch.float32, torch.bfloat16, 128, 4),
+        (4101, torch.float32, torch.float16, 256, 4),
+        (4096, torch.float16, torch.float16, 64, 4),
+        (300, torch.bfloat16, torch.float32, 128, 8),
+        (257, torch.float32, torch.bfloat16, 128, 2),
+    ],
+)
+def test_triton_quantizes_differences_like_the_reference(
+    triton: ModuleType, n: int, dtype: torch.dtype, base_dtype: torch.dtype, block_size: int, bits: int
+):
+    x, fmt = difficult((4, 2), n, dtype, seed=n), BlockFormat(bits, block_size)
+    quantize_both(triton, x, fmt, TRITON_DEVICE, swapped=True, offset=n % 2, base=x.to(base_dtype))
+    base = difficult((4, 2), n, base_dtype, seed=n + 3)
+    quantize_both(triton, x, fmt, TRITON_DEVICE, swapped=False, offset=1, base=base)
+
+
+@pytest.mark.parametrize(("num_parts", "bits"), [(1, 4), (2, 8), (3, 4), (8, 8), (3, 2)])
 def test_triton_sums_like_the_reference(triton: ModuleType, num_parts: int, bits: int):
     dtype = torch.bfloat16 if num_parts == 3 else torch.float32
     parts = difficult((num_parts, 2), 4101 if num_parts == 2 else 257, torch.float32, seed=5)

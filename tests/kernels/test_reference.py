@@ -14,7 +14,7 @@ from kernels.block_quant import reference
 from kernels.block_quant.feedback import Feedback
 from kernels.formats import BlockFormat
 
-INT8, INT4 = BlockFormat(8, 32), BlockFormat(4, 32)
+INT8, INT4, INT2 = BlockFormat(8, 32), BlockFormat(4, 32), BlockFormat(2, 32)
 
 
 def quantize(x: Tensor, fmt: BlockFormat, feedback: Feedback | None = None) -> tuple[Tensor, Tensor]:
@@ -53,13 +53,21 @@ def test_int4_maps_the_signed_maximum_to_minus_eight_and_packs_the_halves_of_a_b
     assert payload[:3].tolist() == [0 | 15 << 4, 11 | 7 << 4, 8 | 8 << 4]
 
 
+def test_int2_maps_the_signed_maximum_to_minus_two_and_packs_four_elements_into_a_byte():
+    x = torch.zeros(32)
+    x[0], x[16], x[1], x[17], x[2] = -2.0, 1.0, -1.0, 0.4, 1.6  # 1.6 is beyond the largest integer
+    payload, scales = quantize(x, INT2)
+    assert scales.tolist() == [1.0]
+    assert payload.tolist() == [0 | 3 << 2 | 1 << 4 | 2 << 6, 3 | 2 << 2 | 2 << 4 | 2 << 6, *[0xAA] * 6]
+
+
 def test_a_positive_maximum_has_a_negative_int4_scale_and_a_tie_goes_to_the_negative_element():
     assert quantize(block(8.0, 1.0), INT4)[1].item() == -1.0
     assert quantize(block(8.0, -8.0), INT4)[1].item() == 1.0
     assert there_and_back(block(8.0, -8.0), INT4)[:2].tolist() == [7.0, -8.0]
 
 
-@pytest.mark.parametrize("fmt", [INT8, INT4])
+@pytest.mark.parametrize("fmt", [INT8, INT4, INT2])
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
 def test_a_block_with_a_number_that_is_not_finite_comes_back_as_nan_and_its_neighbour_unharmed(
     fmt: BlockFormat, bad: float
@@ -71,20 +79,20 @@ def test_a_block_with_a_number_that_is_not_finite_comes_back_as_nan_and_its_neig
     assert quantize(x, fmt)[1].view(torch.int16)[1].item() == 0x7FC0
 
 
-@pytest.mark.parametrize("fmt", [INT8, INT4])
+@pytest.mark.parametrize("fmt", [INT8, INT4, INT2])
 @pytest.mark.parametrize("magnitude", [0.0, -0.0, 1e-45, 1e-38, 1e-37])
 def test_a_block_too_small_for_a_normal_scale_comes_back_as_zeros(fmt: BlockFormat, magnitude: float):
     payload, scales = quantize(torch.full((32,), magnitude), fmt)
     if scales.item() != 0:
-        assert magnitude / 8 >= torch.finfo(torch.float32).tiny
+        assert magnitude / 2 ** (fmt.bits - 1) >= torch.finfo(torch.float32).tiny
         return
     assert scales.view(torch.int16).item() == 0  # +0, so that all implementations can agree
     assert there_and_back(torch.full((32,), magnitude), fmt).eq(0).all()
-    assert payload.eq(0 if fmt.bits == 8 else 0x88).all()
+    assert payload.eq({8: 0, 4: 0x88, 2: 0xAA}[fmt.bits]).all()
 
 
 @given(
-    st.sampled_from([8, 4]),
+    st.sampled_from([8, 4, 2]),
     st.sampled_from([32, 128, 2048]),
     st.integers(1, 5000),
     st.integers(-30, 30),
@@ -99,21 +107,52 @@ def test_errors_stay_within_the_documented_bound(bits: int, block_size: int, n: 
     error = (there_and_back(x, fmt) - x).abs()
     scale = scales.float().repeat_interleave(block_size)[:n]
     bound = scale.abs() / 2 * (1 + 2**-15)
-    if bits == 4:
-        clipped = x / scale > 7.5  # the sign opposite to the largest element's, which has a quotient of -8
-        bound = torch.where(clipped, 1.032 * scale.abs(), bound)
+    if bits < 8:
+        largest = 2 ** (bits - 1) - 1
+        clipped = x / scale > largest + 0.5  # the sign opposite to the largest element's, whose quotient is -8 or -2
+        bound = torch.where(clipped, {4: 1.032, 2: 1.008}[bits] * scale.abs(), bound)
     assert (error <= bound).all()
 
 
 @pytest.mark.parametrize(
     ("bits", "block_size", "expected"),
-    [(8, 128, 43.7), (8, 256, 43.1), (8, 2048, 41.6), (4, 128, 19.7), (4, 64, 20.5), (4, 32, 21.3)],
+    [
+        (8, 128, 43.7),
+        (8, 256, 43.1),
+        (8, 2048, 41.6),
+        (4, 128, 19.7),
+        (4, 64, 20.5),
+        (4, 32, 21.3),
+        (2, 128, 7.4),
+        (2, 32, 8.8),
+    ],
 )
 def test_signal_to_noise_on_gaussian_data(bits: int, block_size: int, expected: float):
     x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
     noise = there_and_back(x, BlockFormat(bits, block_size)) - x
     decibels = 10 * math.log10(x.square().sum() / noise.square().sum())
     assert decibels == pytest.approx(expected, abs=0.1)
+
+
+@pytest.mark.parametrize("fmt", [INT8, INT4, INT2])
+def test_a_difference_is_taken_in_fp32_whatever_the_dtypes(fmt: BlockFormat):
+    """bf16 would not hold x."""
+    x, base = block(1 + 2**-20, 300.0), block(1.0, 300.0).bfloat16()
+    payload = torch.empty(fmt.payload_bytes(32), dtype=torch.uint8)
+    scales = torch.empty(1, dtype=torch.bfloat16)
+    reference.quantize(x, fmt, payload, scales, base=base)
+    expected = quantize(block(2**-20), fmt)
+    assert torch.equal(payload, expected[0])
+    assert torch.equal(scales, expected[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_difference_that_is_not_finite_is_sent_as_nan(bad: float):
+    for x, base in ((block(bad), block(1.0)), (block(1.0), block(bad)), (block(bad), block(bad))):
+        payload, scales = torch.empty(32, dtype=torch.uint8), torch.empty(1, dtype=torch.bfloat16)
+        reference.quantize(x, INT8, payload, scales, base=base)
+        assert scales.isnan().all()
+        assert payload.eq(0).all()
 
 
 def test_error_feedback_returns_what_was_lost():

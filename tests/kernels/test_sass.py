@@ -47,10 +47,14 @@ def test_whole_tiles_move_sixteen_bytes_per_access(kernels: dict[str, dict[str, 
     wide = {name: (count(found, "LDG.E.128"), count(found, "STG.E.128")) for name, found in kernels.items()}
     # bf16 is masked element by element in the last tile; payloads are masked by blocks, so both branches are wide
     assert wide["quantize"] == (4, 2 * 2)
+    assert wide["quantize_difference"] == (4 + 4, 2 * 1), "x and base, once each"
+    assert wide["quantize_to_int2"] == (4 + 4, 0), "8 bytes of payload per thread"
     assert wide["dequantize"] == (2 * 2, 4)
     assert wide["quantize_feedback"] == (4 + 2 * 2, 2 * (1 + 2)), "to int4; the error is int8"
     assert wide["dequantize_sum"][0] >= 2 * 2 * (1 + 4), "first segment, unrolled segments"
     assert wide["dequantize_sum"][1] == 8, "fp32"
+    assert wide["add_difference"] == (4 + 2 * 1, 4), "what was there is read once and written once"
+    assert wide["add_int2"] == (4, 4)
 
 
 def test_nothing_is_contracted_outside_the_divisions(kernels: dict[str, dict[str, int]]):

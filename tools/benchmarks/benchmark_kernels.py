@@ -61,8 +61,9 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
     """The copy first, then every function on every format and dtype."""
     source, target = (torch.randn(n, device=device) for _ in range(2))
     pieces = [Piece("memcpy fp32", n, 8 * n, lambda: target.copy_(source))]
-    for bits in (8, 4):
-        fmt = BlockFormat(8 if bits == 8 else 4, block_size)
+    base = torch.randn(n, device=device).to(torch.bfloat16)
+    for fmt in (BlockFormat(8, block_size), BlockFormat(4, block_size), BlockFormat(2, block_size)):
+        bits = fmt.bits
         wire = fmt.bits_per_element(n) / 8
         for name, dtype in DTYPES.items():
             x = torch.randn(n, device=device).to(dtype)
@@ -72,8 +73,13 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
                 Piece(f"quantize {name} to int{bits}", n, n * (data + wire), quantize(x, fmt, payload, scales)),
                 Piece(f"dequantize int{bits} to {name}", n, n * (wire + data), dequantize(x, fmt, payload, scales)),
             ]
+            difference = quantize(x, fmt, payload, scales, base=base)
+            pieces += [
+                Piece(f"quantize {name} to int{bits}, base bf16", n, n * (data + 2 + wire), difference),
+                Piece(f"add int{bits} to {name}", n, n * (wire + 2 * data), add(x, fmt, payload, scales)),
+            ]
         feedback, kept = Feedback.zeros((), n, fmt, device), 2 * (1 + 2 / block_size)
-        with_feedback = quantize(x, fmt, payload, scales, feedback)
+        with_feedback = quantize(x, fmt, payload, scales, feedback=feedback)
         pieces.append(Piece(f"quantize {name} to int{bits}, feedback", n, n * (data + wire + kept), with_feedback))
         pieces.append(sum_of(peers, n // peers, fmt, device))
     return pieces
@@ -98,13 +104,23 @@ def quantized(lead: tuple[int, ...], n: int, fmt: BlockFormat, device: str) -> t
 
 
 def quantize(
-    x: torch.Tensor, fmt: BlockFormat, payload: torch.Tensor, scales: torch.Tensor, feedback: Feedback | None = None
+    x: torch.Tensor,
+    fmt: BlockFormat,
+    payload: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    feedback: Feedback | None = None,
+    base: torch.Tensor | None = None,
 ) -> Callable[[], None]:
-    return lambda: quantize_blockwise(x, fmt, payload=payload, scales=scales, feedback=feedback)
+    return lambda: quantize_blockwise(x, fmt, payload=payload, scales=scales, feedback=feedback, base=base)
 
 
 def dequantize(x: torch.Tensor, fmt: BlockFormat, payload: torch.Tensor, scales: torch.Tensor) -> Callable[[], None]:
     return lambda: dequantize_blockwise(payload, scales, fmt, out=x)
+
+
+def add(x: torch.Tensor, fmt: BlockFormat, payload: torch.Tensor, scales: torch.Tensor) -> Callable[[], None]:
+    return lambda: dequantize_sum(payload[None], scales[None], fmt, out=x, accumulate=True)
 
 
 def time_on(device: str, pieces: list[Piece], rounds: int, threads: int = 1) -> list[float]:

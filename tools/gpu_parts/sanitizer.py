@@ -50,13 +50,14 @@ def measure(task: Task, report: Report) -> None:
 
 
 def run_kernels(device: str) -> None:
-    """Each kernel on whole and partial tiles, sums of several, with feedback."""
-    for fmt in (BlockFormat(8, 128), BlockFormat(4, 128)):
+    """Each kernel on whole and partial tiles, sums of several, with feedback, of differences."""
+    for fmt in (BlockFormat(8, 128), BlockFormat(4, 128), BlockFormat(2, 128)):
         for n in (257, 4096, 10_000):
             x = torch.randn(2, 3, n, device=device)
             payload = torch.zeros(2, 3, fmt.payload_bytes(n), dtype=torch.uint8, device=device)
             scales = torch.zeros(2, 3, fmt.num_blocks(n), dtype=torch.bfloat16, device=device)
             quantize_blockwise(x, fmt, payload=payload, scales=scales, feedback=Feedback.zeros((2, 3), n, fmt, device))
+            quantize_blockwise(x, fmt, payload=payload, scales=scales, base=x.bfloat16())
             out = torch.zeros(3, n, device=device)
             dequantize_sum(payload, scales, fmt, out=out)
 
