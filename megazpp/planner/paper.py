@@ -149,7 +149,9 @@ class PaperCodec(Codec):
         super().__init__(layout, dtype)
         self._touch = touch
 
-    def pack(self, shards: torch.Tensor, messages: torch.Tensor, *, errors: Errors | None = None) -> None:
+    def pack(
+        self, shards: torch.Tensor, messages: torch.Tensor, *, errors: Errors | None = None, beta: float = 0.0
+    ) -> None:
         fed_back = sum(2 * part.nbytes for error in errors or () for part in error)
         self._touch("quantize", shards.nbytes + messages.nbytes + fed_back)
 

@@ -45,11 +45,13 @@ class ZeroConfig:
         None, "elements that share a scale, a power of two from 32 to 2048 (default: weights 256, gradients 128)"
     )
     zero_error_feedback: bool = flag(
-        True, "add what the cross-node quantization of gradients lost to the next step; 1 byte per parameter and node"
+        True,
+        "add what the cross-node quantization of gradients has lost to the next step, as a moving average (LoCo); 1 "
+        "byte per parameter and node",
     )
     zero_error_feedback_beta: float = flag(
-        0.0,
-        "share of the earlier error in what is fed back: 0 is the last step's error alone, 0.8 LoCo's moving average",
+        0.8,
+        "share of the earlier error in the error that is fed back; 0: the last step's error alone, nothing is averaged",
     )
     zero_error_feedback_reset: int | None = flag(
         None, "forget the error feedback after every so many iterations, as LoCo does (default: never)"

@@ -18,7 +18,6 @@ from collections.abc import Hashable
 
 import torch
 
-from kernels.block_quant import Feedback
 from megazpp.parallel.axis import MeshAxis, SilentAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.zero.comms import SummingReduce
@@ -140,11 +139,7 @@ class TwoHopReduce(SummingReduce):
         """[N, S] -> `result`, this rank's [S] summed over the nodes."""
         codec, partial_sums = self._cross_codec, inside.join()
         sent = codec.empty(self._cross.size, device=partial_sums.device)
-        errors = self.errors(partial_sums.device)
-        earlier = [Feedback(*(part.clone() for part in error)) for error in errors] if self._beta else []
-        codec.pack(partial_sums, sent, errors=errors or None)
-        if earlier:
-            codec.average_errors(errors, earlier, self._beta)
+        codec.pack(partial_sums, sent, errors=self.errors(partial_sums.device) or None, beta=self._beta)
         received = self._cross.all_to_all(sent, of=self._unit.name)  # [N, M]
         codec.unpack_sum(received.unsqueeze(1), result.unsqueeze(0), accumulate=False)
         return result

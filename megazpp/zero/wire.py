@@ -11,7 +11,6 @@ from kernels.block_quant import (
     Feedback,
     dequantize_blockwise,
     dequantize_sum,
-    feedback_format,
     quantize_blockwise,
 )
 from megazpp.zero.layout import ByteRange, MessageLayout
@@ -34,11 +33,14 @@ class Codec:
         """Messages to pack into, [*peers, M] uint8: zeros, so that the padding between parts compares equal."""
         return torch.zeros(*peers, self.layout.message_bytes, dtype=torch.uint8, device=device)
 
-    def pack(self, shards: torch.Tensor, messages: torch.Tensor, *, errors: Errors | None = None) -> None:
+    def pack(
+        self, shards: torch.Tensor, messages: torch.Tensor, *, errors: Errors | None = None, beta: float = 0.0
+    ) -> None:
         """shards [A, B, S] (any strides) -> messages [A, B, M].
 
         Args:
-            errors: quantization errors of the last pack, see `new_errors`; they are added first, and replaced.
+            errors: quantization errors of earlier packs, see `new_errors`; they are added first, and replaced.
+            beta: share of the earlier errors in those that replace them (LoCo's moving average).
         """
         quantized = 0
         for part in self.layout.ranges:
@@ -53,6 +55,7 @@ class Codec:
                 payload=_bytes(messages, part.payload),
                 scales=_scales(messages, part),
                 feedback=None if errors is None else errors[quantized],
+                beta=beta,
             )
             quantized += 1
 
@@ -63,17 +66,6 @@ class Codec:
             return []
         runs = [part.stop - part.start for part in self.layout.ranges if part.scales is not None]
         return [Feedback.zeros(peers, run, fmt, device) for run in runs]
-
-    def average_errors(self, errors: Errors, earlier: Errors, beta: float) -> None:
-        """LoCo's moving average: errors = (1 - beta) x errors + beta x earlier, in one more pass over both."""
-        assert self.layout.fmt is not None
-        stored = feedback_format(self.layout.fmt)
-        for new, old in zip(errors, earlier, strict=True):
-            payload = torch.stack((old.payload, new.payload))
-            scales = torch.stack((old.scales * beta, new.scales * (1 - beta)))
-            average = torch.empty(new.payload.shape, dtype=torch.float32, device=new.payload.device)
-            dequantize_sum(payload, scales, stored, out=average)
-            quantize_blockwise(average, stored, payload=new.payload, scales=new.scales)
 
     def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
         """messages [A, B, M] -> shards [A, B, S] (any strides)."""

@@ -20,7 +20,7 @@ from megazpp.zero.layout import plan_message, plan_segments
 from megazpp.zero.sharding import Sharding
 from megazpp.zero.wire import Codec, Errors
 
-FEEDBACK = ZeroConfig(zero_quantized_gradients=True, zero_error_feedback=True)
+FEEDBACK = ZeroConfig(zero_quantized_gradients=True, zero_error_feedback=True, zero_error_feedback_beta=0.0)
 AVERAGED = dataclasses.replace(FEEDBACK, zero_error_feedback_beta=0.8)
 EVERY = dataclasses.replace(FEEDBACK, zero_cross_every_microbatch=True)
 
@@ -135,19 +135,23 @@ def unrounded(errors: Errors, fmt: BlockFormat) -> list[torch.Tensor]:
 @pytest.mark.parametrize("beta", [0.5, 0.8])
 def test_the_moving_average_weighs_the_earlier_error_by_beta(beta: float):
     """To the rounding of the average to int8, and of both weights' scales to bf16."""
-    fmt, torch_seed = BlockFormat(4, 32), torch.manual_seed(1)
+    fmt, generator = BlockFormat(4, 32), torch.Generator().manual_seed(1)
     segments = plan_segments([("a", (9, 31)), ("b", (2, 64))], 1)
     codec = Codec(plan_message(segments, fmt, exact_itemsize=4), torch.float32)
-    old, new = codec.new_errors(3, device=CPU), codec.new_errors(3, device=CPU)
-    for error in (*old, *new):
-        values = torch.randn(error.payload.shape, generator=torch_seed)
+    old = codec.new_errors(3, device=CPU)
+    for error in old:
+        values = torch.randn(error.payload.shape, generator=generator)
         quantize_blockwise(values, feedback_format(fmt), payload=error.payload, scales=error.scales)
-    pairs = zip(unrounded(old, fmt), unrounded(new, fmt), strict=True)
-    expected = [beta * earlier + (1 - beta) * latest for earlier, latest in pairs]
-    codec.average_errors(new, old, beta)
-    for got, wanted in zip(unrounded(new, fmt), expected, strict=True):
+    latest, averaged = ([Feedback(*(part.clone() for part in error)) for error in old] for _ in range(2))
+    value, message, same = torch.randn(3, codec.layout.size), codec.empty(3, device=CPU), codec.empty(3, device=CPU)
+    codec.pack(value, message, errors=latest)
+    sent = message.clone()
+    codec.pack(value, same, errors=averaged, beta=beta)
+    assert torch.equal(sent, same)
+    for earlier, last, got in zip(*(unrounded(errors, fmt) for errors in (old, latest, averaged)), strict=True):
+        wanted = beta * earlier + (1 - beta) * last
         step = wanted.unflatten(-1, (-1, 32)).abs().amax(-1).repeat_interleave(32, -1) / 127
-        assert ((got - wanted).abs() <= 0.51 * step + 2**-8 * 4).all()
+        assert ((got - wanted).abs() <= 0.51 * step + 2**-8 * (earlier.abs() + last.abs())).all()
 
 
 def test_a_moving_average_loses_nothing_for_good_either():
@@ -157,9 +161,7 @@ def test_a_moving_average_loses_nothing_for_good_either():
     value, errors = torch.randn(1, 512, generator=torch.Generator().manual_seed(0)), codec.new_errors(1, device=CPU)
     total, message = torch.zeros(1, 512), codec.empty(1, device=CPU)
     for _ in range(64):
-        earlier = [Feedback(*(part.clone() for part in error)) for error in errors]
-        codec.pack(value, message, errors=errors)
-        codec.average_errors(errors, earlier, 0.8)
+        codec.pack(value, message, errors=errors, beta=0.8)
         codec.unpack(message, arrived := torch.empty_like(value))
         total += arrived
     codec.pack(value, message)

@@ -50,6 +50,7 @@ def break_something(what: str, patch: pytest.MonkeyPatch) -> None:
         slow(4, {"zero": ZeroConfig(zero_hpz_partition_size="auto")}),
         slow(4, {"zero": ZeroConfig(zero_quantized_gradients=True), "precision": BF16}),
         slow(4, {"zero": ZeroConfig(zeropp=True, zero_cross_every_microbatch=True)}),
+        slow(4, {"zero": ZeroConfig(zeropp=True, zero_error_feedback_beta=0.0)}),
         slow(4, {"zero": ZeroConfig(zeropp=True, zero_check_secondary=True)}),
         slow(4, {"zero": ZeroConfig(zeropp=True, zero_error_feedback=False, zero_accumulate_in_bf16=True)}),
         slow(4, {"zero": ALL, "nodes": 1}),
@@ -58,7 +59,7 @@ def break_something(what: str, patch: pytest.MonkeyPatch) -> None:
         slow(8, {"zero": ALL, "replicas": 2}),
     ],
     ids=[
-        *("llama", "bf16", "ZeRO-3", "qwZ", "hpZ", "qgZ", "classic", "check", "bf16-partial-sums"),
+        *("llama", "bf16", "ZeRO-3", "qwZ", "hpZ", "qgZ", "classic", "not-averaged", "check", "bf16-partial-sums"),
         *("one-node", "tp", "tp-llama", "copies"),
     ],
 )

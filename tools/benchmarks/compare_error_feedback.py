@@ -67,8 +67,8 @@ class FeedbackKind(NamedTuple):
 VARIANTS = {
     "ZeRO-3": FeedbackKind(None),
     "none": FeedbackKind({"zero_error_feedback": False}),
-    "at full size": FeedbackKind({"zero_error_feedback": True}, rescaled=False),
-    "clipped with its gradients": FeedbackKind({"zero_error_feedback": True}),
+    "at full size": FeedbackKind({"zero_error_feedback": True, "zero_error_feedback_beta": 0.0}, rescaled=False),
+    "clipped with its gradients": FeedbackKind({"zero_error_feedback": True, "zero_error_feedback_beta": 0.0}),
     "moving average": FeedbackKind({"zero_error_feedback": True, "zero_error_feedback_beta": 0.8}),
 }
 
