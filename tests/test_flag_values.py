@@ -51,6 +51,7 @@ ZERO_MEANS = {
     "--adam-beta1": "no average",
     "--adam-beta2": "no average",
     "--sgd-momentum": "none",
+    "--zero-error-feedback-beta": "no average",
     "--clip-grad": "no clipping",
     "--lr": "weights that stay",
     "--min-lr": "decay to the end",

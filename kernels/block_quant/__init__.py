@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import kernels.block_quant.native as native
 import kernels.block_quant.reference as reference
 import kernels.block_quant.shapes as shapes
-from kernels.block_quant.feedback import Feedback, feedback_format
+from kernels.block_quant.feedback import Feedback, feedback_format, rescale_
 from kernels.c_library import CLibraryError
 from kernels.formats import BlockFormat
 
@@ -44,7 +44,9 @@ __all__ = [
     "backend",
     "dequantize_blockwise",
     "dequantize_sum",
+    "feedback_format",
     "quantize_blockwise",
+    "rescale_",
 ]
 
 DATA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,6 +59,7 @@ def quantize_blockwise(
     payload: Tensor,
     scales: Tensor,
     feedback: Feedback | None = None,
+    beta: float = 0.0,
     base: Tensor | None = None,
 ) -> None:
     """Quantize every segment of `x`, or of its difference from `base`, into `payload` and `scales`.
@@ -66,6 +69,8 @@ def quantize_blockwise(
         payload: [..., fmt.payload_bytes(n)] uint8, written.
         scales: [..., fmt.num_blocks(n)] bf16, written.
         feedback: the error of the last step; it is added to x before, and holds the new error after.
+        beta: share of what feedback held before in what it holds after (LoCo's moving average); the rest is the new
+            error's. 0 <= beta < 1.
         base: [..., n] fp32, bf16 or fp16, whatever the dtype of x; float(x) - float(base) is what is quantized. A
             receiver that has `base` adds the message to it with `dequantize_sum(..., accumulate=True)`. Without
             feedback: a base that receives what it sent holds the errors already.
@@ -92,7 +97,7 @@ def quantize_blockwise(
             raise ValueError(f"base is {tuple(base.shape)} on {base.device}, but x is {tuple(x.shape)} on {x.device}")
         base = _two_leads(base)
     if x.numel():
-        implementation.quantize(_two_leads(x), fmt, _two_leads(payload), _two_leads(scales), feedback, base)
+        implementation.quantize(_two_leads(x), fmt, _two_leads(payload), _two_leads(scales), feedback, base, beta)
 
 
 def dequantize_blockwise(payload: Tensor, scales: Tensor, fmt: BlockFormat, *, out: Tensor) -> None:

@@ -7,6 +7,7 @@ payload 0), so one bad step cannot poison the steps after it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,18 @@ class Feedback(NamedTuple):
             torch.zeros(*lead, stored.payload_bytes(n), dtype=torch.uint8, device=device),
             torch.zeros(*lead, stored.num_blocks(n), dtype=torch.bfloat16, device=device),
         )
+
+
+def rescale_(errors: Sequence[Feedback], factor: torch.Tensor | float) -> None:
+    """Multiply errors by `factor`, in one pass over their scales that waits for nothing.
+
+    Args:
+        errors: on one device.
+        factor: a scalar on that device, finite; it and each product are rounded to bf16.
+    """
+    scales = [error.scales for error in errors]
+    if scales:
+        torch._foreach_mul_(scales, factor.to(torch.bfloat16) if isinstance(factor, torch.Tensor) else factor)
 
 
 def feedback_format(fmt: BlockFormat) -> BlockFormat:

@@ -230,12 +230,20 @@ static inline int64_t element_bytes(const struct data *x) { return x->dtype == F
         for (int64_t b = 0; b < (shape)->b; b++)                                                                       \
             for (int64_t index = 0, first = 0; first < (shape)->n; index++, first += size)
 
-/* Quantize x, x - base, or x + error, which becomes what this quantization loses; base and error may be NULL. */
+/* values = values * share + earlier * earlier_share */
+LOOP void average(
+    const float *restrict earlier, float share, float earlier_share, int size, float *restrict values
+) {
+    for (int i = 0; i < size; i++) values[i] = values[i] * share + earlier[i] * earlier_share;
+}
+
+/* Quantize x, x - base, or x + error, where the error becomes what this quantization loses, averaged with what the
+error was in the share beta; base and error may be NULL. */
 void megazpp_quantize(
     const struct shape *shape, const struct data *x, const struct data *base, const struct segments *to,
-    const struct segments *error
+    const struct segments *error, float beta, float rest
 ) {
-    float buffer[MAX_BLOCK_SIZE], difference[MAX_BLOCK_SIZE];
+    float buffer[MAX_BLOCK_SIZE], other[MAX_BLOCK_SIZE];
     FOR_EACH_BLOCK(shape) {
         const int width = (int)(shape->n - first < size ? shape->n - first : size);
         char *from = data_row(x, a, b) + first * element_bytes(x);
@@ -246,8 +254,8 @@ void megazpp_quantize(
         if (!in_place) load(from, x->dtype, width, size, buffer);
         if (base != NULL) {
             const char *subtracted = data_row(base, a, b) + first * element_bytes(base);
-            subtract(values, subtracted, base->dtype, width, size, difference);
-            values = difference;
+            subtract(values, subtracted, base->dtype, width, size, other);
+            values = other;
         }
         if (error == NULL) {
             *scale = (uint16_t)(bits_of(quantize_block(values, to->bits, size, payload, 0)) >> 16);
@@ -257,6 +265,10 @@ void megazpp_quantize(
         uint16_t *kept_scale = scales_row(error, 0, a, b) + index;
         dequantize(kept, *kept_scale, 8, size, 1, buffer);
         *scale = (uint16_t)(bits_of(quantize_block(buffer, to->bits, size, payload, 1)) >> 16);
+        if (beta > 0) {
+            dequantize(kept, *kept_scale, 8, size, 0, other);
+            average(other, rest, beta, size, buffer);
+        }
         const float error_scale = quantize_block(buffer, 8, size, kept, 0);
         *kept_scale = error_scale == error_scale ? (uint16_t)(bits_of(error_scale) >> 16) : 0;
     }

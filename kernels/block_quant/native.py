@@ -37,6 +37,7 @@ def quantize(
     scales: Tensor,
     feedback: Feedback | None = None,
     base: Tensor | None = None,
+    beta: float = 0.0,
 ) -> None:
     """Quantize x [A, B, n]; see `kernels.block_quant.quantize_blockwise`."""
     _functions().megazpp_quantize(
@@ -45,6 +46,8 @@ def quantize(
         None if base is None else _data(base),
         _segments(payload, scales, fmt),
         None if feedback is None else _segments(*feedback, feedback_format(fmt)),
+        ctypes.c_float(beta),
+        ctypes.c_float(1 - beta),
     )
 
 

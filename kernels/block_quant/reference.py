@@ -22,6 +22,7 @@ def quantize(
     scales: Tensor,
     feedback: Feedback | None = None,
     base: Tensor | None = None,
+    beta: float = 0.0,
 ) -> None:
     """Quantize x [.., n]; see `kernels.block_quant.quantize_blockwise`."""
     values = _to_blocks(x, fmt)
@@ -29,12 +30,16 @@ def quantize(
         values = values - _to_blocks(base, fmt)
     if feedback is not None:
         stored = feedback_format(fmt)
-        values = values + _dequantize_blocks(*feedback, stored)
+        earlier = _dequantize_blocks(*feedback, stored)
+        values = values + earlier
     integers, scale = _integers_and_scale(values, fmt)
     payload.copy_(_pack(integers, fmt))
     _store_scales(scales, scale)
     if feedback is not None:
-        error, error_scale = _integers_and_scale(values - integers * scale.unsqueeze(-1), stored)
+        lost = values - integers * scale.unsqueeze(-1)
+        if beta > 0:
+            lost = lost * (1 - beta) + earlier * beta
+        error, error_scale = _integers_and_scale(lost, stored)
         feedback.payload.copy_(_pack(error, stored))
         _store_scales(feedback.scales, torch.where(error_scale.isnan(), 0.0, error_scale))
 

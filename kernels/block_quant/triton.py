@@ -39,6 +39,7 @@ def quantize(
     scales: Tensor,
     feedback: Feedback | None = None,
     base: Tensor | None = None,
+    beta: float = 0.0,
 ) -> None:
     """Quantize x [A, B, n]; see `kernels.block_quant.quantize_blockwise`."""
     minus = x if base is None else base
@@ -47,9 +48,11 @@ def quantize(
         *(x, minus, payload, scales, error, error_scales),
         *(x.shape[-1], *_strides(x), *_strides(minus)),
         *(*_strides(payload), *_strides(scales), *_strides(error), *_strides(error_scales)),
+        *(beta, 1 - beta),
         **_constants(fmt),
         BASE=base is not None,
         FEEDBACK=feedback is not None,
+        AVERAGE=beta > 0,
     )
 
 
@@ -91,10 +94,13 @@ def _constants(fmt: BlockFormat) -> dict[str, int | bool]:
 def _quantize_kernel(
     x, base, payload, scales, error, error_scales,
     n, x_a, x_b, base_a, base_b, payload_a, payload_b, scales_a, scales_b,
-    error_a, error_b, error_scales_a, error_scales_b,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr,
+    error_a, error_b, error_scales_a, error_scales_b, beta, rest,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr, AVERAGE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one tile: x, or x - base where BASE, or x and the error of the last step where FEEDBACK."""
+    """Quantize one tile: x, or x - base where BASE, or x and the error of the last step where FEEDBACK.
+
+    With AVERAGE the new error has the share `rest` in what is kept, the last one `beta`.
+    """
     a, b, tile, left = _place(n)
     first = tile * (_TILE // BLOCK)
     x += a * x_a + b * x_b + tile * _TILE
@@ -104,15 +110,17 @@ def _quantize_kernel(
     error += a * error_a + b * error_b + first * BLOCK
     error_scales += a * error_scales_a + b * error_scales_b + first
     if left >= _TILE:
-        _quantize_tile(x, base, payload, scales, error, error_scales, left, BITS, BLOCK, BASE, FEEDBACK, True)
+        _quantize_tile(x, base, payload, scales, error, error_scales, left, beta, rest,
+                       BITS, BLOCK, BASE, FEEDBACK, AVERAGE, True)  # fmt: skip
     else:
-        _quantize_tile(x, base, payload, scales, error, error_scales, left, BITS, BLOCK, BASE, FEEDBACK, False)
+        _quantize_tile(x, base, payload, scales, error, error_scales, left, beta, rest,
+                       BITS, BLOCK, BASE, FEEDBACK, AVERAGE, False)  # fmt: skip
 
 
 @triton.jit
 def _quantize_tile(
-    x, base, payload, scales, error, error_scales, left,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr, WHOLE: tl.constexpr,
+    x, base, payload, scales, error, error_scales, left, beta, rest, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    BASE: tl.constexpr, FEEDBACK: tl.constexpr, AVERAGE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     low, high = tiles.load_data(x, left, BLOCK, WHOLE)
     if BASE:
@@ -131,6 +139,9 @@ def _quantize_tile(
     if FEEDBACK:
         low -= tiles.unshift(shifted_low, BITS) * scale[:, None]
         high -= tiles.unshift(shifted_high, BITS) * scale[:, None]
+        if AVERAGE:
+            low = low * rest + error_low * beta
+            high = high * rest + error_high * beta
         scale, inverse, error_finite = tiles.block_scales(low, high, 8)
         finite = finite & error_finite
         low = tiles.round_shifted(low, inverse, 8)

@@ -122,6 +122,12 @@ class TrainState:
                 notes.append("random generators are seeded anew: the checkpoint has no states of this layout")
         return notes
 
+    def load_scaler(self, saved: Mapping[str, Any]) -> None:
+        """Go on with the saved loss scale, unless the flags fix one; call after the feedback, which is in its units."""
+        self.scaler.load_state_dict(dict(saved))
+        scale = self.scaler.scale
+        self._sharding.rescale_feedback(scale / float(saved.get("scale", scale)))
+
     def weights(self) -> dict[str, torch.Tensor]:
         """The parameters by key; shards of the whole tensor that their shape is of."""
         return {f"{MODEL}{name}": parameter.detach() for name, parameter in self.model.named_parameters()}

@@ -69,7 +69,7 @@ def count_zero_grads(named_parameters: NamedParameters, tp: MeshAxis, shard: Mes
 
 def clip_grads_(
     parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float, *, divisor: float = 1.0
-) -> None:
+) -> torch.Tensor:
     """Divide the gradients by `divisor`, then scale them so that their global norm is at most `max_norm`.
 
     Local work in one pass over memory, and no wait for the device. Megatron's factor: max_norm / (norm + 1e-6)
@@ -80,14 +80,14 @@ def clip_grads_(
         norm: global norm of the divided gradients, as `global_grad_norm(..., divisor=divisor)` gives it.
         max_norm: largest norm allowed; 0 turns clipping off.
         divisor: the loss scale.
+    Returns:
+        The clip factor, a scalar on the device of `norm`: 1 where nothing is clipped. `divisor` is not in it.
     """
     grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if not grads or (max_norm == 0.0 and divisor == 1.0):
-        return
-    factor = torch.full_like(norm, 1.0 / divisor)
-    if max_norm > 0.0:
-        factor *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(grads, factor)
+    clipped = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0.0 else torch.ones_like(norm)
+    if grads and (max_norm > 0.0 or divisor != 1.0):
+        torch._foreach_mul_(grads, clipped * (1.0 / divisor))
+    return clipped
 
 
 class _Part(NamedTuple):

@@ -45,7 +45,8 @@ class LossScaler:
         """Told after every step whether a gradient was NaN or Inf (the same answer on every rank)."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        """The scale: what else was saved with it is in its units."""
+        return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 

@@ -166,6 +166,7 @@ class PaperCodec(Codec):
         messages: torch.Tensor,
         *,
         errors: Errors | None = None,
+        beta: float = 0.0,
         base: torch.Tensor | None = None,
     ) -> None:
         fed_back = sum(2 * part.nbytes for error in errors or () for part in error)

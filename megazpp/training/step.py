@@ -82,13 +82,15 @@ class TrainStep:
         zeros = int(count_zero_grads(named, *axes)) if self.count_zeros else None
         finite = math.isfinite(norm_value)
         taken = finite if self.guard is None else self.guard.allows(iteration, loss_value, norm_value, local_losses)
+        kept: torch.Tensor | float = 0.0  # by what factor the gradients, and what rounding lost of them, count
         with self._span("optimizer"):
             if taken:
-                clip_grads_((p for _, p in named), norm, self.clip_grad, divisor=scale)
+                kept = clip_grads_((p for _, p in named), norm, self.clip_grad, divisor=scale)
                 set_rates_(self.optimizer, learning_rate=learning_rate, weight_decay=weight_decay)
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         self.scaler.update(found_inf=not finite)
+        self.sharding.end_step(kept * (self.scaler.scale / scale), iteration=iteration)
         return StepRecord(
             iteration=iteration,
             loss=loss_value,

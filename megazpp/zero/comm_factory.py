@@ -136,6 +136,7 @@ class CommFactory:
             cross_codec=self._codec(plan_message(segments, plan.cross, exact_itemsize=partial.itemsize), partial),
             partial_dtype=partial,
             feedback=self._zero.zero_error_feedback,
+            beta=self._zero.zero_error_feedback_beta,
             every_micro_batch=self._zero.zero_cross_every_microbatch,
         )
 

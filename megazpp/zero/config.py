@@ -56,7 +56,16 @@ class ZeroConfig:
         None, "elements that share a scale, a power of two from 32 to 2048 (default: weights 256, gradients 128)"
     )
     zero_error_feedback: bool = flag(
-        True, "add what the cross-node quantization of gradients lost to the next step; 1 byte per parameter and node"
+        True,
+        "add what the cross-node quantization of gradients has lost to the next step, as a moving average (LoCo); 1 "
+        "byte per parameter and node",
+    )
+    zero_error_feedback_beta: float = flag(
+        0.8,
+        "share of the earlier error in the error that is fed back; 0: the last step's error alone, nothing is averaged",
+    )
+    zero_error_feedback_reset: int | None = flag(
+        None, "forget the error feedback after every so many iterations, as LoCo does (default: never)"
     )
     zero_accumulate_in_bf16: bool = flag(
         False, "keep the gradients that wait for the cross-node hop in bf16 instead of fp32: half the memory"
@@ -260,6 +269,11 @@ def _check_values(config: ZeroConfig) -> None:
     bits, size = config.zero_gradient_bits, config.zero_block_size
     if len(bits) != 2 or any(b not in (4, 8, 16) for b in bits):
         raise ValueError(f"--zero-gradient-bits {as_words(bits)} is not two of 4, 8 and 16")
+    beta, reset = config.zero_error_feedback_beta, config.zero_error_feedback_reset
+    if not 0 <= beta < 1:
+        raise ValueError(f"--zero-error-feedback-beta {beta} is not from 0 to below 1")
+    if reset is not None and reset < 1:
+        raise ValueError(f"--zero-error-feedback-reset {reset} is not a positive number of iterations")
     if size is not None and (size < 32 or size > 2048 or size & (size - 1)):
         raise ValueError(f"--zero-block-size {size} is not a power of two from 32 to 2048")
 
@@ -270,6 +284,7 @@ def _without_effect(config: ZeroConfig, gather: GatherPlan | None, reduce: Reduc
     differences = None if gather is None else gather.differences
     formats = [gather and gather.fmt, differences, reduce and reduce.local, reduce and reduce.cross]
     kept, quantized, crossing = gather is not None and gather.keep, any(formats), formats[-1] is not None
+    fed_back, no_feedback = crossing and config.zero_error_feedback, "no error is fed back (--zero-error-feedback)"
     one_by_one = "gradients are not reduced in two hops (--zero-quantized-gradients, --zeropp)"
     unused = (
         ("zero_quantized_weights", weights and config.weight_bits == (16, 16), "--zero-weight-bits 16"),
@@ -282,6 +297,8 @@ def _without_effect(config: ZeroConfig, gather: GatherPlan | None, reduce: Reduc
         ("zero_gradient_bits", reduce is None, one_by_one),
         ("zero_block_size", not quantized, "nothing is quantized (--zeropp)"),
         ("zero_error_feedback", not crossing, "gradients are not quantized across nodes (--zeropp)"),
+        ("zero_error_feedback_beta", not fed_back, no_feedback),
+        ("zero_error_feedback_reset", not fed_back, no_feedback),
         ("zero_accumulate_in_bf16", reduce is None, one_by_one),
         ("zero_cross_every_microbatch", reduce is None, one_by_one),
         ("zero_check_secondary", not kept, "no secondary partition is kept (--zero-hpz-partition-size, --zeropp)"),

@@ -4,8 +4,10 @@
     partial sums [N, S] --pack--> cross all-to-all, sum over N --> [S], once per optimizer step
 
 N nodes (cross axis), L ranks of a node (local axis), S elements of a shard. Both hops only sum. NaN and Inf arrive as
-NaN or Inf. With error feedback the cross hop adds what its last quantization lost, so that nothing is lost for good.
-Source: ZeRO++ (arXiv 2306.10209) section 3.3, with the cross hop moved out of the micro-batch.
+NaN or Inf. With error feedback the cross hop adds what its last quantization has lost, so that nothing is lost for
+good; what becomes of a step's gradients (clipped, skipped, in another loss scale) becomes of those errors too.
+Source: ZeRO++ (arXiv 2306.10209) section 3.3, with the cross hop moved out of the micro-batch; the moving average is
+LoCo's (arXiv 2407.04480).
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class TwoHopReduce(SummingReduce):
         local_codec, cross_codec: pack and unpack the unit's messages on each hop.
         partial_dtype: dtype of the partial sums.
         feedback: whether the cross hop's quantization errors are kept and added the next time.
+        beta: share of the earlier errors in those that are kept; 0: only the last quantization's.
         every_micro_batch: whether gradients cross in every micro-batch: no partial sums, k times the traffic.
     """
 
@@ -50,15 +53,16 @@ class TwoHopReduce(SummingReduce):
         cross_codec: Codec,
         partial_dtype: torch.dtype,
         feedback: bool,
+        beta: float,
         every_micro_batch: bool,
     ) -> None:
         super().__init__(unit, schedule)
         self._cross, self._local, self._queues = cross, local, queues
         self._local_codec, self._cross_codec = local_codec, cross_codec
-        self._partial_dtype, self._feedback = partial_dtype, feedback
+        self._partial_dtype, self._feedback, self._beta = partial_dtype, feedback, beta
         self._every_micro_batch = every_micro_batch
         self._partial_sums: torch.Tensor | None = None  # touched by the local queue only
-        self._errors: Errors | None = None  # touched by the cross queue only
+        self._errors: Errors | None = None  # touched by the cross queue, and between backwards by `Sharding.end_step`
         self._last_micro_batch = True
 
     def begin_micro_batch(self, *, last: bool) -> None:
@@ -96,6 +100,11 @@ class TwoHopReduce(SummingReduce):
         return self._errors or []
 
     @property
+    def kept_errors(self) -> Errors:
+        """What `errors` are now; [] also before the first quantization."""
+        return self._errors or []
+
+    @property
     def kind(self) -> Hashable:
         """A key of the compiled kernels: reductions of equal `kind` use the same ones."""
         codecs = (self._local_codec, self._cross_codec)
@@ -130,7 +139,7 @@ class TwoHopReduce(SummingReduce):
         """[N, S] -> `result`, this rank's [S] summed over the nodes."""
         codec, partial_sums = self._cross_codec, inside.join()
         sent = codec.empty(self._cross.size, device=partial_sums.device)
-        codec.pack(partial_sums, sent, errors=self.errors(partial_sums.device) or None)
+        codec.pack(partial_sums, sent, errors=self.errors(partial_sums.device) or None, beta=self._beta)
         received = self._cross.all_to_all(sent, of=self._unit.name)  # [N, M]
         codec.unpack_sum(received.unsqueeze(1), result.unsqueeze(0), accumulate=False)
         return result

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from kernels.block_quant import rescale_
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.comms import SummingReduce, count_all_reduce
@@ -45,6 +46,7 @@ class Sharding:
         gathers, reduces: the two-hop comms that were installed.
         watchable: every comm that sums gradients over shards.
         keyframe_interval: iterations between whole weights in the place of differences; None: as many as come.
+        feedback_reset: iterations after which error feedback is forgotten; None: never.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Sharding:
         reduces: Sequence[TwoHopReduce] = (),
         watchable: Sequence[SummingReduce] = (),
         keyframe_interval: int | None = None,
+        feedback_reset: int | None = None,
     ) -> None:
         self.model, self.stage = model, stage
         self._keyframe_interval = keyframe_interval
@@ -64,6 +67,7 @@ class Sharding:
         self._modules = [_as_fsdp(module) for unit in units for module in unit.modules]
         self._gathers, self._reduces, self._watchable = gathers, reduces, watchable
         self._residents = [gather for gather in gathers if gather.secondary.sends_differences]
+        self._feedback_reset = feedback_reset
         if gathers:
             _notice_steps(weakref.ref(self))
 
@@ -82,6 +86,25 @@ class Sharding:
                 module.set_reshard_after_backward(last, recurse=False)
         for reduce in self._reduces:
             reduce.begin_micro_batch(last=last)
+
+    def end_step(self, factor: torch.Tensor | float, *, iteration: int) -> None:
+        """Tell the error feedback what became of a step's gradients; call after the optimizer's step, or its skipping.
+
+        What quantization has lost of this step's gradients is multiplied like the gradients themselves, so that the
+        next step adds it to gradients of the same unit. No host synchronization.
+
+        Args:
+            factor: the clip factor times the next step's loss scale over this step's; 0 if the step was skipped. A
+                scalar on the model's device, or a number.
+            iteration: number of the step, from 1; error feedback is forgotten at multiples of its reset interval.
+        """
+        if self._feedback_reset is not None and iteration % self._feedback_reset == 0:
+            factor = 0.0
+        self.rescale_feedback(factor)
+
+    def rescale_feedback(self, factor: torch.Tensor | float) -> None:
+        """Multiply the error feedback by `factor`; `end_step` does it for whole steps."""
+        rescale_([error for reduce in self._reduces for error in reduce.kept_errors], factor)
 
     def compile_kernels(self, device: torch.device) -> None:
         """Compile the kernels of quantized messages for `device` now, and not in the first step.
@@ -322,6 +345,7 @@ def _install_comms(
         factory.reduces,
         factory.all_reduces,
         keyframe_interval=zero.zero_weight_keyframe_interval,
+        feedback_reset=zero.zero_error_feedback_reset,
     )
 
 

@@ -39,12 +39,14 @@ class Codec:
         messages: torch.Tensor,
         *,
         errors: Errors | None = None,
+        beta: float = 0.0,
         base: torch.Tensor | None = None,
     ) -> None:
         """shards [A, B, S] (any strides) -> messages [A, B, M].
 
         Args:
-            errors: quantization errors of the last pack, see `new_errors`; they are added first, and replaced.
+            errors: quantization errors of earlier packs, see `new_errors`; they are added first, and replaced.
+            beta: share of the earlier errors in those that replace them (LoCo's moving average).
             base: [A, B, S] what the receivers have: quantized runs are differences from it, the others whole as ever.
         """
         quantized = 0
@@ -60,6 +62,7 @@ class Codec:
                 payload=_bytes(messages, part.payload),
                 scales=_scales(messages, part),
                 feedback=None if errors is None else errors[quantized],
+                beta=beta,
                 base=None if base is None else base[..., part.start : part.stop],
             )
             quantized += 1

@@ -17,6 +17,7 @@ from megazpp.zero.precision import PrecisionConfig
 DROPOUT = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.1, attention_dropout=0.1)
 ZEROPP = ZeroConfig(zeropp=True)
 DIFFERENCES = ZeroConfig(zeropp=True, zero_weight_bits=(16, 4))
+PLAIN = dataclasses.replace(ZEROPP, zero_error_feedback_beta=0.0, zero_error_feedback_reset=3)
 CASES = {
     "zero 3": Case(model=DROPOUT),
     "zero 1, tp 2": Case(model=DROPOUT, tp=2, stage=1, micro_batches=2),
@@ -25,6 +26,7 @@ CASES = {
         model=DROPOUT, nodes=2, zero=ZEROPP, micro_batches=2, precision=PrecisionConfig(bf16=True)
     ),
     "zeropp, tp 2, llama": Case(model=LLAMA_STYLE, nodes=2, tp=2, zero=ZEROPP, sequence_parallel=True),
+    "zeropp, reset, fp16": Case(model=DROPOUT, nodes=2, zero=PLAIN, precision=PrecisionConfig(fp16=True)),
     "copies, async": Case(model=LLAMA_STYLE, replicas=2),
     "differences, bf16": Case(
         model=DROPOUT, nodes=2, zero=DIFFERENCES, micro_batches=2, precision=PrecisionConfig(bf16=True)

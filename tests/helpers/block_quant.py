@@ -99,12 +99,14 @@ def quantize_both(
     swapped: bool,
     offset: int,
     steps: int = 0,
+    beta: float = 0.0,
     base: Tensor | None = None,
 ) -> None:
     """Quantize and dequantize x [A, B, n]; compare every byte with the reference.
 
     Args:
         steps: > 0: so many times, with feedback.
+        beta: share of the earlier error in it.
         base: [A, B, n], whose difference from x is quantized; it lies one element further from the rows' starts.
     """
     lead, n = (x.shape[0], x.shape[1]), x.shape[2]
@@ -127,6 +129,7 @@ def quantize_both(
                 *(source, fmt, sent.payload, sent.scales),
                 feedback if steps else None,
                 None if base is None else subtracted,
+                beta,
             )
             history += [sent.message.clone(), error.message.clone()]
         out_buffer, out = data(lead, n, x.dtype, place, offset=offset)

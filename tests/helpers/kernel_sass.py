@@ -24,6 +24,7 @@ DISASSEMBLER = Path(triton_package.__file__).parent / "backends" / "nvidia" / "b
 DATA = ("x", "base", "out")
 BYTES = ("payload", "error")
 SCALES = ("scales", "error_scales")
+FLOATS = ("beta", "rest")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]+)")
 
 
@@ -32,8 +33,9 @@ def instructions(kernel: Any, dtype: str, **constants: int) -> dict[str, int]:
     names = kernel.arg_names
     types = dict.fromkeys(names, "i32")
     types |= dict.fromkeys(DATA, f"*{dtype}") | dict.fromkeys(BYTES, "*u8") | dict.fromkeys(SCALES, "*bf16")
+    types |= dict.fromkeys(FLOATS, "fp32")
     types |= dict.fromkeys(constants, "constexpr")
-    aligned = [name for name in names if name not in constants and name != "n" and not name.startswith(SCALES)]
+    aligned = [name for name in names if name not in (*constants, *FLOATS, "n") and not name.startswith(SCALES)]
     source = ASTSource(
         kernel,
         {name: types[name] for name in names},
@@ -50,15 +52,18 @@ def instructions(kernel: Any, dtype: str, **constants: int) -> dict[str, int]:
 
 
 def main() -> None:
+    quantize, dequantize_sum = triton._quantize_kernel, triton._dequantize_sum_kernel
+    plain = {"BLOCK": 128, "BASE": 0, "FEEDBACK": 0, "AVERAGE": 0}
     found = {
-        "quantize": instructions(triton._quantize_kernel, "bf16", BITS=8, BLOCK=128, BASE=0, FEEDBACK=0),
-        "quantize_difference": instructions(triton._quantize_kernel, "bf16", BITS=4, BLOCK=128, BASE=1, FEEDBACK=0),
-        "dequantize": instructions(triton._dequantize_sum_kernel, "bf16", BITS=8, BLOCK=128, K=1, ACCUMULATE=0),
-        "quantize_feedback": instructions(triton._quantize_kernel, "bf16", BITS=4, BLOCK=128, BASE=0, FEEDBACK=1),
-        "dequantize_sum": instructions(triton._dequantize_sum_kernel, "fp32", BITS=8, BLOCK=128, K=8, ACCUMULATE=0),
-        "add_difference": instructions(triton._dequantize_sum_kernel, "bf16", BITS=4, BLOCK=128, K=1, ACCUMULATE=1),
-        "quantize_to_int2": instructions(triton._quantize_kernel, "bf16", BITS=2, BLOCK=128, BASE=1, FEEDBACK=0),
-        "add_int2": instructions(triton._dequantize_sum_kernel, "bf16", BITS=2, BLOCK=128, K=1, ACCUMULATE=1),
+        "quantize": instructions(quantize, "bf16", **plain, BITS=8),
+        "quantize_difference": instructions(quantize, "bf16", **{**plain, "BASE": 1}, BITS=4),
+        "dequantize": instructions(dequantize_sum, "bf16", BITS=8, BLOCK=128, K=1, ACCUMULATE=0),
+        "quantize_feedback": instructions(quantize, "bf16", **{**plain, "FEEDBACK": 1}, BITS=4),
+        "quantize_averaged": instructions(quantize, "bf16", **{**plain, "FEEDBACK": 1, "AVERAGE": 1}, BITS=4),
+        "dequantize_sum": instructions(dequantize_sum, "fp32", BITS=8, BLOCK=128, K=8, ACCUMULATE=0),
+        "add_difference": instructions(dequantize_sum, "bf16", BITS=4, BLOCK=128, K=1, ACCUMULATE=1),
+        "quantize_to_int2": instructions(quantize, "bf16", **{**plain, "BASE": 1}, BITS=2),
+        "add_int2": instructions(dequantize_sum, "bf16", BITS=2, BLOCK=128, K=1, ACCUMULATE=1),
     }
     json.dump(found, sys.stdout)
 

@@ -22,7 +22,7 @@ def test_cuda_quantizes_like_the_reference(num_bits: int, block_size: int, dtype
         for offset in (0, 1):
             x = difficult((2, 4), n, dtype, seed=n)
             fmt = BlockFormat(num_bits, block_size)
-            quantize_both(TRITON, x, fmt, "cuda", swapped=True, offset=offset, steps=offset * 2)
+            quantize_both(TRITON, x, fmt, "cuda", swapped=True, offset=offset, steps=offset * 2, beta=0.4 * offset)
 
 
 @pytest.mark.parametrize("base_dtype", DTYPES)

@@ -63,12 +63,13 @@ def test_native_quantizes_like_the_reference(native: ModuleType, bits: int, bloc
         quantize_both(native, x, BlockFormat(bits, block_size), "cpu", swapped=n % 2 == 0, offset=n % 3)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.8])
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_native_feeds_back_errors_like_the_reference(native: ModuleType, bits: int, dtype: torch.dtype):
+def test_native_feeds_back_errors_like_the_reference(native: ModuleType, bits: int, dtype: torch.dtype, beta: float):
     for n in LENGTHS:
         x = difficult((2, 4), n, dtype, seed=n)
-        quantize_both(native, x, BlockFormat(bits, 128), "cpu", swapped=True, offset=1, steps=3)
+        quantize_both(native, x, BlockFormat(bits, 128), "cpu", swapped=True, offset=1, steps=3, beta=beta)
 
 
 @pytest.mark.parametrize("base_dtype", DTYPES)
@@ -191,10 +192,11 @@ def test_triton_handles_every_block_size(triton: ModuleType, bits: int, block_si
     quantize_both(triton, x, BlockFormat(bits, block_size), TRITON_DEVICE, swapped=True, offset=0)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.8])
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_triton_feeds_back_errors_like_the_reference(triton: ModuleType, bits: int):
+def test_triton_feeds_back_errors_like_the_reference(triton: ModuleType, bits: int, beta: float):
     x = difficult((2, 4), 300, torch.bfloat16, seed=1)
-    quantize_both(triton, x, BlockFormat(bits, 128), TRITON_DEVICE, swapped=True, offset=1, steps=2)
+    quantize_both(triton, x, BlockFormat(bits, 128), TRITON_DEVICE, swapped=True, offset=1, steps=3, beta=beta)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.block_quant import reference
-from kernels.block_quant.feedback import Feedback
+from kernels.block_quant.feedback import Feedback, feedback_format
 from kernels.formats import BlockFormat
 
 INT8, INT4, INT2 = BlockFormat(8, 32), BlockFormat(4, 32), BlockFormat(2, 32)
@@ -181,6 +181,26 @@ def test_a_bad_step_leaves_no_error_behind(bad: float):
         assert feedback.scales[0] == 0
         assert feedback.payload[:32].eq(0).all()
     assert there_and_back(x, INT4, feedback).isfinite().all()
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.8])
+def test_a_moving_average_keeps_the_share_beta_of_the_earlier_error(beta: float):
+    """To half a step of the int8 blocks in which each of the three is kept, and their scales' rounding."""
+    x, generator = torch.randn(256, generator=torch.Generator().manual_seed(3)), torch.Generator().manual_seed(4)
+    earlier, latest, averaged = (Feedback.zeros((), 256, INT4) for _ in range(3))
+    reference.quantize(0.1 * torch.randn(256, generator=generator), INT8, *earlier)
+    for kept in (latest, averaged):
+        for part, source in zip(kept, earlier, strict=True):
+            part.copy_(source)
+    payload, scales = quantize(x, INT4, latest)
+    again, same = torch.empty_like(payload), torch.empty_like(scales)
+    reference.quantize(x, INT4, again, same, averaged, beta=beta)
+    assert torch.equal(payload, again)
+    assert torch.equal(scales, same)
+    old, new, kept = (torch.empty(256) for _ in range(3))
+    for feedback, out in ((earlier, old), (latest, new), (averaged, kept)):
+        reference.dequantize(*feedback, feedback_format(INT4), out)
+    torch.testing.assert_close(kept, beta * old + (1 - beta) * new, rtol=0, atol=float(new.abs().max()) / 127)
 
 
 def test_a_feedback_buffer_that_is_itself_damaged_heals_after_one_step():

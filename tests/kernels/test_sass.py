@@ -51,6 +51,7 @@ def test_whole_tiles_move_sixteen_bytes_per_access(kernels: dict[str, dict[str, 
     assert wide["quantize_to_int2"] == (4 + 4, 0), "8 bytes of payload per thread"
     assert wide["dequantize"] == (2 * 2, 4)
     assert wide["quantize_feedback"] == (4 + 2 * 2, 2 * (1 + 2)), "to int4; the error is int8"
+    assert wide["quantize_averaged"] == wide["quantize_feedback"], "the error that was read is averaged in registers"
     assert wide["dequantize_sum"][0] >= 2 * 2 * (1 + 4), "first segment, unrolled segments"
     assert wide["dequantize_sum"][1] == 8, "fp32"
     assert wide["add_difference"] == (4 + 2 * 1, 4), "what was there is read once and written once"

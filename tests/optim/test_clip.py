@@ -112,8 +112,9 @@ def test_the_square_of_a_large_norm_does_not_overflow():
 def test_the_factor_is_megatrons(norm: float, max_norm: float, divisor: float, factor: float):
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([1.0, -2.0, 0.0])
-    clip_grads_([parameter], torch.tensor(norm), max_norm, divisor=divisor)
+    clipped = clip_grads_([parameter], torch.tensor(norm), max_norm, divisor=divisor)
     torch.testing.assert_close(parameter.grad, torch.tensor([1.0, -2.0, 0.0]) * factor, rtol=3e-7, atol=0)
+    torch.testing.assert_close(clipped, torch.tensor(factor * divisor), rtol=3e-7, atol=0)  # what it returns
 
 
 def test_clipping_by_nan_does_not_hide_it():

@@ -92,6 +92,8 @@ UNUSED = {
     "zero_gradient_bits": ((4, 4), "--zero-gradient-bits 4 4 is ignored: gradients are not reduced in two hops"),
     "zero_block_size": (64, "--zero-block-size 64 is ignored: nothing is quantized"),
     "zero_error_feedback": (False, "--no-zero-error-feedback is ignored: gradients are not quantized across nodes"),
+    "zero_error_feedback_beta": (0.5, "--zero-error-feedback-beta 0.5 is ignored: no error is fed back"),
+    "zero_error_feedback_reset": (9, "--zero-error-feedback-reset 9 is ignored: no error is fed back"),
     "zero_accumulate_in_bf16": (True, "--zero-accumulate-in-bf16 is ignored: gradients are not"),
     "zero_cross_every_microbatch": (True, "--zero-cross-every-microbatch is ignored: gradients are not"),
     "zero_check_secondary": (True, "--zero-check-secondary is ignored: no secondary partition is kept"),

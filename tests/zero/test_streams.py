@@ -54,6 +54,7 @@ def break_something(what: str, patch: pytest.MonkeyPatch) -> None:
         slow(4, {"zero": ZeroConfig(zero_hpz_partition_size="auto")}),
         slow(4, {"zero": ZeroConfig(zero_quantized_gradients=True), "precision": BF16}),
         slow(4, {"zero": ZeroConfig(zeropp=True, zero_cross_every_microbatch=True)}),
+        slow(4, {"zero": ZeroConfig(zeropp=True, zero_error_feedback_beta=0.0)}),
         slow(4, {"zero": ZeroConfig(zeropp=True, zero_check_secondary=True)}),
         slow(4, {"zero": ZeroConfig(zeropp=True, zero_error_feedback=False, zero_accumulate_in_bf16=True)}),
         slow(4, {"zero": ALL, "nodes": 1}),
@@ -66,7 +67,7 @@ def break_something(what: str, patch: pytest.MonkeyPatch) -> None:
         slow(4, {"zero": with_bits(16), "tp": 2, "steps": 3}),
     ],
     ids=[
-        *("llama", "bf16", "ZeRO-3", "qwZ", "hpZ", "qgZ", "classic", "check", "bf16-partial-sums"),
+        *("llama", "bf16", "ZeRO-3", "qwZ", "hpZ", "qgZ", "classic", "not-averaged", "check", "bf16-partial-sums"),
         *("one-node", "tp", "tp-llama", "copies", "16 4", "8 4", "16 4, check, no overlap", "16 4, tp"),
     ],
 )

@@ -27,8 +27,12 @@ VARIANTS = {
     "+qgZ 8/8": ["--zero-quantized-gradients", "--zero-gradient-bits", "8", "8"],
     "+qgZ 8/4": ["--zero-quantized-gradients"],
     "+qgZ 8/4, no error feedback": ["--zero-quantized-gradients", "--no-zero-error-feedback"],
+    "+qgZ 8/4, errors fed back whole": ["--zero-quantized-gradients", "--zero-error-feedback-beta", "0"],
     "+qgZ 4/4": ["--zero-quantized-gradients", "--zero-gradient-bits", "4", "4"],
     "all (--zeropp)": ["--zeropp"],
+    "--zeropp, weights 8 4": ["--zeropp", "--zero-weight-bits", "8", "4"],
+    "--zeropp, weights 16 4": ["--zeropp", "--zero-weight-bits", "16", "4"],
+    "--zeropp, weights 16 2": ["--zeropp", "--zero-weight-bits", "16", "2"],
 }
 
 
@@ -79,18 +83,22 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     ]
     for name, runs in results.items():
         differences = [run["valid"] - base["valid"] for run, base in zip(runs, baseline, strict=True)]
-        mean = statistics.mean(differences)
-        error = statistics.stdev(differences) / len(runs) ** 0.5 if len(runs) > 1 else float("nan")
         valid = statistics.mean(run["valid"] for run in runs)
         lines.append(
             f"| {name} | {statistics.mean(run['train'] for run in runs):.4f} | {valid:.4f} "
-            f"| {mean:+.4f} ± {error:.4f} ({100 * mean / valid:+.2f} %) "
+            f"| {mean_and_error(differences)} ({100 * statistics.mean(differences) / valid:+.2f} %) "
             f"| {statistics.mean(run['cross'] for run in runs):.3f} |"
         )
     spread = statistics.stdev(run["valid"] for run in baseline) if len(baseline) > 1 else float("nan")
     return "\n".join(
         [*lines, "", f"Seed to seed, {next(iter(results))}'s validation loss has standard deviation {spread:.4f}."]
     )
+
+
+def mean_and_error(differences: list[float]) -> str:
+    """The mean with its sign, and its standard error."""
+    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
+    return f"{statistics.mean(differences):+.4f} ± {error:.4f}"
 
 
 if __name__ == "__main__":

@@ -46,17 +46,23 @@ CPU = torch.device("cpu")
 
 
 class WireFormat(NamedTuple):
-    """Bits of a gradient inside a node and across nodes; 16 is bf16."""
+    """Bits of a gradient inside a node and across nodes; 16 is bf16. `beta` is the moving average's, of feedback."""
 
     local_bits: int
     cross_bits: int
     feedback: bool = False
+    beta: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.local_bits}/{self.cross_bits}{', error feedback' if self.feedback else ''}"
+        averaged = f", moving average {self.beta:g}" if self.beta else ""
+        return f"{self.local_bits}/{self.cross_bits}{f', error feedback{averaged}' if self.feedback else ''}"
 
 
-FORMATS = [WireFormat(16, 16), *(WireFormat(*bits, on) for bits in ((8, 8), (8, 4), (4, 4)) for on in (False, True))]
+FORMATS = [
+    WireFormat(16, 16),
+    *(WireFormat(*bits, on) for bits in ((8, 8), (8, 4), (4, 4)) for on in (False, True)),
+    WireFormat(8, 4, True, beta=0.8),
+]
 
 
 class Ratios(NamedTuple):
@@ -228,6 +234,7 @@ def measure(recording: Recording, wire: WireFormat, dims: ParallelDims) -> Ratio
         zero_quantized_gradients=True,
         zero_gradient_bits=(wire.local_bits, wire.cross_bits),
         zero_error_feedback=wire.feedback,
+        zero_error_feedback_beta=wire.beta,
         zero_accumulate_in_bf16=wire.cross_bits == 16,
     )
     precision = PrecisionConfig(bf16=wire.local_bits == 16, grad_reduce_in_bf16=wire.local_bits == 16)

@@ -1,0 +1,186 @@
+"""Error feedback: what rounding has lost shares the fate of the gradient that it was lost from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.tiers import slow
+from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_step
+
+from kernels.block_quant import Feedback, dequantize_blockwise, feedback_format, quantize_blockwise, rescale_
+from kernels.formats import BlockFormat
+from megazpp.checkpoint.state import TrainState
+from megazpp.optim.loss_scale import LossScaleConfig, LossScaler, build_loss_scaler
+from megazpp.zero.config import ZeroConfig
+from megazpp.zero.layout import plan_message, plan_segments
+from megazpp.zero.sharding import Sharding
+from megazpp.zero.wire import Codec, Errors
+
+FEEDBACK = ZeroConfig(zero_quantized_gradients=True, zero_error_feedback=True, zero_error_feedback_beta=0.0)
+AVERAGED = dataclasses.replace(FEEDBACK, zero_error_feedback_beta=0.8)
+EVERY = dataclasses.replace(FEEDBACK, zero_cross_every_microbatch=True)
+
+
+class Watched:
+    """A step's sharding whose `end_step` notes the factor and the buffers before and after it."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        self.noted: list[tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+        original = sharding.end_step
+
+        def end_step(factor: torch.Tensor | float, *, iteration: int) -> None:
+            before = copied(sharding)
+            original(factor, iteration=iteration)
+            self.noted.append((float(factor), before, copied(sharding)))
+
+        sharding.end_step = end_step  # type: ignore[method-assign]
+
+
+def copied(sharding: Sharding) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in sharding.error_feedback().items()}
+
+
+def batches(case: Case, dims: Any, step: int) -> list[Any]:
+    size = case.global_batch // dims.data_size // case.micro_batches
+    starts = [(m * dims.data_size + dims.data_rank) * size for m in range(case.micro_batches)]
+    return [case.batch(step, start, size) for start in starts]
+
+
+def watched_steps(case: Case, clip: float) -> dict[str, Any]:
+    step, dims = build_step(case)
+    step.clip_grad = clip
+    watched, norms = Watched(step.sharding), []
+    for index in range(case.steps):
+        norms.append(step(batches(case, dims, index), learning_rate=1e-2, weight_decay=0.0).grad_norm)
+    return {"norms": norms, "noted": watched.noted}
+
+
+@pytest.mark.parametrize(("zero", "micro_batches"), [(FEEDBACK, 1), slow(FEEDBACK, 2), slow(AVERAGED, 2), (EVERY, 2)])
+def test_what_is_fed_back_is_clipped_with_its_gradients_once_per_step(zero: ZeroConfig, micro_batches: int):
+    """The same factor, and between micro-batches none: `end_step` finds there what the last cross hop has left."""
+    case = Case(nodes=2, zero=zero, micro_batches=micro_batches, steps=3)
+    for result in ranks(4).run(watched_steps, case, 0.25):
+        assert len(result["noted"]) == 3
+        for norm, (factor, before, after) in zip(result["norms"], result["noted"], strict=True):
+            assert factor == pytest.approx(0.25 / norm, rel=1e-5)
+            rounded = torch.tensor(factor).bfloat16()
+            for name, buffer in before.items():
+                expected = buffer * rounded if name.endswith("scales") else buffer
+                assert buffer.any()
+                assert torch.equal(after[name], expected)
+
+
+def skipped_and_reset(case: Case) -> dict[str, bool]:
+    """Which of the buffers' scales are zero after a step, a skipped one, one more, and one at the reset interval."""
+    step, dims = build_step(case)
+    zeros = {}
+    for index, name in enumerate(("taken", "skipped", "taken again", "reset"), start=1):
+        hook = None
+        if name == "skipped":
+            hook = step.model.final_norm.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+        step(batches(case, dims, index), learning_rate=1e-2, weight_decay=0.0, iteration=index)
+        zeros[name] = not any(x.any() for key, x in step.sharding.error_feedback().items() if key.endswith("scales"))
+        if hook is not None:
+            hook.remove()
+    return zeros
+
+
+def test_a_skipped_step_and_the_reset_interval_leave_nothing_to_feed_back():
+    zero = dataclasses.replace(FEEDBACK, zero_error_feedback_reset=4)
+    expected = {"taken": False, "skipped": True, "taken again": False, "reset": True}
+    assert ranks(4).run(skipped_and_reset, Case(nodes=2, zero=zero)) == [expected] * 4
+
+
+def losses_with_scale(case: Case, growing: bool) -> list[tuple[float, float]]:
+    step, dims = build_step(case)
+    if growing:  # doubles after every step
+        step.scaler = build_loss_scaler(LossScaleConfig(initial_loss_scale=2.0**8, loss_scale_window=1.0), fp16=True)
+    taken = [step(batches(case, dims, index), learning_rate=1e-2, weight_decay=0.0) for index in range(case.steps)]
+    assert [record.loss_scale for record in taken] == [2.0 ** (8 + index) if growing else 1.0 for index in range(6)]
+    return [(record.loss, record.grad_norm) for record in taken]
+
+
+@pytest.mark.parametrize(("zero", "model"), [(FEEDBACK, GPT2_STYLE), slow(AVERAGED, LLAMA_STYLE)])
+def test_a_loss_scale_that_grows_changes_no_bit(zero: ZeroConfig, model: Any):
+    """In fp32 powers of two are exact, so an error that stayed in units of an older scale would show at once."""
+    case = Case(nodes=2, zero=zero, model=model, steps=6)
+    plain, scaled = (ranks(4).run(losses_with_scale, case, growing) for growing in (False, True))
+    assert plain == scaled
+
+
+def test_factors_of_any_kind_scale_every_error():
+    fmt = BlockFormat(4, 32)
+    errors = [Feedback.zeros((2,), n, fmt) for n in (1, 63, 257)]
+    for error in errors:
+        error.scales.fill_(0.75)
+    rescale_(errors, torch.tensor(0.3))
+    assert all(torch.equal(e.scales, torch.full_like(e.scales, 0.75 * torch.tensor(0.3).bfloat16())) for e in errors)
+    rescale_(errors, 0.0)
+    assert not any(error.scales.any() for error in errors)
+    rescale_([], 2.0)
+
+
+def unrounded(errors: Errors, fmt: BlockFormat) -> list[torch.Tensor]:
+    stored = feedback_format(fmt)
+    out = [torch.empty(error.payload.shape) for error in errors]
+    for error, values in zip(errors, out, strict=True):
+        dequantize_blockwise(*error, stored, out=values)
+    return out
+
+
+@pytest.mark.parametrize("beta", [0.5, 0.8])
+def test_the_moving_average_weighs_the_earlier_error_by_beta(beta: float):
+    """To the rounding of the average to int8, and of both weights' scales to bf16."""
+    fmt, generator = BlockFormat(4, 32), torch.Generator().manual_seed(1)
+    segments = plan_segments([("a", (9, 31)), ("b", (2, 64))], 1)
+    codec = Codec(plan_message(segments, fmt, exact_itemsize=4), torch.float32)
+    old = codec.new_errors(3, device=CPU)
+    for error in old:
+        values = torch.randn(error.payload.shape, generator=generator)
+        quantize_blockwise(values, feedback_format(fmt), payload=error.payload, scales=error.scales)
+    latest, averaged = ([Feedback(*(part.clone() for part in error)) for error in old] for _ in range(2))
+    value, message, same = torch.randn(3, codec.layout.size), codec.empty(3, device=CPU), codec.empty(3, device=CPU)
+    codec.pack(value, message, errors=latest)
+    sent = message.clone()
+    codec.pack(value, same, errors=averaged, beta=beta)
+    assert torch.equal(sent, same)
+    for earlier, last, got in zip(*(unrounded(errors, fmt) for errors in (old, latest, averaged)), strict=True):
+        wanted = beta * earlier + (1 - beta) * last
+        step = wanted.unflatten(-1, (-1, 32)).abs().amax(-1).repeat_interleave(32, -1) / 127
+        assert ((got - wanted).abs() <= 0.51 * step + 2**-8 * (earlier.abs() + last.abs())).all()
+
+
+def test_a_moving_average_loses_nothing_for_good_either():
+    """The sum of what arrives stays within a few steps of the sum that was sent, as without the average."""
+    segments = plan_segments([("a", (16, 32))], 1)
+    codec = Codec(plan_message(segments, BlockFormat(4, 32), exact_itemsize=4), torch.float32)
+    value, errors = torch.randn(1, 512, generator=torch.Generator().manual_seed(0)), codec.new_errors(1, device=CPU)
+    total, message = torch.zeros(1, 512), codec.empty(1, device=CPU)
+    for _ in range(64):
+        codec.pack(value, message, errors=errors, beta=0.8)
+        codec.unpack(message, arrived := torch.empty_like(value))
+        total += arrived
+    codec.pack(value, message)
+    codec.unpack(message, arrived)
+    plain = 64 * (arrived - value).norm()
+    assert (total - 64 * value).norm() < 0.25 * plain
+
+
+def load_scale(case: Case) -> bool:
+    """Whether buffers that were saved under a loss scale of 2^10 are four times as large under 2^12."""
+    step, dims = build_step(case)
+    step(batches(case, dims, 0), learning_rate=1e-2, weight_decay=0.0)
+    before = copied(step.sharding)
+    state = TrainState(step.model, step.sharding, step.optimizer, LossScaler(2.0**12), dims, seed=1)
+    state.load_scaler(LossScaler(2.0**10).state_dict())
+    state.load_scaler({})  # of a checkpoint that does not know
+    after = copied(step.sharding)
+    return all(torch.equal(after[key], x * 4 if key.endswith("scales") else x) for key, x in before.items())
+
+
+def test_a_run_that_goes_on_with_another_loss_scale_takes_its_errors_along():
+    assert ranks(4).run(load_scale, Case(nodes=2, zero=FEEDBACK)) == [True] * 4
