@@ -31,7 +31,7 @@ def iterations(path: Path) -> list[int]:
         slow({}, [7]),
         slow({"save_interval": 3}, [3, 6, 7]),
         slow({"save_interval": 7}, [7]),
-        ({"save_interval": 2, "keep_last": 2}, [6, 7]),
+        slow({"save_interval": 2, "keep_last": 2}, [6, 7]),
         ({"save_interval": 1, "save_retain_interval": 3, "async_save": True}, [3, 6, 7]),
     ],
 )

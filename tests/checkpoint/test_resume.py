@@ -77,6 +77,7 @@ def test_it_is_the_same_run_too_where_the_last_step_s_weights_were_used_before_t
     assert not any("note:" in line for line in second[0]["lines"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_kept_weights_begins_with_whole_ones_and_one_line(tmp_path: Path):
     """And kept weights of a checkpoint are left alone where nobody sends differences."""
     save, note = (

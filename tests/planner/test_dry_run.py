@@ -30,7 +30,7 @@ NODES, SQUARE = Cluster(num_nodes=3, ranks_per_node=4), Cluster(num_nodes=2, ran
 CYCLIC = Cluster(num_nodes=2, ranks_per_node=2, order=(0, 2, 1, 3))
 TP = ["--tensor-model-parallel-size", "2"]
 LAYOUTS = {
-    "ZeRO-3, uneven shards": (config(*GPT, samples=12), NODES, (0, 11)),
+    "ZeRO-3, uneven shards": slow(config(*GPT, samples=12), NODES, (0, 11)),
     "HSDP, tp": slow(config(*GPT, "--hsdp", *TP, "--bf16", samples=12), NODES, (0,)),
     "zeropp, k = 2": (config(*GPT, "--zeropp", "--bf16", samples=24), NODES, (6,)),
     "8 4": slow(config(*GPT, "--zeropp", "--bf16", "--zero-weight-bits", "8", "4", samples=24), NODES, (6,)),

@@ -48,6 +48,7 @@ def generate_there(folder: Path, prompt: str, count: int) -> str:
     return tokenizer.decode(model.generate(**ids, do_sample=False, max_new_tokens=count)[0], skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_generate_continues_as_transformers_does(home: Path):
     flags = ("--prompt", "Call me", "--temperature", "0", "--sample-tokens", "12", "--tensor-model-parallel-size", "2")
     code, output = run_forked("tools/generate.py", "--load", str(home / "ours"), *flags, folder=home)

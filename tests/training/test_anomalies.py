@@ -199,6 +199,7 @@ def step_of(attempt: Attempt, index: int) -> Any:
     return attempt.step([batch], learning_rate=1e-2, weight_decay=0.0, iteration=index + 1)
 
 
+@pytest.mark.slow
 def test_a_spike_takes_weights_and_moments_back_to_the_checkpoint_and_a_resumed_run_knows_the_losses(tmp_path: Path):
     for result in ranks(4).run(spike_after_a_checkpoint, str(tmp_path)):
         assert result == {

@@ -107,6 +107,7 @@ def test_wandb_keeps_the_summary_and_the_bytes_as_a_table(two_runs: list[Offline
     assert kept == {"columns": ["axis", "sent_bytes"], "data": [["cross", 5], ["tp", 7]]}
 
 
+@pytest.mark.slow
 def test_a_wandb_that_is_switched_off_records_nothing(tmp_path: Path):
     write_a_run(tmp_path, 1, WANDB_MODE="disabled", WANDB_API_KEY="0" * 40)
     assert list(tmp_path.glob("**/*.wandb")) == []

@@ -424,6 +424,7 @@ def errors_of_weights(case: Case) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_differences_bring_weights_three_times_as_close_as_8_bits_do():
     model = dataclasses.replace(GPT2_STYLE, hidden_size=96, ffn_hidden_size=384)
     case = {"nodes": 2, "precision": BF16, "learning_rate": 1e-3, "steps": 10, "model": model}

@@ -47,9 +47,9 @@ def break_something(what: str, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("world", "case"),
     [
-        (4, {"zero": ALL, "model": LLAMA_STYLE}),
+        slow(4, {"zero": ALL, "model": LLAMA_STYLE}),
         slow(4, {"zero": ALL, "precision": BF16, "micro_batches": 1}),
-        (4, {"zero": ZeroConfig()}),
+        slow(4, {"zero": ZeroConfig()}),
         slow(4, {"zero": ZeroConfig(zero_quantized_weights=True)}),
         slow(4, {"zero": ZeroConfig(zero_hpz_partition_size="auto")}),
         slow(4, {"zero": ZeroConfig(zero_quantized_gradients=True), "precision": BF16}),

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
 
 from megazpp.data.batch import make_micro_batch
 from megazpp.model.config import GPTConfig
@@ -73,6 +74,10 @@ VARIANTS = {
         "--zeropp, no overlap", ZeroConfig(zeropp=True, overlap_param_gather=False, overlap_grad_reduce=False)
     ),
     "zeropp-overlap": Variant("--zeropp", ZeroConfig(zeropp=True)),
+    "weights-8-8": Variant("weights 8 8", ZeroConfig(zeropp=True, zero_weight_bits=(8, 8))),
+    "weights-8-4": Variant("weights 8 4", ZeroConfig(zeropp=True, zero_weight_bits=(8, 4))),
+    "weights-16-4": Variant("weights 16 4", ZeroConfig(zeropp=True, zero_weight_bits=(16, 4))),
+    "weights-16-2": Variant("weights 16 2", ZeroConfig(zeropp=True, zero_weight_bits=(16, 2))),
 }
 
 
@@ -130,6 +135,23 @@ class RingAxis(MeshAxis):
         return partial if out is None else out.copy_(partial)
 
 
+def multiply_in_fp32_() -> None:
+    """Have layers and attention of bf16 tensors compute in fp32.
+
+    A CPU without instructions for bf16 takes a hundred times as long for bf16 matrix products, and the wires, not the
+    arithmetic, are what is measured.
+    """
+    linear, attention = functional.linear, functional.scaled_dot_product_attention
+
+    def fp32_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+    def fp32_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        return attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
+
+    functional.linear, functional.scaled_dot_product_attention = fp32_linear, fp32_attention
+
+
 def use_ring_(dims: ParallelDims) -> None:
     """Have the shard axis reduce in a ring."""
     dims.shard.__class__ = RingAxis
@@ -139,6 +161,7 @@ class Bench:
     """The variants' models and training steps of this rank."""
 
     def __init__(self, settings: BenchmarkSettings) -> None:
+        multiply_in_fp32_()
         cluster = Cluster(num_nodes=settings.nodes, ranks_per_node=settings.ranks_per_node)
         self.settings, self.cluster = settings, cluster
         self._dims: dict[bool, ParallelDims] = {}
