@@ -87,6 +87,15 @@ class Estimate(NamedTuple):
         return 1e-12 * self.flops_per_token * self.tokens_per_second / self.plan.layout.cluster.world_size
 
     @property
+    def sufficient_gigabits(self) -> float:
+        """Of a node's links to others, each way: from there on sending takes no longer than the compute of a step.
+
+        0 where the times are not known.
+        """
+        compute = self.busy.get("compute", 0.0)
+        return 8e-9 * self.node_cross_bytes / compute if compute else 0.0
+
+    @property
     def flops_per_token(self) -> int:
         model, vocab_size, seq_length = self.config.model, self.config.tokenizer.vocab_size, self.config.data.seq_length
         assert vocab_size is not None

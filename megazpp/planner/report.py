@@ -11,7 +11,7 @@ from megazpp.formatting import GIGA, MEGA, aligned
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.memory import Memory
 from megazpp.planner.search import memory_switches, search
-from megazpp.planner.variants import for_planning, nearest_run, schemes, with_recompute
+from megazpp.planner.variants import for_planning, nearest_run, schemes, weight_formats, with_recompute
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
 from megazpp.topology.shares import CALIBRATIONS, LEAST
@@ -114,18 +114,22 @@ def _range(values: Sequence[float], form: str) -> str:
 
 def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     """Every scheme with the same batch, and whether ZeRO++ pays."""
-    rows = [("scheme", "MB between nodes", "GB", "s per step", "tokens/s", "TFLOP/s per GPU", "MFU", "to ZeRO-3")]
+    rows = [
+        ("scheme", "MB between nodes", "GB", "s per step", "tokens/s", "TFLOP/s per GPU", "MFU", "to ZeRO-3", "Gbit/s*")
+    ]
+    named = schemes(config)
+    weights = {f"  weights {bits}": run for bits, run in weight_formats(named["--zeropp"]).items()}
     device, speeds, fitting = estimator.cluster.device, dict[str, list[float]](), dict[str, list[float]]()
-    for name, other in schemes(config).items():
+    for name, other in (named | weights).items():
         try:
             ends = estimator.estimates(other)
         except ValueError as error:
-            rows.append((name, str(error), "", "", "", "", "", ""))
+            rows.append((name, str(error), "", "", "", "", "", "", ""))
             continue
-        estimate, times = ends[0], ("-",) * 5
+        estimate, times = ends[0], ("-",) * 6
         if estimate.seconds is not None and device is not None:
             speeds[name] = [end.tokens_per_second for end in ends]
-            if estimate.fits:
+            if estimate.fits and name in named:
                 fitting[name] = speeds[name]
             times = (
                 _range([end.seconds or 0.0 for end in ends], ".3f"),
@@ -133,11 +137,13 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
                 _range([end.teraflops for end in ends], ".1f"),
                 _range([100 * end.teraflops / device.teraflops for end in ends], ".1f") + " %",
                 _range(_ratios(speeds[name], speeds["ZeRO-3"]), ".2f") if "ZeRO-3" in speeds else "-",
+                _range([end.sufficient_gigabits for end in ends], ".3g"),
             )
         size = f"{estimate.gigabytes:.1f}" + ("" if estimate.fits else " (too much)")
         rows.append((name, f"{estimate.node_cross_bytes / MEGA:.1f}", size, *times))
     yield from aligned(rows)
     if speeds and device is not None:
+        yield "* of a node's links to others, each way: from there on they are not what a step waits for most"
         yield (
             "TFLOP/s and MFU count what the model needs: forward and backward once, half of the attention matrix, no "
             f"recomputation; MFU is their share of {device.teraflops:g} TFLOP/s, the device's dense 16-bit peak"

@@ -13,7 +13,15 @@ from typing import Any, Literal, NamedTuple
 
 from megazpp.arguments import RunConfig
 from megazpp.planner.estimate import Estimate, Estimator
-from megazpp.planner.variants import changed, scheme_name, schemes, with_batch, with_recompute, with_tp
+from megazpp.planner.variants import (
+    changed,
+    scheme_name,
+    schemes,
+    weight_formats,
+    with_batch,
+    with_recompute,
+    with_tp,
+)
 from megazpp.topology.cluster import nested_sizes
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -75,6 +83,8 @@ def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
             if bits != best.estimate.config.zero.zero_gradient_bits:
                 varied = changed(best.estimate.config, zero={"zero_gradient_bits": bits})
                 choices.append(_try(estimator, varied, f"{best.name}, gradient bits {bits[0]} {bits[1]}"))
+        for name, varied in weight_formats(best.estimate.config).items():
+            choices.append(_try(estimator, varied, f"{best.name}, weight bits {name}"))
         other = _fastest(choices)
         if other is not None and best.speed and other.speed >= BITS_PAY * best.speed:
             best = other

@@ -29,6 +29,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "qgZ": {"zero_quantized_gradients": True},
     "--zeropp": {"zeropp": True},
 }
+WEIGHT_BITS = ((8, 8), (8, 4), (16, 4))  # those that are no experiment, and quantize what crosses
 NEAREST = (
     ("parallel", "tensor_model_parallel_size"),
     ("batches", "micro_batch_size"),
@@ -54,6 +55,20 @@ def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
     data = config.data
     named = data.mock_data or data.data_path or data.text_path or data.train_data_path
     return config if named else changed(config, data={"mock_data": True})
+
+
+def weight_formats(config: RunConfig) -> dict[str, RunConfig]:
+    """The run with every --zero-weight-bits for weights that nodes keep, but its own; {} where they keep none."""
+    others = [bits for bits in WEIGHT_BITS if bits != config.zero.weight_bits]
+    named = {" ".join(map(str, bits)): changed(config, zero={"zero_weight_bits": bits}) for bits in others}
+    return named if keeps_weights(config) else {}
+
+
+def keeps_weights(config: RunConfig) -> bool:
+    """Whether nodes keep weights (hpZ), from which differences can be taken."""
+    zero = config.zero
+    size, quantized = zero.zero_hpz_partition_size, zero.zero_quantized_weights
+    return (zero.zeropp if size is None else size != "1") and (zero.zeropp if quantized is None else quantized)
 
 
 def schemes(config: RunConfig) -> dict[str, RunConfig]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -99,11 +100,11 @@ def test_the_fewest_memory_switches_that_let_a_run_fit_are_found():
 @pytest.mark.parametrize("asked", [(8, 8), (8, 4)])
 def test_other_bits_are_taken_only_where_they_pay(asked: tuple[int, int]):
     choices = found("--zeropp", "--zero-gradient-bits", *map(str, asked), gigabytes=1.0)
-    bits = [choice for choice in choices if "gradient bits" in choice.name]
-    assert len(bits) == 2
+    bits = [choice for choice in choices if " bits " in choice.name]
+    assert len(bits) == 4
     best = choices[0]
     if best in bits:
-        as_asked = next(c for c in choices if best.name == f"{c.name}, gradient bits {best.name[-3:]}")
+        as_asked = next(c for c in choices if re.fullmatch(rf"{c.name}, (gradient|weight) bits \d+ \d+", best.name))
         assert speed(best) >= BITS_PAY * speed(as_asked)
     else:
         assert all(speed(choice) < BITS_PAY * speed(best) for choice in bits)

@@ -149,7 +149,8 @@ def multiply_in_fp32_() -> None:
     def fp32_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         return attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
 
-    functional.linear, functional.scaled_dot_product_attention = fp32_linear, fp32_attention
+    functional.linear = fp32_linear  # type: ignore[assignment]
+    functional.scaled_dot_product_attention = fp32_attention  # type: ignore[assignment]
 
 
 def use_ring_(dims: ParallelDims) -> None:
