@@ -105,10 +105,10 @@ def test_cpu_time_counts_work_and_not_waiting():
     start = cpu_seconds()
     time.sleep(0.1)
     assert cpu_seconds() - start < 0.08
-    end = time.perf_counter() + 0.2
-    while time.perf_counter() < end:
+    end = time.process_time() + 0.05
+    while time.process_time() < end:
         pass
-    assert cpu_seconds() - start > 0.02
+    assert cpu_seconds() - start >= 0.05
 
 
 # ---- lines ----
