@@ -32,6 +32,7 @@ FLOORS = {
     "megazpp.checks": 6,
     "megazpp.checkpoint_flags": 7,
     "megazpp.env": 7,
+    "megazpp.post_training": 8,
     "megazpp.run": 8,
     "megazpp.trainer": 8,
     "megazpp.planner": 7,
