@@ -45,6 +45,8 @@ class ModelSpec:
         zero, precision: how it is sharded, and in which dtypes.
         wire: the run's plan of what replaces FSDP2's collectives; None: the plan of `zero` on the layout.
         seed: of the initial weights and of dropout.
+        scalar_head: also have a head that gives each token one number.
+        frozen: no parameter is trained.
     """
 
     config: GPTConfig
@@ -54,6 +56,8 @@ class ModelSpec:
     wire: WirePlan | None = None
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     seed: int
+    scalar_head: bool = False
+    frozen: bool = False
 
 
 class Built(NamedTuple):
@@ -84,7 +88,9 @@ def shard_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
             sequence_parallel=spec.sequence_parallel,
             shared_generator=SharedGenerator(device, seed=spec.seed, data_rank=dims.data_rank),
             document_kernel=find_document_kernel(spec.config, device, spec.precision.param_dtype),
+            scalar_head=spec.scalar_head,
         )
+    model.requires_grad_(not spec.frozen)
     if dims.tp.size > 1:
         distribute_parameters(model, dims.mesh["tp"])
     sharding = shard_model(

@@ -120,6 +120,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             "learning-rate": step.learning_rate,
             "batch-size": step.global_batch_size,
             "lm loss": step.loss,
+            **step.metrics,
         }
         optional = {"grad-norm": step.grad_norm, "num-zeros": step.num_zeros, "params-norm": step.params_norm}
         scalars |= {name: value for name, value in optional.items() if value is not None}
