@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from megazpp.flags import check_not_negative, check_positive, flag, spelling
-from megazpp.post_training.losses import AdvantageEstimator, PairLoss, RewardScale, TokenLoss
+from megazpp.post_training.losses import PairLoss, TokenLoss
 
-ObjectiveName = Literal["sft", "reward", "dpo", "grpo", "ppo"]
 ROLLOUTS = ("grpo", "ppo")
 LOSS_TYPES: dict[str, tuple[str, ...]] = {"dpo": get_args(PairLoss), "grpo": get_args(TokenLoss)}  # the default is not
 DEFAULT_LOSS = {"dpo": "sigmoid", "grpo": "dapo"}
@@ -25,7 +24,7 @@ DEFAULT_RATE = {"sft": 2e-5, "reward": 1e-4, "dpo": 1e-6, "grpo": 1e-6, "ppo": 3
 class PostTrainingConfig:
     """Post-training: what the model is trained towards."""
 
-    objective: ObjectiveName | None = flag(
+    objective: Literal["sft", "reward", "dpo", "grpo", "ppo"] | None = flag(
         None,
         "sft: examples; reward: a scalar head that prefers the better answer; dpo: the better answer directly; "
         "grpo: rewards of drawn completions against those of their group; ppo: the same against a value head",
@@ -58,10 +57,10 @@ class PostTrainingConfig:
     num_iterations: int = flag(1, "times that these steps are taken (grpo)")
     epsilon: float = flag(0.2, "the ratio to the old policy is clipped at 1 - this, and at 1 + this above (grpo)")
     epsilon_high: float | None = flag(None, "clip above at 1 + this instead (grpo)")
-    scale_rewards: RewardScale = flag(
+    scale_rewards: Literal["group", "batch", "none"] = flag(
         "group", "divide advantages by the standard deviation of the rewards of a group, of the whole batch, or not"
     )
-    advantage_estimator: AdvantageEstimator = flag(
+    advantage_estimator: Literal["grpo", "rloo"] = flag(
         "grpo", "what a reward is compared with: grpo, the group's mean; rloo, the mean of the group's others"
     )
     mask_truncated_completions: bool = flag(False, "no loss on completions that reached the limit (grpo)")
@@ -81,7 +80,9 @@ class PostTrainingConfig:
         check_positive(self, "num_generations", "max_completion_length", "rollouts_at_once", "steps_per_generation")
         check_positive(self, "num_iterations", "num_ppo_epochs", "num_mini_batches")
         check_positive(self, "epsilon", "epsilon_high", "cliprange", "cliprange_value")
-        check_not_negative(self, "beta", "kl_coef", "vf_coef", "missing_eos_penalty", "ref_ckpt_step", "log_completions")
+        check_not_negative(
+            self, "beta", "kl_coef", "vf_coef", "missing_eos_penalty", "ref_ckpt_step", "log_completions"
+        )
         for name in ("gamma", "lam"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is not in (0, 1]")

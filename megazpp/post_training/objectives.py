@@ -34,7 +34,10 @@ class Scorer(Protocol):
     """A frozen model that says log-probabilities of labels."""
 
     def logps(self, batch: PairBatch | RolloutBatch) -> torch.Tensor:
-        """[B, S] fp32 log-probabilities of the labels, without a gradient."""
+        """[B, S] fp32 log-probabilities of the labels at the run's temperature, without a gradient."""
+
+    def scores(self, batch: PairBatch | RolloutBatch) -> torch.Tensor:
+        """[B] fp32: the scalar head's value of each row."""
 
 
 class StepSums:
@@ -180,8 +183,9 @@ class PolicyLoss:
         )
         self._sums.add("entropy", outputs.entropy, mask)
         self._sums.add("clip_ratio", policy.clipped, mask)
-        if batch.sampling_logps is not None and batch.old_logps is None:
-            difference = ((logps - batch.sampling_logps) * mask).abs()
+        if batch.sampling_logps is not None:  # which the policy had before its first update
+            drawn_by = logps if batch.old_logps is None else batch.old_logps
+            difference = ((drawn_by - batch.sampling_logps) * mask).abs()
             self._sums.add("sampling_logp_difference/mean", difference, mask)
             self._sums.largest("sampling_logp_difference/max", difference.max())
         if ppo:

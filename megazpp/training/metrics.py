@@ -267,8 +267,16 @@ class Meter:
         }
 
 
-def validation_lines(where: str, loss: float) -> list[str]:
-    """Megatron's three lines: dashes, the loss and its perplexity, dashes. `where` is e.g. "iteration 100"."""
+def validation_lines(where: str, loss: float, *, metric: str = "lm_loss") -> list[str]:
+    """Megatron's three lines: dashes, the loss and its perplexity, dashes. `where` is e.g. "iteration 100".
+
+    Args:
+        metric: another name, if it is no loss.
+    """
+    if metric != "lm_loss":
+        line = f" validation at {where} | {metric}: {loss:.6E} | "
+        rule = "-" * (len(line) + 1)
+        return [rule, line, rule]
     line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
     rule = "-" * (len(line) + 1)
     return [rule, line, rule]
@@ -292,10 +300,9 @@ def closing_lines(summary: Mapping[str, Any], *, trained: bool) -> str:
         )
         lines.append(f"training loss of the last log interval: {summary['final_loss']:.4f} nats per token")
     if summary["validation_loss"] is not None:
-        lines.append(
-            f"validation loss: {summary['validation_loss']:.4f}; unigram entropy of the validation text: "
-            f"{summary['unigram_entropy']:.4f} nats per token"
-        )
+        entropy = summary["unigram_entropy"]
+        of_text = "" if entropy is None else f"; unigram entropy of the validation text: {entropy:.4f} nats per token"
+        lines.append(f"validation loss: {summary['validation_loss']:.4f}{of_text}")
     return "\n".join(lines)
 
 

@@ -29,10 +29,9 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import COMPUTE, WAIT
 from megazpp.training.anomalies import Guard
 from megazpp.training.batches import BatchPlan
-from megazpp.training.evaluate import Evaluator
 from megazpp.training.metrics import StepRecord, cpu_seconds
 from megazpp.training.objective import LanguageModelLoss, Objective
-from megazpp.training.recorder import MetricsRecorder
+from megazpp.training.recorder import MetricsRecorder, Validation
 from megazpp.training.stopping import StopConditions
 from megazpp.zero.sharding import Sharding
 
@@ -152,7 +151,7 @@ def train(
     observers: Sequence[Observer] = (),
     *,
     eval_interval: int,
-    evaluate: Evaluator | None,
+    evaluate: Validation | None,
     start: TrainingProgress,
     checkpoints: Checkpoints | None = None,
 ) -> TrainingProgress:

@@ -1,0 +1,103 @@
+"""Frozen models beside the policy: the reference, and a trained reward model.
+
+They are sharded as the policy is and never trained: no moments, no gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.read import find_weights, load_weights
+from megazpp.data.tokenizer import Tokenizer
+from megazpp.model.gpt import TokenOutputs
+from megazpp.parallel.dims import ParallelDims
+from megazpp.post_training.data import PreferenceDataset, make_pair_batch
+from megazpp.post_training.objectives import scores_of
+from megazpp.training.setup import Built, ModelSpec, build_model
+
+
+class FrozenModel:
+    """A model that is asked and never changed.
+
+    Args:
+        temperature: of its log-probabilities.
+    """
+
+    def __init__(self, built: Built, *, temperature: float = 1.0) -> None:
+        self._model, self._sharding = built
+        self._temperature = temperature
+        self._model.eval()
+
+    @torch.no_grad()
+    def logps(self, batch: Any) -> torch.Tensor:
+        """[B, S] fp32 log-probabilities of the labels of a batch."""
+        return -self._model(batch.tokens, batch.labels, position_ids=batch.position_ids, temperature=self._temperature)
+
+    @torch.no_grad()
+    def scores(self, batch: Any) -> torch.Tensor:
+        """[B] fp32: what the scalar head makes of each row."""
+        outputs: TokenOutputs = self._model(batch.tokens, position_ids=batch.position_ids, with_values=True)
+        assert outputs.values is not None
+        return scores_of(outputs.values, batch.loss_mask)
+
+
+def load_frozen(
+    spec: ModelSpec,
+    dims: ParallelDims,
+    device: torch.device,
+    folder: CheckpointFolder,
+    iteration: int | None,
+    *,
+    tokenizer: Tokenizer,
+    temperature: float = 1.0,
+    say: Callable[[str], None],
+) -> FrozenModel:
+    """The model of a checkpoint, on all ranks together.
+
+    Args:
+        spec: of the policy; `scalar_head` says whether it has to have one.
+        iteration: None for the latest.
+    Raises:
+        ValueError: there is no checkpoint, or it is another model's or tokenizer's, or has no scalar head.
+    """
+    source, record = find_weights(folder, iteration)
+    if spec.scalar_head and record.flags.get("objective") != "reward":
+        raise ValueError(f"{folder.name} is no reward model: it has no scalar head (--objective reward trains one)")
+    built = build_model(dataclasses.replace(spec, frozen=True), dims, device)
+    with dims.counter.paused():
+        load_weights(
+            *built, dims, source, record, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.identity, say=say
+        )
+    return FrozenModel(built, temperature=temperature)
+
+
+@torch.no_grad()
+def reference_logps(
+    reference: FrozenModel,
+    dataset: PreferenceDataset,
+    dims: ParallelDims,
+    device: torch.device,
+    *,
+    micro_batch_size: int,
+) -> torch.Tensor:
+    """[pairs, 2] fp32 log-probabilities of both answers of all pairs of the files, on the CPU of every rank.
+
+    Each data rank takes every so manieth micro-batch; all of them run equally many.
+    """
+    found = torch.zeros(dataset.num_pairs, 2)
+    stride = micro_batch_size * dims.data_size
+    for first in range(dims.data_rank * micro_batch_size, -(-dataset.num_pairs // stride) * stride, stride):
+        numbers = [number % dataset.num_pairs for number in range(first, first + micro_batch_size)]
+        samples = np.stack([dataset.pair(number) for number in numbers])
+        batch = make_pair_batch(torch.from_numpy(samples)).to(device)
+        logps = (reference.logps(batch) * batch.loss_mask).sum(dim=1).view(2, -1).t().cpu()
+        for number, place, row in zip(numbers, range(first, first + micro_batch_size), logps, strict=True):
+            if place < dataset.num_pairs:
+                found[number] = row
+    return dims.sum_over_data_(found.to(device)).cpu()

@@ -1,0 +1,62 @@
+"""Post-train a checkpoint's model: supervised fine-tuning, a reward model, DPO, GRPO, PPO.
+
+python tools/post_train.py --objective sft --load pretrained/ --save sft/ --data-path chats.jsonl --train-iters 500
+python tools/post_train.py --objective dpo --load sft/ --save dpo/ --data-path pairs.jsonl --train-iters 200
+python tools/post_train.py --objective grpo --load sft/ --save grpo/ --data-path prompts.jsonl --train-iters 300 \
+    --reward-funcs my_rewards.py:correct
+python tools/post_train.py --objective grpo --load grpo/ --save grpo/ ...       goes on where it has stopped
+
+Model, tokenizer and precision are the checkpoint's, layout and ZeRO++ are flags as for pretrain_gpt.py, and TRL's names
+say the rest. Denominators span the whole optimizer step and whitening the whole rollout, over all ranks, where TRL has
+those of a process or a micro-batch in places.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+
+from megazpp.checks import check_run_config
+from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
+from megazpp.parallel.worker import leave
+from megazpp.planner.report import plan_report
+from megazpp.post_training.start import check_post_training, find_start, parse_post_training, post_configs
+from megazpp.post_training.trainer import PostTrainer
+from megazpp.run import Job, announced_cluster, planned_cluster, run_on_ranks
+from megazpp.trainer import run_training
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> int:
+    """Parse, check, and become a worker or start the workers."""
+    return run_on_ranks(prepare)
+
+
+def prepare() -> Job | int:
+    """Everything that can be known before workers start.
+
+    Raises:
+        ValueError: what cannot be, by flag and value.
+    """
+    first_line = (__doc__ or "").partition("\n")[0]
+    parsed = parse_post_training(sys.argv[1:], ROOT, first_line)
+    start = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
+    parsed, show = start.parsed, start.parsed.show
+    if show.print_config:
+        print(parsed.report())
+        return 0
+    config, place = parsed.config, find_place(parsed.config.launch)
+    plan = check_run_config(config, announced_cluster(config, place), device_type=device_type())
+    check_post_training(config, post_configs(parsed), plan.batches)
+    if show.plan:
+        print(plan_report(config, planned_cluster(config), device_type=device_type(), price=show.price_per_gpu_hour))
+        return 0
+    work = functools.partial(run_training, PostTrainer, parsed, plan, start.source, start.earlier)
+    return Job(place, config.launch, work)
+
+
+if __name__ == "__main__":
+    leave(main())
