@@ -1,4 +1,4 @@
-"""The parts of a post-training: pretraining's, with other data, another objective, and frozen models beside the policy."""
+"""The parts of a post-training: pretraining's, with other data, another objective, and frozen models beside."""
 
 from __future__ import annotations
 
