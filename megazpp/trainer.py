@@ -59,7 +59,7 @@ from megazpp.zero.config import wire_backends
 from megazpp.zero.verify import verify_weights
 
 
-class Task(NamedTuple):
+class ObjectiveSetup(NamedTuple):
     """What is minimised; None: the language model's loss. `extra` is what it keeps between steps."""
 
     objective: Objective | None = None
@@ -91,9 +91,9 @@ class Trainer:
         self.built = build_model(self.model_spec(), dims, run.device)
         self.optimizer = build_optimizer(list(self.built.model.named_parameters()), config.optimizer, run.device)
         self.scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
-        self.losses, task = LossHistory(), self.open_task()
+        self.losses, setup = LossHistory(), self.open_objective()
         state = TrainState(
-            *self.built, self.optimizer, self.scaler, dims, seed=seed, guard=self.losses, extra=task.extra
+            *self.built, self.optimizer, self.scaler, dims, seed=seed, guard=self.losses, extra=setup.extra
         )
         self.checkpoints = open_checkpoints(
             config.checkpoint, state, run, flags=parsed.values(), schedule=plan.schedule, tokenizer=self.tokenizer
@@ -106,7 +106,7 @@ class Trainer:
             clip_grad=config.optimizer.clip_grad,
             guard=self._guard(),
             count_zeros=config.tracking.log_num_zeros_in_grad,
-            objective=task.objective,
+            objective=setup.objective,
         )
 
         self.timers = Timers(config.timers, dims)
@@ -218,9 +218,9 @@ class Trainer:
         """What is trained."""
         return self.config.model_spec(self.tokenizer.vocab_size, self.plan.wire)
 
-    def open_task(self) -> Task:
+    def open_objective(self) -> ObjectiveSetup:
         """What it is trained towards; called when data, model and optimizer are there."""
-        return Task()
+        return ObjectiveSetup()
 
     def open_batches(self, dataset: Any, *, ramp_up: bool) -> AbstractContextManager[Loader]:
         """This rank's batches of `dataset`."""

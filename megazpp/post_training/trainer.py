@@ -31,7 +31,7 @@ from megazpp.post_training.rewards import load_reward_functions
 from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader, Shown
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.start import post_configs, reference_folder, train_paths
-from megazpp.trainer import Task, Trainer
+from megazpp.trainer import ObjectiveSetup, Trainer
 from megazpp.training.context import RunContext
 from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.recorder import Validation
@@ -71,7 +71,7 @@ class PostTrainer(Trainer):
     def model_spec(self) -> ModelSpec:
         return dataclasses.replace(super().model_spec(), scalar_head=self.post.objective in ("reward", "ppo"))
 
-    def open_task(self) -> Task:
+    def open_objective(self) -> ObjectiveSetup:
         post, dims, temperature = self.post, self.run.dims, self.config.sample.sample_temperature
         reference = self._frozen(reference_folder(post), post.ref_ckpt_step, False) if post.needs_reference else None
         self._objective: Objective
@@ -84,7 +84,7 @@ class PostTrainer(Trainer):
         else:
             self.rollouts = self._open_rollouts(reference)
             self._objective = PolicyLoss(post, dims, temperature=temperature, rollout_metrics=self.rollouts.metrics)
-        return Task(self._objective, self.rollouts)
+        return ObjectiveSetup(self._objective, self.rollouts)
 
     def open_batches(self, dataset: Any, *, ramp_up: bool) -> AbstractContextManager[Loader]:
         return self.rollouts or self._open_loader(dataset, ramp_up=ramp_up, known_logps=self._known_logps)
