@@ -98,13 +98,14 @@ def group_advantages(
         rewards: [N] of the whole rollout, the G completions of a prompt beside each other.
         num_generations: G.
         scale: divide by the standard deviation of the group's rewards, of all N, or by nothing.
-        estimator: subtract the group's mean (grpo), or the mean of its other members (rloo).
+        estimator: subtract the group's mean (grpo), or the mean of its other members, of which there is one (rloo).
     Returns:
         [N]; 0 for a group of one completion with grpo.
     """
     groups = rewards.view(-1, num_generations)
     centred = groups - groups.mean(dim=1, keepdim=True)
     if estimator == "rloo":
+        assert num_generations > 1, "rloo compares with the others of a group"
         centred = centred * (num_generations / (num_generations - 1))
     if scale == "group":
         spread = groups.std(dim=1, keepdim=True) if num_generations > 1 else torch.zeros_like(groups)
@@ -201,7 +202,6 @@ def ppo_rewards(
     values_at: torch.Tensor,
     *,
     kl_coef: float,
-    kl_estimator: Literal["k1", "k3"] = "k1",
 ) -> torch.Tensor:
     """[B, S] rewards of tokens: the penalty for leaving the reference, and the score where the last value is.
 
@@ -211,8 +211,7 @@ def ppo_rewards(
         mask: [B, S] the completions' tokens.
         values_at: [B, S] `value_mask` of them.
     """
-    log_ratio = torch.where(mask > 0, logps - ref_logps, 0.0)
-    kl = log_ratio if kl_estimator == "k1" else (-log_ratio).exp() - 1 + log_ratio
+    kl = torch.where(mask > 0, logps - ref_logps, 0.0)
     following = F.pad(values_at, (0, 1))[:, 1:]
     return -kl_coef * kl + scores.unsqueeze(1) * values_at * (1 - following)
 
@@ -225,7 +224,7 @@ class Estimates(NamedTuple):
 
 
 def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lam: float) -> Estimates:
-    """Generalized advantage estimation along rows.
+    """Generalized advantage estimation along rows; PPO then whitens the advantages of the completions' tokens.
 
     Args:
         rewards, values: [B, S].
