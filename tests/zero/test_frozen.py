@@ -13,6 +13,7 @@ from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from zero.test_streams import break_something
 
 from kernels.formats import BlockFormat
 from megazpp.model.gpt import GPTModel
@@ -380,9 +381,11 @@ def race(zero: ZeroConfig) -> list[str]:
     return streams.found
 
 
-def race_alone(fmt: BlockFormat | None) -> list[str]:
+def race_alone(fmt: BlockFormat | None, breakage: str = "") -> list[str]:
     """A frozen model forward and backward, in inference mode, kept for a while, and again."""
-    with simulated_streams() as streams:
+    with simulated_streams() as streams, pytest.MonkeyPatch.context() as patch:
+        if breakage:
+            break_something(breakage, patch)
         dims = make_dims(2)
         model, frozen = frozen_stack(frozen_axis(dims), fmt=fmt)
         for _ in range(3):
@@ -396,6 +399,11 @@ def race_alone(fmt: BlockFormat | None) -> list[str]:
 @pytest.mark.parametrize("fmt", [None, slow(INT8)], ids=["16", "8"])
 def test_nothing_races_in_a_frozen_model(fmt: BlockFormat | None):
     assert ranks(4).run(race_alone, fmt) == [[]] * 4
+
+
+@pytest.mark.parametrize("breakage", ["waiting for a work does not wait", slow("a queue does not wait for its caller")])
+def test_what_is_broken_is_found(breakage: str):
+    assert all(ranks(4).run(race_alone, None, breakage))
 
 
 @pytest.mark.slow
