@@ -34,6 +34,7 @@ FLOORS = {
     "megazpp.env": 7,
     "megazpp.run": 8,
     "megazpp.trainer": 8,
+    "megazpp.post_training": 8,
     "megazpp.planner": 7,
 }
 # steps inside a floor: parallel/ builds groups from topology/'s integers
