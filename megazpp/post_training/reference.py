@@ -1,25 +1,32 @@
-"""Frozen models beside the policy: the reference, and a trained reward model.
-
-They are sharded as the policy is and never trained: no moments, no gradients.
-"""
+"""Frozen models beside the policy: the reference, and a trained reward model."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.read import find_weights, load_weights
-from megazpp.data.tokenizer import Tokenizer
-from megazpp.model.gpt import TokenOutputs
+from megazpp.checkpoint.read import find_weights
+from megazpp.model.gpt import GPTModel, TokenOutputs
+from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch
 from megazpp.post_training.objectives import scores_of
-from megazpp.training.setup import Built, ModelSpec, build_model
+from megazpp.training.frozen import load_frozen_model
+from megazpp.training.setup import ModelSpec
+
+
+class FrozenPlace(NamedTuple):
+    """Where frozen models live: `frozen_axis(dims)` and `open_axis(dims)`, which all of a job share."""
+
+    dims: ParallelDims
+    device: torch.device
+    axis: MeshAxis
+    files: MeshAxis
 
 
 class FrozenModel:
@@ -29,10 +36,8 @@ class FrozenModel:
         temperature: of its log-probabilities.
     """
 
-    def __init__(self, built: Built, *, temperature: float = 1.0) -> None:
-        self._model, self._sharding = built
-        self._temperature = temperature
-        self._model.eval()
+    def __init__(self, model: GPTModel, *, temperature: float = 1.0) -> None:
+        self._model, self._temperature = model.eval(), temperature
 
     @torch.no_grad()
     def logps(self, batch: Any) -> torch.Tensor:
@@ -49,16 +54,14 @@ class FrozenModel:
 
 def load_frozen(
     spec: ModelSpec,
-    dims: ParallelDims,
-    device: torch.device,
+    place: FrozenPlace,
     folder: CheckpointFolder,
     iteration: int | None,
     *,
-    tokenizer: Tokenizer,
     temperature: float = 1.0,
     say: Callable[[str], None],
 ) -> FrozenModel:
-    """The model of a checkpoint, on all ranks together.
+    """The model of a checkpoint in frozen units, on all ranks together.
 
     Args:
         spec: of the policy; `scalar_head` says whether it has to have one.
@@ -69,12 +72,9 @@ def load_frozen(
     source, record = find_weights(folder, iteration)
     if spec.scalar_head and record.flags.get("objective") != "reward":
         raise ValueError(f"{folder.name} is no reward model: it has no scalar head (--objective reward trains one)")
-    built = build_model(dataclasses.replace(spec, frozen=True), dims, device)
-    with dims.counter.paused():
-        load_weights(
-            *built, dims, source, record, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.identity, say=say
-        )
-    return FrozenModel(built, temperature=temperature)
+    dims, device, axis, files = place
+    found = load_frozen_model(dataclasses.replace(spec, wire=None), dims, axis, device, source, record, files, say=say)
+    return FrozenModel(found.model, temperature=temperature)
 
 
 @torch.no_grad()

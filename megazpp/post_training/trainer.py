@@ -12,6 +12,7 @@ import torch
 
 from megazpp.arguments import ParsedRun
 from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.together import open_axis
 from megazpp.checks import RunPlan
 from megazpp.data.dataset import Splits, cache_dir
 from megazpp.data.loader import BatchLoader
@@ -26,7 +27,7 @@ from megazpp.post_training.data import (
 from megazpp.post_training.evaluate import ObjectiveEvaluator
 from megazpp.post_training.examples import read_pairs, read_prompts, read_supervised
 from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss
-from megazpp.post_training.reference import FrozenModel, load_frozen, reference_logps
+from megazpp.post_training.reference import FrozenModel, FrozenPlace, load_frozen, reference_logps
 from megazpp.post_training.rewards import load_reward_functions
 from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader, Shown
 from megazpp.post_training.sampler import PolicySampler
@@ -38,6 +39,7 @@ from megazpp.training.recorder import Validation
 from megazpp.training.setup import ModelSpec
 from megazpp.training.step import Loader
 from megazpp.training.tracking import Tracker
+from megazpp.zero.freeze import frozen_axis
 
 
 class PostTrainer(Trainer):
@@ -166,14 +168,17 @@ class PostTrainer(Trainer):
     def _frozen(self, folder: CheckpointFolder, iteration: int | None, scalar_head: bool) -> FrozenModel:
         return load_frozen(
             dataclasses.replace(super().model_spec(), scalar_head=scalar_head),
-            self.run.dims,
-            self.run.device,
+            self._frozen_place,
             folder,
             iteration,
-            tokenizer=self.tokenizer,
             temperature=self.config.sample.sample_temperature if self.post.draws else 1.0,
             say=self.run.log,
         )
+
+    @functools.cached_property
+    def _frozen_place(self) -> FrozenPlace:
+        dims = self.run.dims
+        return FrozenPlace(dims, self.run.device, frozen_axis(dims), open_axis(dims))
 
     def _precomputed(self, reference: FrozenModel, dataset: PreferenceDataset) -> torch.Tensor:
         self.run.log(f"the reference's log-probabilities of {dataset.num_pairs:,} pairs are computed")

@@ -58,7 +58,7 @@ class PostCase:
     temperature: float = 1.0
 
 
-def build(case: PostCase, *, frozen: bool = False, scalar_head: bool | None = None) -> tuple[Built, ParallelDims]:
+def build(case: PostCase, *, scalar_head: bool | None = None) -> tuple[Built, ParallelDims]:
     layout = case.layout
     cluster = Cluster(num_nodes=layout.nodes, ranks_per_node=layout.world // layout.nodes)
     dims = ParallelDims(
@@ -71,7 +71,6 @@ def build(case: PostCase, *, frozen: bool = False, scalar_head: bool | None = No
         zero=ZeroConfig(zeropp=layout.zeropp),
         seed=5,
         scalar_head=case.post.objective in ("reward", "ppo") if scalar_head is None else scalar_head,
-        frozen=frozen,
     )
     return build_model(spec, dims, CPU), dims
 
@@ -111,8 +110,7 @@ def train_on_synthetic(case: PostCase) -> list[dict[str, Any]]:
     if case.post.draws:
         objective: Any = PolicyLoss(case.post, dims, temperature=case.temperature)
     else:
-        frozen = build(case, frozen=True, scalar_head=False)[0]
-        objective = PreferenceLoss(case.post, dims, FrozenModel(frozen))
+        objective = PreferenceLoss(case.post, dims, FrozenModel(build(case, scalar_head=False)[0].model))
     step, size = make_step(built, dims, objective), case.layout.micro_batch_size
     found = []
     for index in range(case.steps):
@@ -168,7 +166,7 @@ def train_on_rollouts(case: PostCase) -> dict[str, Any]:
     built, dims = build(case)
     reference = None
     if case.post.needs_reference:
-        reference = FrozenModel(build(case, frozen=True, scalar_head=False)[0], temperature=case.temperature)
+        reference = FrozenModel(build(case, scalar_head=False)[0].model, temperature=case.temperature)
     loader = make_loader(case, built, dims, reference=reference)
     objective = PolicyLoss(case.post, dims, temperature=case.temperature, rollout_metrics=loader.metrics)
     step, found, texts = make_step(built, dims, objective), [], []
