@@ -49,7 +49,7 @@ from megazpp.training.objective import Objective
 from megazpp.training.profiler import Profiler
 from megazpp.training.recorder import MetricsRecorder, Validation, zero3_traffic
 from megazpp.training.run_folder import RunFolder, default_run_dir
-from megazpp.training.setup import ModelSpec, build_model, open_checkpoints, open_datasets, open_loader
+from megazpp.training.setup import Built, ModelSpec, build_model, open_checkpoints, open_datasets, open_loader
 from megazpp.training.step import Loader, TrainStep, train
 from megazpp.training.step_timeline import StepRecorder, StepTimeline
 from megazpp.training.stopping import StopConditions
@@ -88,15 +88,17 @@ class Trainer:
             self.tokenizer = build_tokenizer(config.tokenizer, config.data, log=run.log)
             self.datasets = self.open_data()
 
-        self.built = build_model(self.model_spec(), dims, run.device)
+            self.built = self.open_model()
         self.optimizer = build_optimizer(list(self.built.model.named_parameters()), config.optimizer, run.device)
         self.scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
-        self.losses, setup = LossHistory(), self.open_objective()
+        self.losses = LossHistory()
+        with user_errors():
+            setup = self.open_objective()
         state = TrainState(
             *self.built, self.optimizer, self.scaler, dims, seed=seed, guard=self.losses, extra=setup.extra
         )
         self.checkpoints = open_checkpoints(
-            config.checkpoint, state, run, flags=parsed.values(), schedule=plan.schedule, tokenizer=self.tokenizer
+            config.checkpoint, state, run, flags=self.flags(), schedule=plan.schedule, tokenizer=self.tokenizer
         )
         self.step = TrainStep(
             *self.built,
@@ -217,6 +219,14 @@ class Trainer:
     def model_spec(self) -> ModelSpec:
         """What is trained."""
         return self.config.model_spec(self.tokenizer.vocab_size, self.plan.wire)
+
+    def open_model(self) -> Built:
+        """The model, in shards."""
+        return build_model(self.model_spec(), self.run.dims, self.run.device)
+
+    def flags(self) -> dict[str, Any]:
+        """What checkpoints say about the run."""
+        return self.parsed.values()
 
     def open_objective(self) -> ObjectiveSetup:
         """What it is trained towards; called when data, model and optimizer are there."""

@@ -33,6 +33,9 @@ class PostTrainingConfig:
         None, "checkpoints of the reference model (default: what this training began with, --load)"
     )
     ref_ckpt_step: int | None = flag(None, "iteration of the reference model's checkpoint (default: the latest)")
+    ref_checksum: str | None = flag(
+        None, "checksum that the weights of --lora-r's base must have (default: those of the first start)"
+    )
     reward_load: str | None = flag(
         None, "checkpoints of a trained reward model; its score is a reward like those of --reward-funcs (grpo, ppo)"
     )

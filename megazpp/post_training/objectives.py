@@ -31,13 +31,10 @@ from megazpp.post_training.losses import (
 
 
 class Scorer(Protocol):
-    """A frozen model that says log-probabilities of labels."""
+    """A reference that says log-probabilities of labels."""
 
     def logps(self, batch: PairBatch | RolloutBatch) -> torch.Tensor:
         """[B, S] fp32 log-probabilities of the labels at the run's temperature, without a gradient."""
-
-    def scores(self, batch: PairBatch | RolloutBatch) -> torch.Tensor:
-        """[B] fp32: the scalar head's value of each row."""
 
 
 class StepSums:

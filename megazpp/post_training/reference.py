@@ -15,9 +15,25 @@ from megazpp.model.gpt import GPTModel, TokenOutputs
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch
-from megazpp.post_training.objectives import scores_of
+from megazpp.post_training.objectives import Scorer, scores_of
+from megazpp.tensor_parallel.lora import adapters_off
 from megazpp.training.frozen import load_frozen_model
 from megazpp.training.setup import ModelSpec
+
+
+class BaseModel:
+    """The reference of a policy with adapters: the policy without them; arguments as for `FrozenModel`."""
+
+    def __init__(self, policy: GPTModel, *, temperature: float = 1.0) -> None:
+        self._policy, self._temperature = policy, temperature
+
+    @torch.no_grad()
+    def logps(self, batch: Any) -> torch.Tensor:
+        """[B, S] fp32 log-probabilities of the labels of a batch."""
+        with adapters_off(self._policy):
+            return -self._policy(
+                batch.tokens, batch.labels, position_ids=batch.position_ids, temperature=self._temperature
+            )
 
 
 class FrozenPlace(NamedTuple):
@@ -79,7 +95,7 @@ def load_frozen(
 
 @torch.no_grad()
 def reference_logps(
-    reference: FrozenModel,
+    reference: Scorer,
     dataset: PreferenceDataset,
     dims: ParallelDims,
     device: torch.device,

@@ -33,6 +33,7 @@ from megazpp.post_training.data import PromptDataset
 from megazpp.post_training.examples import Prompt
 from megazpp.post_training.losses import gae, group_advantages, ppo_rewards, value_mask, whiten
 from megazpp.post_training.objectives import Scorer
+from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.rewards import total_rewards
 from megazpp.post_training.sampler import Completions, PolicySampler
 
@@ -114,7 +115,7 @@ class RolloutLoader:
     _: KW_ONLY
     reward_weights: Sequence[float] | None
     reference: Scorer | None
-    reward_model: Scorer | None
+    reward_model: FrozenModel | None
     max_length: int
     global_batch_size: int
     micro_batch_size: int
@@ -245,12 +246,12 @@ class RolloutLoader:
         if config.objective == "ppo" or config.slices * config.passes > 1:
             with torch.no_grad():
                 both = self._each(buffer, lambda batch: _logps_and_values(model, batch, config, self._temperature))
-            self.sampler.sharding.free_gathered()
             buffer = buffer._replace(old_logps=both[..., 0].contiguous(), values=both[..., 1].contiguous())
             if config.objective != "ppo":
                 buffer = buffer._replace(values=None)
         if self.reference is not None:
             buffer = buffer._replace(ref_logps=self._each(buffer, self.reference.logps))
+        self.sampler.sharding.free_gathered()  # the step reads the shards anew
         return buffer
 
     def _compared(self, buffer: Buffer) -> Buffer:

@@ -6,6 +6,7 @@ prompt follows from the weights and from a name that the caller gives it, so the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -24,6 +25,7 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.examples import Prompt
 from megazpp.post_training.rewards import RewardFunction, judge
 from megazpp.tensor_parallel.parameters import seed_for
+from megazpp.zero.frozen import FrozenUnits
 from megazpp.zero.sharding import Sharding
 
 
@@ -44,6 +46,7 @@ class PolicySampler:
         functions: reward functions.
         seed: of everything that is drawn.
         at_once: completions of one batch on a data rank; None for all.
+        base: the frozen weights of the policy, if it has some.
     """
 
     model: GPTModel
@@ -55,6 +58,7 @@ class PolicySampler:
     functions: Sequence[RewardFunction]
     seed: int
     at_once: int | None = None
+    base: FrozenUnits | None = None
 
     def draw(self, prompts: Sequence[Prompt], names: Sequence[str]) -> Completions:
         """A completion of each of this data rank's prompts, at least one.
@@ -65,7 +69,8 @@ class PolicySampler:
         uniform = torch.stack([self._numbers(name) for name in names])
         size = self.at_once or len(prompts)
         parts = []
-        with torch.no_grad(), evaluating(self.model), self.sharding.kept_gathered():
+        base = contextlib.nullcontext() if self.base is None else self.base.kept_gathered()
+        with torch.no_grad(), evaluating(self.model), self.sharding.kept_gathered(), base:
             for first in range(0, len(prompts), size):
                 chosen = prompts[first : first + size]
                 parts.append(

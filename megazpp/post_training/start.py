@@ -19,6 +19,7 @@ from megazpp.checkpoint_flags import with_checkpoint_flags
 from megazpp.flags import DEFAULT
 from megazpp.post_training.config import DEFAULT_RATE, PostTrainingConfig
 from megazpp.post_training.examples import DataFormatConfig
+from megazpp.post_training.lora import LoraConfig
 from megazpp.post_training.rewards import RewardConfig
 from megazpp.training.batches import BatchPlan
 
@@ -32,9 +33,10 @@ class PostConfigs(NamedTuple):
     training: PostTrainingConfig
     form: DataFormatConfig
     rewards: RewardConfig
+    lora: LoraConfig
 
 
-EXTRA: tuple[type, ...] = (PostTrainingConfig, DataFormatConfig, RewardConfig)
+EXTRA: tuple[type, ...] = (PostTrainingConfig, DataFormatConfig, RewardConfig, LoraConfig)
 
 
 class Start(NamedTuple):
@@ -126,7 +128,7 @@ def _same_folder(load: str, save: str | None) -> bool:
 
 def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> ParsedRun:
     """With defaults of the objective, and with the names of the models beside the policy."""
-    config, (post, form, rewards) = parsed.config, post_configs(parsed)
+    config, (post, form, rewards, lora) = parsed.config, post_configs(parsed)
     assert post.objective is not None
     if "seq_length" in parsed.origins:
         raise ValueError(f"--seq-length {config.data.seq_length}: post-training has --max-length")
@@ -142,8 +144,11 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> Par
         "ref_ckpt_step": earlier.progress.iteration,
     }
     if source.continues:  # the reference is what this training began with
-        free |= {name: earlier.flags[name] for name in ("ref_load", "ref_ckpt_step") if name in earlier.flags}
+        names = ("ref_load", "ref_ckpt_step", "ref_checksum")
+        free |= {name: earlier.flags[name] for name in names if name in earlier.flags}
     if post.ref_load is not None:
+        if lora.lora_r is not None:
+            raise ValueError(f"--ref-load {post.ref_load}: with --lora-r the reference is the base without adapters")
         free.pop("ref_ckpt_step")
     values: dict[str, Any] = {name: value for name, value in free.items() if name not in parsed.origins}
     fixed = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": form.max_length}
@@ -154,7 +159,7 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> Par
     }
     return parsed._replace(
         config=dataclasses.replace(config, **parts),
-        extra=(_with(post, values), form, rewards),
+        extra=(_with(post, values), form, rewards, lora),
         origins=parsed.origins | origins,
     )
 

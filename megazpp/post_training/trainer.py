@@ -12,10 +12,13 @@ import torch
 
 from megazpp.arguments import ParsedRun
 from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.read import LoadSource, Resumed, find_weights
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.checkpoint.together import open_axis
 from megazpp.checks import RunPlan
 from megazpp.data.dataset import Splits, cache_dir
 from megazpp.data.loader import BatchLoader
+from megazpp.errors import user_errors
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.data import (
     PreferenceDataset,
@@ -26,8 +29,9 @@ from megazpp.post_training.data import (
 )
 from megazpp.post_training.evaluate import ObjectiveEvaluator
 from megazpp.post_training.examples import read_pairs, read_prompts, read_supervised
-from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss
-from megazpp.post_training.reference import FrozenModel, FrozenPlace, load_frozen, reference_logps
+from megazpp.post_training.lora import AdaptedPolicy, load_adapted, save_adapter
+from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss, Scorer
+from megazpp.post_training.reference import BaseModel, FrozenModel, FrozenPlace, load_frozen, reference_logps
 from megazpp.post_training.rewards import load_reward_functions
 from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader, Shown
 from megazpp.post_training.sampler import PolicySampler
@@ -36,7 +40,7 @@ from megazpp.trainer import ObjectiveSetup, Trainer
 from megazpp.training.context import RunContext
 from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.recorder import Validation
-from megazpp.training.setup import ModelSpec
+from megazpp.training.setup import Built, ModelSpec
 from megazpp.training.step import Loader
 from megazpp.training.tracking import Tracker
 from megazpp.zero.freeze import frozen_axis
@@ -46,7 +50,8 @@ class PostTrainer(Trainer):
     """The same for all objectives; see start.py for the flags."""
 
     def __init__(self, parsed: ParsedRun, plan: RunPlan, run: RunContext, tracker: Tracker | None) -> None:
-        self.post, self.form, self.rewards = post_configs(parsed)
+        self.post, self.form, self.rewards, self.lora = post_configs(parsed)
+        self._adapted: AdaptedPolicy | None = None
         self.rollouts: RolloutLoader | None = None
         self._known_logps: torch.Tensor | None = None
         super().__init__(parsed, plan, run, tracker)
@@ -73,9 +78,54 @@ class PostTrainer(Trainer):
     def model_spec(self) -> ModelSpec:
         return dataclasses.replace(super().model_spec(), scalar_head=self.post.objective in ("reward", "ppo"))
 
+    def open_model(self) -> Built:
+        if self.lora.lora_r is None:
+            return super().open_model()
+        source, record = find_weights(reference_folder(self.post), self.post.ref_ckpt_step)
+        dims, device, axis, files = self._frozen_place
+        self._adapted = load_adapted(
+            self.model_spec(),
+            self.lora,
+            dims,
+            axis,
+            device,
+            source,
+            record,
+            files,
+            trained=lambda name: name.startswith("scalar_head."),
+            say=self.run.log,
+        )
+        found, wanted = self._adapted.settings.checksum, self.post.ref_checksum
+        if wanted not in (None, found):
+            raise ValueError(
+                f"the base {source.folder.path} has checksum {found}, the adapters were trained on {wanted}"
+            )
+        return self._adapted.built
+
+    def flags(self) -> dict[str, Any]:
+        base = {} if self._adapted is None else {"ref_checksum": self._adapted.settings.checksum}
+        return super().flags() | base
+
+    def load(self, source: LoadSource | None) -> Resumed | None:
+        if self._adapted is None or source is None or source.continues:
+            return super().load(source)
+        with user_errors():
+            self.checkpoints.open()  # the base has been read, adapters begin anew
+        where = source.folder.of(self.post.ref_ckpt_step or 0)
+        return Resumed(TrainingProgress(), self.plan.schedule, where)
+
+    def finish(self, progress: TrainingProgress, *, evaluate: bool) -> None:
+        super().finish(progress, evaluate=evaluate)
+        if self._adapted is not None and self.config.checkpoint.save is not None:
+            folder = Path(self.config.checkpoint.save).expanduser() / "adapter"
+            if self.run.dims.world.rank == 0:
+                folder.mkdir(exist_ok=True)
+            save_adapter(self._adapted, folder, self.run.dims)
+            self.run.log(f"adapters as PEFT has them: {folder}")
+
     def open_objective(self) -> ObjectiveSetup:
         post, dims, temperature = self.post, self.run.dims, self.config.sample.sample_temperature
-        reference = self._frozen(reference_folder(post), post.ref_ckpt_step, False) if post.needs_reference else None
+        reference = self._open_reference() if post.needs_reference else None
         self._objective: Objective
         if post.objective == "sft":
             self._objective = LanguageModelLoss(dims)
@@ -138,7 +188,7 @@ class PostTrainer(Trainer):
             batch_size_at=plan.batch_size_at if ramp_up else None,
         )
 
-    def _open_rollouts(self, reference: FrozenModel | None) -> RolloutLoader:
+    def _open_rollouts(self, reference: Scorer | None) -> RolloutLoader:
         post, plan = self.post, self.plan.batches
         reward_model = None
         if post.reward_load is not None:
@@ -151,6 +201,7 @@ class PostTrainer(Trainer):
             functions=load_reward_functions(self.rewards),
             seed=self.config.launch.seed,
             at_once=post.rollouts_at_once,
+            base=None if self._adapted is None else self._adapted.base,
         )
         return RolloutLoader(
             sampler,
@@ -164,6 +215,12 @@ class PostTrainer(Trainer):
             micro_batch_size=plan.micro_batch_size,
             show=self._show,
         )
+
+    def _open_reference(self) -> FrozenModel | BaseModel:
+        if self._adapted is not None:
+            temperature = self.config.sample.sample_temperature if self.post.draws else 1.0
+            return BaseModel(self.built.model, temperature=temperature)
+        return self._frozen(reference_folder(self.post), self.post.ref_ckpt_step, False)
 
     def _frozen(self, folder: CheckpointFolder, iteration: int | None, scalar_head: bool) -> FrozenModel:
         return load_frozen(
@@ -180,7 +237,7 @@ class PostTrainer(Trainer):
         dims = self.run.dims
         return FrozenPlace(dims, self.run.device, frozen_axis(dims), open_axis(dims))
 
-    def _precomputed(self, reference: FrozenModel, dataset: PreferenceDataset) -> torch.Tensor:
+    def _precomputed(self, reference: Scorer, dataset: PreferenceDataset) -> torch.Tensor:
         self.run.log(f"the reference's log-probabilities of {dataset.num_pairs:,} pairs are computed")
         size, dims = self.plan.batches.micro_batch_size, self.run.dims
         return reference_logps(reference, dataset, dims, self.run.device, micro_batch_size=size)
