@@ -77,6 +77,7 @@ class PostTrainingConfig:
     num_mini_batches: int = flag(1, "optimizer steps of one time through; each takes --global-batch-size (ppo)")
     missing_eos_penalty: float | None = flag(None, "taken off the reward of a completion that reached the limit (ppo)")
     whiten_rewards: bool = flag(False, "scale the rewards of tokens to variance 1 over the whole rollout (ppo)")
+    eval_on_start: bool = flag(False, "also evaluate before the first step")
     log_completions: int = flag(2, "completions that a log line comes with; completions.jsonl has as many; 0: none")
 
     def __post_init__(self) -> None:

@@ -19,6 +19,8 @@ from megazpp.checks import RunPlan
 from megazpp.data.dataset import Splits, cache_dir
 from megazpp.data.loader import BatchLoader
 from megazpp.errors import user_errors
+from megazpp.optim.schedule import Schedule
+from megazpp.parallel.worker import Worker
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.data import (
     PreferenceDataset,
@@ -42,6 +44,7 @@ from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.recorder import Validation
 from megazpp.training.setup import Built, ModelSpec
 from megazpp.training.step import Loader
+from megazpp.training.stopping import StopConditions
 from megazpp.training.tracking import Tracker
 from megazpp.zero.freeze import frozen_axis
 
@@ -113,6 +116,13 @@ class PostTrainer(Trainer):
             self.checkpoints.open()  # the base has been read, adapters begin anew
         where = source.folder.of(self.post.ref_ckpt_step or 0)
         return Resumed(TrainingProgress(), self.plan.schedule, where)
+
+    def train(
+        self, start: TrainingProgress, schedule: Schedule, stops: StopConditions, worker: Worker
+    ) -> TrainingProgress:
+        if self.post.eval_on_start and start.iteration == 0 and self.validation is not None:
+            self.recorder.validate(self.validation, start)
+        return super().train(start, schedule, stops, worker)
 
     def finish(self, progress: TrainingProgress, *, evaluate: bool) -> None:
         super().finish(progress, evaluate=evaluate)

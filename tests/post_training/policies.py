@@ -54,7 +54,7 @@ class PostCase:
     model: GPTConfig = STYLE
     steps: int = 2
     global_batch: int = 8
-    learning_rate: float = 1e-2
+    learning_rate: float = 0.1
     temperature: float = 1.0
 
 
@@ -76,7 +76,8 @@ def build(case: PostCase, *, scalar_head: bool | None = None) -> tuple[Built, Pa
 
 
 def make_step(built: Built, dims: ParallelDims, objective: Any) -> TrainStep:
-    optimizer = build_optimizer(list(built.model.named_parameters()), OptimizerConfig(), CPU)
+    # not Adam, which makes a step of full size out of a gradient that is nothing but rounding
+    optimizer = build_optimizer(list(built.model.named_parameters()), OptimizerConfig(optimizer="sgd"), CPU)
     scaler = build_loss_scaler(LossScaleConfig(), fp16=False)
     return TrainStep(*built, optimizer, scaler, dims, clip_grad=CLIP, objective=objective)
 
