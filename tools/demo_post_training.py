@@ -2,11 +2,13 @@
 
 python tools/demo_post_training.py --folder demo/                       supervised training, then GRPO
 python tools/demo_post_training.py --folder demo/ --seed 2
+python tools/demo_post_training.py --folder demo/ --objective ppo       a reward model, then PPO with it; or dpo
 python tools/demo_post_training.py --folder demo/ -- --nproc 4 --tensor-model-parallel-size 2 --emulate-nodes 2 --zeropp
 
-A small model learns additions of numbers below 50 from labels of which half are wrong, so that it answers a fifth of
-the sums that it has not seen, if tokens are drawn from it. GRPO then rewards what a verifier finds correct. Flags
-after -- go to every program; what was done is in the folder, with the runs' records and a report.
+A small model learns additions of numbers below 50 from labels of which half are wrong, so that it gets few sums right
+that it has not seen, if tokens are drawn from it. GRPO then rewards what a verifier finds correct; DPO and the reward
+model are shown right answers beside wrong ones. Flags after -- go to every program; what was done is in the folder,
+with the runs' records and a report.
 """
 
 from __future__ import annotations
@@ -33,44 +35,54 @@ def correct(completions: list[str], a: list[int], b: list[int]) -> list[float]:
 @program
 def main(argv: list[str]) -> int:
     parser = flags_of(__doc__)
-    parser.add_argument("--folder", required=True, help="where everything goes")
+    parser.add_argument("--folder", required=True, help="where everything goes; must not hold anything")
+    parser.add_argument("--objective", choices=("grpo", "dpo", "ppo"), default="grpo", help="what repairs the model")
     parser.add_argument("--seed", type=int, default=1, help="of labels, weights and draws")
     own, rest = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     flags = parser.parse_args(own)
-    folder = Path(flags.folder)
+    folder, objective = Path(flags.folder).resolve(), flags.objective
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"--folder {folder} is not empty")
     folder.mkdir(parents=True, exist_ok=True)
     write_data(folder, flags.seed)
     common = ["--seed", str(flags.seed), *(rest or ["--nproc", "2"])]
+    data = {name: str(folder / f"{name}.jsonl") for name in ("labels", "sums", "held_out", "pairs", "held_out_pairs")}
 
-    def run(name: str, script: str, *more: str) -> None:
+    def run(name: str, *more: str) -> None:
+        script = "pretrain_gpt.py" if name == "base" else "tools/post_train.py"
         places = ["--save", str(folder / name), "--run-dir", str(folder / "runs" / name)]
-        command = [sys.executable, str(ROOT / script), f"@{CONFIGS}/additions_{name}.args", *more, *places, *common]
+        places += ["--data-cache-path", str(folder / "cache")]
+        command = [sys.executable, script, f"@configs/post_training/additions_{name}.args", *more, *places, *common]
         say(f"$ {' '.join(command)}")
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True, cwd=ROOT)
 
-    data = {name: str(folder / f"{name}.jsonl") for name in ("labels", "sums", "held_out")}
-    run("base", "pretrain_gpt.py", "--text-path", data["labels"], "--data-cache-path", str(folder / "cache"))
-    verifier = f"{Path(__file__).resolve()}:correct"
-    run("sft", "tools/post_train.py", "--load", str(folder / "base"), "--train-data-path", data["labels"])
-    drawn = ["--train-data-path", data["sums"], "--valid-data-path", data["held_out"], "--reward-funcs", verifier]
-    run("grpo", "tools/post_train.py", "--load", str(folder / "sft"), *drawn)
-    rows = [json.loads(line) for line in (folder / "runs" / "grpo" / "validation.jsonl").read_text().splitlines()]
-    runs = [str(folder / "runs" / name) for name in ("grpo", "sft")]
-    subprocess.run(
-        [sys.executable, str(ROOT / "tools/report.py"), *runs, "--output", str(folder / "report.html")], check=True
-    )
-    first, last = rows[0], rows[-1]
+    pairs = ["--train-data-path", data["pairs"], "--valid-data-path", data["held_out_pairs"]]
+    drawn = ["--train-data-path", data["sums"], "--valid-data-path", data["held_out"]]
+    run("base", "--text-path", data["labels"])
+    run("sft", "--load", str(folder / "base"), "--train-data-path", data["labels"])
+    start = ["--load", str(folder / "sft")]
+    if objective == "ppo":
+        run("reward", *start, *pairs)
+        run("ppo", *start, *drawn, "--reward-load", str(folder / "reward"))
+    elif objective == "dpo":
+        run("dpo", *start, *pairs)
+    else:
+        run("grpo", *start, *drawn, "--reward-funcs", f"{Path(__file__).resolve()}:correct")
+    runs = sorted((folder / "runs").iterdir())
+    report = [sys.executable, "tools/report.py", *map(str, runs), "--output", str(folder / "report.html")]
+    subprocess.run(report, check=True, cwd=ROOT)
+    lines = (folder / "runs" / objective / "validation.jsonl").read_text().splitlines()
+    first, last = json.loads(lines[0]), json.loads(lines[-1])
+    what = "loss of pairs" if objective == "dpo" else "mean reward of drawn completions"
+    name = "lm_loss" if objective == "dpo" else "reward"
     print(
-        f"sums that were not trained on, drawn at temperature 1: {first['reward']:.3f} correct after supervised "
-        f"training, {last['reward']:.3f} after {last['iteration']} steps of GRPO"
+        f"sums that were not trained on, {what}: {first[name]:.3f} before, {last[name]:.3f} after {objective.upper()}"
     )
     return 0
 
 
 def write_data(folder: Path, seed: int) -> None:
-    """labels.jsonl: prompts and completions, half of them wrong; sums.jsonl and held_out.jsonl: prompts alone."""
+    """labels.jsonl: prompts and completions, half of them wrong; sums and held_out: prompts; pairs: right and wrong."""
     chance = random.Random(seed)
     sums = [(a, b) for a in range(LARGEST) for b in range(LARGEST)]
     chance.shuffle(sums)
@@ -81,8 +93,14 @@ def write_data(folder: Path, seed: int) -> None:
         prompt, completion = f"{a:02d}+{b:02d}=", f"{label:02d}"
         labels.append({"prompt": prompt, "completion": completion, "text": prompt + completion})
     _write(folder / "labels.jsonl", labels)
-    for name, part in (("sums", trained), ("held_out", held_out)):
+    for name, pairs, part in (("sums", "pairs", trained), ("held_out", "held_out_pairs", held_out)):
         _write(folder / f"{name}.jsonl", [{"prompt": f"{a:02d}+{b:02d}=", "a": a, "b": b} for a, b in part])
+        wrong = [(a + b + chance.randrange(1, 2 * LARGEST - 1)) % (2 * LARGEST - 1) for a, b in part]
+        rows = zip(part, wrong, strict=True)
+        answers = [
+            {"prompt": f"{a:02d}+{b:02d}=", "chosen": f"{a + b:02d}", "rejected": f"{w:02d}"} for (a, b), w in rows
+        ]
+        _write(folder / f"{pairs}.jsonl", answers)
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, object]]) -> None:

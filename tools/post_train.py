@@ -1,8 +1,8 @@
 """Post-train a checkpoint's model: supervised fine-tuning, a reward model, DPO, GRPO, PPO.
 
-python tools/post_train.py --objective sft --load pretrained/ --save sft/ --data-path chats.jsonl --train-iters 500
-python tools/post_train.py --objective dpo --load sft/ --save dpo/ --data-path pairs.jsonl --train-iters 200
-python tools/post_train.py --objective grpo --load sft/ --save grpo/ --data-path prompts.jsonl --train-iters 300 \
+python tools/post_train.py --objective sft --load base/ --save sft/ --train-data-path chats.jsonl --train-iters 500
+python tools/post_train.py --objective dpo --load sft/ --save dpo/ --train-data-path pairs.jsonl --train-iters 200
+python tools/post_train.py --objective grpo --load sft/ --save grpo/ --train-data-path prompts.jsonl --train-iters 300 \
     --reward-funcs my_rewards.py:correct
 python tools/post_train.py --objective grpo --load grpo/ --save grpo/ ...       goes on where it has stopped
 
