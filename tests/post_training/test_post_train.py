@@ -137,7 +137,7 @@ def test_a_failing_reward_function_is_reported_with_its_sample(home: Path):
         ("--objective sft --load nowhere", "--load nowhere has no checkpoint"),
         ("--objective sft --load base --seq-length 8", "--seq-length 8: post-training has --max-length"),
         ("--objective grpo --load base", "--objective grpo needs --reward-funcs or --reward-load"),
-        ("--objective grpo --load base --reward-funcs rewards.py:vowels --num-generations 3", "is not divisible by"),
+        ("--objective grpo --load base --reward-funcs a:b --max-completion-length 8 --num-generations 3", "divisible"),
         ("--objective grpo --load base --reward-funcs rewards.py:vowels --max-length 8", "leaves no room for a prompt"),
         ("--objective dpo --load base --packing", "--packing is for --objective sft, not dpo"),
         ("--objective dpo --load base --reward-funcs a:b", "--reward-funcs and --reward-load are for grpo and ppo"),
