@@ -209,9 +209,9 @@ def _answer(
         return _Text(prompt + answer, [(start, len(prompt) + len(answer))], True)
     if isinstance(answer, str):
         raise ValueError(f"'prompt' is a conversation and {name!r} a string")
-    if isinstance(prompt, str):  # some data sets repeat it as the answer's first message
-        prompt = answer[:1] if answer and answer[0].get("content") == prompt else [{"role": "user", "content": prompt}]
-        answer = [message for message in answer if message not in prompt]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+        answer = answer[1:] if answer[:1] == prompt else answer  # some data sets repeat it there
     tools = record.get("tools")
     if config.assistant_only_loss:
         text, spans = template.render_spans([*prompt, *answer], tools=tools)

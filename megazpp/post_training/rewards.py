@@ -86,12 +86,13 @@ def judge(functions: Sequence[RewardFunction], prompts: Sequence[Prompt], comple
 
 
 def total_rewards(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
-    """[N] weighted sums of [N, number of functions] rewards; None counts as 0.
+    """[N] weighted sums of [N, number of functions] rewards without the NaN; NaN where there is nothing else.
 
     Args:
         weights: of the functions; None for 1 each.
     """
-    return (rewards if weights is None else rewards * rewards.new_tensor(weights)).nansum(dim=1)
+    weighted = rewards if weights is None else rewards * rewards.new_tensor(weights)
+    return weighted.nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
 
 
 def _load(value: str) -> Callable[..., Any]:
