@@ -295,8 +295,6 @@ def _read(
             log(f"tokenizing {_names(paths)}")
         examples = Examples(*load_or_save_arrays(path, build))
     total, cut, empty = examples.counts.tolist()
-    if empty == total:
-        raise ValueError(f"{_names(paths)}: no example has an answer within --max-length {config.max_length}")
     log(
         f"{total:,} examples of {len(examples.tokens):,} tokens: {_names(paths)}"
         + (f"; {cut:,} were cut to --max-length {config.max_length}" if cut else "")
@@ -322,14 +320,10 @@ def _tokenize(
             masks += [mask[:max_length] for _, mask in rows]
         else:
             empty += 1
+    if not tokens:
+        raise ValueError(f"{_names(paths)}: no example has an answer within --max-length {max_length}")
     starts = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
-    none: list[Any] = [np.empty(0)]
-    return Examples(
-        np.concatenate(tokens or none).astype(np.int32),
-        np.concatenate(masks or none).astype(np.uint8),
-        starts,
-        np.array([total, cut, empty], dtype=np.int64),
-    )
+    return Examples(np.concatenate(tokens), np.concatenate(masks), starts, np.array([total, cut, empty]))
 
 
 def _encode(text: _Text, tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:

@@ -110,7 +110,8 @@ def _load(value: str) -> Callable[..., Any]:
         else:
             module = importlib.import_module(module_name)
     except Exception as error:  # whatever the module does when it is imported
-        raise ValueError(f"--reward-funcs {value}: cannot import it: {type(error).__name__}: {error}") from error
+        how = "" if path.suffix == ".py" else f" (a file is given as {path}.py:{name})"
+        raise ValueError(f"--reward-funcs {value}: cannot import it: {type(error).__name__}: {error}{how}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"--reward-funcs {value}: {module_name} has no function {name}")

@@ -25,7 +25,7 @@ from megazpp.post_training.losses import (
 from megazpp.post_training.rewards import total_rewards
 
 HERE = Path(__file__).parent
-VERSIONS = {"1.16.0": {"sft": 1, "reward": 1, "dpo": 9, "grpo": 12, "rloo": 2}, "1.12.0": {"ppo": 3}}
+VERSIONS = {"1.16.0": {"sft": 1, "reward": 1, "dpo": 9, "grpo": 12, "rloo": 2}, "1.12.0": {"ppo": 4}}
 FILES = {version: json.loads((HERE / f"trl_{version}.json").read_text()) for version in VERSIONS}
 
 
@@ -163,6 +163,8 @@ def test_ppo(case: dict[str, Any]) -> None:
     own, old, ref = (logps(case, each) for each in (logits, tensor(case["old_logits"]), tensor(case["ref_logits"])))
 
     rewards = ppo_rewards(old, ref, tensor(case["scores"]), mask, places, kl_coef=settings["kl_coef"])
+    if settings["whiten_rewards"]:
+        rewards = whiten(rewards, places, shift_mean=False)
     estimates = gae(rewards, old_values, places, gamma=settings["gamma"], lam=settings["lam"])
     advantages = whiten(estimates.advantages, mask)
     longest = settings["max_completion_length"]

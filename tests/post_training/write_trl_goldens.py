@@ -328,10 +328,15 @@ def nan_to_none(rewards: torch.Tensor) -> list[list[float | None]]:
 
 
 def ppo_cases() -> list[dict[str, Any]]:
-    return [ppo_case(gamma=1.0, lam=0.95), ppo_case(gamma=0.9, lam=0.8), ppo_case(gamma=1.0, lam=0.95, kl_coef=0.0)]
+    return [
+        ppo_case(gamma=1.0, lam=0.95),
+        ppo_case(gamma=0.9, lam=0.8),
+        ppo_case(gamma=1.0, lam=0.95, kl_coef=0.0),
+        ppo_case(gamma=0.9, lam=0.95, whiten_rewards=True),
+    ]
 
 
-def ppo_case(*, gamma: float, lam: float, kl_coef: float = 0.05) -> dict[str, Any]:
+def ppo_case(*, gamma: float, lam: float, kl_coef: float = 0.05, whiten_rewards: bool = False) -> dict[str, Any]:
     """One update of PPOTrainer.train on a rollout that was given."""
     from trl.experimental.ppo import ppo_trainer
 
@@ -363,6 +368,7 @@ def ppo_case(*, gamma: float, lam: float, kl_coef: float = 0.05) -> dict[str, An
         "gamma": gamma,
         "lam": lam,
         "kl_coef": kl_coef,
+        "whiten_rewards": whiten_rewards,
         "cliprange": 0.2,
         "cliprange_value": 0.2,
         "vf_coef": 0.1,
@@ -380,7 +386,6 @@ def ppo_case(*, gamma: float, lam: float, kl_coef: float = 0.05) -> dict[str, An
         response_length=C,
         num_sample_generations=0,
         ds3_gather_for_generation=False,
-        whiten_rewards=False,
         kl_estimator="k1",
     )
     control = SimpleNamespace(should_save=False)
@@ -406,7 +411,7 @@ def ppo_case(*, gamma: float, lam: float, kl_coef: float = 0.05) -> dict[str, An
     )
     ppo_trainer.PPOTrainer.train(trainer)
     ppo_trainer.masked_whiten = whiten
-    advantages, whitened_advantages = whitened[0]
+    advantages, whitened_advantages = whitened[-1]
     return {
         "kind": "ppo",
         "settings": {**settings, "max_completion_length": C},
