@@ -163,11 +163,7 @@ def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormat
         messages = _value(record, "messages")
         if isinstance(messages, str):
             raise ValueError("'messages' is a string, not a list of messages")
-        if config.assistant_only_loss:
-            text, spans = template.render_spans(messages, tools=record.get("tools"))
-            return [_Text(text, spans, False)]
-        text = template.render(messages, tools=record.get("tools"))
-        return [_Text(text, [(0, len(text))], False)]
+        return [_Text(*_conversation(messages, record, template, config), ends=False)]
     if record.get("prompt") is not None and record.get("completion") is not None:
         prompt, completion = _value(record, "prompt"), _value(record, "completion")
         return [_answer(prompt, completion, "completion", record, template, config)]
@@ -177,7 +173,7 @@ def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormat
     if not isinstance(text, str):
         raise ValueError("'text' is a list, not a string: a conversation belongs into 'messages'")
     _need_conversation(config)
-    return [_Text(text, [(0, len(text))], True)]
+    return [_Text(text, [(0, len(text))], ends=True)]
 
 
 def _pair_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[_Text]:
@@ -206,23 +202,28 @@ def _answer(
     if isinstance(prompt, str) and isinstance(answer, str):
         _need_conversation(config)
         start = len(prompt) if config.completion_only_loss else 0
-        return _Text(prompt + answer, [(start, len(prompt) + len(answer))], True)
+        return _Text(prompt + answer, [(start, len(prompt) + len(answer))], ends=True)
     if isinstance(answer, str):
         raise ValueError(f"'prompt' is a conversation and {name!r} a string")
-    if isinstance(prompt, str):  # some data sets repeat it as the answer's first message
-        prompt = answer[:1] if answer and answer[0].get("content") == prompt else [{"role": "user", "content": prompt}]
-        answer = [message for message in answer if message not in prompt]
-    tools = record.get("tools")
-    if config.assistant_only_loss:
-        text, spans = template.render_spans([*prompt, *answer], tools=tools)
-    else:
-        text = template.render([*prompt, *answer], tools=tools)
-        spans = [(0, len(text))]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+        answer = answer[1:] if answer[:1] == prompt else answer  # some data sets repeat it there
+    text, spans = _conversation([*prompt, *answer], record, template, config)
     # a template may end the beginning of the assistant's turn otherwise than the turn itself begins
     start = _same(_render_prompt(template, prompt, record), text)
     if config.completion_only_loss:
         spans = [(max(start, first), last) for first, last in spans if last > start]
-    return _Text(text, spans, False)
+    return _Text(text, spans, ends=False)
+
+
+def _conversation(
+    messages: Sequence[Message], record: Record, template: ChatTemplate, config: DataFormatConfig
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text, and the assistant's words with --assistant-only-loss, else all of it."""
+    if config.assistant_only_loss:
+        return template.render_spans(messages, tools=record.get("tools"))
+    text = template.render(messages, tools=record.get("tools"))
+    return text, [(0, len(text))]
 
 
 def _render_prompt(template: ChatTemplate, prompt: Sequence[Message], record: Record) -> str:
@@ -295,8 +296,6 @@ def _read(
             log(f"tokenizing {_names(paths)}")
         examples = Examples(*load_or_save_arrays(path, build))
     total, cut, empty = examples.counts.tolist()
-    if empty == total:
-        raise ValueError(f"{_names(paths)}: no example has an answer within --max-length {config.max_length}")
     log(
         f"{total:,} examples of {len(examples.tokens):,} tokens: {_names(paths)}"
         + (f"; {cut:,} were cut to --max-length {config.max_length}" if cut else "")
@@ -322,14 +321,10 @@ def _tokenize(
             masks += [mask[:max_length] for _, mask in rows]
         else:
             empty += 1
+    if not tokens:
+        raise ValueError(f"{_names(paths)}: no example has an answer within --max-length {max_length}")
     starts = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
-    none: list[Any] = [np.empty(0)]
-    return Examples(
-        np.concatenate(tokens or none).astype(np.int32),
-        np.concatenate(masks or none).astype(np.uint8),
-        starts,
-        np.array([total, cut, empty], dtype=np.int64),
-    )
+    return Examples(np.concatenate(tokens), np.concatenate(masks), starts, np.array([total, cut, empty]))
 
 
 def _encode(text: _Text, tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:

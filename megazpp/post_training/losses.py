@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-PairLoss = Literal["sigmoid", "hinge", "ipo"]
+PairLoss = Literal["sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down"]
 TokenLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 RewardScale = Literal["group", "batch", "none"]
 AdvantageEstimator = Literal["grpo", "rloo"]
@@ -60,24 +60,39 @@ def dpo_losses(
     Args:
         policy_chosen, policy_rejected, ref_chosen, ref_rejected: [B] sums of the log-probabilities of an answer.
         beta: how strongly the policy is held to the reference.
-        label_smoothing: the share of labels that are taken to be wrong (sigmoid).
-        chosen_lengths, rejected_lengths: [B] tokens of the answers, which ipo divides by.
-    Source: Rafailov et al. 2023, hinge: Liu et al. 2023 (SLiC), ipo: Azar et al. 2023.
+        label_smoothing: the share of labels that robust takes to be wrong; of no meaning to the others.
+        loss_type: Rafailov et al. 2023 (sigmoid), SLiC (hinge), Azar et al. 2023 (ipo), Chowdhury et al. 2024 (robust),
+            Chen et al. 2024 (nca_pair), Jung et al. 2024 (bco_pair without its running mean), Wu et al. 2024
+            (sppo_hard), D'Oosterlinck et al. 2024 (apo_zero, apo_down).
+        chosen_lengths, rejected_lengths: [B] tokens of the answers, by which ipo divides.
     """
     chosen, rejected = policy_chosen - ref_chosen, policy_rejected - ref_rejected
-    rewards = (beta * chosen).detach(), (beta * rejected).detach()
+    delta = beta * (chosen - rejected)
     match loss_type:
         case "sigmoid":
-            delta = beta * (chosen - rejected)
-            losses = -F.logsigmoid(delta) * (1 - label_smoothing) - F.logsigmoid(-delta) * label_smoothing
+            losses = -F.logsigmoid(delta)
         case "hinge":
-            losses = torch.relu(1 - beta * (chosen - rejected))
+            losses = torch.relu(1 - delta)
         case "ipo":
             assert chosen_lengths is not None
             assert rejected_lengths is not None
             per_token = chosen / chosen_lengths.clamp(min=1) - rejected / rejected_lengths.clamp(min=1)
             losses = (per_token - 1 / (2 * beta)) ** 2
-    return PairLosses(losses, *rewards)
+        case "robust":
+            right, wrong = -F.logsigmoid(delta), -F.logsigmoid(-delta)
+            losses = ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+        case "nca_pair":
+            down = F.logsigmoid(-beta * chosen) + F.logsigmoid(-beta * rejected)
+            losses = -F.logsigmoid(beta * chosen) - 0.5 * down
+        case "bco_pair":
+            losses = -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected)
+        case "sppo_hard":
+            losses = (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
+        case "apo_zero":
+            losses = 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
+        case "apo_down":
+            losses = torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(delta)
+    return PairLosses(losses, (beta * chosen).detach(), (beta * rejected).detach())
 
 
 def reward_losses(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
@@ -95,24 +110,30 @@ def group_advantages(
     """How much better each completion is than the others of its prompt.
 
     Args:
-        rewards: [N] of the whole rollout, the G completions of a prompt beside each other.
+        rewards: [N] of the whole rollout, the G completions of a prompt beside each other; NaN where there is none.
         num_generations: G.
-        scale: divide by the standard deviation of the group's rewards, of all N, or by nothing.
+        scale: divide by the standard deviation of the group's rewards, of all N (rloo: of the differences), or by 1.
         estimator: subtract the group's mean (grpo), or the mean of its other members, of which there is one (rloo).
     Returns:
-        [N]; 0 for a group of one completion with grpo.
+        [N]; 0 for a completion without a reward, or without others to compare it with.
     """
     groups = rewards.view(-1, num_generations)
-    centred = groups - groups.mean(dim=1, keepdim=True)
+    advantages = groups - groups.nanmean(dim=1, keepdim=True)
     if estimator == "rloo":
-        assert num_generations > 1, "rloo compares with the others of a group"
-        centred = centred * (num_generations / (num_generations - 1))
+        count = (~groups.isnan()).sum(dim=1, keepdim=True)
+        advantages = advantages * count / (count - 1)
     if scale == "group":
-        spread = groups.std(dim=1, keepdim=True) if num_generations > 1 else torch.zeros_like(groups)
-        centred = centred / (spread + _ADVANTAGE_EPSILON)
+        advantages = advantages / (_nanstd(groups) + _ADVANTAGE_EPSILON)
     elif scale == "batch":
-        centred = centred / (rewards.std() + _ADVANTAGE_EPSILON)
-    return centred.reshape(-1)
+        spread = _nanstd((groups if estimator == "grpo" else advantages).reshape(1, -1))
+        advantages = advantages / (spread + _ADVANTAGE_EPSILON)
+    return advantages.nan_to_num(nan=0.0).reshape(-1)
+
+
+def _nanstd(x: torch.Tensor) -> torch.Tensor:
+    """[rows, 1] standard deviations of [rows, n]; NaN of fewer than two numbers."""
+    count = (~x.isnan()).sum(dim=1, keepdim=True)
+    return ((x - x.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt()
 
 
 class TokenLosses(NamedTuple):

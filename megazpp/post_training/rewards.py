@@ -86,12 +86,13 @@ def judge(functions: Sequence[RewardFunction], prompts: Sequence[Prompt], comple
 
 
 def total_rewards(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
-    """[N] weighted sums of [N, number of functions] rewards; None counts as 0.
+    """[N] weighted sums of [N, number of functions] rewards without the NaN; NaN where there is nothing else.
 
     Args:
         weights: of the functions; None for 1 each.
     """
-    return (rewards if weights is None else rewards * rewards.new_tensor(weights)).nansum(dim=1)
+    weighted = rewards if weights is None else rewards * rewards.new_tensor(weights)
+    return weighted.nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
 
 
 def _load(value: str) -> Callable[..., Any]:
@@ -109,7 +110,8 @@ def _load(value: str) -> Callable[..., Any]:
         else:
             module = importlib.import_module(module_name)
     except Exception as error:  # whatever the module does when it is imported
-        raise ValueError(f"--reward-funcs {value}: cannot import it: {type(error).__name__}: {error}") from error
+        how = "" if path.suffix == ".py" else f" (a file is given as {path}.py:{name})"
+        raise ValueError(f"--reward-funcs {value}: cannot import it: {type(error).__name__}: {error}{how}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"--reward-funcs {value}: {module_name} has no function {name}")

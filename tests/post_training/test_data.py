@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.tensor_parallel import build_gpt
+from helpers.training import LLAMA_STYLE
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megazpp.data.loader import BatchLoader
+from megazpp.parallel.axis import MeshAxis
 from megazpp.post_training.batch import last_token_places
 from megazpp.post_training.data import (
     EpochOrder,
@@ -84,6 +87,30 @@ def test_packed_examples_have_positions_and_documents_of_their_own() -> None:
     assert batch.document_starts is not None
     assert batch.document_starts.tolist() == [0, 4, 7, 9, 14]
     assert batch.document_starts.dtype == torch.int32
+
+
+def test_packed_examples_have_the_losses_that_they_have_alone() -> None:
+    """To rounding: other places are masked, not absent."""
+    lengths = (5, 8, 3, 7, 4, 2)
+    model = build_gpt(LLAMA_STYLE, MeshAxis("tp"), vocab_size=101)
+    found: list[list[tuple[int, float]]] = []
+    for packing, rows in ((False, 6), (True, 3)):
+        dataset = SupervisedDataset(
+            examples(*lengths), num_samples=rows, seed=None, max_length=12, pad=PAD, packing=packing
+        )
+        assert dataset.samples_per_epoch == rows
+        samples = torch.from_numpy(np.stack([dataset[index] for index in range(rows)]))
+        batch = make_supervised_batch(samples, packing=packing)
+        with torch.no_grad():
+            losses = model(
+                batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
+            )
+        learned = batch.loss_mask > 0
+        found.append(sorted(zip(batch.labels[learned].tolist(), losses[learned].tolist(), strict=True)))
+    assert len(found[0]) == sum(lengths) - len(lengths)
+    for (label, loss), (packed_label, packed_loss) in zip(*found, strict=True):
+        assert label == packed_label
+        assert loss == pytest.approx(packed_loss, abs=1e-5)
 
 
 def test_pairs_stand_in_two_halves_of_a_batch_with_what_the_reference_made_of_them() -> None:

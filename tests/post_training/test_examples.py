@@ -28,12 +28,12 @@ def write(path: Path, *records: object) -> Path:
 
 
 def supervised(path: Path, **flags: Any) -> Examples:
-    config = DataFormatConfig(**{"max_length": 100, **flags})
+    config = DataFormatConfig(**{"max_length": 200, **flags})
     return read_supervised([path], TOKENIZER, TEMPLATE, config, cache_dir=None, log=lambda _: None)
 
 
 def pairs(path: Path, **flags: Any) -> Examples:
-    config = DataFormatConfig(**{"max_length": 100, **flags})
+    config = DataFormatConfig(**{"max_length": 200, **flags})
     return read_pairs([path], TOKENIZER, TEMPLATE, config, cache_dir=None, log=lambda _: None)
 
 
@@ -188,7 +188,7 @@ def test_prompts_keep_their_columns_and_place(tmp_path: Path) -> None:
     assert bytes(second.tokens).decode() == "<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\n"
     assert (second.value, second.columns, second.place) == ([USER], {"level": "easy"}, f"{path}, line 2")
     assert third.tokens == [TOKENIZER.eod]
-    with pytest.raises(ValueError, match="line 2: the prompt has 51 tokens, more than the 50 that --max-length leaves"):
+    with pytest.raises(ValueError, match="line 2: the prompt has 53 tokens, more than the 50 that --max-length leaves"):
         read_prompts([path], TOKENIZER, TEMPLATE, max_prompt_length=50)
     with pytest.raises(ValueError, match=r"line 1: there is no 'prompt', only 'text'"):
         read_prompts([write(tmp_path / "b.jsonl", {"text": "a"})], TOKENIZER, TEMPLATE, max_prompt_length=50)

@@ -65,6 +65,11 @@ def test_functions_of_files_and_modules_are_found_and_their_rewards_weighted(
     assert total_rewards(rewards).tolist() == [1.0, float(-len(message))]
 
 
+def test_a_completion_that_no_function_judges_has_no_reward() -> None:
+    rewards = judge(one(lambda **_: [None, 0.0]), PROMPTS, COMPLETIONS)
+    torch.testing.assert_close(total_rewards(rewards), torch.tensor([math.nan, 0.0]).double(), equal_nan=True)
+
+
 def test_two_functions_of_one_name_are_told_apart(file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.py"
     other.write_text(SOURCE)
