@@ -42,10 +42,10 @@ class PostTrainingConfig:
     beta: float | None = flag(None, "weight of the divergence from the reference model (default dpo 0.1, grpo 0)")
     loss_type: str | None = flag(
         None,
-        "dpo: sigmoid, hinge or ipo (default sigmoid); grpo: grpo, bnpo, dr_grpo or dapo (default dapo). bnpo and dapo "
-        "are the same here, because both count the tokens of the whole optimizer step",
+        "dpo: sigmoid, hinge, ipo, robust, nca_pair, bco_pair, sppo_hard, apo_zero or apo_down (default sigmoid); grpo: "
+        "grpo, bnpo, dr_grpo or dapo (default dapo). bnpo and dapo are the same here: both count the tokens of the step",
     )
-    label_smoothing: float = flag(0.0, "share of preferences that are taken to be wrong (dpo)")
+    label_smoothing: float = flag(0.0, "share of preferences that are taken to be wrong (dpo with the loss robust)")
     precompute_ref_log_probs: bool = flag(
         False, "have the reference's log-probabilities of all pairs before training begins, and then drop it (dpo)"
     )
@@ -98,8 +98,8 @@ class PostTrainingConfig:
         if self.loss_type is not None and self.loss_type not in allowed:
             what = f"one of {', '.join(allowed)}" if allowed else "a choice that there is"
             raise ValueError(f"--loss-type {self.loss_type} is not {what} with --objective {self.objective}")
-        if self.label_smoothing and self.loss != "sigmoid":
-            raise ValueError(f"--label-smoothing {self.label_smoothing} needs the loss sigmoid of --objective dpo")
+        if self.label_smoothing and self.loss != "robust":
+            raise ValueError(f"--label-smoothing {self.label_smoothing} needs --objective dpo --loss-type robust")
         if self.objective == "dpo" and self.beta_or_default == 0.0:
             raise ValueError("--beta 0.0: with --objective dpo the loss would not depend on the policy")
         if self.precompute_ref_log_probs and self.objective != "dpo":

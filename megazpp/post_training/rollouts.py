@@ -17,6 +17,7 @@ Legend: n completions of this rank, N of all, S tokens of a row, F rewards.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -265,7 +266,7 @@ class RolloutLoader:
             return buffer._replace(advantages=advantages.float()[buffer.rows])
         assert buffer.old_logps is not None
         assert buffer.values is not None
-        scores = total.float()
+        scores = total.nan_to_num(0.0).float()  # where no function has an opinion
         if config.missing_eos_penalty is not None:
             scores = scores - config.missing_eos_penalty * (buffer.table[:, -1] == 0)
         reference = buffer.old_logps if buffer.ref_logps is None else buffer.ref_logps
@@ -316,9 +317,11 @@ class RolloutLoader:
                 found[f"rewards/{name}/mean"] = float(known.mean())
                 found[f"rewards/{name}/std"] = float(known.std()) if len(known) > 1 else 0.0
         total = self.totals(table[:, :-2])
-        found["reward"] = float(total.mean())
+        total = total[~total.isnan()] if config.group_size == 1 else total
+        found["reward"] = float(total.nanmean())
         if config.group_size > 1:
             spread = total.view(-1, config.group_size).std(dim=1)
+            spread = spread[~spread.isnan()]
             found["reward_std"] = float(spread.mean())
             found["frac_reward_zero_std"] = float((spread < 1e-8).double().mean())
         elif len(total) > 1:
@@ -363,7 +366,8 @@ class RewardEvaluator:
             chosen = [self._prompts[row] for row in rows]
             _, rewards = loader.judged(chosen, [f"validation prompt {row}" for row in rows])
             total = loader.totals(rewards)
-            return float(loader.summed(total.sum())) / self._count
+            reward, count = loader.summed(torch.stack((total.nansum(), (~total.isnan()).sum().double()))).tolist()
+        return reward / count if count else math.nan
 
 
 def _logps_and_values(

@@ -65,10 +65,13 @@ def test_every_number_is_tried():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"objective": "dpo", "loss_type": "dapo"}, "--loss-type dapo is not one of sigmoid, hinge, ipo with"),
+        ({"objective": "dpo", "loss_type": "dapo"}, "--loss-type dapo is not one of sigmoid, hinge, ipo, robust,"),
         ({"objective": "grpo", "loss_type": "ipo"}, "--loss-type ipo is not one of grpo, bnpo, dr_grpo, dapo with"),
         ({"objective": "sft", "loss_type": "grpo"}, "--loss-type grpo is not a choice that there is with"),
-        ({"objective": "dpo", "loss_type": "hinge", "label_smoothing": 0.1}, "--label-smoothing 0.1 needs the loss"),
+        (
+            {"objective": "dpo", "loss_type": "hinge", "label_smoothing": 0.1},
+            "--label-smoothing 0.1 needs --objective dpo",
+        ),
         ({"objective": "dpo", "beta": 0.0}, "--beta 0.0"),
         ({"objective": "grpo", "num_generations": 1}, "--num-generations 1"),
         ({"objective": "ppo", "precompute_ref_log_probs": True}, "--precompute-ref-log-probs is for --objective dpo"),
