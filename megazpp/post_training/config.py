@@ -42,8 +42,9 @@ class PostTrainingConfig:
     beta: float | None = flag(None, "weight of the divergence from the reference model (default dpo 0.1, grpo 0)")
     loss_type: str | None = flag(
         None,
-        "dpo: sigmoid, hinge, ipo, robust, nca_pair, bco_pair, sppo_hard, apo_zero or apo_down (default sigmoid); grpo: "
-        "grpo, bnpo, dr_grpo or dapo (default dapo). bnpo and dapo are the same here: both count the tokens of the step",
+        "dpo: sigmoid, hinge, ipo, robust, nca_pair, bco_pair, sppo_hard, apo_zero or apo_down (default sigmoid); "
+        "grpo: grpo, bnpo, dr_grpo or dapo (default dapo). bnpo and dapo are the same here, where both count the "
+        "tokens of the whole step",
     )
     label_smoothing: float = flag(0.0, "share of preferences that are taken to be wrong (dpo with the loss robust)")
     precompute_ref_log_probs: bool = flag(
