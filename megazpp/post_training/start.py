@@ -72,7 +72,7 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> Start:
     given = config.checkpoint
     if given.load is None:
         raise ValueError("--load is missing: the folder of checkpoints that post-training begins with")
-    if not restarted and not _same_folder(given.load, given.save):
+    if not _same_folder(given.load, given.save):  # what a restarted job has saved comes first anyway
         given = dataclasses.replace(given, finetune=True)
     source = choose_source(given, restarted=restarted)
     earlier = peek(source)

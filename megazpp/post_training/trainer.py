@@ -140,9 +140,11 @@ class PostTrainer(Trainer):
         if post.objective == "sft":
             self._objective = LanguageModelLoss(dims)
         elif not post.draws:
-            self._objective = PreferenceLoss(post, dims, reference)
             if reference is not None and post.precompute_ref_log_probs and self.datasets.train is not None:
                 self._known_logps = self._precomputed(reference, self.datasets.train)
+                if self.datasets.valid is self.datasets.test is None:
+                    reference = None  # nobody will ask it again
+            self._objective = PreferenceLoss(post, dims, reference)
         else:
             self.rollouts = self._open_rollouts(reference)
             self._objective = PolicyLoss(post, dims, temperature=temperature, rollout_metrics=self.rollouts.metrics)

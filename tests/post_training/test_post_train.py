@@ -161,6 +161,15 @@ def start(home: Path, flags: str) -> ParsedRun:
     return find_start(parsed, restarted=False).parsed
 
 
+def test_a_restarted_job_goes_on_with_what_it_has_saved_and_else_begins_with_weights_alone(home: Path):
+    flags = f"--objective sft --load {home}/base --save {home}/never-saved".split()
+    found = find_start(parse_post_training(flags, home, ""), restarted=True)
+    assert not found.source.continues
+    assert not found.source.optimizer
+    flags = f"--objective sft --load {home}/base --save {home}/base".split()
+    assert find_start(parse_post_training(flags, home, ""), restarted=True).source.continues
+
+
 def test_defaults_are_those_of_the_objective_and_the_model_is_the_checkpoint_s(home: Path):
     grpo, ppo = start(home, "--objective grpo"), start(home, "--objective ppo --temperature 0.7 --lr 1e-3")
     post: PostTrainingConfig = post_configs(grpo).training
