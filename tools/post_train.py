@@ -51,7 +51,10 @@ def prepare() -> Job | int:
     config, place = parsed.config, find_place(parsed.config.launch)
     plan = check_run_config(config, announced_cluster(config, place), device_type=device_type())
     check_post_training(config, post_configs(parsed), plan.batches)
+    if show.dry_run:
+        raise ValueError("--dry-run is for pretrain_gpt.py")
     if show.plan:
+        print("the policy's training steps, without models beside it and without the keys and values of a generation:")
         print(plan_report(config, planned_cluster(config), device_type=device_type(), price=show.price_per_gpu_hour))
         return 0
     work = functools.partial(run_training, PostTrainer, parsed, plan, start.source, start.earlier)
