@@ -157,7 +157,7 @@ def test_what_cannot_be_is_refused_in_one_line_before_workers_start(home: Path, 
 
 
 def test_a_dry_run_of_lora_needs_no_checkpoint(home: Path):
-    flags = "@configs/gpt_tiny.args --objective sft --lora-r 2 --dry-run --nproc 4 --emulate-nodes 2 --zeropp --vocab-size 257"
+    flags = "@configs/gpt_tiny.args --objective sft --lora-r 2 --dry-run --nproc 4 --emulate-nodes 2 --zeropp"
     code, output = run_forked(str(Path(__file__).parents[2] / "tools/post_train.py"), *flags.split(), folder=home)
     assert code == 0, output
     assert "parameters in adapters" in output
