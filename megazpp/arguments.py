@@ -128,11 +128,16 @@ class ParsedRun(NamedTuple):
 
     def values(self) -> dict[str, Any]:
         """Every flag's value by field name."""
-        return {f.name: getattr(part, f.name) for part in self.config.parts for f in dataclasses.fields(part)}
+        return {f.name: getattr(part, f.name) for part in self.parts for f in dataclasses.fields(part)}
 
     def report(self) -> str:
         """Every flag with its value and origin; can be read back as a flag file."""
-        return render_flags(self.config.parts, self.origins)
+        return render_flags(self.parts, self.origins)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """All configs: the program's own, then those of a run."""
+        return (*self.extra, *self.config.parts)
 
 
 def parse_run_config(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,19 @@ from megazpp.flags import spelling, wrong_types
 TAKEN = ("model", "batches", "data", "tokenizer", "precision", "evaluation")
 
 
-def with_checkpoint_flags(parsed: ParsedRun, record: RunRecord, folder: CheckpointFolder) -> ParsedRun:
+def with_checkpoint_flags(
+    parsed: ParsedRun, record: RunRecord, folder: CheckpointFolder, parts_taken: Sequence[str] = TAKEN
+) -> ParsedRun:
     """`parsed` with the checkpoint's flags about model, data, tokenizer, precision, evaluation and seed.
 
+    Args:
+        parts_taken: other parts than these.
     Raises:
         DamagedError: a flag's value is none that it can have, or the tokenizer's files are damaged.
     """
     parsed = with_checkpoint_tokenizer(parsed, record, folder)
     config = parsed.config
-    taken = [name for name in TAKEN if name != "tokenizer" or not names_tokenizer(config.tokenizer)]
+    taken = [name for name in parts_taken if name != "tokenizer" or not names_tokenizer(config.tokenizer)]
     free = {name: value for name, value in record.flags.items() if name not in parsed.origins}
     where = folder.of(record.progress.iteration) / RECORD
     parts: dict[str, Any] = {name: _updated(getattr(config, name), free, where) for name in taken}

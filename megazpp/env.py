@@ -44,7 +44,7 @@ class Package(NamedTuple):
     use: str
 
 
-REQUIRED = ("numpy", "sentencepiece", "tqdm", "wandb", "PyYAML")
+REQUIRED = ("numpy", "sentencepiece", "tqdm", "wandb", "PyYAML", "Jinja2")
 OPTIONAL = (
     Package("triton", "triton", "--zeropp on these GPUs needs it"),
     Package("nvidia-ml-py", "pynvml", "which GPUs NVLink joins; without it a node counts as one fast domain"),

@@ -11,15 +11,19 @@ observers           what looks at each step
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import functools
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from megazpp.arguments import ParsedRun
 from megazpp.checkpoint.read import LoadSource, Resumed
-from megazpp.checkpoint.record import TrainingProgress
-from megazpp.checkpoint.state import TrainState
-from megazpp.checks import RunPlan
-from megazpp.data.dataset import Dataset, build_tokenizer, unigram_entropy
-from megazpp.data.loader import BatchLoader
+from megazpp.checkpoint.record import RunRecord, TrainingProgress
+from megazpp.checkpoint.state import ExtraState, TrainState
+from megazpp.checks import RunPlan, check_run_config
+from megazpp.data.dataset import Splits, build_tokenizer, cache_dir, unigram_entropy
 from megazpp.errors import user_errors
 from megazpp.flags import render_arguments_block
 from megazpp.formatting import aligned
@@ -28,28 +32,44 @@ from megazpp.model.gpt import model_backends
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer, optimizer_backends
 from megazpp.optim.schedule import Schedule
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.measure_links import measure_links
 from megazpp.parallel.watchdog import Watchdog
-from megazpp.parallel.worker import Worker
+from megazpp.parallel.worker import Worker, seed_everything
+from megazpp.run import found_cluster
+from megazpp.topology.cluster_file import cluster_text
+from megazpp.topology.layout import layout_record
 from megazpp.training.anomalies import Guard, LossHistory, NotFinite
-from megazpp.training.context import RunContext
+from megazpp.training.context import Console, RunContext
 from megazpp.training.evaluate import Evaluator
-from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
+from megazpp.training.flops import device_name, mfu_convention, model_flops_per_token, peak_flops
 from megazpp.training.garbage import GarbageCollector
 from megazpp.training.metrics import RunShape
+from megazpp.training.objective import Objective
 from megazpp.training.profiler import Profiler
-from megazpp.training.recorder import MetricsRecorder, zero3_traffic
-from megazpp.training.setup import build_model, open_checkpoints, open_datasets, open_loader
-from megazpp.training.step import TrainStep, train
+from megazpp.training.recorder import MetricsRecorder, Validation, zero3_traffic
+from megazpp.training.run_folder import RunFolder, default_run_dir
+from megazpp.training.setup import Built, ModelSpec, build_model, open_checkpoints, open_datasets, open_loader
+from megazpp.training.step import Loader, TrainStep, train
 from megazpp.training.step_timeline import StepRecorder, StepTimeline
 from megazpp.training.stopping import StopConditions
 from megazpp.training.timers import Straggler, Timers
-from megazpp.training.tracking import Tracker
+from megazpp.training.tracking import Tracker, open_sinks, run_tags
 from megazpp.zero.config import wire_backends
 from megazpp.zero.verify import verify_weights
 
 
+class ObjectiveSetup(NamedTuple):
+    """What is minimised; None: the language model's loss. `extra` is what it keeps between steps."""
+
+    objective: Objective | None = None
+    extra: ExtraState | None = None
+
+
 class Trainer:
     """Builds the parts of a run on this rank, each from its own config and from those above it.
+
+    What other trainings than pretraining do otherwise are the methods from `open_data` on.
 
     Args:
         parsed: the flags.
@@ -62,21 +82,23 @@ class Trainer:
 
     def __init__(self, parsed: ParsedRun, plan: RunPlan, run: RunContext, tracker: Tracker | None) -> None:
         config, dims, seed = parsed.config, run.dims, parsed.config.launch.seed
-        self.config, self.plan, self.run = config, plan, run
+        self.parsed, self.config, self.plan, self.run = parsed, config, plan, run
         self.profiler = Profiler(config.profiler, run)  # first: it remembers allocations
         with user_errors():
             self.tokenizer = build_tokenizer(config.tokenizer, config.data, log=run.log)
-            self.datasets = open_datasets(
-                config.data, self.tokenizer, plan.batches, config.evaluation, seed=seed, log=run.log
-            )
+            self.datasets = self.open_data()
 
-        self.built = build_model(config.model_spec(self.tokenizer.vocab_size, plan.wire), dims, run.device)
+            self.built = self.open_model()
         self.optimizer = build_optimizer(list(self.built.model.named_parameters()), config.optimizer, run.device)
         self.scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
         self.losses = LossHistory()
-        state = TrainState(*self.built, self.optimizer, self.scaler, dims, seed=seed, guard=self.losses)
+        with user_errors():
+            setup = self.open_objective()
+        state = TrainState(
+            *self.built, self.optimizer, self.scaler, dims, seed=seed, guard=self.losses, extra=setup.extra
+        )
         self.checkpoints = open_checkpoints(
-            config.checkpoint, state, run, flags=parsed.values(), schedule=plan.schedule, tokenizer=self.tokenizer
+            config.checkpoint, state, run, flags=self.flags(), schedule=plan.schedule, tokenizer=self.tokenizer
         )
         self.step = TrainStep(
             *self.built,
@@ -86,6 +108,7 @@ class Trainer:
             clip_grad=config.optimizer.clip_grad,
             guard=self._guard(),
             count_zeros=config.tracking.log_num_zeros_in_grad,
+            objective=setup.objective,
         )
 
         self.timers = Timers(config.timers, dims)
@@ -94,7 +117,10 @@ class Trainer:
         self.recorder = MetricsRecorder(
             config.tracking, run, shape, model=self.built.model, zero3=zero3, tracker=tracker, timers=self.timers
         )
-        self.validation, self.test = self._evaluator(self.datasets.valid), self._evaluator(self.datasets.test)
+        self.validation, self.test = (
+            None if dataset is None else self.open_evaluator(dataset)
+            for dataset in (self.datasets.valid, self.datasets.test)
+        )
         self.garbage = GarbageCollector(config.garbage)
         straggler = Straggler(config.straggler, run, interval=config.tracking.log_interval)
         readers = (self.timers, straggler, StepTimeline(config.timeline, run))
@@ -119,7 +145,7 @@ class Trainer:
         folder = None if self.run.folder is None else self.run.folder.path
         watchdog = Watchdog(worker, self.run.dims, self.config.launch, folder)
         self.built.sharding.compile_kernels(self.run.device)
-        with self._loader(self.datasets.train, ramp_up=True) as batches, watchdog, self.profiler, self.garbage:
+        with self.open_batches(self.datasets.train, ramp_up=True) as batches, watchdog, self.profiler, self.garbage:
             progress = train(
                 self.step,
                 batches,
@@ -139,10 +165,8 @@ class Trainer:
 
     def finish(self, progress: TrainingProgress, *, evaluate: bool) -> None:
         """Log and write down what the run came to, with the last losses on held-out data if `evaluate`."""
-        held_out = self.datasets.valid
-        entropy = None if held_out is None else unigram_entropy(held_out, self.tokenizer.vocab_size)
         validation, test = (self.validation, self.test) if evaluate else (None, None)
-        self.recorder.finish(progress, validation, test, unigram_entropy=entropy)
+        self.recorder.finish(progress, validation, test, unigram_entropy=self.held_out_entropy())
 
     def write_sample(self) -> None:
         """Let the model continue the prompts, if --sample-tokens asks for it."""
@@ -185,16 +209,91 @@ class Trainer:
             verify_interval=config.verify.zero_verify_interval,
         )
 
-    def _evaluator(self, dataset: Dataset | None) -> Evaluator | None:
-        if dataset is None:
-            return None
-        iterations, batch_size = self.config.evaluation.eval_iters, self.plan.batches.global_batch_size
-        loader = self._loader(dataset, ramp_up=False)
-        return Evaluator(*self.built, loader, self.run.dims, iterations=iterations, batch_size=batch_size)
+    # ---- what makes it pretraining ----------------------------------------------------------------------------
 
-    def _loader(self, dataset: Dataset, *, ramp_up: bool) -> BatchLoader:
+    def open_data(self) -> Splits[Any]:
+        """The data of the run; raises ValueError if it cannot be used."""
+        config, plan, seed = self.config, self.plan.batches, self.config.launch.seed
+        return open_datasets(config.data, self.tokenizer, plan, config.evaluation, seed=seed, log=self.run.log)
+
+    def model_spec(self) -> ModelSpec:
+        """What is trained."""
+        return self.config.model_spec(self.tokenizer.vocab_size, self.plan.wire)
+
+    def open_model(self) -> Built:
+        """The model, in shards."""
+        return build_model(self.model_spec(), self.run.dims, self.run.device)
+
+    def flags(self) -> dict[str, Any]:
+        """What checkpoints say about the run."""
+        return self.parsed.values()
+
+    def open_objective(self) -> ObjectiveSetup:
+        """What it is trained towards; called when data, model and optimizer are there."""
+        return ObjectiveSetup()
+
+    def open_batches(self, dataset: Any, *, ramp_up: bool) -> AbstractContextManager[Loader]:
+        """This rank's batches of `dataset`."""
         plan, run = self.plan.batches, self.run
         return open_loader(dataset, self.config.data, self.tokenizer, plan, run.dims, run.device, ramp_up=ramp_up)
+
+    def open_evaluator(self, dataset: Any) -> Validation:
+        """What is asked of held-out data."""
+        loader = open_loader(
+            dataset,
+            self.config.data,
+            self.tokenizer,
+            self.plan.batches,
+            self.run.dims,
+            self.run.device,
+            ramp_up=False,
+        )
+        iterations, batch_size = self.config.evaluation.eval_iters, self.plan.batches.global_batch_size
+        return Evaluator(*self.built, loader, self.run.dims, iterations=iterations, batch_size=batch_size)
+
+    def held_out_entropy(self) -> float | None:
+        """Nats per token of the validation text to a model blind to context; None if there is none."""
+        held_out = self.datasets.valid
+        return None if held_out is None else unigram_entropy(held_out, self.tokenizer.vocab_size)
+
+
+def run_training(
+    trainer_class: type[Trainer],
+    parsed: ParsedRun,
+    plan: RunPlan,
+    source: LoadSource | None,
+    earlier: RunRecord | None,
+    worker: Worker,
+) -> None:
+    """One worker's whole run; rank 0 records it, where the run that it continues was recorded.
+
+    Args:
+        source: what it begins with, or goes on from.
+        earlier: the record of that.
+    """
+    with user_errors():
+        cluster = found_cluster(parsed.config, plan.layout.cluster, worker)
+        plan = check_run_config(parsed.config, cluster, device_type=worker.device.type)
+        continued = earlier if source is not None and source.continues else None
+        tracker = open_tracker(parsed, plan, worker, continued) if worker.rank == 0 else None
+    with tracker or contextlib.nullcontext(), StopConditions(parsed.config.stop) as stops:
+        run, plan = open_context(parsed, plan, worker, tracker)
+        introduce(run, parsed, plan)
+        trainer = trainer_class(parsed, plan, run, tracker)
+        resumed = trainer.load(source)
+        progress, schedule = (resumed.progress, resumed.schedule) if resumed else (TrainingProgress(), plan.schedule)
+        shape = trainer.recorder.meter.shape
+        run.log(mfu_convention(shape.flops_per_token, device_name(run.device), shape.peak_flops))
+
+        progress = trainer.train(progress, schedule, stops, worker)
+        trainer.finish(progress, evaluate=not stops.hurried)
+        if not stops.hurried:
+            trainer.write_sample()
+        if source is not None and resumed is None:
+            run.log(f"note: {source.folder.name} had no checkpoint: this training began anew, with random weights")
+        if run.folder is not None:
+            run.log(f"records of this run: {run.folder.path}")
+            run.log(f"tokenizer and data indices: {cache_dir(parsed.config.data)}")
 
 
 def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
@@ -206,7 +305,7 @@ def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
     )
     for notice in (*parsed.notices, *plan.notices):
         run.log(f"note: {notice}")
-    run.log(render_arguments_block(config.parts, parsed.origins))
+    run.log(render_arguments_block(parsed.parts, parsed.origins))
     run.log(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
     if layout.cluster.links is not None:
         run.log(layout.cluster.links.describe())
@@ -221,3 +320,36 @@ def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
     )
     rows = [*optimizer_backends(config.optimizer, device_type), *model, *wire_backends(plan.wire, device_type)]
     run.log("\n".join(aligned([("piece", "implementation", "why"), *rows])))
+
+
+def open_tracker(parsed: ParsedRun, plan: RunPlan, worker: Worker, continued: RunRecord | None) -> Tracker:
+    """The run folder, a continued run's own, with the flags in it, and what else the flags ask to record to."""
+    tracking = parsed.config.tracking
+    before = continued.run_dir if continued is not None and Path(continued.run_dir or "").is_dir() else None
+    folder = RunFolder(tracking.run_dir or before or default_run_dir(parsed.name, datetime.datetime.now()))
+    if continued is not None and continued.wandb_run_id is not None:
+        folder.keep_wandb_run_id(continued.wandb_run_id)
+    folder.write_json("args.json", parsed.values(), indent=2)
+    folder.write("args.txt", parsed.report())
+    folder.write_json("topology.json", layout_record(plan.layout))
+    zero = parsed.config.zero
+    tags = run_tags(plan.layout, zero_stage=zero.stage, zeropp=zero.zeropp)
+    sinks = open_sinks(tracking, folder, parsed.values(), tags)
+    return Tracker(tracking, folder, sinks, world_size=worker.world_size, device=worker.device)
+
+
+def open_context(
+    parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: Tracker | None
+) -> tuple[RunContext, RunPlan]:
+    """The axes, the console and the folder that every part needs; the plan with the links, if they are measured."""
+    config, console, folder = parsed.config, Console(enabled=worker.rank == 0), tracker.folder if tracker else None
+    dims = ParallelDims(plan.layout, device_type=worker.device.type, nccl=config.nccl, timeout=worker.timeout)
+    seed_everything(config.launch.seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+    if config.cluster.measure_links:
+        links, lines = measure_links(dims, worker.device)
+        for line in lines:
+            console.log(line)
+        plan = plan.with_links(links)
+        if folder is not None:
+            folder.write("cluster.yaml", cluster_text(plan.layout.cluster))
+    return RunContext(dims=dims, device=worker.device, console=console, folder=folder), plan

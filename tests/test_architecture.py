@@ -34,6 +34,7 @@ FLOORS = {
     "megazpp.env": 7,
     "megazpp.run": 8,
     "megazpp.trainer": 8,
+    "megazpp.post_training": 9,
     "megazpp.planner": 7,
 }
 # steps inside a floor: parallel/ builds groups from topology/'s integers
@@ -41,6 +42,7 @@ SAME_FLOOR = {
     ("megazpp.parallel", "megazpp.topology"),
     ("megazpp.training", "megazpp.inference"),
     ("megazpp.checks", "megazpp.arguments"),
+    ("megazpp.trainer", "megazpp.run"),
 }
 
 SOURCES = sorted([*ROOT.glob("megazpp/**/*.py"), *ROOT.glob("kernels/**/*.py")])

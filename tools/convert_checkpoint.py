@@ -3,6 +3,7 @@
 python tools/convert_checkpoint.py --input gpt2/ --output checkpoints/                     config.json and safetensors
 python tools/convert_checkpoint.py --input megatron_checkpoints/ --output checkpoints/     mp_rank_XX
 python tools/convert_checkpoint.py --input checkpoints/ --output gpt2_trained/             to Hugging Face
+python tools/convert_checkpoint.py --input checkpoints/ --output merged/ --adapter lora/   with PEFT's LoRA merged
 
 GPT-2, Llama, Mistral, Qwen2 and Qwen3. What comes in is loaded with any tensor-parallel size: pretrain_gpt.py --load
 checkpoints/ --finetune --use-checkpoint-args, tools/generate.py, tools/evaluate.py. Types of numbers stay as they are,

@@ -27,7 +27,7 @@ from megazpp.checkpoint.record import (
     read_record,
 )
 from megazpp.checkpoint.safe_reader import FittingPlanner, SafeReader
-from megazpp.checkpoint.state import MODEL, Saved, TrainState
+from megazpp.checkpoint.state import MODEL, SCALAR_HEAD, Saved, TrainState
 from megazpp.checkpoint.together import open_axis, together
 from megazpp.formatting import GIGA
 from megazpp.model.gpt import GPTModel
@@ -244,7 +244,7 @@ class CheckpointReader:
         parts = {"optimizer": source.optimizer, "rng": source.rng}
         reader = SafeReader(checkpoint)
         saved = together(self._axis, reader.tensors)
-        self._check_weights(saved, record, checkpoint)
+        self._check_weights(saved, record, checkpoint, any_head=not source.continues)
         targets = self._state.targets(saved, **parts)
         planner, group = FittingPlanner(self._state.padded(targets)), self._axis.group
         together(self._axis, lambda: dcp.load(targets, storage_reader=reader, planner=planner, process_group=group))
@@ -256,13 +256,19 @@ class CheckpointReader:
                 raise DamagedError(f"{checkpoint / RECORD}: {problem}") from error
         return self._state.accept(targets, iteration=record.progress.iteration, **parts)
 
-    def _check_weights(self, saved: Saved, record: RunRecord, checkpoint: Path) -> None:
-        """Raises DamagedError where the saved weights are not those of the model that run.json describes."""
+    def _check_weights(self, saved: Saved, record: RunRecord, checkpoint: Path, *, any_head: bool) -> None:
+        """Raises DamagedError where the saved weights are not those of the model that run.json describes.
+
+        Args:
+            any_head: only one of the two may have a scalar head, because weights alone are taken.
+        """
         own = self._state.weights()
         padded = self._state.padded(own)
         found = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith(MODEL)}
         for key in sorted(own.keys() | found.keys()):
             wanted, there = tuple(own[key].shape) if key in own else None, found.get(key)
+            if any_head and key.startswith(SCALAR_HEAD) and None in (wanted, there):
+                continue
             if wanted is None or there is None:
                 problem = f"{key} has no place in it" if wanted is None else f"{key} is missing"
             elif there != wanted if key not in padded else there[1:] != wanted[1:]:

@@ -2,24 +2,27 @@
 
 The format is the library's; `torch.distributed.checkpoint.load` reads it too. Added here: the reader unpickles nothing
 but the library's own index, and the planner fits the rows that pad a vocabulary, whose number follows from the
-tensor-parallel size.
+tensor-parallel size, and boxes of tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import io
 import pickle
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, load
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 
 class SafeReader(FileSystemReader):
@@ -41,6 +44,11 @@ class SafeReader(FileSystemReader):
         """Shape and type of every tensor, by key."""
         saved = self.index.state_dict_metadata
         return {key: entry for key, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def read_box(self, key: str, offsets: tuple[int, ...], box: torch.Tensor) -> None:
+        """Fill `box` with the part of a saved tensor that begins at `offsets`; no other rank takes part."""
+        with alone():
+            load({key: box}, storage_reader=self, planner=_BoxPlanner(offsets), no_dist=True)
 
 
 _INDEX_PARTS = {
@@ -106,3 +114,32 @@ class FittingPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise ValueError(f"{read_item.dest_index.fqn} is a pickled object; checkpoints hold tensors only")
+
+
+class _BoxPlanner(DefaultLoadPlanner):
+    """Reads the part of a tensor that begins at `offsets`."""
+
+    def __init__(self, offsets: tuple[int, ...]) -> None:
+        super().__init__()
+        self._offsets = torch.Size(offsets)
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for key, box in self.state_dict.items():
+            entry = self.metadata.state_dict_metadata[key]
+            assert isinstance(entry, TensorStorageMetadata), key
+            chunk = ChunkStorageMetadata(offsets=self._offsets, sizes=box.shape)
+            items += create_read_items_for_chunk_list(key, entry, [chunk])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn]
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Without the library's warning that one process reads and writes by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -6,6 +6,7 @@
     secondary.{parameter}.crossing                         what the next use of its unit sends to other nodes, a scalar
     feedback.{replicas x cross x local x tp}.{place}.{..}  one rank's error feedback: only the same layout reads it
     rng.{data x tp}.{place}.{..}                           one rank's random generators: only the same layout reads it
+    extra.{..}                                             what the objective keeps between steps: every rank reads all
 
 Keys are those of `torch.distributed.checkpoint.state_dict`. Sharded tensors are DTensors: how tensor parallelism and
 ZeRO spread them is known to torch, so that every layout reads what any layout has written. A rank's place is its
@@ -18,7 +19,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,11 +37,25 @@ from megazpp.topology.layout import COORDINATES
 from megazpp.zero.sharding import Sharding
 
 Saved = Mapping[str, TensorStorageMetadata]
-MODEL, OPTIMIZER, SECONDARY = "model.", "optimizer.state.", "secondary."  # what keys begin with
+MODEL, OPTIMIZER, SECONDARY, EXTRA = "model.", "optimizer.state.", "secondary.", "extra."  # what keys begin with
+SCALAR_HEAD = f"{MODEL}scalar_head."
+
+
+class ExtraState(Protocol):
+    """What an objective keeps between steps, as small tensors that no layout splits."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's, by key; tp ranks give the same ones. They are not written to later."""
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what all ranks of a run, of any layout, gave together; {} begins anew."""
 
 
 class TrainState:
-    """What a step changes, beside where it stands; `guard` remembers the losses that the next one is compared with."""
+    """What a step changes, beside where it stands.
+
+    `guard` remembers the losses that the next one is compared with, `extra` is the objective's.
+    """
 
     def __init__(
         self,
@@ -52,8 +67,9 @@ class TrainState:
         *,
         seed: int,
         guard: Stateful | None = None,
+        extra: ExtraState | None = None,
     ) -> None:
-        self.model, self.dims, self.scaler, self.guard = model, dims, scaler, guard
+        self.model, self.dims, self.scaler, self.guard, self.extra = model, dims, scaler, guard, extra
         self._sharding, self._optimizer, self._seed = sharding, optimizer, seed
 
     def tensors(self, *, optimizer: bool, rng: bool) -> dict[str, torch.Tensor]:
@@ -66,6 +82,8 @@ class TrainState:
                 found |= {f"{OPTIMIZER}{name}.{moment}": value for moment, value in moments.items()}
             found |= self._rank_tensors()
             found |= {f"{SECONDARY}{name}": x for name, x in self._sharding.secondary_state().items()}
+            if self.extra is not None:
+                found |= {EXTRA + key: value for key, value in self.extra.tensors().items()}
         if rng:
             states = rng_states(self.model.shared_generator, self.device)
             found |= {self._rng_prefix + key: state for key, state in states.items()}
@@ -74,7 +92,9 @@ class TrainState:
     def targets(self, saved: Saved, *, optimizer: bool, rng: bool) -> dict[str, torch.Tensor]:
         """The tensors to read `saved` into: weights and a rank's own as they are, the rest new or where it was."""
         self._sharding.free_gathered()
-        targets = self.weights()
+        targets = {
+            key: weight for key, weight in self.weights().items() if key in saved or not key.startswith(SCALAR_HEAD)
+        }
         if optimizer:
             parameters = dict(self.model.named_parameters())
             for key, entry in saved.items():
@@ -89,16 +109,21 @@ class TrainState:
                 key = f"{SECONDARY}{name}"
                 if key in saved and saved[key].properties.dtype == value.dtype:
                     targets[key] = value
+            if self.extra is not None:
+                targets |= _empty(saved, EXTRA)
         if rng:
-            entries = {key: entry for key, entry in saved.items() if key.startswith(self._rng_prefix)}
-            targets |= {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
+            targets |= _empty(saved, self._rng_prefix)
         return targets
 
     def accept(self, loaded: Mapping[str, torch.Tensor], *, optimizer: bool, rng: bool, iteration: int) -> list[str]:
         """Go on from `loaded`, the targets with their values; returns a line for each thing that begins anew."""
         notes = []
         self._sharding.weights_changed()
+        if any(key.startswith(SCALAR_HEAD) and key not in loaded for key in self.weights()):
+            notes.append("the scalar head begins with random weights: the checkpoint has none")
         if optimizer:
+            if self.extra is not None:
+                self.extra.load({key.removeprefix(EXTRA): x for key, x in loaded.items() if key.startswith(EXTRA)})
             self._load_optimizer(loaded)
             missing = [value for key, value in self._rank_tensors().items() if key not in loaded]
             for value in missing:
@@ -194,6 +219,12 @@ def _split_moment(key: str) -> tuple[str, str]:
         return "", ""
     name, _, moment = key.removeprefix(OPTIMIZER).rpartition(".")
     return name, moment
+
+
+def _empty(saved: Saved, prefix: str) -> dict[str, torch.Tensor]:
+    """Tensors for all that is saved under keys with `prefix`, as it was."""
+    entries = {key: entry for key, entry in saved.items() if key.startswith(prefix)}
+    return {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
 
 
 def _like(entry: TensorStorageMetadata, parameter: torch.nn.Parameter) -> torch.Tensor:

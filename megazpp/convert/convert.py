@@ -20,6 +20,7 @@ from megazpp.convert.megatron import open_megatron
 from megazpp.convert.model import Imported, Model
 from megazpp.convert.native import open_checkpoint, open_tokenizer, write_weights
 from megazpp.convert.output import check_output, whole_folder
+from megazpp.convert.peft import merged
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
 from megazpp.data.tokenizer import CONFIG, TokenizerConfig, find_tokenizer, load_tokenizer
 from megazpp.flags import flag
@@ -39,6 +40,7 @@ class ConvertConfig:
         None, "format of --output (default: huggingface from our checkpoints, megazpp from all others)", name="--to"
     )
     ckpt_step: int | None = flag(None, "convert the checkpoint of this iteration instead of the latest")
+    adapter: str | None = flag(None, "folder of a LoRA adapter (adapter_config.json), which is merged into the weights")
 
 
 def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[str], None]) -> str:
@@ -58,16 +60,23 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[st
     check_output(target)
     kind = config.source or guess_format(source)
     wanted = config.target or ("huggingface" if kind == "megazpp" else "megazpp")
-    if (kind == "megazpp") == (wanted == "megazpp"):
+    adapter = None if config.adapter is None else Path(config.adapter).expanduser()
+    merges = adapter is not None and kind == wanted == "megazpp"
+    if (kind == "megazpp") == (wanted == "megazpp") and not merges:
         raise ValueError(f"--from {kind} --to {wanted}: one of the two has to be megazpp, and one another format")
+    if adapter is not None and not adapter.is_dir():
+        raise ValueError(f"--adapter {adapter} {'is no folder' if adapter.exists() else 'does not exist'}")
     if kind == "huggingface" and config.ckpt_step is not None:
         raise ValueError(f"--ckpt-step {config.ckpt_step}: --input {source} is one model, without iterations")
     say(f"{source} is {_NAMES[kind]}")
+    if merges:
+        return rewrite(source, target, config.ckpt_step, tokenizer, say, adapter)
     if kind == "megazpp":
-        return export(source, target, config.ckpt_step, tokenizer, say)
+        return export(source, target, config.ckpt_step, tokenizer, say, adapter)
     if kind == "megatron":
-        return bring_in(open_megatron(source, config.ckpt_step), target, tokenizer, say)
-    model = open_model(source)
+        imported = open_megatron(source, config.ckpt_step)
+        return bring_in(imported._replace(model=_with(adapter, imported.model)), target, tokenizer, say)
+    model = _with(adapter, open_model(source))
     length, window = model.config.max_position_embeddings, model.config.window
     assert length is not None
     found, seq_length = find_tokenizer(source), min(length, window or length)
@@ -94,11 +103,21 @@ def guess_format(folder: Path) -> str:
     )
 
 
+def _with(adapter: Path | None, model: Model) -> Model:
+    return model if adapter is None else merged(model, adapter)
+
+
 def export(
-    source: Path, target: Path, iteration: int | None, given: TokenizerConfig, say: Callable[[str], None]
+    source: Path,
+    target: Path,
+    iteration: int | None,
+    given: TokenizerConfig,
+    say: Callable[[str], None],
+    adapter: Path | None = None,
 ) -> str:
     """Our checkpoint to a Hugging Face folder."""
     model, record = open_checkpoint(source, iteration)
+    model = _with(adapter, model)
     architecture = choose_architecture(model.config)
     tokenizer = open_tokenizer(source, record, given, say)
     for note in find_differences(tokenizer) if tokenizer is not None else ():
@@ -106,6 +125,26 @@ def export(
     with whole_folder(target) as folder:
         write_model(folder, model, token_ids=write_tokenizer_files(folder, tokenizer))
     return f"{target} holds iteration {record.progress.iteration} as {architecture.class_name}{_described(model)}"
+
+
+def rewrite(
+    source: Path,
+    target: Path,
+    iteration: int | None,
+    given: TokenizerConfig,
+    say: Callable[[str], None],
+    adapter: Path | None,
+) -> str:
+    """Our checkpoint as another one of ours, without what trains it, and with an adapter merged."""
+    model, record = open_checkpoint(source, iteration)
+    model = _with(adapter, model)
+    tokenizer = open_tokenizer(source, record, given, say)
+    new = dataclasses.replace(
+        record, scaler={}, groups=[], guard={}, layout={}, has_optimizer=False, has_rng=False, tokenizer_folder=None
+    )
+    with whole_folder(target) as folder:
+        write_weights(folder, model, new, {} if tokenizer is None else tokenizer.files)
+    return f"{target} holds the model as iteration {record.progress.iteration}{_described(model)}"
 
 
 def bring_in(imported: Imported, target: Path, given: TokenizerConfig, say: Callable[[str], None]) -> str:

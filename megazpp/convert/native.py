@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +15,7 @@ from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights
 from megazpp.checkpoint.record import RunRecord, shape_of
-from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.checkpoint.safe_reader import SafeReader, alone
 from megazpp.checkpoint.tokenizer import read_tokenizer
 from megazpp.checkpoint.write import write_checkpoint
 from megazpp.convert.model import WORDS, Deferred, Model, check_tensors, model_config, model_shapes
@@ -97,14 +95,6 @@ def write_weights(folder: Path, model: Model, record: RunRecord, tokenizer: Mapp
             read=lambda key: model.tensors[key.removeprefix(_PREFIX)].read(),
             tokenizer=tokenizer,
         )
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Without the library's warning that one process reads and writes by itself."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _read_config(record: RunRecord, where: str) -> GPTConfig:

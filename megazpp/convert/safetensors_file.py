@@ -57,10 +57,20 @@ def _read(path: Path, name: str) -> torch.Tensor:
         return file.get_tensor(name).clone()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Deferred]) -> int:
-    """Write a file whose content is on disk when this returns; returns the bytes of the tensors."""
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a file says beside its tensors; `open_tensors` has found it sound."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Deferred], metadata: Mapping[str, str] | None = None) -> int:
+    """Write a file whose content is on disk when this returns; returns the bytes of the tensors.
+
+    Args:
+        metadata: said beside them.
+    """
     names, start = {dtype: name for name, dtype in DTYPES.items()}, 0
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     for name, entry in tensors.items():
         size = _num_bytes(entry)
         place = [start, start + size]

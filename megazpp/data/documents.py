@@ -127,11 +127,11 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
         raise ValueError(f"{path} is plain text: it has one text to a document, not {' and '.join(keys)}")
 
 
-def read_blocks(path: Path, keys: Sequence[str], *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+def read_blocks(path: Path, keys: Sequence[str] | None = None, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
     """The file in order; if it turns out to be damaged, the last block says so, after the lines that are whole.
 
     Args:
-        keys: columns to read of a Parquet file.
+        keys: columns to read of a Parquet file; None reads all.
         block_bytes: a block of lines ends with the line that reaches this size.
     """
     kind = kind_of(path)
@@ -179,6 +179,30 @@ def read_texts(path: Path, key: str, on_bad_line: Callable[[BadLine], None]) -> 
                 yield document[0]
 
 
+def read_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    """The objects of a file's lines, or its rows with all columns, each with its number.
+
+    Raises:
+        ValueError: the file cannot be read, is plain text, or a line is no object; it is named.
+    """
+    if path.is_file() and kind_of(path) == "text":
+        raise ValueError(f"{path} cannot be read: it is plain text, neither JSON lines nor Parquet")
+    check_readable(path, ())
+    for block in read_blocks(path):
+        if block.damage is not None:
+            raise ValueError(str(BadLine(path, block.first_line, block.damage)))
+        for number, record in _records(block):
+            try:
+                value = _json_value(record.removeprefix(_BOM).decode()) if isinstance(record, bytes) else record
+                if not isinstance(value, dict):
+                    raise ValueError(f"{_named_type(value)}, not an object")
+            except UnicodeDecodeError as error:
+                raise ValueError(str(BadLine(path, number, f"not UTF-8: {error}"))) from error
+            except ValueError as error:
+                raise ValueError(str(BadLine(path, number, str(error)))) from error
+            yield number, value
+
+
 def stop_or_skip(bad: BadLine, on_error: Literal["stop", "skip"], log: Callable[[str], None]) -> None:
     """What --on-error makes of a bad line: a ValueError, or a line to the user."""
     if on_error == "stop":
@@ -209,10 +233,12 @@ def _line_pieces(path: Path, file: IO[bytes], block_bytes: int) -> Iterator[tupl
     raise damage
 
 
-def _row_pieces(path: Path, file: IO[bytes], keys: Sequence[str]) -> Iterator[tuple[list[dict[str, object]], int, int]]:
+def _row_pieces(
+    path: Path, file: IO[bytes], keys: Sequence[str] | None
+) -> Iterator[tuple[list[dict[str, object]], int, int]]:
     table, size = _pyarrow_parquet().ParquetFile(file), path.stat().st_size
     seen, num_rows = 0, max(1, table.metadata.num_rows)
-    for batch in table.iter_batches(batch_size=_ROWS, columns=list(keys)):
+    for batch in table.iter_batches(batch_size=_ROWS, columns=None if keys is None else list(keys)):
         seen += len(batch)
         yield batch.to_pylist(), len(batch), size * seen // num_rows
 

@@ -12,12 +12,11 @@ import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from megazpp.data.batch import MicroBatch
 from megazpp.data.dataset import Dataset
 from megazpp.parallel.worker import threads_on
 
@@ -36,7 +35,7 @@ class BatchLoader:
         dataset: with as many samples as will be asked for.
         micro_batch_size: samples of a micro-batch.
         data_rank, data_size: this rank's place among those that share the global batch.
-        make_batch: [B, S + 1] int64 samples to a micro-batch (`make_micro_batch` with its options bound).
+        make_batch: [B, ...] int64 samples to a micro-batch (`make_micro_batch` with its options bound).
         device: where the micro-batches go; for CUDA through pinned memory, without waiting for the copy.
         num_workers: threads; 0 builds each step when it is asked for.
         batch_size_at: the global batch size once so many samples are consumed, to look ahead during a ramp-up; None
@@ -50,7 +49,7 @@ class BatchLoader:
         micro_batch_size: int,
         data_rank: int,
         data_size: int,
-        make_batch: Callable[[torch.Tensor], MicroBatch],
+        make_batch: Callable[[torch.Tensor], Any],
         device: torch.device,
         num_workers: int = 2,
         batch_size_at: Callable[[int], int] | None = None,
@@ -59,10 +58,10 @@ class BatchLoader:
         self._micro_batch_size, self._data_rank, self._data_size = micro_batch_size, data_rank, data_size
         self._batch_size_at = batch_size_at
         self._workers = threads_on(device, num_workers, "batch") if num_workers > 0 else None
-        self._ahead: dict[_Step, list[Future[MicroBatch]]] = {}
+        self._ahead: dict[_Step, list[Future[Any]]] = {}
         self.wait_seconds = 0.0
 
-    def step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
+    def step(self, consumed_samples: int, global_batch_size: int) -> list[Any]:
         """The micro-batches of the step that begins at `consumed_samples`, on the device.
 
         Raises:
@@ -94,7 +93,7 @@ class BatchLoader:
 
     def _look_ahead(self, workers: ThreadPoolExecutor, step: _Step) -> None:
         """Have the next steps built, and forget the ones foreseen that did not come."""
-        ahead: dict[_Step, list[Future[MicroBatch]]] = {}
+        ahead: dict[_Step, list[Future[Any]]] = {}
         for _ in range(_STEPS_AHEAD):
             consumed = step.consumed_samples + step.global_batch_size
             size = step.global_batch_size if self._batch_size_at is None else self._batch_size_at(consumed)
@@ -106,7 +105,7 @@ class BatchLoader:
             future.cancel()
         self._ahead = ahead
 
-    def _submit(self, workers: ThreadPoolExecutor, step: _Step) -> list[Future[MicroBatch]]:
+    def _submit(self, workers: ThreadPoolExecutor, step: _Step) -> list[Future[Any]]:
         return [workers.submit(self._build, first) for first in self._first_samples(step)]
 
     def _first_samples(self, step: _Step) -> range:
@@ -120,7 +119,7 @@ class BatchLoader:
         start = step.consumed_samples + self._data_rank * self._micro_batch_size
         return range(start, start + step.global_batch_size, stride)
 
-    def _build(self, first: int) -> MicroBatch:
+    def _build(self, first: int) -> Any:
         stop = first + self._micro_batch_size
         try:
             samples = np.stack([self._dataset[index] for index in range(first, stop)])

@@ -79,7 +79,7 @@ def cached_sentencepiece(
     def build(file: Path) -> None:
         file.write_bytes(train_sentencepiece(first_characters(_all_documents(paths), MAX_CHARACTERS), vocab_size))
 
-    key = cache_key(kind="sentencepiece-1", text=_content_hash(paths), vocab_size=vocab_size)
+    key = cache_key(kind="sentencepiece-1", text=content_hash(paths), vocab_size=vocab_size)
     path = cache_dir / "tokenizers" / f"{key}.model"
     if not path.exists():  # logged also by a process that then waits for the one that builds
         log(f"training a SentencePiece tokenizer of {vocab_size} pieces on {_names(paths)}")
@@ -104,7 +104,7 @@ def cached_indexed_dataset(
         directory.mkdir()
         write_indexed_dataset(_all_documents(paths, flag_name), tokenizer, directory / "text")
 
-    path = cache_dir / "text" / cache_key(kind="indexed-1", text=_content_hash(paths), tokenizer=tokenizer.identity)
+    path = cache_dir / "text" / cache_key(kind="indexed-1", text=content_hash(paths), tokenizer=tokenizer.identity)
     if not path.exists():
         log(f"tokenizing {_names(paths)}")
     return build_once(path, build) / "text"
@@ -129,7 +129,8 @@ def _all_documents(paths: Sequence[Path], flag_name: str = _FLAG) -> Iterator[st
         raise ValueError(f"{flag_name} {_names(paths)} holds no text")
 
 
-def _content_hash(paths: Sequence[Path]) -> list[str]:
+def content_hash(paths: Sequence[Path]) -> list[str]:
+    """Of each file what it holds, for cache keys."""
     hashes = []
     for path in paths:
         with open(path, "rb") as file:

@@ -1,7 +1,7 @@
 """Tokenizers behind one small protocol: text to ids and back.
 
-Everything downstream needs six things of a tokenizer: its vocabulary size, the id that ends a document, encode, decode,
-an identity to build cache keys from (tokenizers with one identity give the same ids), and the files it is made of.
+Everything downstream needs little of a tokenizer: its vocabulary size, the id that ends a document, encode, decode, an
+identity to build cache keys from (tokenizers with one identity give the same ids), and the files it is made of.
 Those are kept in memory under the names that they have in a Hugging Face folder, so that a checkpoint, or a converted
 model, can have them as they were read.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import sentencepiece
 
@@ -69,12 +69,20 @@ class TokenizerConfig:
         check_positive(self, "vocab_size")
 
 
+class EncodedText(NamedTuple):
+    """Ids, and for each the characters of the text that it stands for, from and to."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
 class Tokenizer(Protocol):
     """What the rest of the program knows of a tokenizer.
 
     Attributes:
         vocab_size: ids are in [0, vocab_size); not padded.
         eod: the id that ends a document, or None if the tokenizer has none.
+        eod_name: how eod is written in a text for `encode_spans`.
         identity: equal for tokenizers that give equal ids; part of cache keys.
         files: what it is made of, by name at Hugging Face; none where the flags say all.
     """
@@ -84,12 +92,18 @@ class Tokenizer(Protocol):
     @property
     def eod(self) -> int | None: ...
     @property
+    def eod_name(self) -> str | None: ...
+    @property
     def identity(self) -> str: ...
     @property
     def files(self) -> Mapping[str, bytes]: ...
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without any begin or end marks."""
+        ...
+
+    def encode_spans(self, text: str) -> EncodedText:
+        """Ids of `text`, in which `eod_name` is eod, and where in it they are."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -105,11 +119,22 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.get_piece_size()
         named, eos = self._processor.piece_to_id("<eod>"), self._processor.eos_id()
         self.eod = named if named != self._processor.unk_id() else eos if eos >= 0 else None
+        self.eod_name: str | None = None if self.eod is None else self._processor.id_to_piece(self.eod)
         self.identity = f"sentencepiece-{hashlib.sha256(model).hexdigest()}"
         self.files = {**(companions or {}), SENTENCEPIECE: model}
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
+
+    def encode_spans(self, text: str) -> EncodedText:
+        return _encode_around(self.eod, self.eod_name, text, self._encode_spans)
+
+    def _encode_spans(self, text: str) -> EncodedText:
+        if hasattr(self._processor, "encode_as_offset_mapping"):
+            found = self._processor.encode_as_offset_mapping(text)
+            return EncodedText(found["ids"], found["offsets"])
+        pieces = self._processor.encode_as_immutable_proto(text).pieces  # type: ignore[attr-defined]  # before 0.2.2
+        return EncodedText([piece.id for piece in pieces], [(piece.begin, piece.end) for piece in pieces])
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode([int(i) for i in ids])
@@ -136,7 +161,8 @@ class HFTokenizer:
         names = _EOD_NAMES if eod is None else (eod,)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
         self.num_marks: int = self._tokenizer.num_special_tokens_to_add(False)  # around a text, if they were wanted
-        self.eod = next((vocabulary[name] for name in names if name in vocabulary), None)
+        self.eod_name = next((name for name in names if name in vocabulary), None)
+        self.eod = None if self.eod_name is None else vocabulary[self.eod_name]
         self.files = {DEFINITION: definition.encode()} if files is None else dict(files)
         if DEFINITION not in self.files:  # the package writes another definition from version to version
             definition = "".join(self.files[name].decode() for name in (VOCABULARY, MERGES))
@@ -144,6 +170,15 @@ class HFTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_spans(self, text: str) -> EncodedText:
+        if self.eod in self._tokenizer.get_added_tokens_decoder():  # found in texts by the package
+            return self._encode_spans(text)
+        return _encode_around(self.eod, self.eod_name, text, self._encode_spans)
+
+    def _encode_spans(self, text: str) -> EncodedText:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return EncodedText(encoding.ids, encoding.offsets)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -160,14 +195,41 @@ class ByteTokenizer:
             raise ValueError(f"--vocab-size {num_ids} is below the 256 byte values of --tokenizer-type NullTokenizer")
         self.vocab_size = num_ids + 1
         self.eod: int | None = num_ids
+        self.eod_name: str | None = "<|endoftext|>"
         self.identity = f"bytes-{num_ids}"
         self.files: Mapping[str, bytes] = {}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
 
+    def encode_spans(self, text: str) -> EncodedText:
+        return _encode_around(self.eod, self.eod_name, text, self._encode_spans)
+
+    def _encode_spans(self, text: str) -> EncodedText:
+        spans = [(place, place + 1) for place, character in enumerate(text) for _ in character.encode()]
+        return EncodedText(self.encode(text), spans)
+
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+def _encode_around(
+    eod: int | None, eod_name: str | None, text: str, encode_spans: Callable[[str], EncodedText]
+) -> EncodedText:
+    """`encode_spans` of what is before, between and after the places where eod is written."""
+    whole, start = EncodedText([], []), 0
+    for number, part in enumerate(text.split(eod_name) if eod_name else [text]):
+        if number:
+            assert eod is not None
+            assert eod_name is not None
+            whole.ids.append(eod)
+            whole.spans.append((start, start + len(eod_name)))
+            start += len(eod_name)
+        ids, spans = encode_spans(part)
+        whole.ids.extend(ids)
+        whole.spans.extend((start + first, start + last) for first, last in spans)
+        start += len(part)
+    return whole
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:

@@ -1,7 +1,8 @@
 """Tokens from a model: all prompts of a batch at once, one forward per token, one gather of the weights in all.
 
-Every rank takes part: the weights are sharded, and the row of logits is put together over tp. Rank 0 draws for all, so
-that ranks whose rounding differs do not part ways.
+Every rank takes part: the weights are sharded, and the row of logits is put together over tp. The first of a tp group
+draws for the group, so that ranks whose rounding differs do not part ways. Once the weights are gathered, and they stay
+so, data ranks need nothing of each other: each may have prompts of its own and end when these are done.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.inference.sample import SampleConfig, pick
+from megazpp.inference.sample import SampleConfig, pick, pick_rows
 from megazpp.model.gpt import GPTModel
 from megazpp.model.kv_cache import KVCache
+from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import seed_for
 from megazpp.zero.sharding import Sharding
@@ -63,7 +65,7 @@ def generate(
         seed: of the draws of each prompt, with its number: the other prompts of a batch do not matter.
         first_prompt: number of the first prompt.
         use_cache: keep keys and values; without, each token costs a forward over all that came before.
-        is_last: told each new token of a row, in order; whether the row ends with it. Same answers on all ranks.
+        is_last: told each new token of a row, in order; whether the row ends with it. Same answers on all tp ranks.
     """
     started, first = time.perf_counter(), 0.0
     rows = [list(prompt) for prompt in prompts]
@@ -75,11 +77,11 @@ def generate(
         for _ in range(config.sample_tokens):
             logits = reader.next_logits(rows, going)
             drawn = torch.zeros(len(rows), dtype=torch.int64)
-            if dims.world.rank == 0:
+            if dims.tp.rank == 0:
                 scores = logits.float().cpu()
                 for row in itertools.compress(range(len(rows)), going):
                     drawn[row] = pick(scores[row], config, generators[row])
-            agreed = dims.world.all_reduce_(drawn.to(logits.device)).tolist()  # others bring zeros
+            agreed = dims.tp.all_reduce_(drawn.to(logits.device)).tolist()  # others bring zeros
             for row in itertools.compress(range(len(rows)), tuple(going)):
                 rows[row].append(agreed[row])
                 going[row] = not is_last(row, agreed[row])
@@ -88,6 +90,79 @@ def generate(
                 break
     new = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
     return Generated(new, first, time.perf_counter() - started)
+
+
+class Drawn(NamedTuple):
+    """Completions of a batch of prompts, on the CPU; T is the length of the longest.
+
+    Attributes:
+        tokens: [B, T] int64, 0 after a completion.
+        lengths: [B] int64 tokens of each, the one that ended it included.
+        logps: [B, T] fp32 log-probabilities of the tokens at the temperature, whatever top-k and top-p left of them.
+        ended: [B] bool; False where the limit ended it.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    logps: torch.Tensor
+    ended: torch.Tensor
+
+
+@torch.no_grad()
+def draw_completions(
+    model: GPTModel,
+    tp: MeshAxis,
+    prompts: Sequence[Sequence[int]],
+    config: SampleConfig,
+    uniform: torch.Tensor,
+    *,
+    ends: int | None,
+    is_last: Callable[[int, int], bool] | None = None,
+) -> Drawn:
+    """Draw a completion of each of `prompts` (at least one token), `config.sample_tokens` tokens long at most.
+
+    No loop over rows: what a row draws follows from its logits and its numbers. Call where the model is in evaluation
+    mode and its weights stay gathered. Rows that are over leave the batch when half of it is.
+
+    Args:
+        uniform: [B, sample_tokens] fp64 in [0, 1), see `pick_rows`.
+        ends: the token that ends a completion.
+        is_last: also asked, for each row and new token, whether the row ends with it. Same answers on all tp ranks.
+    """
+    batch, limit, lengths = len(prompts), config.sample_tokens, [len(prompt) for prompt in prompts]
+    longest = max(lengths)
+    device = next(model.parameters()).device
+    cache = KVCache(len(model.layers), batch, longest + limit)
+    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
+    last, counts = torch.tensor(lengths, device=device) - 1, lengths
+    uniform, rows = uniform.to(device), torch.arange(batch, device=device)  # which of the batch are still there
+    drawn = torch.zeros(batch, limit, dtype=torch.int64, device=device)
+    logps = torch.zeros(batch, limit, device=device)
+    going, new_lengths = torch.ones(batch, dtype=torch.bool, device=device), torch.zeros_like(drawn[:, 0])
+    for place in range(limit):
+        part = model(tokens, cache=cache, logits_at=last)[:, 0]
+        cache.add(counts)
+        logits = tp.all_gather(part.t()).t()[:, : model.vocab_size].float()
+        token = tp.broadcast_(pick_rows(logits, config, uniform[rows, place]))
+        scaled = logits / (config.sample_temperature or 1.0)
+        logp = scaled.gather(-1, token.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(dim=-1)
+        here = going[rows]
+        drawn[rows, place], logps[rows, place] = token * here, logp * here
+        new_lengths[rows] += here
+        over = token == ends if ends is not None else torch.zeros_like(here)
+        if is_last is not None:
+            asked = zip(rows.tolist(), token.tolist(), here.tolist(), strict=True)
+            over |= torch.tensor([goes and is_last(row, new) for row, new, goes in asked], device=device)
+        going[rows] = here & ~over
+        left = (here & ~over).nonzero().flatten()
+        if not len(left):
+            break
+        tokens, last, counts = token.unsqueeze(1), torch.zeros_like(rows), [1] * len(rows)
+        if 2 * len(left) <= len(rows):
+            cache.keep(left)
+            rows, tokens, last, counts = rows[left], tokens[left], last[left], counts[: len(left)]
+    most = int(new_lengths.max())
+    return Drawn(drawn[:, :most].cpu(), new_lengths.cpu(), logps[:, :most].cpu(), (~going).cpu())
 
 
 class Reader:

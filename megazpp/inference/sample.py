@@ -53,3 +53,27 @@ def pick(logits: torch.Tensor, config: SampleConfig, generator: torch.Generator)
         beyond = likely.cumsum(dim=-1) - likely >= config.sample_top_p  # the share is reached before this one
         probabilities = probabilities.index_fill(0, order[beyond], 0.0)
     return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def pick_rows(logits: torch.Tensor, config: SampleConfig, uniform: torch.Tensor) -> torch.Tensor:
+    """A token for each row of a batch, which depends on that row's logits and number alone.
+
+    Args:
+        logits: [B, V] fp32.
+        uniform: [B] fp64 numbers in [0, 1): where in the distribution of its row a token is taken from.
+    Returns:
+        [B] int64.
+    """
+    if config.sample_temperature == 0.0:
+        return logits.argmax(dim=-1)
+    if 0 < config.sample_top_k < logits.shape[-1]:
+        last = logits.topk(config.sample_top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < last, float("-inf"))
+    probabilities = torch.softmax(logits / config.sample_temperature, dim=-1)
+    if config.sample_top_p < 1.0:
+        likely, order = probabilities.sort(descending=True, stable=True)
+        beyond = likely.cumsum(dim=-1) - likely >= config.sample_top_p
+        probabilities = probabilities.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), 0.0)
+    below = probabilities.double().cumsum(dim=-1)
+    # the first token up to and including which there is more than the number says: never one of probability 0
+    return torch.searchsorted(below, uniform.unsqueeze(-1) * below[:, -1:], right=True).squeeze(-1)

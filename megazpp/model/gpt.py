@@ -7,6 +7,7 @@ Parameters live on leaf modules only (FSDP2's flat order then equals `named_para
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +22,24 @@ from megazpp.model.kv_cache import KVCache, LayerCache
 from megazpp.model.mlp import MLP
 from megazpp.model.norms import Norm
 from megazpp.parallel.axis import MeshAxis
-from megazpp.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megazpp.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
-from megazpp.tensor_parallel.regions import enter_region, sum_gradients
+from megazpp.tensor_parallel.regions import enter_region, reduce_from_region, sum_gradients
+
+
+class TokenOutputs(NamedTuple):
+    """What a forward says of every token where more than losses is asked for: [B, S] fp32 each.
+
+    Attributes:
+        losses: of the labels, the negative log-probabilities; None without labels.
+        entropy: of the distributions that the labels are drawn from, without a gradient; None unless asked for.
+        values: what the scalar head makes of the tokens up to and including each; None unless asked for.
+    """
+
+    losses: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
 
 class GPTModel(nn.Module):
@@ -42,6 +57,7 @@ class GPTModel(nn.Module):
         sequence_parallel: keep activations between layers split along the sequence.
         shared_generator: where tp ranks draw the dropout masks they must agree on; None when there is no dropout.
         document_kernel: computes attention inside documents; None for a mask.
+        scalar_head: also have a head that gives each token one number: a reward model's, or the values of PPO.
     """
 
     def __init__(
@@ -53,6 +69,7 @@ class GPTModel(nn.Module):
         sequence_parallel: bool = False,
         shared_generator: SharedGenerator | None = None,
         document_kernel: DocumentKernel | None = None,
+        scalar_head: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size, self.tp = config, vocab_size, tp
@@ -79,6 +96,7 @@ class GPTModel(nn.Module):
                 enter=False,
             )
             self.output.specs["weight"] = ParameterSpec(split=0, std=config.init_method_std, rows=vocab_size)
+        self.scalar_head = ScalarHead(config, tp) if scalar_head else None
         # one kernel each way, and no logits in fp32; over a split vocabulary it is written so by hand
         fuse = config.compile and tp.size == 1
         self.cross_entropy = torch.compile(vocab_parallel_cross_entropy) if fuse else vocab_parallel_cross_entropy
@@ -92,7 +110,10 @@ class GPTModel(nn.Module):
         document_starts: torch.Tensor | None = None,
         cache: KVCache | None = None,
         logits_at: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_values: bool = False,
+    ) -> torch.Tensor | TokenOutputs:
         """Logits or losses of a batch.
 
         Args:
@@ -104,9 +125,11 @@ class GPTModel(nn.Module):
             cache: what came before `tokens`, of which it also keeps keys and values; for generation, without
                 sequence parallelism, position_ids and document_starts.
             logits_at: [B] the place in each row whose logits are wanted; None for all.
+            temperature: what logits are divided by before losses and entropy.
+            with_entropy, with_values: also give these; values need the scalar head.
         Returns:
             With labels: [B, S] fp32 losses. Without: [B, S, V/T] logits of this tp rank's part of the padded
-            vocabulary ([B, 1, V/T] with logits_at).
+            vocabulary ([B, 1, V/T] with logits_at). With entropy or values: TokenOutputs, without logits.
         """
         batch, seq = tokens.shape
         if cache is not None:
@@ -121,11 +144,19 @@ class GPTModel(nn.Module):
         x = enter_region(x, self.tp, sequence_parallel=self.sequence_parallel)
         if logits_at is not None:
             x = x[logits_at, torch.arange(batch, device=x.device)].unsqueeze(0)
+        values = None
+        if with_values:
+            assert self.scalar_head is not None, "values need a scalar head"
+            values = self.scalar_head(x).t().clone(memory_format=torch.contiguous_format)
+            if labels is None:
+                return TokenOutputs(values=values)
         weight = self.embedding.word.weight if self.output is None else None
         logits = self.output(x) if weight is None else F.linear(x, local(weight))  # type: ignore[misc]
         # clones, not views: FSDP2 hooks the tensor that its root module returns
         if labels is None:
             return logits.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+        if temperature != 1.0:
+            logits = logits.float() / temperature  # rounded to 16 bits they would not be those that tokens are drawn by
         losses = self.cross_entropy(
             logits,
             labels.t(),
@@ -133,17 +164,24 @@ class GPTModel(nn.Module):
             vocab_size=self.vocab_size,
             in_fp32=not self.config.fp16_lm_cross_entropy,
         )
-        return losses.t().clone(memory_format=torch.contiguous_format)
+        losses = losses.t().clone(memory_format=torch.contiguous_format)
+        if not (with_entropy or with_values):
+            return losses
+        entropy = vocab_parallel_entropy(logits, tp=self.tp, vocab_size=self.vocab_size).t() if with_entropy else None
+        return TokenOutputs(losses, entropy, values)
 
     def sharding_units(self) -> list[list[nn.Module]]:
         """Modules whose parameters are gathered together, in the order of use; the model itself takes the rest.
 
         Each layer is a unit. Untied embeddings and the output layer are units too; tied ones stay with the model,
-        because their weight is used at both ends.
+        because their weight is used at both ends. A scalar head stays with the model too, and a forward that gives
+        values alone uses no output layer, which is then a unit by itself.
         """
         layers: list[list[nn.Module]] = [[layer] for layer in self.layers]
         if self.output is None:
             return layers
+        if self.scalar_head is not None:
+            return [[self.embedding], *layers, [self.final_norm], [self.output]]
         return [[self.embedding], *layers, [self.final_norm, self.output]]
 
     def _attention_inputs(
@@ -258,6 +296,26 @@ class PositionEmbedding(nn.Module):
             position_ids = position_ids.chunk(self.tp.size)[self.tp.rank]
             (weight,) = sum_gradients(self.tp, weight)
         return F.embedding(position_ids, weight)
+
+
+class ScalarHead(nn.Module):
+    """One number for each token, in fp32: [S, B, H] inside the region of the output layer -> [S, B].
+
+    Every tp rank holds the weights and multiplies its slice of the channels. Collectives on tp: forward an all-reduce
+    of the numbers, backward one of the weight's gradient.
+    """
+
+    def __init__(self, config: GPTConfig, tp: MeshAxis) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = nn.Parameter(torch.empty(1, config.hidden))
+        self.specs = {"weight": ParameterSpec(std=config.init_method_std)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (weight,) = sum_gradients(self.tp, local(self.weight))
+        first, last = (rank * x.shape[-1] // self.tp.size for rank in (self.tp.rank, self.tp.rank + 1))
+        part = F.linear(x[..., first:last].float(), weight[:, first:last].float()).squeeze(-1)
+        return reduce_from_region(part, self.tp) if self.tp.size > 1 else part
 
 
 def model_backends(

@@ -44,6 +44,12 @@ class KVCache:
         """After a forward: so many of its tokens were each row's own."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with these rows [n] alone, in this order."""
+        self.lengths = [self.lengths[row] for row in rows.tolist()]
+        for layer in self.layers:
+            layer.keep(rows)
+
 
 class LayerCache:
     """What one layer keeps: [C, B, G, D] twice, allocated when the first keys come."""
@@ -51,6 +57,12 @@ class LayerCache:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """See `KVCache.keep`."""
+        if self._kept is not None:
+            keys, values = (x.index_select(1, rows.to(x.device)) for x in self._kept)
+            self._kept = keys, values
 
     def extend(
         self, new: tuple[torch.Tensor, torch.Tensor], places: torch.Tensor, mask: torch.Tensor | None

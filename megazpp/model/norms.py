@@ -34,7 +34,9 @@ class Norm(nn.Module):
             self.specs["bias"] = ParameterSpec()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parameters = tuple(local(p) for p in self.parameters())
+        parameters: tuple[torch.Tensor, ...] = (local(self.weight),)
+        if self.kind == "LayerNorm":
+            parameters = (*parameters, local(self.bias))
         if self.sum_gradients:
             parameters = sum_gradients(self.tp, *parameters)
         weight = parameters[0] + 1.0 if self.one_plus else parameters[0]

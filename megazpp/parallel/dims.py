@@ -157,6 +157,26 @@ class ParallelDims:
             queue=None if self._threads else CommQueue(),
         )
 
+    def twin(self, axis: str, name: str) -> MeshAxis:
+        """A further axis `name` of the ranks of `axis`, with a process group and a queue of its own; on all ranks."""
+        own: MeshAxis = getattr(self, axis)
+        group: dist.ProcessGroup | None = None
+        if own.size > 1:
+            options = axis_options(axis, self.layout, self._nccl)
+            # named, so that it is none of those that there are
+            backend = None if options is not None else dist.get_backend()
+            group = make_group(list(self.layout.axis_groups(axis)), name, options, backend=backend)
+        return MeshAxis(
+            name,
+            ranks=own.ranks,
+            rank=own.rank,
+            group=group,
+            counter=self.counter,
+            wire=own.wire,
+            timeline=self.timeline,
+            queue=None if self._threads else CommQueue(),
+        )
+
     def _group(self, name: str) -> dist.ProcessGroup:
         """The mesh's group; local and cross have their own, but where no rank is on another node, which is shard."""
         if name in MESH_AXES:

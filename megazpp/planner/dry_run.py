@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from megazpp.planner.step import SIMULATED_MICRO_BATCHES, TrafficTable, extended
 from megazpp.planner.trace import FusedNorm
 from megazpp.planner.variants import changed, for_planning
 from megazpp.topology.cluster import Cluster
-from megazpp.training.setup import shard_on_meta
+from megazpp.training.setup import Built, ModelSpec, shard_on_meta
 from megazpp.training.step import TrainStep
 from megazpp.zero.sharding import materialize
 
@@ -113,7 +113,7 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
     with fake_ranks(rank, cluster.world_size):
         # a thread would not see the modes that make its tensors fake
         dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
-        counted, live_bytes = _run_step(config, plan, dims, count)
+        counted, live_bytes = count_step(config, plan, dims, count)
     return DryRun(plan, rank, count, planned, counted, paper.ledger.fullest, live_bytes)
 
 
@@ -129,8 +129,22 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _run_step(config: RunConfig, plan: RunPlan, dims: ParallelDims, micro_batches: int) -> tuple[TrafficTable, int]:
-    """Build what pretrain_gpt.py builds, and take a step: what it sends, and the most bytes that live.
+def sharded_model(spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> Built:
+    """What pretrain_gpt.py trains."""
+    built = shard_on_meta(spec, dims, CPU)
+    with fake:
+        materialize(built.model, CPU)
+    return built
+
+
+def count_step(
+    config: RunConfig,
+    plan: RunPlan,
+    dims: ParallelDims,
+    micro_batches: int,
+    build: Callable[[ModelSpec, ParallelDims, FakeTensorMode], Built] = sharded_model,
+) -> tuple[TrafficTable, int]:
+    """Build a model, and take a step: what it sends, and the most bytes that live.
 
     After a short one, which makes what later steps find: moments, error feedback, the order of use.
     """
@@ -139,9 +153,9 @@ def _run_step(config: RunConfig, plan: RunPlan, dims: ParallelDims, micro_batche
     assert vocab_size is not None
     # there are no values to compare
     eager = changed(config, model={"compile": False}, zero={"zero_check_secondary": False})
-    built = shard_on_meta(eager.model_spec(vocab_size, plan.wire), dims, CPU)
-    with FakeTensorMode(allow_non_fake_inputs=True), FusedNorm(), _Answers(), PeakBytes() as live:
-        materialize(built.model, CPU)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    built = build(eager.model_spec(vocab_size, plan.wire), dims, fake)
+    with fake, FusedNorm(), _Answers(), PeakBytes() as live:
         step = TrainStep(
             *built,
             build_optimizer(list(built.model.named_parameters()), config.optimizer, CPU),

@@ -77,7 +77,8 @@
 
   // all curves of a chart: { run, kind, segments: [{ x, y }] }
   function curvesOf(chart) {
-    const kinds = chart.key === "lm_loss" ? [[chart.key, "training"], ["validation", "validation"]] : [[chart.key, ""]];
+    const held_out = { lm_loss: "validation", reward: "validation_reward" }[chart.key];
+    const kinds = held_out ? [[chart.key, "training"], [held_out, "validation"]] : [[chart.key, ""]];
     const found = [];
     data.runs.forEach((run, index) => {
       for (const [key, kind] of kinds) {

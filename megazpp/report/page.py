@@ -15,7 +15,14 @@ from pathlib import Path
 from megazpp.files import write_whole
 from megazpp.report.runs import Run
 from megazpp.report.series import CHARTS, curves
-from megazpp.report.tables import HtmlTable, flag_differences, summary_table, traffic_line, traffic_table
+from megazpp.report.tables import (
+    HtmlTable,
+    completions_table,
+    flag_differences,
+    summary_table,
+    traffic_line,
+    traffic_table,
+)
 from megazpp.topology.show import topology_svg
 
 MARK = "<!doctype html><!-- MegaZ++ report -->"
@@ -47,6 +54,11 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
         for name, run in zip(names, runs, strict=True)
         if (table := traffic_table(run)) is not None
     ]
+    completions = [
+        f"<h3>{name}</h3>{_table(table)}"
+        for name, run in zip(names, runs, strict=True)
+        if (table := completions_table(run)) is not None
+    ]
     topology = []
     for layout in dict.fromkeys(run.layout for run in runs if run.layout is not None):
         where = " ".join(name for name, run in zip(names, runs, strict=True) if run.layout == layout)
@@ -58,6 +70,7 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
     sections = {
         "Summary": [_table(summary_table(runs), names)],
         "Flags that differ": flags,
+        "Completions": completions,
         "Bytes by axis, wire and collective": traffic,
         "Who gets which rank": topology,
     }

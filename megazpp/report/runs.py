@@ -25,6 +25,7 @@ class Run:
         flags: the last start's; {} where there is no args.json.
         rows: of metrics.jsonl, in the order of the file: iterations go back where a restart went back.
         validations: of validation.jsonl.
+        completions: of completions.jsonl, where a post-training has drawn some.
         summary: {} unless a process of this run has come to its end.
         layout: None where it was not recorded.
         notes: what a reader should know about the files.
@@ -36,6 +37,7 @@ class Run:
     flags: Mapping[str, Any]
     rows: Sequence[Row]
     validations: Sequence[Row]
+    completions: Sequence[Row]
     summary: Mapping[str, Any]
     layout: Layout | None
     notes: Sequence[str]
@@ -80,6 +82,7 @@ def read_run(folder: Path, name: str) -> Run:
         flags=_object(folder / "args.json", notes) or {},
         rows=rows,
         validations=validations,
+        completions=_rows(folder / "completions.jsonl", notes),
         summary=_object(folder / "summary.json", notes) or {},
         layout=layout,
         notes=notes,

@@ -42,6 +42,12 @@ class Chart(NamedTuple):
 LOSS = Chart("lm_loss", "Loss", "nats per token", "fit")
 CHARTS = (
     LOSS,
+    Chart("reward", "Reward", "mean of the drawn completions", "fit"),
+    Chart("rewards/accuracies", "Preferences", "share of pairs in the right order", "fit"),
+    Chart("accuracy", "Preferences of the reward model", "share of pairs in the right order", "fit"),
+    Chart("kl", "Divergence from the reference", "nats per token", "fit"),
+    Chart("entropy", "Entropy", "nats per token", "fit"),
+    Chart("completions/mean_length", "Length of completions", "tokens", "zero"),
     Chart("tokens_per_second", "Throughput", "tokens per second", "zero"),
     Chart("grad_norm", "Gradient norm", "L2 norm before clipping", "log"),
     Chart("learning_rate", "Learning rate", "", "zero"),
@@ -83,6 +89,7 @@ def curves(run: Run, max_points: int) -> dict[str, list[Segment]]:
     at = times(run)
     found = {chart.key: _curve(run.rows, chart.key, at, max_points, chart.factor) for chart in CHARTS}
     found["validation"] = _curve(run.validations, "lm_loss", _validation_times(run, at), max_points)
+    found["validation_reward"] = _curve(run.validations, "reward", _validation_times(run, at), max_points)
     for key in ("cross_bytes", "local_bytes", "tp_bytes"):
         if not any(value for segment in found[key] for value in segment[3]):
             found[key] = []  # a wire that the run does not use

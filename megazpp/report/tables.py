@@ -13,6 +13,7 @@ from megazpp.report.runs import Row, Run, number, state
 from megazpp.report.series import times
 
 NOTHING = "-"
+COMPLETIONS = 16  # of a run, in the page
 OWN_FLAGS = ("run_dir",)  # of course they differ
 
 
@@ -38,6 +39,27 @@ def flag_differences(runs: Sequence[Run]) -> HtmlTable:
         for name in sorted(names)
     ]
     return HtmlTable(["flag", *(run.name for run in runs)], [row for row in rows if len({*row[1:]} - {NOTHING}) > 1])
+
+
+def completions_table(run: Run) -> HtmlTable | None:
+    """The latest completions that the run has kept, with their rewards; None where there is none."""
+    rows = [
+        [
+            str(row["iteration"]),
+            *(
+                value if isinstance(value, str) else json.dumps(value)
+                for value in (row.get("prompt"), row.get("completion"))
+            ),
+            _rewards(row.get("rewards")),
+        ]
+        for row in run.completions[-COMPLETIONS:]
+    ]
+    return HtmlTable(["iteration", "prompt", "completion", "rewards"], rows) if rows else None
+
+
+def _rewards(rewards: Any) -> str:
+    known = rewards.items() if isinstance(rewards, dict) else ()
+    return ", ".join(f"{name} {number(value, math.nan):g}" for name, value in known) or NOTHING
 
 
 def traffic_table(run: Run) -> HtmlTable | None:

@@ -37,6 +37,27 @@ def vocab_parallel_cross_entropy(
     return _split_cross_entropy(logits, labels, tp, vocab_size, in_fp32)
 
 
+@torch.no_grad()
+def vocab_parallel_entropy(logits: torch.Tensor, *, tp: MeshAxis, vocab_size: int) -> torch.Tensor:
+    """Entropy in nats of the distribution of each token, without a gradient.
+
+    Collectives on tp: one max and one sum all-reduce of a number or two per token.
+
+    Args:
+        logits: [..., V/T] as above.
+    Returns:
+        [...] fp32.
+    """
+    real = min(max(vocab_size - tp.rank * logits.shape[-1], 0), logits.shape[-1])
+    scores = _masked(logits, real, True)
+    top = tp.max_(scores.amax(dim=-1))
+    below = scores - top.unsqueeze(-1)
+    shares = below.exp()
+    weighted = torch.where(shares > 0, shares * below, 0.0).sum(dim=-1)
+    exp_sum, weighted = tp.all_reduce_(torch.stack((shares.sum(dim=-1), weighted)))
+    return exp_sum.log() - weighted / exp_sum
+
+
 @torch.compiler.disable
 def _split_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, tp: MeshAxis, vocab_size: int, in_fp32: bool

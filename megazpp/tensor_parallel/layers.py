@@ -1,7 +1,8 @@
 """Linear layers and the embedding with their matrices split over the tensor-parallel axis.
 
 T ranks of the tp axis; activations [S, B, H]. A column-parallel layer splits its outputs, a row-parallel layer its
-inputs: column, then anything elementwise, then row needs one collective at each end.
+inputs: column, then anything elementwise, then row needs one collective at each end. What an adapter (lora.py) makes of
+a layer's input on this rank is added to the layer's own product there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.lora import Adapter
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, leave_region, sum_gradients
 
@@ -36,6 +38,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         assert out_features % tp.size == 0, f"{out_features} outputs over {tp.size} ranks"
         self.tp, self.sequence_parallel, self.enter = tp, sequence_parallel, enter
+        self.adapter: Adapter | None = None
         self.weight = nn.Parameter(torch.empty(out_features // tp.size, in_features))
         self.specs = {"weight": ParameterSpec(split=0, std=std)}
         if bias:
@@ -47,7 +50,8 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.enter:
             x = enter_region(x, self.tp, sequence_parallel=self.sequence_parallel)
-        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+        y = F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+        return _adapted(y, x, self.adapter)
 
 
 class RowParallelLinear(nn.Module):
@@ -70,6 +74,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         assert in_features % tp.size == 0, f"{in_features} inputs over {tp.size} ranks"
         self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.adapter: Adapter | None = None
         self.weight = nn.Parameter(torch.empty(out_features, in_features // tp.size))
         self.specs = {"weight": ParameterSpec(split=1, std=std)}
         if bias:
@@ -80,8 +85,10 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
-            return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
-        y = leave_region(F.linear(x, local(self.weight)), self.tp, sequence_parallel=self.sequence_parallel)
+            whole = F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+            return _adapted(whole, x, self.adapter)
+        part = _adapted(F.linear(x, local(self.weight)), x, self.adapter)
+        y = leave_region(part, self.tp, sequence_parallel=self.sequence_parallel)
         if self.bias is None:
             return y
         # after the sum, so that it is added once
@@ -124,3 +131,7 @@ class VocabParallelEmbedding(nn.Module):
         found = F.embedding(row.masked_fill(elsewhere, 0), local(self.weight))
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return leave_region(found, self.tp, sequence_parallel=self.sequence_parallel)
+
+
+def _adapted(y: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+    return y if adapter is None or not adapter.enabled else y + adapter(x)

@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,7 @@ class StepRecord:
         seconds: wall time of the step, waiting for data included.
         wait_seconds: of that, waiting for data.
         cpu_seconds: CPU time of this process in the step.
+        metrics: what the objective says beside the loss.
     """
 
     iteration: int
@@ -69,6 +70,7 @@ class StepRecord:
     seconds: float = 0.0
     wait_seconds: float = 0.0
     cpu_seconds: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +119,13 @@ class IntervalRecord:
         """Mean over the steps that were taken; over the skipped ones if none was."""
         losses = [step.loss for step in self.steps if not step.skipped] or [step.loss for step in self.steps]
         return sum(losses) / len(losses)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The objective's, each the mean over the steps that have it."""
+        names = dict.fromkeys(name for step in self.steps for name in step.metrics)
+        found = {name: [step.metrics[name] for step in self.steps if name in step.metrics] for name in names}
+        return {name: sum(values) / len(values) for name, values in found.items()}
 
     @property
     def skipped(self) -> int:
@@ -175,6 +184,7 @@ class IntervalRecord:
             "cross_bytes": self.sent_bytes.cross,
             "local_bytes": self.sent_bytes.local,
             "peak_memory_bytes": self.peak_memory_bytes,
+            **self.metrics,
         }
 
     def line(self) -> str:
@@ -187,6 +197,7 @@ class IntervalRecord:
             f"learning rate: {last.learning_rate:.3E}",
             f"global batch size: {last.global_batch_size:5d}",
             f"lm loss: {self.lm_loss:.6E}",
+            *(f"{name}: {value:.4g}" for name, value in self.metrics.items()),
             f"loss scale: {last.loss_scale:.1f}",
             None if last.grad_norm is None else f"grad norm: {last.grad_norm:.3f}",
             None if last.num_zeros is None else f"num zeros: {last.num_zeros:.1f}",
@@ -256,8 +267,16 @@ class Meter:
         }
 
 
-def validation_lines(where: str, loss: float) -> list[str]:
-    """Megatron's three lines: dashes, the loss and its perplexity, dashes. `where` is e.g. "iteration 100"."""
+def validation_lines(where: str, loss: float, *, metric: str = "lm_loss") -> list[str]:
+    """Megatron's three lines: dashes, the loss and its perplexity, dashes. `where` is e.g. "iteration 100".
+
+    Args:
+        metric: another name, if it is no loss.
+    """
+    if metric != "lm_loss":
+        line = f" validation at {where} | {metric}: {loss:.6E} | "
+        rule = "-" * (len(line) + 1)
+        return [rule, line, rule]
     line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
     rule = "-" * (len(line) + 1)
     return [rule, line, rule]
@@ -281,10 +300,9 @@ def closing_lines(summary: Mapping[str, Any], *, trained: bool) -> str:
         )
         lines.append(f"training loss of the last log interval: {summary['final_loss']:.4f} nats per token")
     if summary["validation_loss"] is not None:
-        lines.append(
-            f"validation loss: {summary['validation_loss']:.4f}; unigram entropy of the validation text: "
-            f"{summary['unigram_entropy']:.4f} nats per token"
-        )
+        entropy = summary["unigram_entropy"]
+        of_text = "" if entropy is None else f"; unigram entropy of the validation text: {entropy:.4f} nats per token"
+        lines.append(f"validation loss: {summary['validation_loss']:.4f}{of_text}")
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -26,7 +26,6 @@ from megazpp.parallel.axis import Traffic
 from megazpp.parallel.dims import ParallelDims
 from megazpp.topology.layout import AXES, WIRES
 from megazpp.training.context import RunContext
-from megazpp.training.evaluate import Evaluator
 from megazpp.training.metrics import (
     NOTHING_SENT,
     IntervalRecord,
@@ -46,6 +45,13 @@ from megazpp.zero.precision import PrecisionConfig
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 
 
+class Validation(Protocol):
+    """An evaluation of held-out data: an `Evaluator`, or another training's."""
+
+    def __call__(self) -> float:
+        """The same number on all ranks."""
+
+
 @dataclass
 class MetricsRecorder:
     """Every rank calls every method (some communicate); only rank 0 has a `tracker` and a console that prints.
@@ -58,6 +64,7 @@ class MetricsRecorder:
         zero3: number of micro-batches to what ZeRO-3 would have sent.
         tracker: writes on rank 0.
         timers: reported after a log line.
+        validation_metric: what validations measure: "lm_loss", or "reward".
     """
 
     config: TrackingConfig
@@ -68,6 +75,7 @@ class MetricsRecorder:
     zero3: Callable[[int], Zero3Traffic | None]
     tracker: Tracker | None = None
     timers: Timers | None = None
+    validation_metric: str = "lm_loss"
     last_interval: IntervalRecord | None = field(default=None, init=False)
     last_validation: tuple[int, float] | None = field(default=None, init=False)
 
@@ -88,20 +96,21 @@ class MetricsRecorder:
         if log:
             self._log(record.iteration, sent)
 
-    def validate(self, evaluate: Evaluator, progress: TrainingProgress) -> None:
+    def validate(self, evaluate: Validation, progress: TrainingProgress) -> None:
         """Evaluate, show and record."""
-        loss = evaluate()
-        self.last_validation = (progress.iteration, loss)
-        for line in validation_lines(f"iteration {progress.iteration}", loss):
+        value = evaluate()
+        self.last_validation = (progress.iteration, value)
+        for line in validation_lines(f"iteration {progress.iteration}", value, metric=self.validation_metric):
             self.run.log(line)
         if self.tracker is not None:
-            self.tracker.validation(loss, iteration=progress.iteration, consumed_samples=progress.consumed_samples)
+            where = {"iteration": progress.iteration, "consumed_samples": progress.consumed_samples}
+            self.tracker.validation(value, **where, metric=self.validation_metric)
 
     def finish(
         self,
         progress: TrainingProgress,
-        validate: Evaluator | None,
-        test: Evaluator | None,
+        validate: Validation | None,
+        test: Validation | None,
         *,
         unigram_entropy: float | None,
     ) -> None:
@@ -117,19 +126,22 @@ class MetricsRecorder:
             self.validate(validate, progress)
         test_loss = None if test is None else test()
         if test_loss is not None:
-            for line in validation_lines(f"{where} on test set", test_loss):
+            for line in validation_lines(f"{where} on test set", test_loss, metric=self.validation_metric):
                 self.run.log(line)
+        loss = self.validation_metric == "lm_loss"
         used = torch.tensor(self.meter.cpu_seconds, dtype=torch.float64, device=self.run.device)
         peak = torch.tensor(float(peak_memory_bytes(self.run.device)), dtype=torch.float64, device=self.run.device)
         summary = self.meter.summary(cpu_seconds=float(self.run.dims.world.all_reduce_(used))) | {
             "final_loss": None if self.last_interval is None else self.last_interval.lm_loss,
-            "validation_loss": None if self.last_validation is None else self.last_validation[1],
+            "validation_loss": self.last_validation[1] if loss and self.last_validation is not None else None,
             "unigram_entropy": unigram_entropy,
             "peak_memory_bytes": int(self.run.dims.world.max_(peak)),
             "iteration": progress.iteration,
             "test_loss": test_loss,
             "stop_reason": progress.stop_reason,
         }
+        if not loss and self.last_validation is not None:
+            summary[f"validation_{self.validation_metric}"] = self.last_validation[1]
         rows, compared = collect_traffic(self.run.dims, self.run.device), self.zero3(self.meter.micro_batches)
         if rows:
             self.run.log(traffic_table(rows, compared))

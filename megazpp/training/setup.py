@@ -45,6 +45,7 @@ class ModelSpec:
         zero, precision: how it is sharded, and in which dtypes.
         wire: the run's plan of what replaces FSDP2's collectives; None: the plan of `zero` on the layout.
         seed: of the initial weights and of dropout.
+        scalar_head: also have a head that gives each token one number.
     """
 
     config: GPTConfig
@@ -54,6 +55,7 @@ class ModelSpec:
     wire: WirePlan | None = None
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     seed: int
+    scalar_head: bool = False
 
 
 class Built(NamedTuple):
@@ -65,7 +67,11 @@ class Built(NamedTuple):
 
 def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:
     """Build on the meta device, shard, then allocate and initialise this rank's shards only; copies are equal."""
-    built = shard_on_meta(spec, dims, device)
+    return fill(shard_on_meta(spec, dims, device), spec, dims, device)
+
+
+def fill(built: Built, spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:
+    """Allocate and initialise this rank's shards; copies are equal."""
     materialize(built.model, device)
     draw_device = torch.device("cpu") if spec.config.use_cpu_initialization else device
     initialize_parameters_(built.model, seed=spec.seed, draw_device=draw_device)
@@ -76,20 +82,29 @@ def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Bu
 
 def shard_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:
     """The model in shards that have no memory yet; `device` is where it will run."""
+    return shard_built(model_on_meta(spec, dims, device), spec, dims)
+
+
+def model_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> GPTModel:
+    """This tensor-parallel rank's part of the model, without memory; `device` is where it will run."""
     with torch.device("meta"):
-        model = GPTModel(
+        return GPTModel(
             spec.config,
             vocab_size=spec.vocab_size,
             tp=dims.tp,
             sequence_parallel=spec.sequence_parallel,
             shared_generator=SharedGenerator(device, seed=spec.seed, data_rank=dims.data_rank),
             document_kernel=find_document_kernel(spec.config, device, spec.precision.param_dtype),
+            scalar_head=spec.scalar_head,
         )
+
+
+def shard_built(model: GPTModel, spec: ModelSpec, dims: ParallelDims) -> Built:
+    """Shard the parameters of a model on the meta device, which may be fewer than it was built with."""
     if dims.tp.size > 1:
         distribute_parameters(model, dims.mesh["tp"])
-    sharding = shard_model(
-        model, model.sharding_units(), dims, zero=spec.zero, precision=spec.precision, wire=spec.wire
-    )
+    units = [unit for unit in model.sharding_units() if any(True for module in unit for _ in module.parameters())]
+    sharding = shard_model(model, units, dims, zero=spec.zero, precision=spec.precision, wire=spec.wire)
     return Built(model, sharding)
 
 

@@ -1,9 +1,9 @@
 """The training loop (fetch, step, record, save, evaluate, stop when it is time) and the optimizer step that it takes.
 
 A step is its micro-batches forward and backward, the norm, the update or the skip. Gradients are sums: every loss is
-divided once by the number of tokens of the whole global batch, so neither the data ranks nor the micro-batches are
-averaged a second time, and the result does not depend on how samples are spread over them. With fp16 the loss is also
-multiplied by the loss scale and the gradients divided by it again.
+divided once by what the whole global batch has of it (objective.py), so neither the data ranks nor the micro-batches
+are averaged a second time, and the result does not depend on how samples are spread over them. With fp16 the loss is
+also multiplied by the loss scale and the gradients divided by it again.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import KW_ONLY, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.record import TrainingProgress
-from megazpp.data.batch import MicroBatch
-from megazpp.data.loader import BatchLoader
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.clip import clip_grads_, count_zero_grads, global_grad_norm
 from megazpp.optim.loss_scale import LossScaler
@@ -31,9 +29,9 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import COMPUTE, WAIT
 from megazpp.training.anomalies import Guard
 from megazpp.training.batches import BatchPlan
-from megazpp.training.evaluate import Evaluator
 from megazpp.training.metrics import StepRecord, cpu_seconds
-from megazpp.training.recorder import MetricsRecorder
+from megazpp.training.objective import LanguageModelLoss, Objective
+from megazpp.training.recorder import MetricsRecorder, Validation
 from megazpp.training.stopping import StopConditions
 from megazpp.zero.sharding import Sharding
 
@@ -50,6 +48,7 @@ class TrainStep:
         clip_grad: largest gradient norm; 0 does not clip.
         guard: looks at each step before its update; without it only a norm that is not finite skips one.
         count_zeros: also count zero gradients (--log-num-zeros-in-grad).
+        objective: what is minimised; None: the language model's loss.
     """
 
     model: GPTModel
@@ -61,9 +60,13 @@ class TrainStep:
     clip_grad: float
     guard: Guard | None = None
     count_zeros: bool = False
+    objective: Objective | None = None
+
+    def __post_init__(self) -> None:
+        self._objective: Objective = self.objective or LanguageModelLoss(self.dims)
 
     def __call__(
-        self, micro_batches: Sequence[MicroBatch], *, learning_rate: float, weight_decay: float, iteration: int = 0
+        self, micro_batches: Sequence[Any], *, learning_rate: float, weight_decay: float, iteration: int = 0
     ) -> StepRecord:
         """Train on this rank's micro-batches of one global batch, on the model's device.
 
@@ -99,26 +102,21 @@ class TrainStep:
             loss_scale=scale,
             skipped=not taken,
             num_zeros=zeros,
+            metrics=self._objective.metrics(),
         )
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward_backward(self, micro_batches: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Accumulate gradients.
 
         Returns:
-            [number of micro-batches] this rank's shares of the loss; the mean loss of the global batch, an fp64 scalar.
+            [number of micro-batches] this rank's shares of the loss; the loss of the global batch, an fp64 scalar.
         """
-        tokens = self.dims.sum_over_data_(
-            torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in micro_batches]).sum()
-        )
-        per_token = (1.0 / tokens.clamp(min=1.0)).float()
+        self._objective.begin_step(micro_batches)
         losses_of_batches = []
         for index, batch in enumerate(micro_batches):
             self.sharding.begin_micro_batch(last=index == len(micro_batches) - 1)
             with self._span("forward"):
-                losses = self.model(
-                    batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
-                )
-                loss = (losses * batch.loss_mask).sum() * per_token
+                loss = self._objective.loss(self.model, batch)
             with self._span("backward"):
                 (loss * self.scaler.scale).backward()
             losses_of_batches.append(loss.detach())
@@ -127,6 +125,15 @@ class TrainStep:
 
     def _span(self, name: str) -> AbstractContextManager[object]:
         return self.dims.timeline.span(COMPUTE, name)
+
+
+class Loader(Protocol):
+    """Where steps get their micro-batches: a `BatchLoader`, or what draws them from the model."""
+
+    wait_seconds: float
+
+    def step(self, consumed_samples: int, global_batch_size: int) -> Sequence[Any]:
+        """This rank's micro-batches of the step that begins at `consumed_samples`, on the device."""
 
 
 class Observer(Protocol):
@@ -138,7 +145,7 @@ class Observer(Protocol):
 
 def train(
     step: TrainStep,
-    loader: BatchLoader,
+    loader: Loader,
     plan: BatchPlan,
     schedule: Schedule,
     recorder: MetricsRecorder,
@@ -146,7 +153,7 @@ def train(
     observers: Sequence[Observer] = (),
     *,
     eval_interval: int,
-    evaluate: Evaluator | None,
+    evaluate: Validation | None,
     start: TrainingProgress,
     checkpoints: Checkpoints | None = None,
 ) -> TrainingProgress:

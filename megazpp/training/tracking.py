@@ -120,6 +120,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             "learning-rate": step.learning_rate,
             "batch-size": step.global_batch_size,
             "lm loss": step.loss,
+            **step.metrics,
         }
         optional = {"grad-norm": step.grad_norm, "num-zeros": step.num_zeros, "params-norm": step.params_norm}
         scalars |= {name: value for name, value in optional.items() if value is not None}
@@ -141,12 +142,12 @@ class Tracker(AbstractContextManager["Tracker"]):
                 scalars["throughput"] = record.flops_per_rank / TERA
             self._write(scalars, record.last.iteration, record.last.consumed_samples)
 
-    def validation(self, loss: float, *, iteration: int, consumed_samples: int) -> None:
-        """Record a validation loss, and its perplexity if asked for."""
-        row = {"iteration": iteration, "consumed_samples": consumed_samples, "lm_loss": loss}
+    def validation(self, loss: float, *, iteration: int, consumed_samples: int, metric: str = "lm_loss") -> None:
+        """Record a validation loss, and its perplexity if asked for; or what else `metric` says it is."""
+        row = {"iteration": iteration, "consumed_samples": consumed_samples, metric: loss}
         self._keep("validation.jsonl", lambda: self.folder.append("validation.jsonl", row))
-        scalars = {"lm loss validation": loss}
-        if self.config.log_validation_ppl_to_tensorboard:
+        scalars = {f"{metric.replace('_', ' ')} validation": loss}
+        if self.config.log_validation_ppl_to_tensorboard and metric == "lm_loss":
             scalars["lm loss validation ppl"] = perplexity(loss)
         self._write(scalars, iteration, consumed_samples)
 

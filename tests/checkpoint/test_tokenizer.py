@@ -16,9 +16,9 @@ from helpers.training import Case
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.safe_reader import alone
 from megazpp.checkpoint.tokenizer import read_tokenizer, write_tokenizer
 from megazpp.checkpoint.write import write_checkpoint
-from megazpp.convert.native import alone
 from megazpp.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from megazpp.data.tokenizer_training import train_sentencepiece
 from megazpp.parallel.axis import MeshAxis

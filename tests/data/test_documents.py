@@ -25,6 +25,7 @@ from megazpp.data.documents import (
     kind_of,
     parse_block,
     read_blocks,
+    read_records,
     read_texts,
 )
 
@@ -299,3 +300,31 @@ def test_a_block_can_be_parsed_alone(tmp_path: Path) -> None:
     assert good == ("a",)
     assert isinstance(bad, BadLine)
     assert bad.number == 42
+
+
+def test_records_come_with_all_their_columns_and_numbers(tmp_path: Path) -> None:
+    lines = write(tmp_path / "a.jsonl", b'{"prompt": "p", "answer": 3}\n\n{"messages": [{"role": "user"}]}\n')
+    assert [*read_records(lines)] == [
+        (1, {"prompt": "p", "answer": 3}),
+        (3, {"messages": [{"role": "user"}]}),
+    ]
+    rows = write_parquet(tmp_path / "a.parquet", prompt=["p", "q"], answer=[3, None])
+    assert [*read_records(rows)] == [(1, {"prompt": "p", "answer": 3}), (2, {"prompt": "q", "answer": None})]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', "a.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"a": 1}\n[1]\n', "a.jsonl, line 2: an array, not an object"),
+        ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl, line 1: not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9)[:-12], "the file cannot be read from here on"),
+        ("a.txt", b"words", "plain text, neither JSON lines nor Parquet"),
+        ("a.parquet", b"words", "cannot be read"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = write(tmp_path / name, content)
+    with pytest.raises(ValueError, match=name) as caught:
+        list(read_records(path))
+    assert message in str(caught.value)

@@ -152,3 +152,40 @@ def test_unusable_tokenizers_are_refused_with_flag_and_reason(
     config = TokenizerConfig(**{k: v.format(tmp=tmp_path) for k, v in flags.items()})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=reason):
         load_tokenizer(config)
+
+
+@settings(max_examples=100)
+@given(text=ANY_TEXT)
+def test_spans_are_in_order_and_those_of_all_ids_make_the_text(
+    sentencepiece_model: bytes, byte_level_bpe: tokenizers.ByteLevelBPETokenizer, text: str
+) -> None:
+    for tokenizer in (
+        SentencePieceTokenizer(sentencepiece_model),
+        HFTokenizer(byte_level_bpe.to_str()),
+        ByteTokenizer(),
+    ):
+        ids, spans = tokenizer.encode_spans(text)
+        assert len(ids) == len(spans)
+        assert ids == tokenizer.encode(text)
+        assert spans == sorted(spans)
+        assert {place for first, last in spans for place in range(first, last)} == set(range(len(text)))
+
+
+def test_the_name_of_eod_in_a_text_is_eod_and_has_its_place(
+    sentencepiece_model: bytes, byte_level_bpe: tokenizers.ByteLevelBPETokenizer
+) -> None:
+    plain = HFTokenizer(byte_level_bpe.to_str())
+    without = json.loads(byte_level_bpe.to_str()) | {"added_tokens": []}  # in the vocabulary, but not looked for
+    for tokenizer in (
+        SentencePieceTokenizer(sentencepiece_model),
+        plain,
+        HFTokenizer(json.dumps(without)),
+        ByteTokenizer(),
+    ):
+        name = tokenizer.eod_name
+        assert name is not None
+        ids, spans = tokenizer.encode_spans(f"money{name}never{name}")
+        money, never = tokenizer.encode("money"), tokenizer.encode("never")
+        assert ids == [*money, tokenizer.eod, *never, tokenizer.eod]
+        assert spans[len(money)] == (5, 5 + len(name))
+        assert spans[-1] == (10 + len(name), 10 + 2 * len(name))

@@ -126,10 +126,10 @@ def _share_groups_between_cases() -> None:
     make_group = dims.make_group
     groups: dict[Any, Any] = {}
 
-    def shared_group(partition: Any, name: str, options: Any = None) -> Any:
+    def shared_group(partition: Any, name: str, options: Any = None, **backend: Any) -> Any:
         key = (tuple(partition), name)
         if key not in groups:
-            groups[key] = make_group(partition, name, options)
+            groups[key] = make_group(partition, name, options, **backend)
         return groups[key]
 
     dims.make_group = shared_group

@@ -1,0 +1,145 @@
+"""Rows of a checkpoint's weights, as frozen units ask for them: each rank reads what it keeps, and nothing else.
+
+The checksum names the weights whatever layout has written or reads them: the sum over all elements of their bits times
+an odd number that the element's place in the whole tensor and the tensor's name give, modulo 2^64. Padding of the
+vocabulary is zeros and adds nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megazpp.checkpoint.checksums import verify_files
+from megazpp.checkpoint.read import LoadSource
+from megazpp.checkpoint.record import RunRecord, check_same_model
+from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.checkpoint.state import MODEL
+from megazpp.checkpoint.together import together
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.parameters import ParameterSpec, owned_parameters, seed_for
+
+_INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes of an element
+_PIECE = 1 << 22  # elements that are summed at once
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """A tensor of a checkpoint, and this tensor-parallel rank's part of it."""
+
+    key: str
+    spec: ParameterSpec
+    part: tuple[int, ...]
+    whole: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WeightReader:
+    """Reads rows of this tensor-parallel rank's part of a checkpoint's weights; every rank makes one.
+
+    Args:
+        model: on the meta device, with tensor-parallel parts as plain parameters.
+        source, record: the checkpoint, as `find_weights` has found it.
+        files: all ranks, with a group for files (`open_axis`).
+        vocab_size: of the tokenizer in use.
+        trained: whether a parameter of this name is none of the checkpoint's.
+        say: prints a line on rank 0.
+    Raises:
+        ValueError: it is damaged, or another model's or tokenizer's; on every rank.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        source: LoadSource,
+        record: RunRecord,
+        files: MeshAxis,
+        *,
+        vocab_size: int,
+        trained: Callable[[str], bool] = lambda name: False,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.checkpoint = source.folder.of(source.candidates()[0])
+        check_same_model(record.flags, model.config, self.checkpoint)
+        if record.vocab_size != vocab_size:
+            raise ValueError(
+                f"the tokenizer has {vocab_size} tokens, that of {self.checkpoint} had {record.vocab_size}"
+            )
+        say(f" loading frozen weights from {self.checkpoint}")
+        together(files, lambda: verify_files(self.checkpoint, rank=files.rank, num_ranks=files.size))
+        self._reader, self._tp, self._sum = SafeReader(self.checkpoint), model.tp, 0
+        self._saved = together(files, lambda: self._find(model, trained))
+
+    def __call__(self, name: str, rows: slice) -> torch.Tensor:
+        """These rows of dim 0, on the CPU in the dtype that was saved; rows of padding are zeros."""
+        saved, split = self._saved[name], self._saved[name].spec.split
+        offsets = [0] * len(saved.part)
+        if split is not None:
+            offsets[split] = self._tp.rank * saved.part[split]
+        offsets[0] += rows.start
+        shape = (rows.stop - rows.start, *saved.part[1:])
+        found = torch.zeros(shape, dtype=saved.dtype)
+        there = max(min(saved.whole[0] - offsets[0], shape[0]), 0)
+        if found[:there].numel():
+            self._reader.read_box(saved.key, tuple(offsets), found[:there])
+            if split is not None or self._tp.rank == 0:
+                self._add(name, found[:there], offsets, saved.whole)
+        return found
+
+    def checksum(self, *axes: MeshAxis) -> str:
+        """16 hexadecimal digits that name the weights, once all rows have been read over `axes` and tp."""
+        total = torch.tensor([self._sum], dtype=torch.int64)
+        for axis in (*axes, self._tp):
+            on = torch.device("cuda" if axis.timeline.device_type == "cuda" and axis.size > 1 else "cpu")
+            total = axis.all_reduce_(total.to(on)).cpu()
+        return spell_checksum(int(total))
+
+    def _find(self, model: GPTModel, trained: Callable[[str], bool]) -> dict[str, _Saved]:
+        entries, found = self._reader.tensors(), {}
+        for name, module, attribute, spec in owned_parameters(model):
+            if trained(name):
+                continue
+            part = tuple(getattr(module, attribute).shape)
+            wanted = [size * (self._tp.size if dim == spec.split else 1) for dim, size in enumerate(part)]
+            key = MODEL + name
+            there = tuple(entries[key].size) if key in entries else None
+            if there is None or list(there[1:]) != wanted[1:] or (spec.rows is None and there[0] != wanted[0]):
+                raise ValueError(f"{self.checkpoint}: {key} is {there or 'missing'}, the model's is {tuple(wanted)}")
+            found[name] = _Saved(key, spec, part, there, entries[key].properties.dtype)
+        return found
+
+    def _add(self, name: str, box: torch.Tensor, offsets: list[int], whole: tuple[int, ...]) -> None:
+        self._sum = _wrapped(self._sum + sum_of_bits(name, box, offsets, whole))
+
+
+def sum_of_bits(name: str, box: torch.Tensor, offsets: Sequence[int], whole: Sequence[int]) -> int:
+    """What a box of the tensor `name` adds to the checksum of the weights it is of.
+
+    Args:
+        box: [rows] or [rows, columns] fp32, bf16 or fp16.
+        offsets: where it begins in the whole tensor.
+        whole: the shape of that.
+    """
+    rows = box if box.dim() > 1 else box.unsqueeze(1)
+    columns, first = (whole[1], offsets[1]) if box.dim() > 1 else (1, 0)
+    seed, total = seed_for(name, seed=0), 0
+    place = torch.arange(first, first + rows.shape[1])
+    at_once = max(_PIECE // rows.shape[1], 1)
+    for start in range(0, rows.shape[0], at_once):
+        bits = rows[start : start + at_once].contiguous().view(_INTEGERS[box.element_size()]).long()
+        row = torch.arange(offsets[0] + start, offsets[0] + start + bits.shape[0]).unsqueeze(1)
+        total += int((bits * (2 * (row * columns + place + seed) + 1)).sum())
+    return _wrapped(total)
+
+
+def spell_checksum(total: int) -> str:
+    """16 hexadecimal digits."""
+    return f"{total % (1 << 64):016x}"
+
+
+def _wrapped(total: int) -> int:
+    """As int64 has it."""
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,273 @@
+"""LoRA adapters as PEFT stores them: adapter_config.json and adapter_model.safetensors, read, written and merged.
+
+An adapter of ours is a parameter `a` [in, r] and a parameter `b` [out, r] under the linear layer that it stands beside;
+there it is `lora_A.weight` [r, in] and `lora_B.weight` [out, r] under the name of Hugging Face's module. Where that has
+queries, keys and values apart, so have the adapters; GPT-2's c_attn is one module and has one A. The safetensors file
+says beside the tensors which weights they were trained on, by checksum (checkpoint/weights.py), which PEFT ignores.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megazpp.checkpoint.weights import spell_checksum, sum_of_bits
+from megazpp.convert.gpt2 import GPT2
+from megazpp.convert.huggingface import read_json
+from megazpp.convert.llama import LLAMA
+from megazpp.convert.model import Deferred, ForeignTensors, Model, check_tensors, fuse_qkv, split_qkv, transposed
+from megazpp.convert.safetensors_file import open_tensors, read_metadata, write_tensors
+from megazpp.files import write_whole
+from megazpp.model.config import GPTConfig
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+BASE = "base_checksum"
+_PREFIX = "base_model.model."
+_UNKNOWN = (
+    *("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform"),
+    *("layers_pattern", "exclude_modules"),
+)
+_LINEARS = ("attention.qkv", "attention.proj", "mlp.gate", "mlp.fc1", "mlp.fc2")
+
+
+class AdapterSettings(NamedTuple):
+    """What adapter_config.json says of an adapter.
+
+    Attributes:
+        rank, alpha, dropout: PEFT's r, lora_alpha, lora_dropout.
+        targets: ends of the names of Hugging Face's modules, or all-linear.
+        base: the name or folder of the weights it was trained on.
+        checksum: of these weights; None if nobody knows.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]
+    base: str | None = None
+    checksum: str | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class Branch(NamedTuple):
+    """An adapter of ours, and the module of Hugging Face's that it belongs to.
+
+    Attributes:
+        linear: our layer's name in the model, such as layers.0.attention.qkv.
+        part: "q", "k" or "v" of it; "" for all.
+        module: its name there.
+    """
+
+    linear: str
+    part: str
+    module: str
+
+    @property
+    def name(self) -> str:
+        """What the adapter's parameters are under in our model."""
+        return f"{self.linear}.adapter.{self.part}".rstrip(".")
+
+
+def default_targets(config: GPTConfig) -> tuple[str, ...]:
+    """PEFT's for such a model."""
+    return ("q_proj", "v_proj") if config.positions == "rope" else ("c_attn",)
+
+
+def find_branches(config: GPTConfig, targets: Sequence[str]) -> list[Branch]:
+    """The adapters that the targets ask for, in the order of our layers.
+
+    Raises:
+        ValueError: a target is no linear layer of the model's, or an embedding or output layer.
+    """
+    branches = _all_branches(config)
+    if tuple(targets) == (ALL_LINEAR,):
+        return branches
+    names = sorted({branch.module.rpartition(".")[2] for branch in branches})
+    for target in targets:
+        if not any(_matches(branch.module, target) for branch in branches):
+            raise ValueError(
+                f"--lora-target-modules {target} is no linear layer of this model's: there are {', '.join(names)}, "
+                f"and {ALL_LINEAR} for all"
+            )
+    return [branch for branch in branches if any(_matches(branch.module, target) for target in targets)]
+
+
+def _matches(module: str, target: str) -> bool:
+    return module == target or module.endswith("." + target)
+
+
+def _all_branches(config: GPTConfig) -> list[Branch]:
+    pieces, found = (LLAMA if config.positions == "rope" else GPT2).pieces(config), []
+    for layer in range(config.layers):
+        for linear in (f"layers.{layer}.{name}" for name in _LINEARS):
+            if f"{linear}.weight" in pieces:
+                modules = [name.removesuffix(".weight") for name in pieces[f"{linear}.weight"].theirs]
+                found += [
+                    Branch(linear, part, module)
+                    for part, module in zip("qkv" if len(modules) == 3 else [""], modules, strict=True)
+                ]
+    return found
+
+
+def adapter_pieces(config: GPTConfig, branches: Sequence[Branch]) -> dict[str, ForeignTensors]:
+    """Our tensors' names to PEFT's."""
+    pieces = {}
+    for branch in branches:
+        theirs = f"{_PREFIX}{branch.module}.lora_B.weight"
+        pieces[f"{branch.name}.a"] = transposed(f"{_PREFIX}{branch.module}.lora_A.weight")
+        join, split = (lambda parts: parts[0]), (lambda ours: [ours])
+        if branch.linear.endswith("qkv") and not branch.part:  # rows in their order and in ours
+            join = functools.partial(_fuse_rows, groups=config.query_groups, head_size=config.head_size)
+            split = functools.partial(_split_rows, groups=config.query_groups, head_size=config.head_size)
+        pieces[f"{branch.name}.b"] = ForeignTensors((theirs,), join, split)
+    return pieces
+
+
+def _fuse_rows(parts: Sequence[torch.Tensor], **shape: int) -> torch.Tensor:
+    return fuse_qkv(parts[0].chunk(3), **shape)
+
+
+def _split_rows(ours: torch.Tensor, **shape: int) -> list[torch.Tensor]:
+    return [torch.cat(split_qkv(ours, **shape))]
+
+
+def adapter_shapes(config: GPTConfig, branches: Sequence[Branch], rank: int) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of our tensors."""
+    heads = {"q": config.heads, "k": config.query_groups, "v": config.query_groups}
+    sizes = {
+        "attention.qkv": (config.hidden, (config.heads + 2 * config.query_groups) * config.head_size),
+        "attention.proj": (config.heads * config.head_size, config.hidden),
+        "mlp.gate": (config.hidden, config.ffn_size),
+        "mlp.fc1": (config.hidden, config.ffn_size),
+        "mlp.fc2": (config.ffn_size, config.hidden),
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for branch in branches:
+        inputs, outputs = sizes[branch.linear.split(".", 2)[2]]
+        if branch.part:
+            outputs = heads[branch.part] * config.head_size
+        shapes |= {f"{branch.name}.a": (inputs, rank), f"{branch.name}.b": (outputs, rank)}
+    return shapes
+
+
+def write_adapter(
+    folder: Path, config: GPTConfig, settings: AdapterSettings, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Write an adapter's two files.
+
+    Args:
+        folder: exists; files of these names are replaced.
+        tensors: whole, by our names, on the CPU.
+    """
+    pieces = adapter_pieces(config, find_branches(config, settings.targets))
+    found: dict[str, Deferred] = {}
+    for ours, piece in pieces.items():
+        for name, part in zip(piece.theirs, piece.split(tensors[ours]), strict=True):
+            whole = part.contiguous()
+            found[name] = Deferred(tuple(whole.shape), whole.dtype, functools.partial(torch.clone, whole))
+    write_tensors(folder / TENSORS, found, {} if settings.checksum is None else {BASE: settings.checksum})
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": settings.base,
+        "r": settings.rank,
+        "lora_alpha": int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": ALL_LINEAR if settings.targets == (ALL_LINEAR,) else list(settings.targets),
+        "fan_in_fan_out": config.positions != "rope",  # GPT-2's matrices are [in, out]
+        "bias": "none",
+        "inference_mode": True,
+    }
+    write_whole(folder / CONFIG, (json.dumps(values, indent=2) + "\n").encode())
+
+
+def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict[str, torch.Tensor]]:
+    """An adapter for a model of this shape, its tensors whole under our names.
+
+    Raises:
+        ValueError: a file is missing or damaged, the adapter is another model's, or it does what adapters here do not.
+    """
+    values, path = read_json(folder / CONFIG), folder / CONFIG
+    settings = _read_settings(values, path)
+    branches = find_branches(config, settings.targets)
+    theirs, pieces = open_tensors(folder / TENSORS), adapter_pieces(config, branches)
+    shapes = adapter_shapes(config, branches, settings.rank)
+    expected = {
+        name: tuple(part.shape)
+        for ours, piece in pieces.items()
+        for name, part in zip(piece.theirs, piece.split(torch.empty(shapes[ours], device="meta")), strict=True)
+    }
+    check_tensors({name: entry.shape for name, entry in theirs.items()}, expected, str(folder / TENSORS))
+    tensors = {
+        ours: piece.join([theirs[name].read() for name in piece.theirs]).contiguous() for ours, piece in pieces.items()
+    }
+    return settings._replace(checksum=read_metadata(folder / TENSORS).get(BASE)), tensors
+
+
+def _read_settings(values: Mapping[str, Any], path: Path) -> AdapterSettings:
+    if values.get("peft_type") != "LORA":
+        raise ValueError(f"{path} has peft_type {values.get('peft_type')!r}; only LORA is known")
+    unknown = [name for name in _UNKNOWN if values.get(name)]
+    if unknown or values.get("bias", "none") != "none":
+        raise ValueError(f"{path} asks for {', '.join(unknown) or 'bias'}, which adapters here do not have")
+    targets = values.get("target_modules")
+    targets = (targets,) if isinstance(targets, str) else tuple(targets or ())
+    rank, alpha = values.get("r"), values.get("lora_alpha")
+    if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, (int, float)) and targets):
+        raise ValueError(f"{path} has r {rank!r}, lora_alpha {alpha!r}, target_modules {list(targets)}")
+    base = values.get("base_model_name_or_path")
+    return AdapterSettings(rank, float(alpha), float(values.get("lora_dropout") or 0.0), tuple(sorted(targets)), base)
+
+
+def merged(model: Model, folder: Path) -> Model:
+    """`model` with scale x (A B) added to its weights, in fp32 and rounded to their type; each when it is read.
+
+    Raises:
+        ValueError: see `read_adapter`; or the adapter was trained on other weights, by checksum.
+    """
+    settings, adapters = read_adapter(folder, model.config)
+    if settings.checksum is not None:
+        found = checksum_of(model)
+        if found != settings.checksum:
+            raise ValueError(
+                f"{folder} was trained on weights with checksum {settings.checksum}; these have {found}: "
+                "merge it into the checkpoint it was trained on"
+            )
+    heads, size = model.config.heads // model.config.query_groups, model.config.head_size
+    tensors = dict(model.tensors)
+
+    def add(entry: Deferred, own: Sequence[Branch]) -> torch.Tensor:
+        weight = entry.read()
+        total = weight.float()
+        for branch in own:
+            product = adapters[f"{branch.name}.b"].float() @ adapters[f"{branch.name}.a"].float().t() * settings.scale
+            if not branch.part:
+                total += product
+                continue
+            rows = total.view(model.config.query_groups, heads + 2, size, -1)  # a view: adds in place
+            start, count = {"q": (0, heads), "k": (heads, 1), "v": (heads + 1, 1)}[branch.part]
+            rows[:, start : start + count] += product.view(model.config.query_groups, count, size, -1)
+        return total.to(weight.dtype)
+
+    branches = find_branches(model.config, settings.targets)
+    for linear in dict.fromkeys(branch.linear for branch in branches):
+        entry = tensors[f"{linear}.weight"]
+        own = [branch for branch in branches if branch.linear == linear]
+        tensors[f"{linear}.weight"] = entry._replace(read=functools.partial(add, entry, own))
+    return model._replace(tensors=tensors)
+
+
+def checksum_of(model: Model) -> str:
+    """The checksum of a model's weights, read one after the other."""
+    return spell_checksum(
+        sum(sum_of_bits(name, entry.read(), (0, 0), entry.shape) for name, entry in model.tensors.items())
+    )

@@ -1,0 +1,90 @@
+"""What one forward pass of post-training is given, beside pretraining's `MicroBatch`, which serves supervised training.
+
+All of them begin with the fields of a `MicroBatch`, so that the model is called with each in the same way. Place t of a
+row belongs to the label there: `loss_mask[:, t]` is 1 where `labels[:, t]` is a token of the answer, log-probabilities
+at t are of that label, and a value at t is that of the tokens up to and including `tokens[:, t]`.
+
+Legend: B pairs or completions of a micro-batch, S tokens of a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class PairBatch(NamedTuple):
+    """Pairs of a preferred and a rejected answer: rows 0 to B - 1 are preferred, rows B to 2B - 1 rejected.
+
+    Attributes:
+        tokens, labels, position_ids: [2B, S] int64.
+        loss_mask: [2B, S] fp32, 1 on the tokens of the answer.
+        document_starts: None; a row is one document and its padding.
+        ref_logps: [2B] fp32, the sum of the reference model's log-probabilities of each answer; None where there is
+            no reference, or its answers are not known yet.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    document_starts: torch.Tensor | None = None
+    ref_logps: torch.Tensor | None = None
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PairBatch:
+        """The same pairs on `device`."""
+        return PairBatch(*(None if t is None else t.to(device, non_blocking=non_blocking) for t in self))  # type: ignore[arg-type]
+
+    def pin_memory(self) -> PairBatch:
+        """The same pairs in page-locked memory, from which copies to a GPU do not block."""
+        return PairBatch(*(None if t is None else t.pin_memory() for t in self))  # type: ignore[arg-type]
+
+
+class RolloutBatch(NamedTuple):
+    """Completions that the policy drew, with what the update needs to know of them.
+
+    Attributes:
+        tokens, labels, position_ids: [B, S] int64: prompt, completion, padding.
+        loss_mask: [B, S] fp32, 1 on the tokens of the completion.
+        document_starts: None; a row is one document and its padding.
+        advantages: [B] fp32 of whole completions (GRPO, RLOO) or [B, S] of their tokens (PPO); None before rewards are
+            known.
+        old_logps: [B, S] fp32 log-probabilities before the first update of the buffer; None: the policy is unchanged,
+            and its own, detached, are taken.
+        ref_logps: [B, S] fp32 of the reference model; None without one.
+        sampling_logps: [B, S] fp32 as they were when the tokens were drawn; for logging.
+        values, returns: [B, S] fp32 (PPO): the value head's before the first update, and what it is trained towards.
+        value_mask: [B, S] fp32 (PPO): the places that have a value (`losses.value_mask`).
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    document_starts: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    old_logps: torch.Tensor | None = None
+    ref_logps: torch.Tensor | None = None
+    sampling_logps: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+    value_mask: torch.Tensor | None = None
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> RolloutBatch:
+        """The same completions on `device`."""
+        return RolloutBatch(*(None if t is None else t.to(device, non_blocking=non_blocking) for t in self))  # type: ignore[arg-type]
+
+    def pin_memory(self) -> RolloutBatch:
+        """The same completions in page-locked memory, from which copies to a GPU do not block."""
+        return RolloutBatch(*(None if t is None else t.pin_memory() for t in self))  # type: ignore[arg-type]
+
+
+def last_token_places(mask: torch.Tensor) -> torch.Tensor:
+    """[rows] int64: where in `tokens` the last token of each answer is, at which a reward model gives its score.
+
+    Args:
+        mask: [rows, S] loss mask of the labels; at least one place of each row is 1, and there is room for one more.
+    """
+    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (places * (mask > 0)).amax(dim=1).clamp(max=mask.shape[1] - 1)

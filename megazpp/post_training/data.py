@@ -1,0 +1,194 @@
+"""Data sets of post-training: examples, pairs and prompts by the number of the sample.
+
+Each epoch is a permutation of its own, which follows from the seed and the number of the epoch; sample i is example
+i mod N of it. So what a step trains on follows from the samples consumed so far, whatever the number of ranks.
+
+Samples are [rows, S + 1] int64 with S = --max-length, padded on the right, so that all are of one size and BatchLoader
+takes them as it takes windows of documents:
+
+    supervised    tokens, mask, positions
+    pairs         preferred tokens, mask, rejected tokens, mask; the last row begins with the number of the pair
+
+A mask is 1 where the token is to be predicted. With --packing a row holds several examples, each with positions from
+0: the best fit in the order of falling length (as TRL's `bfd`), once for all epochs.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megazpp.data.batch import MicroBatch
+from megazpp.post_training.batch import PairBatch
+from megazpp.post_training.examples import Examples, Prompt
+
+
+class EpochOrder:
+    """Which of N things each sample is.
+
+    Args:
+        size: N.
+        num_samples: how many will be asked for; None for one epoch.
+        seed: of the permutations; None keeps the order.
+    """
+
+    def __init__(self, size: int, *, num_samples: int | None, seed: int | None) -> None:
+        self._size, self._seed = size, seed
+        self.num_samples = size if num_samples is None else num_samples
+        self._permutation = functools.lru_cache(maxsize=4)(self._permute)
+
+    def __getitem__(self, index: int) -> int:
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
+        epoch, place = divmod(index, self._size)
+        return place if self._seed is None else int(self._permutation(epoch)[place])
+
+    def _permute(self, epoch: int) -> npt.NDArray[np.int64]:
+        assert self._seed is not None
+        return np.random.default_rng((self._seed, epoch)).permutation(self._size)
+
+
+class SupervisedDataset:
+    """Samples of supervised training: [3, max_length + 1] int64, to be batched by `make_supervised_batch`.
+
+    Args:
+        examples: `read_supervised`'s.
+        num_samples: how many will be asked for; None for one epoch.
+        seed: of their order; None keeps that of the files.
+        max_length: S.
+        pad: the id that stands after an example.
+        packing: several examples to a sample.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        *,
+        num_samples: int | None,
+        seed: int | None,
+        max_length: int,
+        pad: int,
+        packing: bool = False,
+    ) -> None:
+        self._examples, self._max_length, self._pad = examples, max_length, pad
+        lengths = np.diff(examples.starts)
+        self._rows = pack(lengths, max_length) if packing else [[number] for number in range(len(lengths))]
+        self.samples_per_epoch = len(self._rows)
+        self._order = EpochOrder(len(self._rows), num_samples=num_samples, seed=seed)
+
+    def __len__(self) -> int:
+        return self._order.num_samples
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        sample = _padding(3, self._max_length, self._pad)
+        end = 0
+        for number in self._rows[self._order[index]]:
+            tokens, mask = self._examples.row(number)
+            start, end = end, end + len(tokens)
+            sample[:, start:end] = tokens, mask, np.arange(len(tokens))
+        sample[2, end:] = np.arange(sample.shape[1] - end)
+        return sample
+
+    def token_counts(self, size: int) -> npt.NDArray[np.int64]:
+        """How often each id below `size` occurs in one epoch: [size]."""
+        return np.bincount(self._examples.tokens, minlength=size)
+
+
+class PreferenceDataset:
+    """Pairs: [5, max_length + 1] int64, to be batched by `make_pair_batch`; arguments as for `SupervisedDataset`."""
+
+    def __init__(
+        self, examples: Examples, *, num_samples: int | None, seed: int | None, max_length: int, pad: int
+    ) -> None:
+        self._examples, self._max_length, self._pad = examples, max_length, pad
+        self.num_pairs = (len(examples.starts) - 1) // 2
+        self._order = EpochOrder(self.num_pairs, num_samples=num_samples, seed=seed)
+
+    def __len__(self) -> int:
+        return self._order.num_samples
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        return self.pair(self._order[index])
+
+    def pair(self, number: int) -> npt.NDArray[np.int64]:
+        """Pair `number` of the files, as a sample."""
+        sample = _padding(5, self._max_length, self._pad)
+        sample[2] = self._pad
+        for row in (0, 1):
+            tokens, mask = self._examples.row(2 * number + row)
+            sample[2 * row : 2 * row + 2, : len(tokens)] = tokens, mask
+        sample[4, 0] = number
+        return sample
+
+    def token_counts(self, size: int) -> npt.NDArray[np.int64]:
+        """How often each id below `size` occurs in one epoch: [size]."""
+        return np.bincount(self._examples.tokens, minlength=size)
+
+
+class PromptDataset:
+    """Prompts in the order of the samples; arguments as for `SupervisedDataset`."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, num_samples: int | None, seed: int | None) -> None:
+        self._prompts = prompts
+        self._order = EpochOrder(len(prompts), num_samples=num_samples, seed=seed)
+
+    def __len__(self) -> int:
+        return self._order.num_samples
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._prompts[self._order[index]]
+
+
+def make_supervised_batch(samples: torch.Tensor, *, packing: bool = False) -> MicroBatch:
+    """A micro-batch of [B, 3, S + 1] samples of a `SupervisedDataset`; with packing, attention stays in examples."""
+    tokens, mask, positions = samples.unbind(dim=1)
+    positions = positions[:, :-1].contiguous()
+    starts = None
+    if packing:
+        offsets = (positions == 0).flatten().nonzero().flatten()
+        starts = torch.cat([offsets, offsets.new_tensor([positions.numel()])]).to(torch.int32)
+    return MicroBatch(*_inputs(tokens, mask), positions, starts)
+
+
+def make_pair_batch(samples: torch.Tensor, *, ref_logps: torch.Tensor | None = None) -> PairBatch:
+    """The pairs of [B, 5, S + 1] samples of a `PreferenceDataset`.
+
+    Args:
+        ref_logps: [pairs of the data set, 2] the reference model's log-probabilities of preferred and rejected answers.
+    """
+    tokens = torch.cat((samples[:, 0], samples[:, 2]))
+    mask = torch.cat((samples[:, 1], samples[:, 3]))
+    positions = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
+    known = None if ref_logps is None else ref_logps[samples[:, 4, 0]].float().t().flatten()
+    return PairBatch(*_inputs(tokens, mask), positions, None, known)
+
+
+def pack(lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """Rows of examples that fit into `capacity` tokens each: the longest first, each into the fullest row it fits."""
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    for number in np.argsort(-lengths, kind="stable").tolist():
+        place = bisect.bisect_left(free, (int(lengths[number]), 0))
+        left, row = free.pop(place) if place < len(free) else (capacity, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(number)
+        if left > lengths[number]:
+            bisect.insort(free, (left - int(lengths[number]), row))
+    return rows
+
+
+def _padding(rows: int, max_length: int, pad: int) -> npt.NDArray[np.int64]:
+    sample = np.zeros((rows, max_length + 1), dtype=np.int64)
+    sample[0] = pad
+    return sample
+
+
+def _inputs(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, labels and the mask of the labels."""
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask[:, 1:].float().contiguous()

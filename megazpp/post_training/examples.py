@@ -1,0 +1,360 @@
+"""From a line of data to tokens: which columns it has, what its text is, and on which tokens of it there is a loss.
+
+    messages                        sft                a conversation; loss on all of it, or on the assistant's words
+    prompt, completion              sft                loss on the completion
+    text                            sft                loss on all of it
+    prompt, chosen, rejected        reward, dpo        two answers, of which the first is preferred
+    chosen, rejected                reward, dpo        the same: what both begin with is the prompt
+    prompt, anything else           grpo, ppo          the reward functions are given the rest
+
+Each of them is a string or a conversation, a list of messages with role and content. Strings that end are followed by
+the tokenizer's end of a document; conversations end as their template has it. Prompt and answer are tokenized as one
+text, and a token that reaches into the answer belongs to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megazpp.data.cache import cache_key, load_or_save_arrays
+from megazpp.data.documents import BadLine, read_records
+from megazpp.data.text import content_hash
+from megazpp.data.tokenizer import Tokenizer
+from megazpp.flags import check_positive, flag
+from megazpp.post_training.chat import ChatTemplate, Message
+
+Record = Mapping[str, Any]
+_SUPERVISED = "'messages', nor 'prompt' and 'completion', nor 'text'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFormatConfig:
+    """What lines of data become."""
+
+    max_length: int = flag(1024, "tokens of an example, prompt and answer together; what is beyond is cut off")
+    chat_template: str | None = flag(
+        None, "file of a Jinja chat template (default: the tokenizer's; ChatML in plain text if it has none)"
+    )
+    assistant_only_loss: bool = flag(False, "loss on the assistant's words alone; needs conversations")
+    completion_only_loss: bool = flag(True, "of prompt and completion, loss on the completion alone")
+    packing: bool = flag(
+        False, "put several examples into a row of --max-length tokens; they do not attend to each other (sft)"
+    )
+
+    def __post_init__(self) -> None:
+        check_positive(self, "max_length")
+        if self.max_length < 2:
+            raise ValueError(f"--max-length {self.max_length} leaves no token to predict")
+
+
+class Examples(NamedTuple):
+    """Tokens of a data set, back to back. Of pairs, rows 2i and 2i + 1 are the preferred and the rejected answer.
+
+    Attributes:
+        tokens: [T] int32.
+        mask: [T] uint8, 1 where the token is to be predicted; 0 at the first token of each row.
+        starts: [rows + 1] int64 where each row begins in them.
+        counts: [3] int64: examples in the files, of these cut to --max-length, and left out because nothing of an
+            answer was left.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.uint8]
+    starts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+
+    def row(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        """Tokens and mask of one row."""
+        part = slice(*self.starts[number : number + 2].tolist())
+        return self.tokens[part], self.mask[part]
+
+
+class Prompt(NamedTuple):
+    """What completions are drawn for.
+
+    Attributes:
+        tokens: at least one.
+        value: as the data has it, a string or a list of messages.
+        columns: the other columns.
+        place: file and line.
+    """
+
+    tokens: list[int]
+    value: str | list[Message]
+    columns: dict[str, Any]
+    place: str
+
+
+def read_supervised(
+    paths: Sequence[Path],
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    config: DataFormatConfig,
+    *,
+    cache_dir: Path | None,
+    log: Callable[[str], None],
+) -> Examples:
+    """Examples for supervised training, tokenized once per node and kept.
+
+    Args:
+        cache_dir: where tokens are kept; None keeps them in memory alone.
+        log: told before files are tokenized, and what was found.
+    Raises:
+        ValueError: a line is not such data, it is named; or nothing is left of all.
+    """
+    return _read(paths, tokenizer, template, config, _supervised_texts, cache_dir, log)
+
+
+def read_pairs(
+    paths: Sequence[Path],
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    config: DataFormatConfig,
+    *,
+    cache_dir: Path | None,
+    log: Callable[[str], None],
+) -> Examples:
+    """Pairs of answers, two rows each; everything else as for `read_supervised`."""
+    return _read(paths, tokenizer, template, config, _pair_texts, cache_dir, log)
+
+
+def read_prompts(
+    paths: Sequence[Path], tokenizer: Tokenizer, template: ChatTemplate, *, max_prompt_length: int
+) -> list[Prompt]:
+    """The prompts of some files.
+
+    Raises:
+        ValueError: a line is not such data, or has a longer prompt; it is named. There is none.
+    """
+
+    def read(record: Record) -> tuple[list[int], str | list[Message], dict[str, Any]]:
+        value, columns = _value(record, "prompt"), {name: each for name, each in record.items() if name != "prompt"}
+        text = value if isinstance(value, str) else _render_prompt(template, value, record)
+        ids = tokenizer.encode_spans(text).ids or [tokenizer.eod or 0]
+        if len(ids) > max_prompt_length:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, more than the {max_prompt_length} that --max-length leaves beside"
+                " --max-completion-length"
+            )
+        return ids, value, columns
+
+    prompts = [Prompt(ids, value, columns, place) for place, (ids, value, columns) in _each(paths, read)]
+    if not prompts:
+        raise ValueError(f"{_names(paths)}: there is no prompt")
+    return prompts
+
+
+class _Text(NamedTuple):
+    """A text, the places of it, from and to, that are to be learned, and whether it ends there."""
+
+    text: str
+    learned: list[tuple[int, int]]
+    ends: bool
+
+
+def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[_Text]:
+    if record.get("messages") is not None:
+        messages = _value(record, "messages")
+        if isinstance(messages, str):
+            raise ValueError("'messages' is a string, not a list of messages")
+        return [_Text(*_conversation(messages, record, template, config), ends=False)]
+    if record.get("prompt") is not None and record.get("completion") is not None:
+        prompt, completion = _value(record, "prompt"), _value(record, "completion")
+        return [_answer(prompt, completion, "completion", record, template, config)]
+    if record.get("text") is None:
+        raise ValueError(f"there is neither {_SUPERVISED}, only {_columns(record)}")
+    text = _value(record, "text")
+    if not isinstance(text, str):
+        raise ValueError("'text' is a list, not a string: a conversation belongs into 'messages'")
+    _need_conversation(config)
+    return [_Text(text, [(0, len(text))], ends=True)]
+
+
+def _pair_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[_Text]:
+    chosen, rejected = _value(record, "chosen"), _value(record, "rejected")
+    if record.get("prompt") is not None:
+        prompt = _value(record, "prompt")
+    elif type(chosen) is not type(rejected):
+        raise ValueError("of 'chosen' and 'rejected' one is a string and one a conversation")
+    else:
+        prompt = _common(chosen, rejected)
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    config = DataFormatConfig(max_length=config.max_length)  # the loss is on the answers
+    answers = {"chosen": chosen, "rejected": rejected}
+    return [_answer(prompt, answer, name, record, template, config) for name, answer in answers.items()]
+
+
+def _answer(
+    prompt: str | list[Message],
+    answer: str | list[Message],
+    name: str,
+    record: Record,
+    template: ChatTemplate,
+    config: DataFormatConfig,
+) -> _Text:
+    """Prompt and answer as one text."""
+    if isinstance(prompt, str) and isinstance(answer, str):
+        _need_conversation(config)
+        start = len(prompt) if config.completion_only_loss else 0
+        return _Text(prompt + answer, [(start, len(prompt) + len(answer))], ends=True)
+    if isinstance(answer, str):
+        raise ValueError(f"'prompt' is a conversation and {name!r} a string")
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+        answer = answer[1:] if answer[:1] == prompt else answer  # some data sets repeat it there
+    text, spans = _conversation([*prompt, *answer], record, template, config)
+    # a template may end the beginning of the assistant's turn otherwise than the turn itself begins
+    start = _same(_render_prompt(template, prompt, record), text)
+    if config.completion_only_loss:
+        spans = [(max(start, first), last) for first, last in spans if last > start]
+    return _Text(text, spans, ends=False)
+
+
+def _conversation(
+    messages: Sequence[Message], record: Record, template: ChatTemplate, config: DataFormatConfig
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text, and the assistant's words with --assistant-only-loss, else all of it."""
+    if config.assistant_only_loss:
+        return template.render_spans(messages, tools=record.get("tools"))
+    text = template.render(messages, tools=record.get("tools"))
+    return text, [(0, len(text))]
+
+
+def _render_prompt(template: ChatTemplate, prompt: Sequence[Message], record: Record) -> str:
+    if prompt and prompt[-1]["role"] == "assistant":
+        raise ValueError("the last message of 'prompt' is the assistant's: there is nothing to answer")
+    return template.render(prompt, add_generation_prompt=True, tools=record.get("tools"))
+
+
+def _need_conversation(config: DataFormatConfig) -> None:
+    if config.assistant_only_loss:
+        raise ValueError("--assistant-only-loss needs a conversation, a list of messages")
+
+
+def _value(record: Record, name: str) -> Any:
+    """A string, or messages without the keys that have no value (Parquet gives all messages the same keys)."""
+    value = record.get(name)
+    if value is None:
+        raise ValueError(f"there is no {name!r}, only {_columns(record)}")
+    if isinstance(value, str):
+        value.encode()  # half a surrogate pair, which JSON can write, is no text
+        return value
+    if not isinstance(value, list) or not all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) for each in value
+    ):
+        raise ValueError(f"{name!r} is neither a string nor a list of messages, objects with 'role' and 'content'")
+    return [{key: part for key, part in message.items() if part is not None} for message in value]
+
+
+def _columns(record: Record) -> str:
+    return ", ".join(repr(name) for name, value in record.items() if value is not None) or "an empty object"
+
+
+def _common(chosen: Any, rejected: Any) -> Any:
+    """What both begin with; of strings whole words, and the space belongs to the answers (as TRL has it)."""
+    same = _same(chosen, rejected)
+    if isinstance(chosen, str) and chosen[:same].endswith(" "):
+        same -= 1
+    return chosen[:same]
+
+
+def _same(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many characters, or messages, both begin with."""
+    return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _read(
+    paths: Sequence[Path],
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    config: DataFormatConfig,
+    texts: Callable[[Record, ChatTemplate, DataFormatConfig], list[_Text]],
+    cache_dir: Path | None,
+    log: Callable[[str], None],
+) -> Examples:
+    def build() -> Examples:
+        return _tokenize(paths, tokenizer, config.max_length, lambda record: texts(record, template, config))
+
+    if cache_dir is None:
+        examples = build()
+    else:
+        key = cache_key(
+            kind=f"examples-1 {texts.__name__}",
+            data=content_hash(paths),
+            tokenizer=tokenizer.identity,
+            template=template.key,
+            flags=[config.max_length, config.assistant_only_loss, config.completion_only_loss],
+        )
+        path = cache_dir / "examples" / key
+        if not path.exists():
+            log(f"tokenizing {_names(paths)}")
+        examples = Examples(*load_or_save_arrays(path, build))
+    total, cut, empty = examples.counts.tolist()
+    log(
+        f"{total:,} examples of {len(examples.tokens):,} tokens: {_names(paths)}"
+        + (f"; {cut:,} were cut to --max-length {config.max_length}" if cut else "")
+        + (f"; {empty:,} left out, of whose answer there is nothing" if empty else "")
+    )
+    return examples
+
+
+def _tokenize(
+    paths: Sequence[Path], tokenizer: Tokenizer, max_length: int, texts: Callable[[Record], list[_Text]]
+) -> Examples:
+    def encode(record: Record) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+        return [_encode(text, tokenizer) for text in texts(record)]
+
+    tokens: list[npt.NDArray[np.int32]] = []
+    masks: list[npt.NDArray[np.uint8]] = []
+    total = cut = empty = 0
+    for _, rows in _each(paths, encode):
+        total += 1
+        cut += any(len(ids) > max_length for ids, _ in rows)
+        if all(mask[:max_length].any() for _, mask in rows):
+            tokens += [ids[:max_length] for ids, _ in rows]
+            masks += [mask[:max_length] for _, mask in rows]
+        else:
+            empty += 1
+    if not tokens:
+        raise ValueError(f"{_names(paths)}: no example has an answer within --max-length {max_length}")
+    starts = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
+    return Examples(np.concatenate(tokens), np.concatenate(masks), starts, np.array([total, cut, empty]))
+
+
+def _encode(text: _Text, tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+    """Ids, and 1 where one of them has a character that is to be learned, or the end of the text; never at the first.
+
+    A byte of a character has no width in some tokenizers, and counts with the place where it is.
+    """
+    ids, spans = tokenizer.encode_spans(text.text)
+    places = np.array(spans, dtype=np.int64).reshape(-1, 2)
+    first, last = places[:, 0], np.maximum(places[:, 1], places[:, 0] + 1)
+    mask = np.zeros(len(ids) + 1, dtype=np.uint8)
+    for start, stop in text.learned:
+        mask[:-1] |= (first < stop) & (last > start)
+    if text.ends and tokenizer.eod is not None:
+        ids, mask[-1] = [*ids, tokenizer.eod], 1
+    mask = mask[: len(ids)]
+    mask[:1] = 0
+    return np.array(ids, dtype=np.int32), mask
+
+
+def _each(paths: Sequence[Path], read: Callable[[Record], Any]) -> Iterator[tuple[str, Any]]:
+    """What `read` makes of each line, and its place; raises ValueError naming the line."""
+    for path in paths:
+        for number, record in read_records(path):
+            try:
+                found = read(record)
+            except ValueError as error:
+                raise ValueError(str(BadLine(path, number, str(error)))) from error
+            yield f"{path}, line {number}", found
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return " ".join(path.name for path in paths)

@@ -1,0 +1,298 @@
+"""What post-training minimises, as functions of tensors.
+
+Nothing here communicates or averages: a function gives a number for each token or each pair, and whoever calls it
+divides by denominators of the whole global batch (TRL's span a process, or a micro-batch), so that the result depends
+neither on the number of ranks nor on the size of micro-batches. tests/post_training compares values and gradients with
+those of TRL: DPO, reward, GRPO and RLOO of 1.16.0, PPO of 1.12.0.
+
+Legend: B rows of a micro-batch, S tokens of a row, N completions of a whole rollout, G completions of one prompt. Masks
+are fp32 of zeros and ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+PairLoss = Literal["sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down"]
+TokenLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+RewardScale = Literal["group", "batch", "none"]
+AdvantageEstimator = Literal["grpo", "rloo"]
+_ADVANTAGE_EPSILON = 1e-4  # TRL's
+_WHITEN_EPSILON = 1e-8
+
+
+class PairLosses(NamedTuple):
+    """Of DPO, each [B] fp32: the loss, with a gradient, and without one the implicit rewards of both answers."""
+
+    losses: torch.Tensor
+    chosen_rewards: torch.Tensor
+    rejected_rewards: torch.Tensor
+
+    @property
+    def margins(self) -> torch.Tensor:
+        """[B]: by how much the preferred answer's reward is the larger one."""
+        return self.chosen_rewards - self.rejected_rewards
+
+    @property
+    def accuracies(self) -> torch.Tensor:
+        """[B]: 1 where the preferred answer has the larger reward."""
+        return (self.chosen_rewards > self.rejected_rewards).float()
+
+
+def dpo_losses(
+    policy_chosen: torch.Tensor,
+    policy_rejected: torch.Tensor,
+    ref_chosen: torch.Tensor,
+    ref_rejected: torch.Tensor,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    loss_type: PairLoss = "sigmoid",
+    chosen_lengths: torch.Tensor | None = None,
+    rejected_lengths: torch.Tensor | None = None,
+) -> PairLosses:
+    """Direct preference optimization of pairs.
+
+    Args:
+        policy_chosen, policy_rejected, ref_chosen, ref_rejected: [B] sums of the log-probabilities of an answer.
+        beta: how strongly the policy is held to the reference.
+        label_smoothing: the share of labels that robust takes to be wrong; of no meaning to the others.
+        loss_type: Rafailov et al. 2023 (sigmoid), SLiC (hinge), Azar et al. 2023 (ipo), Chowdhury et al. 2024 (robust),
+            Chen et al. 2024 (nca_pair), Jung et al. 2024 (bco_pair without its running mean), Wu et al. 2024
+            (sppo_hard), D'Oosterlinck et al. 2024 (apo_zero, apo_down).
+        chosen_lengths, rejected_lengths: [B] tokens of the answers, by which ipo divides.
+    """
+    chosen, rejected = policy_chosen - ref_chosen, policy_rejected - ref_rejected
+    delta = beta * (chosen - rejected)
+    match loss_type:
+        case "sigmoid":
+            losses = -F.logsigmoid(delta)
+        case "hinge":
+            losses = torch.relu(1 - delta)
+        case "ipo":
+            assert chosen_lengths is not None
+            assert rejected_lengths is not None
+            per_token = chosen / chosen_lengths.clamp(min=1) - rejected / rejected_lengths.clamp(min=1)
+            losses = (per_token - 1 / (2 * beta)) ** 2
+        case "robust":
+            right, wrong = -F.logsigmoid(delta), -F.logsigmoid(-delta)
+            losses = ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+        case "nca_pair":
+            down = F.logsigmoid(-beta * chosen) + F.logsigmoid(-beta * rejected)
+            losses = -F.logsigmoid(beta * chosen) - 0.5 * down
+        case "bco_pair":
+            losses = -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected)
+        case "sppo_hard":
+            losses = (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
+        case "apo_zero":
+            losses = 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
+        case "apo_down":
+            losses = torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(delta)
+    return PairLosses(losses, (beta * chosen).detach(), (beta * rejected).detach())
+
+
+def reward_losses(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """[B] losses of a reward model that gives [B] scores to the answers of each pair (Bradley-Terry)."""
+    return -F.logsigmoid(chosen - rejected)
+
+
+def group_advantages(
+    rewards: torch.Tensor,
+    num_generations: int,
+    *,
+    scale: RewardScale = "group",
+    estimator: AdvantageEstimator = "grpo",
+) -> torch.Tensor:
+    """How much better each completion is than the others of its prompt.
+
+    Args:
+        rewards: [N] of the whole rollout, the G completions of a prompt beside each other; NaN where there is none.
+        num_generations: G.
+        scale: divide by the standard deviation of the group's rewards, of all N (rloo: of the differences), or by 1.
+        estimator: subtract the group's mean (grpo), or the mean of its other members, of which there is one (rloo).
+    Returns:
+        [N]; 0 for a completion without a reward, or without others to compare it with.
+    """
+    groups = rewards.view(-1, num_generations)
+    advantages = groups - groups.nanmean(dim=1, keepdim=True)
+    if estimator == "rloo":
+        count = (~groups.isnan()).sum(dim=1, keepdim=True)
+        advantages = advantages * count / (count - 1)
+    if scale == "group":
+        advantages = advantages / (_nanstd(groups) + _ADVANTAGE_EPSILON)
+    elif scale == "batch":
+        spread = _nanstd((groups if estimator == "grpo" else advantages).reshape(1, -1))
+        advantages = advantages / (spread + _ADVANTAGE_EPSILON)
+    return advantages.nan_to_num(nan=0.0).reshape(-1)
+
+
+def _nanstd(x: torch.Tensor) -> torch.Tensor:
+    """[rows, 1] standard deviations of [rows, n]; NaN of fewer than two numbers."""
+    count = (~x.isnan()).sum(dim=1, keepdim=True)
+    return ((x - x.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt()
+
+
+class TokenLosses(NamedTuple):
+    """[B, S] losses of tokens, and 1 where clipping took the gradient away."""
+
+    losses: torch.Tensor
+    clipped: torch.Tensor
+
+
+def policy_losses(
+    logps: torch.Tensor,
+    old_logps: torch.Tensor | None,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    epsilon: float,
+    epsilon_high: float | None = None,
+) -> TokenLosses:
+    """The clipped surrogate of PPO and GRPO, without an entropy or KL term; 0 outside of `mask`.
+
+    Args:
+        logps: [B, S] log-probabilities of the labels, with a gradient.
+        old_logps: [B, S] of the policy that drew them; None: the same policy, the ratio is 1.
+        advantages: [B] of rows or [B, S] of tokens.
+        mask: [B, S] the completions' tokens.
+        epsilon, epsilon_high: the ratio counts from 1 - epsilon to 1 + epsilon_high (None: epsilon).
+    """
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(1)
+    # outside of the mask a log-probability may be anything: exp of it must not become an inf that 0 turns into NaN
+    ratio = torch.where(mask > 0, logps - (logps.detach() if old_logps is None else old_logps), 0.0).exp()
+    high = epsilon if epsilon_high is None else epsilon_high
+    free, clamped = -advantages * ratio, -advantages * ratio.clamp(1 - epsilon, 1 + high)
+    return TokenLosses(torch.maximum(free, clamped) * mask, (clamped > free).float() * mask)
+
+
+def kl_to_reference(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B, S] estimates of the divergence from the reference, never negative (Schulman's k3); 0 outside of `mask`."""
+    log_ratio = torch.where(mask > 0, ref_logps - logps, 0.0)
+    return log_ratio.exp() - log_ratio - 1
+
+
+def token_weights(
+    mask: torch.Tensor,
+    loss_type: TokenLoss,
+    *,
+    num_completions: float | torch.Tensor,
+    num_tokens: float | torch.Tensor,
+    max_completion_length: int,
+) -> torch.Tensor:
+    """[B, S] weights so that the loss of an optimizer step is the sum of its tokens' losses times them.
+
+    Args:
+        mask: [B, S] the completions' tokens.
+        loss_type: grpo gives each completion the same weight, dr_grpo each token, whatever the lengths; bnpo and dapo
+            give each token its share of the step's tokens, and are the same here: TRL's bnpo counts those of one
+            process and micro-batch.
+        num_completions, num_tokens: of the whole step, over its micro-batches and all ranks.
+        max_completion_length: tokens of the longest completion that could be drawn.
+    """
+    match loss_type:
+        case "grpo":
+            return mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_completions
+        case "dr_grpo":
+            return mask / (num_completions * max_completion_length)
+        case "bnpo" | "dapo":
+            return mask / (num_tokens.clamp(min=1) if isinstance(num_tokens, torch.Tensor) else max(num_tokens, 1))
+
+
+def value_mask(mask: torch.Tensor, *, max_completion_length: int) -> torch.Tensor:
+    """Where PPO has values: the completions' tokens, and the place after a completion that ended before the limit.
+
+    Args:
+        mask: [B, S] the completions' tokens, beside each other in a row.
+        max_completion_length: a completion of so many tokens has no place after it. (TRL: the longest of a batch.)
+    """
+    after = torch.zeros_like(mask)
+    after[:, 1:] = (mask[:, :-1] > 0) & (mask[:, 1:] == 0)
+    return mask + after * (mask.sum(dim=1, keepdim=True) < max_completion_length)
+
+
+def ppo_rewards(
+    logps: torch.Tensor,
+    ref_logps: torch.Tensor,
+    scores: torch.Tensor,
+    mask: torch.Tensor,
+    values_at: torch.Tensor,
+    *,
+    kl_coef: float,
+) -> torch.Tensor:
+    """[B, S] rewards of tokens: the penalty for leaving the reference, and the score where the last value is.
+
+    Args:
+        logps, ref_logps: [B, S].
+        scores: [B] of the completions.
+        mask: [B, S] the completions' tokens.
+        values_at: [B, S] `value_mask` of them.
+    """
+    kl = torch.where(mask > 0, logps - ref_logps, 0.0)
+    following = F.pad(values_at, (0, 1))[:, 1:]
+    return -kl_coef * kl + scores.unsqueeze(1) * values_at * (1 - following)
+
+
+class Estimates(NamedTuple):
+    """[B, S] each: advantages, and the returns that values are trained towards; 0 outside of the mask."""
+
+    advantages: torch.Tensor
+    returns: torch.Tensor
+
+
+def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lam: float) -> Estimates:
+    """Generalized advantage estimation along rows; PPO then whitens the advantages of the completions' tokens.
+
+    Args:
+        rewards, values: [B, S].
+        mask: [B, S] `value_mask`; after its last place a row is worth nothing.
+    """
+    values = values * mask
+    following, advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    advantages = torch.zeros_like(values)
+    for place in reversed(range(values.shape[1])):
+        delta = rewards[:, place] + gamma * following - values[:, place]
+        advantage = (delta + gamma * lam * advantage) * mask[:, place]
+        advantages[:, place], following = advantage, values[:, place]
+    return Estimates(advantages, advantages + values)
+
+
+def whiten(
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums,
+    shift_mean: bool = True,
+) -> torch.Tensor:
+    """`x` with variance 1 (and mean 0) over the masked places of the whole rollout batch; 0 outside of `mask`.
+
+    Args:
+        x, mask: [B, S] of this rank.
+        sum_over_ranks: sums an fp64 tensor over the ranks that hold other rows (TRL whitens each process alone).
+        shift_mean: False keeps the mean.
+    """
+    x64, mask64 = x.double(), mask.double()
+    sums = sum_over_ranks(torch.stack((mask64.sum(), (x64 * mask64).sum(), (x64.square() * mask64).sum())))
+    count, mean = sums[0], sums[1] / sums[0].clamp(min=1)
+    variance = (sums[2] - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)
+    whitened = (x64 - mean) * torch.rsqrt(variance + _WHITEN_EPSILON)
+    return ((whitened if shift_mean else whitened + mean) * mask64).to(x.dtype)
+
+
+def clipped_value_losses(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, *, cliprange_value: float
+) -> TokenLosses:
+    """PPO's losses of values that may move by `cliprange_value` from the old ones; 0 outside of `mask`.
+
+    Args:
+        values: [B, S], with a gradient.
+        old_values, returns: [B, S].
+        mask: [B, S] `value_mask`.
+    """
+    near = torch.minimum(torch.maximum(values, old_values - cliprange_value), old_values + cliprange_value)
+    free, clamped = (values - returns).square(), (near - returns).square()
+    return TokenLosses(0.5 * torch.maximum(free, clamped) * mask, (clamped > free).float() * mask)

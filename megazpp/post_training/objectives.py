@@ -1,0 +1,229 @@
+"""The objectives: a micro-batch to its share of the step's loss, and the step's metrics under TRL's names.
+
+    sft     pretraining's own `LanguageModelLoss`
+    reward  PreferenceLoss with scores of the scalar head
+    dpo     PreferenceLoss with log-probabilities, and the reference's
+    grpo    PolicyLoss
+    ppo     PolicyLoss with the value head's loss beside the policy's
+
+The formulas are in losses.py; what is here is the forward, the denominators of the whole step, and what is logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from megazpp.model.gpt import GPTModel, TokenOutputs
+from megazpp.parallel.dims import ParallelDims
+from megazpp.post_training.batch import PairBatch, RolloutBatch
+from megazpp.post_training.config import PostTrainingConfig
+from megazpp.post_training.losses import (
+    clipped_value_losses,
+    dpo_losses,
+    kl_to_reference,
+    policy_losses,
+    reward_losses,
+    token_weights,
+)
+
+
+class Scorer(Protocol):
+    """A reference that says log-probabilities of labels."""
+
+    def logps(self, batch: PairBatch | RolloutBatch) -> torch.Tensor:
+        """[B, S] fp32 log-probabilities of the labels at the run's temperature, without a gradient."""
+
+
+class StepSums:
+    """Sums over the micro-batches and data ranks of one step, for means: name -> sum and count."""
+
+    def __init__(self, dims: ParallelDims) -> None:
+        self._dims = dims
+        self.clear()
+
+    def clear(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._largest: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, values: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Count `values` in the mean of that name, those of `mask` if it is given."""
+        weights = torch.ones_like(values) if mask is None else mask
+        pair = torch.stack(((values.detach() * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)))
+        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+
+    def largest(self, name: str, value: torch.Tensor) -> None:
+        """The largest `value` of all."""
+        value = value.detach().double()
+        self._largest[name] = torch.maximum(self._largest[name], value) if name in self._largest else value
+
+    def means(self) -> dict[str, float]:
+        """All of them, on all ranks; waits for the device."""
+        found: dict[str, float] = {}
+        if self._sums:
+            totals = self._dims.sum_over_data_(torch.stack(list(self._sums.values()))).tolist()
+            found |= {name: s / n if n else 0.0 for name, (s, n) in zip(self._sums, totals, strict=True)}
+        if self._largest:
+            values = self._dims.world.max_(torch.stack(list(self._largest.values()))).tolist()
+            found |= dict(zip(self._largest, values, strict=True))
+        return found
+
+
+class PreferenceLoss:
+    """Pairs of answers: the mean over all pairs of the step.
+
+    Args:
+        reference: for dpo where batches come without the reference's log-probabilities.
+    """
+
+    def __init__(self, config: PostTrainingConfig, dims: ParallelDims, reference: Scorer | None = None) -> None:
+        self._config, self._dims, self._reference = config, dims, reference
+        self._sums, self._pairs = StepSums(dims), 1.0
+
+    def begin_step(self, batches: Sequence[PairBatch]) -> None:
+        self._pairs = self._dims.data_size * sum(len(batch.tokens) // 2 for batch in batches)
+        self._sums.clear()
+
+    def loss(self, model: GPTModel, batch: PairBatch) -> torch.Tensor:
+        losses = self._reward(model, batch) if self._config.objective == "reward" else self._dpo(model, batch)
+        return losses.sum() / self._pairs
+
+    def metrics(self) -> Mapping[str, float]:
+        return self._sums.means()
+
+    def _reward(self, model: GPTModel, batch: PairBatch) -> torch.Tensor:
+        outputs: TokenOutputs = model(batch.tokens, position_ids=batch.position_ids, with_values=True)
+        assert outputs.values is not None
+        chosen, rejected = scores_of(outputs.values, batch.loss_mask).chunk(2)
+        self._sums.add("accuracy", (chosen > rejected).float())
+        self._sums.add("margin", chosen - rejected)
+        self._sums.add("mean_reward", torch.cat((chosen, rejected)))
+        return reward_losses(chosen, rejected)
+
+    def _dpo(self, model: GPTModel, batch: PairBatch) -> torch.Tensor:
+        reference = batch.ref_logps
+        if reference is None:
+            assert self._reference is not None, "dpo needs a reference"
+            reference = (self._reference.logps(batch) * batch.loss_mask).sum(dim=1)
+        losses = model(batch.tokens, batch.labels, position_ids=batch.position_ids)
+        logps, lengths = -(losses * batch.loss_mask).sum(dim=1), batch.loss_mask.sum(dim=1)
+        found = dpo_losses(
+            *logps.chunk(2),
+            *reference.chunk(2),
+            beta=self._config.beta_or_default,
+            label_smoothing=self._config.label_smoothing,
+            loss_type=self._config.loss,
+            chosen_lengths=lengths.chunk(2)[0],
+            rejected_lengths=lengths.chunk(2)[1],
+        )
+        self._sums.add("rewards/chosen", found.chosen_rewards)
+        self._sums.add("rewards/rejected", found.rejected_rewards)
+        self._sums.add("rewards/margins", found.margins)
+        self._sums.add("rewards/accuracies", found.accuracies)
+        for name, part in zip(("chosen", "rejected"), logps.chunk(2), strict=True):
+            self._sums.add(f"logps/{name}", part)
+        return found.losses
+
+
+class PolicyLoss:
+    """Drawn completions: the clipped surrogate of GRPO or PPO.
+
+    Args:
+        temperature: that the completions were drawn at.
+        rollout_metrics: what is known of them before the step.
+    """
+
+    def __init__(
+        self,
+        config: PostTrainingConfig,
+        dims: ParallelDims,
+        *,
+        temperature: float,
+        rollout_metrics: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        self._config, self._dims, self._temperature = config, dims, temperature
+        self._rollout_metrics, self._sums = rollout_metrics, StepSums(dims)
+        self._completions, self._tokens, self._values = (torch.tensor(1.0) for _ in range(3))
+
+    def begin_step(self, batches: Sequence[RolloutBatch]) -> None:
+        counts = [
+            torch.stack([mask.sum(dtype=torch.float64) for mask in (batch.loss_mask, _value_mask(batch))])
+            for batch in batches
+        ]
+        self._tokens, self._values = self._dims.sum_over_data_(torch.stack(counts).sum(dim=0)).float().clamp(min=1.0)
+        self._completions = self._tokens.new_tensor(self._dims.data_size * sum(len(batch.tokens) for batch in batches))
+        self._sums.clear()
+
+    def loss(self, model: GPTModel, batch: RolloutBatch) -> torch.Tensor:
+        config, mask = self._config, batch.loss_mask
+        assert batch.advantages is not None
+        outputs: TokenOutputs = model(
+            batch.tokens,
+            batch.labels,
+            position_ids=batch.position_ids,
+            temperature=self._temperature,
+            with_entropy=True,
+            with_values=config.objective == "ppo",
+        )
+        assert outputs.losses is not None
+        assert outputs.entropy is not None
+        logps, ppo = -outputs.losses, config.objective == "ppo"
+        policy = policy_losses(
+            logps,
+            batch.old_logps,
+            batch.advantages,
+            mask,
+            epsilon=config.cliprange if ppo else config.epsilon,
+            epsilon_high=None if ppo else config.epsilon_high,
+        )
+        self._sums.add("entropy", outputs.entropy, mask)
+        self._sums.add("clip_ratio", policy.clipped, mask)
+        if batch.sampling_logps is not None:  # which the policy had before its first update
+            drawn_by = logps if batch.old_logps is None else batch.old_logps
+            difference = ((drawn_by - batch.sampling_logps) * mask).abs()
+            self._sums.add("sampling_logp_difference/mean", difference, mask)
+            self._sums.largest("sampling_logp_difference/max", difference.max())
+        if ppo:
+            return self._ppo(policy.losses, outputs, batch)
+        losses = policy.losses
+        if batch.ref_logps is not None:
+            kl = kl_to_reference(logps, batch.ref_logps, mask)
+            losses = losses + config.beta_or_default * kl
+            self._sums.add("kl", kl, mask)
+        weights = token_weights(
+            mask,
+            config.loss,
+            num_completions=self._completions,
+            num_tokens=self._tokens,
+            max_completion_length=config.max_completion_length,
+        )
+        return (losses * weights).sum()
+
+    def metrics(self) -> Mapping[str, float]:
+        return {**self._rollout_metrics(), **self._sums.means()}
+
+    def _ppo(self, policy: torch.Tensor, outputs: TokenOutputs, batch: RolloutBatch) -> torch.Tensor:
+        assert outputs.values is not None
+        assert batch.values is not None
+        assert batch.returns is not None
+        at = _value_mask(batch)
+        values = clipped_value_losses(
+            outputs.values, batch.values, batch.returns, at, cliprange_value=self._config.cliprange_value
+        )
+        self._sums.add("loss/policy_avg", policy, batch.loss_mask)
+        self._sums.add("loss/value_avg", values.losses, at)
+        self._sums.add("val/clipfrac_avg", values.clipped, at)
+        return policy.sum() / self._tokens + self._config.vf_coef * values.losses.sum() / self._values
+
+
+def scores_of(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B]: the value [B, S] of each whole row; `mask` [B, S] has the places before the tokens of the answer."""
+    places = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask > 0, places, 0).amax(dim=1) + 1  # the place of the answer's last token
+    return values.gather(1, last.clamp(max=mask.shape[1] - 1).unsqueeze(1)).squeeze(1)
+
+
+def _value_mask(batch: RolloutBatch) -> torch.Tensor:
+    return batch.loss_mask if batch.value_mask is None else batch.value_mask

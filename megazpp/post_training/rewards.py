@@ -1,0 +1,168 @@
+"""Reward functions: Python callables that judge completions.
+
+`f(prompts, completions, **columns)` gives a list of numbers, one for each completion, or None where it has no opinion
+(TRL's contract). Prompts are as the data has them, a string or a list of messages; completions are strings, or after a
+list of messages a list of one message of the assistant's. `columns` are the other columns of the data, each a list; a
+function without `**` is given those that it names. All are passed by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megazpp.flags import flag
+from megazpp.post_training.examples import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """What completions are judged by."""
+
+    reward_funcs: tuple[str, ...] = flag(
+        (),
+        "functions f(prompts, completions, **columns) -> list of numbers: module:function or file.py:function",
+        nargs="*",
+    )
+    reward_weights: tuple[float, ...] | None = flag(
+        None, "weight of each of --reward-funcs in the reward (default: 1 each)", nargs="+"
+    )
+
+    def __post_init__(self) -> None:
+        for value in self.reward_funcs:
+            module, _, name = value.rpartition(":")
+            if not module or not name.isidentifier():
+                raise ValueError(f"--reward-funcs {value} is not module:function or file.py:function")
+        if len(set(self.reward_funcs)) < len(self.reward_funcs):
+            raise ValueError(f"--reward-funcs {' '.join(self.reward_funcs)} names a function twice")
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
+            raise ValueError(
+                f"--reward-weights {' '.join(map(str, self.reward_weights))} has {len(self.reward_weights)} weights for"
+                f" the {len(self.reward_funcs)} of --reward-funcs"
+            )
+
+
+class RewardFunction(NamedTuple):
+    """A function of --reward-funcs, by the name that metrics have: its own, or the flag's where two share that."""
+
+    name: str
+    function: Callable[..., Sequence[float | None]]
+
+
+def load_reward_functions(config: RewardConfig) -> list[RewardFunction]:
+    """Import the functions of --reward-funcs.
+
+    Raises:
+        ValueError: a module is missing or fails, or it has no such function.
+    """
+    functions = [(value, _load(value)) for value in config.reward_funcs]
+    names = [value.rpartition(":")[2] for value, _ in functions]
+    return [
+        RewardFunction(name if names.count(name) == 1 else value, function)
+        for name, (value, function) in zip(names, functions, strict=True)
+    ]
+
+
+def judge(functions: Sequence[RewardFunction], prompts: Sequence[Prompt], completions: Sequence[str]) -> torch.Tensor:
+    """[N, number of functions] fp64 rewards of the completions of N prompts; NaN where a function gives None.
+
+    Raises:
+        ValueError: a function fails or does not give a number for each; the function and the sample are named.
+    """
+    values = [
+        [{"role": "assistant", "content": text}] if isinstance(prompt.value, list) else text
+        for prompt, text in zip(prompts, completions, strict=True)
+    ]
+    columns = [_call(each, prompts, values) for each in functions]
+    return torch.tensor(columns, dtype=torch.float64).reshape(len(functions), len(prompts)).t().contiguous()
+
+
+def total_rewards(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
+    """[N] weighted sums of [N, number of functions] rewards without the NaN; NaN where there is nothing else.
+
+    Args:
+        weights: of the functions; None for 1 each.
+    """
+    weighted = rewards if weights is None else rewards * rewards.new_tensor(weights)
+    return weighted.nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
+
+
+def _load(value: str) -> Callable[..., Any]:
+    module_name, _, name = value.rpartition(":")
+    path = Path(module_name).expanduser()
+    try:
+        if path.suffix == ".py":
+            if not path.is_file():
+                raise ValueError("there is no such file")
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the module does when it is imported
+        how = "" if path.suffix == ".py" else f" (a file is given as {path}.py:{name})"
+        raise ValueError(f"--reward-funcs {value}: cannot import it: {type(error).__name__}: {error}{how}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"--reward-funcs {value}: {module_name} has no function {name}")
+    return function
+
+
+def _call(each: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Any]) -> list[float]:
+    try:
+        rewards = list(each.function(**_arguments(each, prompts, completions)))
+    except Exception as error:
+        place = _first_failure(each, prompts, completions)
+        raise ValueError(f"reward function {each.name} failed at {place}: {type(error).__name__}: {error}") from error
+    if len(rewards) != len(prompts):
+        raise ValueError(
+            f"reward function {each.name} gave {len(rewards)} rewards for {len(prompts)} completions,"
+            f" of {_places(prompts)}"
+        )
+    return [_number(each, value, prompt) for value, prompt in zip(rewards, prompts, strict=True)]
+
+
+def _arguments(each: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Any]) -> dict[str, list[Any]]:
+    names = list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
+    found: dict[str, list[Any]] = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+    found |= {"prompts": [prompt.value for prompt in prompts], "completions": list(completions)}
+    parameters: Mapping[str, inspect.Parameter] = inspect.signature(each.function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return found
+    return {name: values for name, values in found.items() if name in parameters}
+
+
+def _first_failure(each: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Any]) -> str:
+    """Where the first sample is from at which the function fails alone, else where all are from."""
+    for prompt, completion in zip(prompts, completions, strict=True):
+        try:
+            each.function(**_arguments(each, [prompt], [completion]))
+        except Exception:
+            return f"{prompt.place}, completion {completion!r:.200}"
+    return _places(prompts)
+
+
+def _places(prompts: Sequence[Prompt]) -> str:
+    return f"{prompts[0].place} to {prompts[-1].place}" if prompts else "no prompts"
+
+
+def _number(each: RewardFunction, value: Any, prompt: Prompt) -> float:
+    if value is None:
+        return math.nan
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"reward function {each.name} gave {value!r:.80}, not a finite number, for {prompt.place}")
+    return number

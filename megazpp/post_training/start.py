@@ -1,0 +1,174 @@
+"""What a post-training begins with: flags that a checkpoint answers, defaults of the objective, and all checks.
+
+--load PRETRAINED --save MINE    the weights alone, of any checkpoint
+--load MINE --save MINE          goes on with everything, bit for bit
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
+from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.read import LoadSource, choose_source, peek
+from megazpp.checkpoint.record import RunRecord, check_same_model
+from megazpp.checkpoint_flags import with_checkpoint_flags
+from megazpp.flags import DEFAULT
+from megazpp.post_training.config import DEFAULT_RATE, PostTrainingConfig
+from megazpp.post_training.examples import DataFormatConfig
+from megazpp.post_training.lora import LoraConfig
+from megazpp.post_training.rewards import RewardConfig
+from megazpp.training.batches import BatchPlan
+
+LONGEST = 1024  # TRL's --max-length, where the model has so many positions
+TAKEN = ("model", "tokenizer", "precision")  # of a pretraining's flags
+
+
+class PostConfigs(NamedTuple):
+    """The configs that post-training has beside those of a run."""
+
+    training: PostTrainingConfig
+    form: DataFormatConfig
+    rewards: RewardConfig
+    lora: LoraConfig
+
+
+EXTRA: tuple[type, ...] = (PostTrainingConfig, DataFormatConfig, RewardConfig, LoraConfig)
+
+
+class Start(NamedTuple):
+    """A command line with all that follows from it and from the checkpoint."""
+
+    parsed: ParsedRun
+    source: LoadSource
+    earlier: RunRecord
+
+
+def post_configs(parsed: ParsedRun) -> PostConfigs:
+    return PostConfigs(*parsed.extra)
+
+
+def parse_post_training(argv: Sequence[str], script_dir: Path, description: str) -> ParsedRun:
+    """Read the command line of tools/post_train.py; errors as of `parse_run_config`."""
+    return parse_run_config(
+        argv, script_dir, program="post_train.py", description=description, extra=EXTRA, default_file=None
+    )
+
+
+def find_start(parsed: ParsedRun, *, restarted: bool) -> Start:
+    """Complete `parsed` from the checkpoint and the objective's defaults.
+
+    Args:
+        restarted: a fault ended an earlier attempt of this job.
+    Raises:
+        ValueError: --objective or --load is missing, there is no checkpoint, or flags contradict it.
+    """
+    config, post = parsed.config, post_configs(parsed).training
+    if post.objective is None:
+        raise ValueError("--objective is missing: sft, reward, dpo, grpo or ppo")
+    given = config.checkpoint
+    if given.load is None:
+        raise ValueError("--load is missing: the folder of checkpoints that post-training begins with")
+    if not _same_folder(given.load, given.save):  # what a restarted job has saved comes first anyway
+        given = dataclasses.replace(given, finetune=True)
+    source = choose_source(given, restarted=restarted)
+    earlier = peek(source)
+    if source is None or earlier is None:
+        raise ValueError(f"--load {given.load} has no checkpoint")
+    parsed = parsed._replace(config=dataclasses.replace(config, checkpoint=given))
+    parsed = with_checkpoint_flags(parsed, earlier, source.folder, TAKEN)
+    check_same_model(earlier.flags, parsed.config.model, source.folder.path)
+    return Start(_completed(parsed, source, earlier), source, earlier)
+
+
+def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan) -> None:
+    """Raises ValueError, by flags and values, for what lies between these configs and those of a run."""
+    post, form = configs.training, configs.form
+    if config.data.mock_data or config.data.text_path:
+        raise ValueError("--text-path and --mock-data are for pretraining: give JSON lines or Parquet (--data-path)")
+    for path in (*train_paths(config), *config.data.valid_data_path, *config.data.test_data_path):
+        if not Path(path).expanduser().is_file():
+            raise ValueError(f"{path} is not a file: post-training reads JSON lines or Parquet")
+    if form.packing and post.objective != "sft":
+        raise ValueError(f"--packing is for --objective sft, not {post.objective}")
+    if not post.draws:
+        if configs.rewards.reward_funcs or post.reward_load:
+            raise ValueError(f"--reward-funcs and --reward-load are for grpo and ppo, not --objective {post.objective}")
+        return
+    if not (configs.rewards.reward_funcs or post.reward_load):
+        raise ValueError(f"--objective {post.objective} needs --reward-funcs or --reward-load")
+    if config.batches.rampup_batch_size is not None:
+        raise ValueError(f"--rampup-batch-size: completions of --objective {post.objective} do not ramp up")
+    if config.sample.sample_temperature == 0.0:
+        raise ValueError("--sample-temperature 0.0: the most likely token alone has nothing to be compared with")
+    if not post.max_completion_length < form.max_length:
+        raise ValueError(
+            f"--max-completion-length {post.max_completion_length} leaves no room for a prompt in --max-length "
+            f"{form.max_length}"
+        )
+    size = plan.global_batch_size
+    if size * post.slices % post.group_size:
+        raise ValueError(
+            f"--global-batch-size {size} x --steps-per-generation {post.slices} is not divisible by --num-generations "
+            f"{post.group_size}"
+        )
+
+
+def train_paths(config: RunConfig) -> tuple[str, ...]:
+    """The files of the training data."""
+    return config.data.train_data_path or config.data.data_path
+
+
+def _same_folder(load: str, save: str | None) -> bool:
+    return save is not None and Path(load).expanduser().resolve() == Path(save).expanduser().resolve()
+
+
+def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> ParsedRun:
+    """With defaults of the objective, and with the names of the models beside the policy."""
+    config, (post, form, rewards, lora) = parsed.config, post_configs(parsed)
+    assert post.objective is not None
+    if "seq_length" in parsed.origins:
+        raise ValueError(f"--seq-length {config.data.seq_length}: post-training has --max-length")
+    if "max_length" not in parsed.origins:
+        form = dataclasses.replace(form, max_length=min(LONGEST, config.model.max_position_embeddings or LONGEST))
+    free = {
+        "lr": DEFAULT_RATE[post.objective],
+        "weight_decay": 0.0,
+        "sample_temperature": 1.0,
+        "sample_top_k": 0,
+        "sample_top_p": 1.0,
+        "ref_load": str(source.folder.path.resolve()),
+        "ref_ckpt_step": earlier.progress.iteration,
+    }
+    if source.continues:  # the reference is what this training began with
+        names = ("ref_load", "ref_ckpt_step", "ref_checksum")
+        free |= {name: earlier.flags[name] for name in names if name in earlier.flags}
+    if post.ref_load is not None:
+        if lora.lora_r is not None:
+            raise ValueError(f"--ref-load {post.ref_load}: with --lora-r the reference is the base without adapters")
+        free.pop("ref_ckpt_step")
+    values: dict[str, Any] = {name: value for name, value in free.items() if name not in parsed.origins}
+    fixed = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": form.max_length}
+    origins = dict.fromkeys(values, f"{DEFAULT} of {post.objective}")
+    parts = {
+        name: _with(getattr(config, name), values | fixed)
+        for name in ("schedule", "optimizer", "sample", "model", "data")
+    }
+    return parsed._replace(
+        config=dataclasses.replace(config, **parts),
+        extra=(_with(post, values), form, rewards, lora),
+        origins=parsed.origins | origins,
+    )
+
+
+def _with(part: Any, values: dict[str, Any]) -> Any:
+    names = {field.name for field in dataclasses.fields(part)}
+    return dataclasses.replace(part, **{name: value for name, value in values.items() if name in names})
+
+
+def reference_folder(post: PostTrainingConfig) -> CheckpointFolder:
+    assert post.ref_load is not None
+    return CheckpointFolder(post.ref_load, "--ref-load")

@@ -1,0 +1,267 @@
+"""The parts of a post-training: pretraining's, with other data, another objective, and frozen models beside."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazpp.arguments import ParsedRun
+from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.read import LoadSource, Resumed, find_weights
+from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.together import open_axis
+from megazpp.checks import RunPlan
+from megazpp.data.dataset import Splits, cache_dir
+from megazpp.data.loader import BatchLoader
+from megazpp.errors import user_errors
+from megazpp.optim.schedule import Schedule
+from megazpp.parallel.worker import Worker
+from megazpp.post_training.chat import load_chat_template
+from megazpp.post_training.data import (
+    PreferenceDataset,
+    PromptDataset,
+    SupervisedDataset,
+    make_pair_batch,
+    make_supervised_batch,
+)
+from megazpp.post_training.evaluate import ObjectiveEvaluator
+from megazpp.post_training.examples import read_pairs, read_prompts, read_supervised
+from megazpp.post_training.lora import AdaptedPolicy, load_adapted, save_adapter
+from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss, Scorer
+from megazpp.post_training.reference import BaseModel, FrozenModel, FrozenPlace, load_frozen, reference_logps
+from megazpp.post_training.rewards import load_reward_functions
+from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader, Shown
+from megazpp.post_training.sampler import PolicySampler
+from megazpp.post_training.start import post_configs, reference_folder, train_paths
+from megazpp.trainer import ObjectiveSetup, Trainer
+from megazpp.training.context import RunContext
+from megazpp.training.objective import LanguageModelLoss, Objective
+from megazpp.training.recorder import Validation
+from megazpp.training.setup import Built, ModelSpec
+from megazpp.training.step import Loader
+from megazpp.training.stopping import StopConditions
+from megazpp.training.tracking import Tracker
+from megazpp.zero.freeze import frozen_axis
+
+
+class PostTrainer(Trainer):
+    """The same for all objectives; see start.py for the flags."""
+
+    def __init__(self, parsed: ParsedRun, plan: RunPlan, run: RunContext, tracker: Tracker | None) -> None:
+        self.post, self.form, self.rewards, self.lora = post_configs(parsed)
+        self._adapted: AdaptedPolicy | None = None
+        self.rollouts: RolloutLoader | None = None
+        self._known_logps: torch.Tensor | None = None
+        super().__init__(parsed, plan, run, tracker)
+        if self.post.draws:
+            self.recorder.validation_metric = "reward"
+
+    def open_data(self) -> Splits[Any]:
+        data, iterations = self.config.data, self.plan.batches.total_iterations
+        template = load_chat_template(self.form.chat_template, self.tokenizer)
+        held_out = self.config.evaluation.eval_iters * self.plan.batches.global_batch_size
+        wanted = self.plan.batches.total_samples
+        if self.post.draws:  # whole generations
+            per_generation = self.post.slices * self.plan.batches.global_batch_size // self.post.group_size
+            wanted = -(-iterations // (self.post.slices * self.post.passes)) * per_generation
+        files = Splits(train_paths(self.config), data.valid_data_path, data.test_data_path)
+        counts = Splits(wanted, held_out, held_out)
+        return Splits(
+            *(
+                None if not paths or count == 0 else self._open(paths, template, count, use)
+                for use, paths, count in zip(Splits._fields, files, counts, strict=True)
+            )
+        )
+
+    def model_spec(self) -> ModelSpec:
+        return dataclasses.replace(super().model_spec(), scalar_head=self.post.objective in ("reward", "ppo"))
+
+    def open_model(self) -> Built:
+        if self.lora.lora_r is None:
+            return super().open_model()
+        source, record = find_weights(reference_folder(self.post), self.post.ref_ckpt_step)
+        dims, device, axis, files = self._frozen_place
+        self._adapted = load_adapted(
+            self.model_spec(),
+            self.lora,
+            dims,
+            axis,
+            device,
+            source,
+            record,
+            files,
+            trained=lambda name: name.startswith("scalar_head."),
+            say=self.run.log,
+        )
+        found, wanted = self._adapted.settings.checksum, self.post.ref_checksum
+        if wanted not in (None, found):
+            raise ValueError(
+                f"the base {source.folder.path} has checksum {found}, the adapters were trained on {wanted}"
+            )
+        return self._adapted.built
+
+    def flags(self) -> dict[str, Any]:
+        base = {} if self._adapted is None else {"ref_checksum": self._adapted.settings.checksum}
+        return super().flags() | base
+
+    def load(self, source: LoadSource | None) -> Resumed | None:
+        if self._adapted is None or source is None or source.continues:
+            return super().load(source)
+        with user_errors():
+            self.checkpoints.open()  # the base has been read, adapters begin anew
+        where = source.folder.of(self.post.ref_ckpt_step or 0)
+        return Resumed(TrainingProgress(), self.plan.schedule, where)
+
+    def train(
+        self, start: TrainingProgress, schedule: Schedule, stops: StopConditions, worker: Worker
+    ) -> TrainingProgress:
+        if self.post.eval_on_start and start.iteration == 0 and self.validation is not None:
+            self.recorder.validate(self.validation, start)
+        return super().train(start, schedule, stops, worker)
+
+    def finish(self, progress: TrainingProgress, *, evaluate: bool) -> None:
+        super().finish(progress, evaluate=evaluate)
+        if self._adapted is not None and self.config.checkpoint.save is not None:
+            folder = Path(self.config.checkpoint.save).expanduser() / "adapter"
+            if self.run.dims.world.rank == 0:
+                folder.mkdir(exist_ok=True)
+            save_adapter(self._adapted, folder, self.run.dims)
+            self.run.log(f"adapters as PEFT has them: {folder}")
+
+    def open_objective(self) -> ObjectiveSetup:
+        post, dims, temperature = self.post, self.run.dims, self.config.sample.sample_temperature
+        reference = self._open_reference() if post.needs_reference else None
+        self._objective: Objective
+        if post.objective == "sft":
+            self._objective = LanguageModelLoss(dims)
+        elif not post.draws:
+            if reference is not None and post.precompute_ref_log_probs and self.datasets.train is not None:
+                self._known_logps = self._precomputed(reference, self.datasets.train)
+                if self.datasets.valid is self.datasets.test is None:
+                    reference = None  # nobody will ask it again
+            self._objective = PreferenceLoss(post, dims, reference)
+        else:
+            self.rollouts = self._open_rollouts(reference)
+            self._objective = PolicyLoss(post, dims, temperature=temperature, rollout_metrics=self.rollouts.metrics)
+        return ObjectiveSetup(self._objective, self.rollouts)
+
+    def open_batches(self, dataset: Any, *, ramp_up: bool) -> AbstractContextManager[Loader]:
+        return self.rollouts or self._open_loader(dataset, ramp_up=ramp_up, known_logps=self._known_logps)
+
+    def open_evaluator(self, dataset: Any) -> Validation:
+        iterations, size = self.config.evaluation.eval_iters, self.plan.batches.global_batch_size
+        if self.rollouts is not None:
+            return RewardEvaluator(self.rollouts, dataset, iterations=iterations, batch_size=size)
+        loader = self._open_loader(dataset, ramp_up=False)
+        return ObjectiveEvaluator(
+            *self.built, self._objective, loader, self.run, iterations=iterations, batch_size=size
+        )
+
+    def held_out_entropy(self) -> None:
+        """Nothing here is a text of its own."""
+
+    def _open(self, paths: tuple[str, ...], template: Any, count: int, use: str) -> Any:
+        files, log = [Path(path).expanduser() for path in paths], self.run.log
+        seed = self.config.launch.seed if use == "train" else None  # held-out data in the order of the files
+        if self.post.draws:
+            longest = self.form.max_length - self.post.max_completion_length
+            prompts = read_prompts(files, self.tokenizer, template, max_prompt_length=longest)
+            log(f"{use}: {len(prompts):,} prompts")
+            return PromptDataset(prompts, num_samples=count, seed=seed)
+        read = read_supervised if self.post.objective == "sft" else read_pairs
+        examples = read(files, self.tokenizer, template, self.form, cache_dir=cache_dir(self.config.data), log=log)
+        options: dict[str, Any] = {
+            "num_samples": count,
+            "seed": seed,
+            "max_length": self.form.max_length,
+            "pad": self.tokenizer.eod or 0,
+        }
+        if self.post.objective == "sft":
+            return SupervisedDataset(examples, **options, packing=self.form.packing)
+        return PreferenceDataset(examples, **options)
+
+    def _open_loader(self, dataset: Any, *, ramp_up: bool, known_logps: torch.Tensor | None = None) -> BatchLoader:
+        plan, dims = self.plan.batches, self.run.dims
+        return BatchLoader(
+            dataset,
+            micro_batch_size=plan.micro_batch_size,
+            data_rank=dims.data_rank,
+            data_size=dims.data_size,
+            make_batch=functools.partial(make_supervised_batch, packing=self.form.packing)
+            if self.post.objective == "sft"
+            else functools.partial(make_pair_batch, ref_logps=known_logps),
+            device=self.run.device,
+            num_workers=self.config.data.num_workers,
+            batch_size_at=plan.batch_size_at if ramp_up else None,
+        )
+
+    def _open_rollouts(self, reference: Scorer | None) -> RolloutLoader:
+        post, plan = self.post, self.plan.batches
+        reward_model = None
+        if post.reward_load is not None:
+            reward_model = self._frozen(CheckpointFolder(post.reward_load, "--reward-load"), None, True)
+        sampler = PolicySampler(
+            *self.built,
+            self.run.dims,
+            self.tokenizer,
+            config=dataclasses.replace(self.config.sample, sample_tokens=post.max_completion_length),
+            functions=load_reward_functions(self.rewards),
+            seed=self.config.launch.seed,
+            at_once=post.rollouts_at_once,
+            base=None if self._adapted is None else self._adapted.base,
+        )
+        return RolloutLoader(
+            sampler,
+            self.datasets.train,
+            post,
+            reward_weights=self.rewards.reward_weights,
+            reference=reference,
+            reward_model=reward_model,
+            max_length=self.form.max_length,
+            global_batch_size=plan.global_batch_size,
+            micro_batch_size=plan.micro_batch_size,
+            show=self._show,
+        )
+
+    def _open_reference(self) -> FrozenModel | BaseModel:
+        if self._adapted is not None:
+            temperature = self.config.sample.sample_temperature if self.post.draws else 1.0
+            return BaseModel(self.built.model, temperature=temperature)
+        return self._frozen(reference_folder(self.post), self.post.ref_ckpt_step, False)
+
+    def _frozen(self, folder: CheckpointFolder, iteration: int | None, scalar_head: bool) -> FrozenModel:
+        return load_frozen(
+            dataclasses.replace(super().model_spec(), scalar_head=scalar_head),
+            self._frozen_place,
+            folder,
+            iteration,
+            temperature=self.config.sample.sample_temperature if self.post.draws else 1.0,
+            say=self.run.log,
+        )
+
+    @functools.cached_property
+    def _frozen_place(self) -> FrozenPlace:
+        dims = self.run.dims
+        return FrozenPlace(dims, self.run.device, frozen_axis(dims), open_axis(dims))
+
+    def _precomputed(self, reference: Scorer, dataset: PreferenceDataset) -> torch.Tensor:
+        self.run.log(f"the reference's log-probabilities of {dataset.num_pairs:,} pairs are computed")
+        size, dims = self.plan.batches.micro_batch_size, self.run.dims
+        return reference_logps(reference, dataset, dims, self.run.device, micro_batch_size=size)
+
+    def _show(self, iteration: int, completions: list[Shown]) -> None:
+        """Some completions of a generation, to the run folder, and with a log line to the console."""
+        if self.run.folder is not None:
+            for shown in completions:
+                self.run.folder.append("completions.jsonl", {"iteration": iteration, **shown._asdict()})
+        if iteration % self.config.tracking.log_interval == 0 or iteration == 1:
+            for shown in completions:
+                rewards = ", ".join(f"{name} {value:g}" for name, value in shown.rewards.items())
+                self.run.log(
+                    f"completion at iteration {iteration} ({rewards}): {shown.prompt!r} -> {shown.completion!r}"
+                )

@@ -1,0 +1,134 @@
+"""LoRA beside tensor-parallel linear layers: y + scale (x A) B, of which only A and B are trained.
+
+r the rank, T ranks of the tp axis. What the base layer splits, its adapter splits, and the small matrix in between is
+whole on every rank; its gradient there is a part of the sum, which one all-reduce completes:
+
+| beside       | A            | B            | x A on a rank         | gradient summed over tp |
+|--------------|--------------|--------------|-----------------------|-------------------------|
+| column       | [in, r]      | [out / T, r] | whole                 | A's                     |
+| row          | [in / T, r]  | [out, r]     | a part of the sum     | B's                     |
+
+A row-parallel layer sums over tp behind the adapter, so the parts need no collective of their own. The same holds with
+sequence parallelism, where a column's input has been gathered and a row's output is scattered. A is stored transposed,
+so that ZeRO shards its long side. Source: LoRA (arXiv 2106.09685); initial values have the variance of PEFT's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.parameters import ParameterSpec, local
+from megazpp.tensor_parallel.regions import sum_gradients
+
+
+class Adapter(nn.Module):
+    """What is added to the product of a linear layer.
+
+    Attributes:
+        enabled: whether it is; see `adapters_off`.
+    """
+
+    enabled = True
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` computes what it would without its adapters: with LoRA it is its own reference."""
+    adapters = [module for module in model.modules() if isinstance(module, Adapter)]
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True
+
+
+class LowRankAdapter(Adapter):
+    """[S, B, in] -> [S, B, out] as the base layer has them on this rank, to be added to its result.
+
+    Args:
+        in_features, out_features: of this tp rank.
+        rank: r.
+        scale: alpha / r.
+        row: whether the base splits its inputs; otherwise it splits its outputs.
+        dropout: of the input.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        rank: int,
+        scale: float,
+        tp: MeshAxis,
+        row: bool,
+        dropout: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.scale, self.tp, self.row, self.dropout = scale, tp, row, dropout
+        self.a = nn.Parameter(torch.empty(in_features, rank))
+        self.b = nn.Parameter(torch.empty(out_features, rank))
+        whole_inputs = in_features * (tp.size if row else 1)
+        # the variance of PEFT's uniform distribution over +-1 / sqrt(inputs); B begins at zero
+        self.specs = {"a": ParameterSpec(std=1.0 / math.sqrt(3.0 * whole_inputs), split=0 if row else None)}
+        self.specs["b"] = ParameterSpec(split=None if row else 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = local(self.a), local(self.b)
+        if self.tp.size > 1 and self.row:
+            (b,) = sum_gradients(self.tp, b)
+        elif self.tp.size > 1:
+            (a,) = sum_gradients(self.tp, a)
+        return self.product(x, a, b)
+
+    def product(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The result with these values of A and B."""
+        return F.linear(self.dropout(x) @ a, b) * self.scale
+
+
+class QkvAdapter(Adapter):
+    """Adapters of queries, keys and values, each with its own A, beside the fused column-parallel projection.
+
+    [S, B, in] -> [S, B, rows of this rank], in the fused order [group, (Q queries, key, value), D]. Collectives on tp:
+    one backward all-reduce of all A's gradients.
+
+    Args:
+        adapters: by "q", "k", "v"; the rest of the projection stays as it is.
+        groups: of this rank.
+        queries_per_group, head_size: Q, D.
+    """
+
+    def __init__(
+        self, adapters: Mapping[str, LowRankAdapter], *, groups: int, queries_per_group: int, head_size: int
+    ) -> None:
+        super().__init__()
+        for name, adapter in adapters.items():
+            self.add_module(name, adapter)
+        self.names = tuple(name for name in "qkv" if name in adapters)
+        self.groups, self.head_size = groups, head_size
+        self.heads = {"q": queries_per_group, "k": 1, "v": 1}  # of a group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        adapters: dict[str, LowRankAdapter] = {name: getattr(self, name) for name in self.names}
+        inputs = tuple(local(adapter.a) for adapter in adapters.values())
+        tp = next(iter(adapters.values())).tp
+        if tp.size > 1:
+            inputs = sum_gradients(tp, *inputs)
+        products = {
+            name: adapter.product(x, a, local(adapter.b))
+            for (name, adapter), a in zip(adapters.items(), inputs, strict=True)
+        }
+        parts = []
+        for name, heads in self.heads.items():
+            shape = (*x.shape[:2], self.groups, heads, self.head_size)
+            parts.append(products[name].view(shape) if name in products else x.new_zeros(shape))
+        return torch.cat(parts, dim=3).flatten(2)

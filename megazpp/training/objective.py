@@ -1,0 +1,51 @@
+"""What a step minimises: the objective's part of a training step, and pretraining's own.
+
+Every loss is a sum over the whole global batch: an objective works out its denominators before the first micro-batch,
+from all of them and over all data ranks, and each micro-batch gives its share. So neither the number of ranks nor the
+size of micro-batches changes the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from megazpp.data.batch import MicroBatch
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.dims import ParallelDims
+
+
+class Objective(Protocol):
+    """What `TrainStep` asks of an objective; every rank calls every method."""
+
+    def begin_step(self, batches: Sequence[Any]) -> None:
+        """See this rank's micro-batches of one global batch, before the first forward."""
+
+    def loss(self, model: GPTModel, batch: Any) -> torch.Tensor:
+        """A micro-batch's share of the step's loss, a scalar; the shares of all micro-batches and data ranks add up."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """What else the step is known by, the same on all ranks; may wait for the device."""
+
+
+class LanguageModelLoss:
+    """Negative log-likelihood of the next token, the mean over all tokens of the global batch that count."""
+
+    def __init__(self, dims: ParallelDims) -> None:
+        self._dims = dims
+        self._per_token = torch.tensor(1.0)
+
+    def begin_step(self, batches: Sequence[MicroBatch]) -> None:
+        tokens = self._dims.sum_over_data_(torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum())
+        self._per_token = (1.0 / tokens.clamp(min=1.0)).float()
+
+    def loss(self, model: GPTModel, batch: MicroBatch) -> torch.Tensor:
+        losses = model(
+            batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
+        )
+        return (losses * batch.loss_mask).sum() * self._per_token
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}

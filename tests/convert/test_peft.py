@@ -1,0 +1,178 @@
+"""LoRA adapters in PEFT's files: what PEFT computes with them, our merged model does, and the other way round."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from helpers.hf_models import TOKENS, VOCAB, logits, make_gpt2, make_llama, make_qwen3, save
+from helpers.tiers import slow
+
+from megazpp.convert.convert import ConvertConfig, convert
+from megazpp.convert.huggingface import open_model
+from megazpp.convert.native import open_checkpoint
+from megazpp.convert.peft import (
+    CONFIG,
+    TENSORS,
+    AdapterSettings,
+    adapter_shapes,
+    checksum_of,
+    default_targets,
+    find_branches,
+    read_adapter,
+    write_adapter,
+)
+from megazpp.data.tokenizer import TokenizerConfig
+
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
+MAKERS = {"gpt2": make_gpt2, "llama": make_llama, "qwen3": make_qwen3}
+SUMS = {"rtol": 0.0, "atol": 2e-5}  # logits of about 1: (x A) B or x (A B)
+
+
+def convert_folder(source: Path, output: Path, adapter: Path | None = None, **flags: Any) -> list[str]:
+    lines: list[str] = []
+    folder = None if adapter is None else str(adapter)
+    convert(
+        ConvertConfig(input=str(source), output=str(output), adapter=folder, **flags), TokenizerConfig(), lines.append
+    )
+    return lines
+
+
+def drawn_adapter(folder: Path, base: Path, targets: tuple[str, ...], checksum: str | None = None) -> None:
+    """An adapter of rank 3 with random values, as our training writes one."""
+    model = open_model(base)
+    branches, generator = find_branches(model.config, targets), torch.Generator().manual_seed(4)
+    shapes = adapter_shapes(model.config, branches, 3)
+    tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    folder.mkdir(exist_ok=True)
+    write_adapter(folder, model.config, AdapterSettings(3, 6.0, 0.0, targets, str(base), checksum), tensors)
+    settings, read = read_adapter(folder, model.config)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    assert (settings.rank, settings.scale, settings.targets) == (3, 2.0, tuple(sorted(targets)))
+
+
+CASES = [
+    ("gpt2", ("c_attn",)),
+    ("llama", ("q_proj", "v_proj")),
+    ("llama", ("all-linear",)),
+    slow("gpt2", ("c_attn", "c_proj", "c_fc")),
+    slow("gpt2", ("all-linear",)),
+    slow("llama", ("k_proj", "down_proj", "gate_proj", "self_attn.o_proj")),
+    slow("qwen3", ("q_proj", "k_proj", "v_proj", "up_proj")),
+]
+
+
+@needs_peft
+@pytest.mark.parametrize(("kind", "targets"), CASES)
+def test_peft_computes_with_our_files_what_the_merged_model_does(tmp_path: Path, kind: str, targets: tuple[str, ...]):
+    import peft
+    import transformers
+
+    base, adapter = save(MAKERS[kind](), tmp_path / "base"), tmp_path / "adapter"
+    drawn_adapter(adapter, base, targets)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(model, str(adapter)).eval()
+    with torch.no_grad():
+        expected = adapted(TOKENS).logits
+    assert (expected - logits(base)).abs().max() > 0.05
+    convert_folder(base, tmp_path / "merged", adapter)
+    convert_folder(tmp_path / "merged", tmp_path / "back")
+    torch.testing.assert_close(logits(tmp_path / "back"), expected, **SUMS)
+
+
+@needs_peft
+@pytest.mark.parametrize(("kind", "targets"), CASES)
+def test_an_adapter_of_peft_is_read_and_merged(tmp_path: Path, kind: str, targets: tuple[str, ...]):
+    import peft
+
+    base, generator = save(MAKERS[kind](), tmp_path / "base"), torch.Generator().manual_seed(8)
+    asked: Any = targets[0] if targets == ("all-linear",) else list(targets)
+    config = peft.LoraConfig(r=5, lora_alpha=20, target_modules=asked, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(MAKERS[kind](), config).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+        expected = adapted(TOKENS).logits
+    adapted.save_pretrained(tmp_path / "adapter")
+    convert_folder(base, tmp_path / "checkpoint")
+    convert_folder(tmp_path / "checkpoint", tmp_path / "back", tmp_path / "adapter")  # on the way out
+    torch.testing.assert_close(logits(tmp_path / "back"), expected, **SUMS)
+    convert_folder(tmp_path / "checkpoint", tmp_path / "merged", tmp_path / "adapter", target="megazpp")
+    convert_folder(tmp_path / "merged", tmp_path / "again")
+    assert torch.equal(logits(tmp_path / "again"), logits(tmp_path / "back"))
+
+
+@needs_peft
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_default_targets_are_pefts(tmp_path: Path, kind: str):
+    import peft
+
+    config = peft.get_peft_model(MAKERS[kind](), peft.LoraConfig(task_type="CAUSAL_LM")).peft_config["default"]
+    ours = open_model(save(MAKERS[kind](), tmp_path / "base")).config
+    assert set(config.target_modules) == set(default_targets(ours))
+
+
+def test_files_are_as_pefts_are(tmp_path: Path):
+    base = save(make_llama(), tmp_path / "base")
+    drawn_adapter(tmp_path / "adapter", base, ("q_proj", "down_proj"), "0123456789abcdef")
+    found = safetensors.torch.load_file(tmp_path / "adapter" / TENSORS)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items() if "layers.1" in name} == {
+        "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight": (3, 32),
+        "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight": (32, 3),
+        "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight": (3, 44),
+        "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight": (32, 3),
+    }
+    values = json.loads((tmp_path / "adapter" / CONFIG).read_text())
+    assert (values["r"], values["lora_alpha"], values["fan_in_fan_out"]) == (3, 6, False)
+    assert read_adapter(tmp_path / "adapter", open_model(base).config)[0].checksum == "0123456789abcdef"
+
+
+def test_the_checksum_is_that_of_the_weights_in_any_format_and_another_base_is_refused(tmp_path: Path):
+    base = save(make_llama(), tmp_path / "base")
+    convert_folder(base, tmp_path / "checkpoint")
+    checksum = checksum_of(open_model(base))
+    assert checksum_of(open_checkpoint(tmp_path / "checkpoint", None)[0]) == checksum
+    drawn_adapter(tmp_path / "adapter", base, ("q_proj",), checksum)
+    convert_folder(tmp_path / "checkpoint", tmp_path / "merged", tmp_path / "adapter")
+    drawn_adapter(tmp_path / "adapter", base, ("q_proj",), "0123456789abcdef")
+    with pytest.raises(ValueError, match=f"trained on weights with checksum 0123456789abcdef; these have {checksum}"):
+        convert_folder(tmp_path / "checkpoint", tmp_path / "other", tmp_path / "adapter")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"peft_type": "IA3"}, "has peft_type 'IA3'; only LORA is known"),
+        ({"use_dora": True}, "asks for use_dora, which adapters here do not have"),
+        ({"bias": "all"}, "asks for bias, which"),
+        ({"r": 0}, "has r 0, lora_alpha 6"),
+        ({"r": 4}, r"lora_A.weight has shape \[3, 32\], the model's is \[4, 32\]"),
+        ({"target_modules": ["k_proj"]}, "are missing"),
+        ({"target_modules": ["lm_head"]}, "lm_head is no linear layer of this model's: there are down_proj, gate_proj"),
+    ],
+)
+def test_an_adapter_that_does_something_else_is_refused(tmp_path: Path, values: dict[str, Any], problem: str):
+    base = save(make_llama(), tmp_path / "base")
+    drawn_adapter(tmp_path / "adapter", base, ("q_proj",))
+    path = tmp_path / "adapter" / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    with pytest.raises(ValueError, match=problem):
+        convert_folder(base, tmp_path / "merged", tmp_path / "adapter")
+
+
+def test_an_adapter_has_to_be_a_folder_and_merging_is_needed_to_stay_in_a_format(tmp_path: Path):
+    base = save(make_llama(), tmp_path / "base")
+    with pytest.raises(ValueError, match=f"--adapter {tmp_path}/none does not exist"):
+        convert_folder(base, tmp_path / "merged", tmp_path / "none")
+    convert_folder(base, tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match="--from megazpp --to megazpp: one of the two"):
+        convert_folder(tmp_path / "checkpoint", tmp_path / "copy", target="megazpp")
+    assert open_model(base).rows == VOCAB

@@ -1,0 +1,155 @@
+"""Samples follow from their number alone, and batches have a loss where the examples have one and never on padding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.tensor_parallel import build_gpt
+from helpers.training import LLAMA_STYLE
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megazpp.data.loader import BatchLoader
+from megazpp.parallel.axis import MeshAxis
+from megazpp.post_training.batch import last_token_places
+from megazpp.post_training.data import (
+    EpochOrder,
+    PreferenceDataset,
+    PromptDataset,
+    SupervisedDataset,
+    make_pair_batch,
+    make_supervised_batch,
+    pack,
+)
+from megazpp.post_training.examples import Examples, Prompt
+
+PAD = 99
+
+
+def examples(*lengths: int) -> Examples:
+    """Row i is i * 10, i * 10 + 1, ..., all learned but its first."""
+    rows = [np.arange(length) + 10 * number for number, length in enumerate(lengths)]
+    masks = [np.arange(length) > 0 for length in lengths]
+    starts = np.cumsum([0, *lengths], dtype=np.int64)
+    counts = np.array([len(lengths), 0, 0], dtype=np.int64)
+    return Examples(np.concatenate(rows).astype(np.int32), np.concatenate(masks).astype(np.uint8), starts, counts)
+
+
+@given(size=st.integers(1, 20), seed=st.integers(0, 2**32 - 1))
+def test_each_epoch_is_a_permutation_of_its_own(size: int, seed: int) -> None:
+    order = EpochOrder(size, num_samples=3 * size + 1, seed=seed)
+    drawn = [order[index] for index in range(3 * size)]
+    epochs = [drawn[start : start + size] for start in range(0, 3 * size, size)]
+    assert all(sorted(epoch) == [*range(size)] for epoch in epochs)
+    assert [
+        EpochOrder(size, num_samples=3 * size + 1, seed=seed)[index] for index in reversed(range(3 * size))
+    ] == drawn[::-1]
+    if size > 9:
+        assert epochs[0] != epochs[1] != epochs[2]
+    with pytest.raises(IndexError, match=f"sample {3 * size + 1} of {3 * size + 1}"):
+        order[3 * size + 1]
+
+
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=60))
+def test_packing_loses_nothing_and_fits_as_well_as_best_fit_decreasing(lengths: list[int]) -> None:
+    rows = pack(np.array(lengths), 12)
+    assert sorted(number for row in rows for number in row) == [*range(len(lengths))]
+    assert all(sum(lengths[number] for number in row) <= 12 for row in rows)
+    reference: list[int] = []  # what is left of each row
+    for length in sorted(lengths, reverse=True):
+        fitting = [(left, row) for row, left in enumerate(reference) if left >= length]
+        if fitting:
+            reference[min(fitting)[1]] -= length
+        else:
+            reference.append(12 - length)
+    assert len(rows) == len(reference)
+
+
+def test_a_sample_is_padded_on_the_right_and_has_no_loss_there() -> None:
+    dataset = SupervisedDataset(examples(3, 5), num_samples=2, seed=None, max_length=5, pad=PAD)
+    batch = make_supervised_batch(torch.from_numpy(np.stack([dataset[0], dataset[1]])))
+    assert batch.tokens.tolist() == [[0, 1, 2, PAD, PAD], [10, 11, 12, 13, 14]]
+    assert batch.labels.tolist() == [[1, 2, PAD, PAD, PAD], [11, 12, 13, 14, PAD]]
+    assert batch.loss_mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
+    assert batch.loss_mask.dtype == torch.float32
+    assert batch.document_starts is None
+    assert dataset.token_counts(20)[[0, 2, 3, 14, 15]].tolist() == [1, 1, 0, 1, 0]
+
+
+def test_packed_examples_have_positions_and_documents_of_their_own() -> None:
+    dataset = SupervisedDataset(examples(3, 4, 2), num_samples=4, seed=None, max_length=7, pad=PAD, packing=True)
+    assert (len(dataset), dataset.samples_per_epoch) == (4, 2)
+    batch = make_supervised_batch(torch.from_numpy(np.stack([dataset[0], dataset[1]])), packing=True)
+    assert batch.tokens.tolist() == [[10, 11, 12, 13, 0, 1, 2], [20, 21, PAD, PAD, PAD, PAD, PAD]]
+    assert batch.loss_mask.tolist() == [[1, 1, 1, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4]]
+    assert batch.document_starts is not None
+    assert batch.document_starts.tolist() == [0, 4, 7, 9, 14]
+    assert batch.document_starts.dtype == torch.int32
+
+
+def test_packed_examples_have_the_losses_that_they_have_alone() -> None:
+    """To rounding: other places are masked, not absent."""
+    lengths = (5, 8, 3, 7, 4, 2)
+    model = build_gpt(LLAMA_STYLE, MeshAxis("tp"), vocab_size=101)
+    found: list[list[tuple[int, float]]] = []
+    for packing, rows in ((False, 6), (True, 3)):
+        dataset = SupervisedDataset(
+            examples(*lengths), num_samples=rows, seed=None, max_length=12, pad=PAD, packing=packing
+        )
+        assert dataset.samples_per_epoch == rows
+        samples = torch.from_numpy(np.stack([dataset[index] for index in range(rows)]))
+        batch = make_supervised_batch(samples, packing=packing)
+        with torch.no_grad():
+            losses = model(
+                batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
+            )
+        learned = batch.loss_mask > 0
+        found.append(sorted(zip(batch.labels[learned].tolist(), losses[learned].tolist(), strict=True)))
+    assert len(found[0]) == sum(lengths) - len(lengths)
+    for (label, loss), (packed_label, packed_loss) in zip(*found, strict=True):
+        assert label == packed_label
+        assert loss == pytest.approx(packed_loss, abs=1e-5)
+
+
+def test_pairs_stand_in_two_halves_of_a_batch_with_what_the_reference_made_of_them() -> None:
+    dataset = PreferenceDataset(examples(3, 4, 2, 2), num_samples=5, seed=3, max_length=4, pad=PAD)
+    assert (len(dataset), dataset.num_pairs) == (5, 2)
+    samples = torch.from_numpy(np.stack([dataset.pair(1), dataset.pair(0)]))
+    batch = make_pair_batch(samples, ref_logps=torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]))
+    assert batch.tokens.tolist() == [[20, 21, PAD, PAD], [0, 1, 2, PAD], [30, 31, PAD, PAD], [10, 11, 12, 13]]
+    assert batch.loss_mask.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]]
+    assert batch.ref_logps is not None
+    assert batch.ref_logps.tolist() == [-3, -1, -4, -2]
+    assert make_pair_batch(samples).ref_logps is None
+    places = last_token_places(batch.loss_mask)
+    assert batch.tokens[torch.arange(4), places].tolist() == [21, 2, 31, 13]
+
+
+@pytest.mark.parametrize("data_size", [1, 2])
+def test_the_loader_gives_the_same_pairs_to_any_number_of_ranks(data_size: int) -> None:
+    dataset = PreferenceDataset(examples(*[2] * 12), num_samples=20, seed=0, max_length=3, pad=PAD)
+    wanted = [int(dataset[index][0, 0]) for index in range(8, 16)]
+    found: dict[int, int] = {}
+    for rank in range(data_size):
+        with BatchLoader(
+            dataset,
+            micro_batch_size=2,
+            data_rank=rank,
+            data_size=data_size,
+            make_batch=make_pair_batch,  # type: ignore[arg-type]
+            device=torch.device("cpu"),
+            num_workers=1,
+        ) as loader:
+            for number, batch in enumerate(loader.step(8, 8)):
+                for row in (0, 1):
+                    found[(number * data_size + rank) * 2 + row] = int(batch.tokens[row, 0])
+    assert [found[place] for place in range(8)] == wanted
+
+
+def test_prompts_come_in_the_order_of_the_epoch() -> None:
+    prompts = [Prompt([number], "?", {}, f"line {number}") for number in range(5)]
+    dataset = PromptDataset(prompts, num_samples=7, seed=1)
+    order = EpochOrder(5, num_samples=7, seed=1)
+    assert [dataset[index].tokens for index in range(len(dataset))] == [[order[index]] for index in range(7)]

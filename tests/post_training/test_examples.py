@@ -1,0 +1,202 @@
+"""Lines of data become tokens with a loss where it belongs; a line that cannot is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megazpp.data.tokenizer import ByteTokenizer
+from megazpp.post_training.chat import ChatTemplate, load_chat_template
+from megazpp.post_training.examples import DataFormatConfig, Examples, read_pairs, read_prompts, read_supervised
+
+TOKENIZER = ByteTokenizer()
+TEMPLATE = load_chat_template(None, TOKENIZER)
+USER, ANSWER = {"role": "user", "content": "é?"}, {"role": "assistant", "content": "ja"}
+WORSE = {"role": "assistant", "content": "nein"}
+SHORT = "{% for m in messages %}{{ m.role[0] + m.content + '.' }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+
+
+def write(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def supervised(path: Path, **flags: Any) -> Examples:
+    config = DataFormatConfig(**{"max_length": 200, **flags})
+    return read_supervised([path], TOKENIZER, TEMPLATE, config, cache_dir=None, log=lambda _: None)
+
+
+def pairs(path: Path, **flags: Any) -> Examples:
+    config = DataFormatConfig(**{"max_length": 200, **flags})
+    return read_pairs([path], TOKENIZER, TEMPLATE, config, cache_dir=None, log=lambda _: None)
+
+
+def shown(examples: Examples) -> list[tuple[str, str]]:
+    """Each row as text, and what of it is learned, eod as $."""
+    found = []
+    for number in range(len(examples.starts) - 1):
+        tokens, mask = examples.row(number)
+        texts = [
+            bytes(ord("$") if token == TOKENIZER.eod else int(token) for token in part).decode(errors="replace")
+            for part in (tokens, tokens[mask > 0])
+        ]
+        found.append((texts[0], texts[1]))
+    return found
+
+
+CHAT = "<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\nja$\n"
+
+
+@pytest.mark.parametrize(
+    ("record", "flags", "text", "learned"),
+    [
+        ({"text": "abc"}, {}, "abc$", "bc$"),
+        ({"prompt": "1+1=", "completion": "2"}, {}, "1+1=2$", "2$"),
+        ({"prompt": "1+1=", "completion": "2"}, {"completion_only_loss": False}, "1+1=2$", "+1=2$"),
+        ({"prompt": "é", "completion": "ü", "text": "?"}, {}, "éü$", "ü$"),
+        ({"messages": [USER, ANSWER]}, {}, CHAT, CHAT[1:]),
+        ({"messages": [USER, ANSWER]}, {"assistant_only_loss": True}, CHAT, "ja$"),
+        ({"messages": [USER, ANSWER, USER, ANSWER]}, {"assistant_only_loss": True}, CHAT * 2, "ja$ja$"),
+        ({"prompt": [USER], "completion": [ANSWER]}, {}, CHAT, "ja$\n"),
+        ({"prompt": [USER], "completion": [ANSWER]}, {"assistant_only_loss": True}, CHAT, "ja$"),
+        ({"prompt": "é?", "completion": [ANSWER]}, {}, CHAT, "ja$\n"),
+        ({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, {}, CHAT * 2, "ja$\n"),
+        ({"text": "abcdef"}, {"max_length": 4}, "abcd", "bcd"),
+    ],
+)
+def test_a_record_becomes_its_text_and_what_is_learned_of_it(
+    tmp_path: Path, record: dict[str, Any], flags: dict[str, Any], text: str, learned: str
+) -> None:
+    assert shown(supervised(write(tmp_path / "a.jsonl", record), **flags)) == [(text, learned)]
+
+
+@pytest.mark.parametrize(
+    ("record", "rows"),
+    [
+        ({"prompt": "1+1=", "chosen": "2", "rejected": "31"}, [("1+1=2$", "2$"), ("1+1=31$", "31$")]),
+        ({"chosen": "say so now", "rejected": "say so not"}, [("say so now$", "w$"), ("say so not$", "t$")]),
+        ({"chosen": "say yes", "rejected": "say no"}, [("say yes$", " yes$"), ("say no$", " no$")]),
+        (
+            {"prompt": [USER], "chosen": [ANSWER], "rejected": [WORSE]},
+            [(CHAT, "ja$\n"), (CHAT.replace("ja", "nein"), "nein$\n")],
+        ),
+        (
+            {"chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
+            [(CHAT, "ja$\n"), (CHAT.replace("ja", "nein"), "nein$\n")],
+        ),
+        (
+            {"prompt": "é?", "chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
+            [(CHAT, "ja$\n"), (CHAT.replace("ja", "nein"), "nein$\n")],
+        ),
+    ],
+)
+def test_a_pair_becomes_two_rows_with_a_loss_on_the_answers(
+    tmp_path: Path, record: dict[str, Any], rows: list[tuple[str, str]]
+) -> None:
+    assert shown(pairs(write(tmp_path / "a.jsonl", record))) == rows
+
+
+def test_what_has_no_answer_within_the_length_is_left_out_and_counted(tmp_path: Path) -> None:
+    lines: list[str] = []
+    path = write(
+        tmp_path / "a.jsonl",
+        {"prompt": "1234567", "completion": "8"},
+        {"prompt": "1", "completion": "23456789"},
+        {"prompt": "1", "completion": "2"},
+    )
+    config = DataFormatConfig(max_length=5)
+    examples = read_supervised([path], TOKENIZER, TEMPLATE, config, cache_dir=tmp_path / "cache", log=lines.append)
+    assert shown(examples) == [("12345", "2345"), ("12$", "2$")]
+    assert lines == [
+        "tokenizing a.jsonl",
+        "3 examples of 8 tokens: a.jsonl; 2 were cut to --max-length 5; 1 left out, of whose answer there is nothing",
+    ]
+    again = read_supervised([path], TOKENIZER, TEMPLATE, config, cache_dir=tmp_path / "cache", log=lines.append)
+    assert lines[2:] == lines[1:2]  # kept, and counted all the same
+    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(again, examples, strict=True))
+    with pytest.raises(ValueError, match=r"a.jsonl: no example has an answer within --max-length 2"):
+        supervised(write(tmp_path / "a.jsonl", {"prompt": "123", "completion": "4"}), max_length=2)
+
+
+def test_another_template_or_flag_does_not_find_the_tokens_of_the_first(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]})
+    found = {
+        tuple(shown(read_supervised([path], TOKENIZER, template, config, cache_dir=tmp_path, log=lambda _: None))[0])
+        for template in (TEMPLATE, ChatTemplate(SHORT, name="short"))
+        for config in (DataFormatConfig(), DataFormatConfig(assistant_only_loss=True))
+    }
+    assert len(found) == 4
+
+
+def test_parquet_has_the_same_records(tmp_path: Path) -> None:
+    records = [{"messages": [USER, {**ANSWER, "tool_calls": "x"}]}, {"messages": [USER, ANSWER]}]
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    template = ChatTemplate("{% for m in messages %}{{ m.keys() | join('+') }} {% endfor %}", name="keys")
+    config = DataFormatConfig()
+    examples = read_supervised(
+        [tmp_path / "a.parquet"], TOKENIZER, template, config, cache_dir=None, log=lambda _: None
+    )
+    assert [text for text, _ in shown(examples)] == [
+        "role+content role+content+tool_calls ",
+        "role+content role+content ",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"txt": "a"}, "there is neither 'messages', nor 'prompt' and 'completion', nor 'text', only 'txt'"),
+        ({}, "only an empty object"),
+        ({"text": 3}, "'text' is neither a string nor a list of messages"),
+        ({"text": [USER]}, "'text' is a list, not a string"),
+        ({"messages": "hi"}, "'messages' is a string, not a list of messages"),
+        ({"messages": [{"from": "human"}]}, "'messages' is neither a string nor a list of messages"),
+        ({"prompt": [USER], "completion": "ja"}, "'prompt' is a conversation and 'completion' a string"),
+        ({"prompt": [USER, ANSWER], "completion": [ANSWER]}, "the last message of 'prompt' is the assistant's"),
+        ({"text": "\ud800"}, "surrogates not allowed"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, record: object, reason: str) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": "fine"}, record)
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: ") as caught:
+        supervised(path)
+    assert reason in str(caught.value)
+
+
+def test_a_bad_pair_and_a_loss_that_needs_a_conversation_are_named_too(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="line 1: there is no 'rejected', only 'prompt', 'chosen'"):
+        pairs(write(tmp_path / "a.jsonl", {"prompt": "a", "chosen": "b"}))
+    with pytest.raises(ValueError, match="line 1: of 'chosen' and 'rejected' one is a string"):
+        pairs(write(tmp_path / "a.jsonl", {"chosen": "b", "rejected": [USER]}))
+    for record in ({"text": "a"}, {"prompt": "a", "completion": "b"}):
+        with pytest.raises(ValueError, match="line 1: --assistant-only-loss needs a conversation"):
+            supervised(write(tmp_path / "a.jsonl", record), assistant_only_loss=True)
+
+
+def test_prompts_keep_their_columns_and_place(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl", {"prompt": "1+1=", "answer": 2}, {"prompt": [USER], "level": "easy"}, {"prompt": ""}
+    )
+    first, second, third = read_prompts([path], TOKENIZER, TEMPLATE, max_prompt_length=60)
+    assert (first.tokens, first.value, first.columns) == ([*b"1+1="], "1+1=", {"answer": 2})
+    assert bytes(second.tokens).decode() == "<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\n"
+    assert (second.value, second.columns, second.place) == ([USER], {"level": "easy"}, f"{path}, line 2")
+    assert third.tokens == [TOKENIZER.eod]
+    with pytest.raises(ValueError, match="line 2: the prompt has 53 tokens, more than the 50 that --max-length leaves"):
+        read_prompts([path], TOKENIZER, TEMPLATE, max_prompt_length=50)
+    with pytest.raises(ValueError, match=r"line 1: there is no 'prompt', only 'text'"):
+        read_prompts([write(tmp_path / "b.jsonl", {"text": "a"})], TOKENIZER, TEMPLATE, max_prompt_length=50)
+    with pytest.raises(ValueError, match=r"c.jsonl: there is no prompt"):
+        read_prompts([write(tmp_path / "c.jsonl")], TOKENIZER, TEMPLATE, max_prompt_length=50)
+
+
+@pytest.mark.parametrize("value", [-1, 0, 1])
+def test_a_length_without_a_token_to_predict_is_refused(value: int) -> None:
+    with pytest.raises(ValueError, match=f"--max-length {value} "):
+        DataFormatConfig(max_length=value)

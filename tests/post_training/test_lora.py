@@ -1,0 +1,267 @@
+"""LoRA over ranks: adapters train as in one plain process, on a base that is frozen and is its own reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import Job, run, shared_axis
+from helpers.ranks import ranks
+from helpers.tiers import slow
+from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks
+from helpers.training import train_on_ranks as train_all
+
+from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.read import find_weights, load_weights
+from megazpp.model.dropout import SharedGenerator
+from megazpp.model.gpt import GPTModel
+from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
+from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.parallel.worker import seed_everything
+from megazpp.post_training.lora import (
+    AdaptedPolicy,
+    LoraConfig,
+    add_adapters,
+    load_adapted,
+    load_adapter,
+    save_adapter,
+)
+from megazpp.tensor_parallel.lora import adapters_off
+from megazpp.tensor_parallel.parameters import initialize_parameters_
+from megazpp.topology.cluster import Cluster
+from megazpp.training.setup import ModelSpec
+from megazpp.training.step import TrainStep
+from megazpp.zero.config import ZeroConfig
+from megazpp.zero.freeze import frozen_axis
+
+STEPS = 4
+ALL = LoraConfig(lora_r=3, lora_alpha=6.0, lora_target_modules=("all-linear",))
+MODELS = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}
+
+
+@pytest.fixture(scope="module")
+def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Checkpoints of both kinds of model."""
+    found = {}
+    for kind, model in MODELS.items():
+        found[kind] = str(tmp_path_factory.mktemp(kind) / "save")
+        case = Case(model=model, tp=2)
+        ranks(4).run(run, Job(case=case, steps=1, flags={"save": found[kind], "save_interval": 1}))
+    return found
+
+
+def adapt(case: Case, lora: LoraConfig, load: str) -> tuple[AdaptedPolicy, ParallelDims]:
+    world = torch.distributed.get_world_size()
+    cluster = Cluster(num_nodes=case.nodes, ranks_per_node=world // case.nodes)
+    config = ParallelConfig(tensor_model_parallel_size=case.tp)
+    dims = ParallelDims(plan_dims(config, cluster, zero_stage=case.stage), device_type="cpu")
+    seed_everything(case.seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+    spec = ModelSpec(
+        config=case.model,
+        vocab_size=case.vocab_size,
+        sequence_parallel=case.sequence_parallel,
+        zero=case.zero or ZeroConfig(zero_stage=case.stage),
+        precision=case.precision,
+        seed=case.seed,
+    )
+    source, record = find_weights(CheckpointFolder(load, "--load"), None)
+    return load_adapted(spec, lora, dims, frozen_axis(dims), CPU, source, record, shared_axis(dims)), dims
+
+
+def train(policy: AdaptedPolicy, dims: ParallelDims, case: Case) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step."""
+    model = policy.built.model
+    optimizer = build_optimizer(list(model.named_parameters()), OptimizerConfig(), CPU)
+    step = TrainStep(*policy.built, optimizer, build_loss_scaler(LossScaleConfig(), fp16=False), dims, clip_grad=0.5)
+    size, results = case.global_batch // dims.data_size // case.micro_batches, []
+    for index in range(STEPS):
+        firsts = [(m * dims.data_size + dims.data_rank) * size for m in range(case.micro_batches)]
+        result = step(
+            [case.batch(index, first, size) for first in firsts], learning_rate=case.learning_rate, weight_decay=0.01
+        )
+        results.append((result.loss, result.grad_norm))
+    return results
+
+
+def train_on_ranks(case: Case, lora: LoraConfig, load: str) -> dict[str, Any]:
+    policy, dims = adapt(case, lora, load)
+    trained = [name for name, _ in policy.built.model.named_parameters()]
+    sent = dims.counter.sent_bytes("cross")
+    results = train(policy, dims, case)
+    return {
+        "steps": results,
+        "trained": trained,
+        "unpacked": [u.name for u in policy.base.units if u.is_unpacked and u.message is not None],
+        "checksum": policy.settings.checksum,
+        "cross": dims.counter.sent_bytes("cross") - sent,
+    }
+
+
+def train_plain(case: Case, lora: LoraConfig, load: str) -> list[tuple[float, float]]:
+    """The reference: one rank's whole model, torch's own clipping and optimizer, base without gradients."""
+    base, sharding, dims = build_on_ranks(case)
+    source, record = find_weights(CheckpointFolder(load, "--load"), None)
+    load_weights(base, sharding, dims, source, record, vocab_size=case.vocab_size, say=lambda line: None)
+    weights = {name: p.detach().full_tensor() for name, p in base.named_parameters()}
+    model = GPTModel(case.model, vocab_size=case.vocab_size, tp=MeshAxis("tp"))
+    model.load_state_dict(weights)
+    model.requires_grad_(False)
+    add_adapters(model, lora.settings(case.model), SharedGenerator(CPU, seed=1, data_rank=0))
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                setattr(module, name, torch.nn.Parameter(torch.empty_like(parameter, device=CPU)))
+    initialize_parameters_(model, seed=case.seed, draw_device=CPU)
+    model.load_state_dict(weights, strict=False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=case.learning_rate, betas=(0.9, 0.999), weight_decay=0.01)
+    results = []
+    for index in range(STEPS):
+        batch = case.batch(index, 0, case.global_batch)
+        losses = model(batch.tokens, batch.labels, position_ids=batch.position_ids)
+        loss = (losses * batch.loss_mask).sum() / batch.loss_mask.sum()
+        loss.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((loss.item(), norm))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "layout"),
+    [
+        (4, "llama", {"nodes": 2, "micro_batches": 2}),
+        (4, "gpt2", {"tp": 2, "sequence_parallel": True}),
+        (2, "llama", {"tp": 2}),
+        slow(4, "llama", {"tp": 4, "sequence_parallel": True}),
+        slow(4, "gpt2", {"tp": 2, "nodes": 2}),
+        slow(8, "llama", {"tp": 2, "nodes": 2, "sequence_parallel": True}),
+        slow(1, "gpt2", {}),
+        slow(2, "gpt2", {"stage": 0}),
+        slow(2, "llama", {"stage": 2, "micro_batches": 2}),
+    ],
+)
+@pytest.mark.parametrize("recompute", [False, slow(True)], ids=["", "recomputed"])
+def test_adapters_train_as_in_one_process(
+    loads: dict[str, str], world: int, kind: str, layout: dict[str, Any], recompute: bool
+):
+    """fp32 sums in another order over 4 steps: 1e-5."""
+    model = MODELS[kind]
+    (expected,) = ranks(1).run(train_plain, Case(model=model), ALL, loads[kind])
+    if recompute:
+        model = dataclasses.replace(
+            model, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
+    results = ranks(world).run(train_on_ranks, Case(model=model, **layout), ALL, loads[kind])
+    for found in results:
+        torch.testing.assert_close(torch.tensor(found["steps"]), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+        assert all(".adapter." in name for name in found["trained"])
+        assert len(found["trained"]) == 2 * model.layers * (4 if kind == "gpt2" else 7)
+        assert found["unpacked"] == []
+    assert len({found["checksum"] for found in results}) == 1
+
+
+def compare_reference(case: Case, load: str, folder: str) -> tuple[bool, bool, bool, bool]:
+    """Whether new adapters change nothing; trained ones do; off, nothing again; and files bring them back."""
+    policy, dims = adapt(case, ALL, load)
+    model = policy.built.model
+    batch = case.batch(9, dims.data_rank, 1)
+
+    def losses(of: AdaptedPolicy) -> torch.Tensor:
+        with torch.no_grad():
+            return of.built.model.eval()(batch.tokens, batch.labels)
+
+    with adapters_off(model):
+        base = losses(policy)
+    new = losses(policy)
+    train(policy, dims, case)
+    trained = losses(policy)
+    with adapters_off(model):
+        again = losses(policy)
+    save_adapter(policy, Path(folder), dims)
+    dims.world.share_object(None)
+    other, _ = adapt(case, ALL, load)
+    load_adapter(other, Path(folder))
+    back = losses(other)
+    return (
+        torch.equal(base, new),
+        not torch.allclose(base, trained, atol=1e-3),
+        torch.equal(base, again),
+        torch.equal(trained, back),
+    )
+
+
+@pytest.mark.parametrize(("world", "layout"), [(4, {"tp": 2}), slow(2, {"nodes": 2})])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_with_adapters_off_it_is_the_base_and_adapters_come_back_from_their_files(
+    loads: dict[str, str], tmp_path: Path, world: int, layout: dict[str, Any], kind: str
+):
+    case = Case(model=MODELS[kind], **layout)
+    assert ranks(world).run(compare_reference, case, loads[kind], str(tmp_path)) == [(True,) * 4] * world
+
+
+def dropped_out(case: Case, load: str) -> list[tuple[float, float]]:
+    lora = dataclasses.replace(ALL, lora_dropout=0.3)
+    policy, dims = adapt(case, lora, load)
+    return train(policy, dims, case)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, slow({"tp": 2, "sequence_parallel": True})])
+def test_masks_of_dropout_agree_over_tp_and_in_recomputation(loads: dict[str, str], layout: dict[str, Any]):
+    """Were they drawn anew, the gradients of a recomputed layer would be other ones."""
+    case = Case(model=LLAMA_STYLE, **layout)
+    full = dataclasses.replace(
+        LLAMA_STYLE, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    )
+    plain = ranks(2).run(dropped_out, case, loads["llama"])
+    again = ranks(2).run(dropped_out, dataclasses.replace(case, model=full), loads["llama"])
+    assert plain[0] == plain[1] == again[0] == again[1]
+    assert plain[0] != ranks(2).run(train_on_ranks, case, ALL, loads["llama"])[0]["steps"]
+
+
+def sent_by_full_training(case: Case) -> int:
+    return train_all(dataclasses.replace(case, steps=STEPS))["sent"]["cross"]
+
+
+def test_between_nodes_only_adapters_travel(loads: dict[str, str]):
+    """4 steps; a model of width 24 with rank 3 everywhere has a sixth of the weights in adapters."""
+    case = Case(model=LLAMA_STYLE, nodes=2)
+    small = sum(found["cross"] for found in ranks(4).run(train_on_ranks, case, LoraConfig(lora_r=1), loads["llama"]))
+    large = sum(ranks(4).run(sent_by_full_training, case))
+    assert 0 < small < large / 20
+
+
+def test_settings_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="--lora-r 0 is not positive"):
+        LoraConfig(lora_r=0)
+    with pytest.raises(ValueError, match=r"--lora-dropout 1.0 is not in \[0, 1\)"):
+        LoraConfig(lora_dropout=1.0)
+    with pytest.raises(ValueError, match=r"--lora-target-modules lm_head is no linear .* q_proj, up_proj, v_proj"):
+        LoraConfig(lora_r=1, lora_target_modules=("q_proj", "lm_head")).settings(LLAMA_STYLE)
+
+
+def load_another(case: Case, load: str, folder: str, lora: LoraConfig) -> None:
+    policy, _ = adapt(case, lora, load)
+    load_adapter(policy, Path(folder))
+
+
+def save_one(case: Case, load: str, folder: str) -> None:
+    policy, dims = adapt(case, ALL, load)
+    save_adapter(policy, Path(folder), dims)
+
+
+def test_adapters_of_another_base_or_rank_are_refused(loads: dict[str, str], tmp_path: Path):
+    case = Case(model=LLAMA_STYLE)
+    ranks(1).run(save_one, case, loads["llama"], str(tmp_path))
+    with pytest.raises(AssertionError, match=r"--lora-r is 2, \S+ has 3"):
+        ranks(1).run(load_another, case, loads["llama"], str(tmp_path), dataclasses.replace(ALL, lora_r=2))
+    other = str(tmp_path / "other")
+    ranks(1).run(run, Job(case=dataclasses.replace(case, seed=8), steps=1, flags={"save": other, "save_interval": 1}))
+    with pytest.raises(AssertionError, match=r"was trained on a base with checksum [0-9a-f]{16}, this one has"):
+        ranks(1).run(load_another, case, other, str(tmp_path), ALL)

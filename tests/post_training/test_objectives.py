@@ -1,0 +1,90 @@
+"""Objectives on ranks: every layout gives the numbers of one process, and those of the formulas on plain logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.tiers import slow
+from helpers.training import LLAMA_STYLE
+from post_training.policies import Layout, PostCase, build, synthetic_batch, train_on_synthetic
+
+from megazpp.model.gpt import TokenOutputs
+from megazpp.post_training.config import PostTrainingConfig
+
+LLAMA = dataclasses.replace(LLAMA_STYLE, init_method_std=0.3, max_position_embeddings=32)
+OBJECTIVES = {
+    "reward": PostCase(post=PostTrainingConfig(objective="reward")),
+    "reward untied": PostCase(post=PostTrainingConfig(objective="reward"), model=LLAMA),
+    "dpo": PostCase(post=PostTrainingConfig(objective="dpo", beta=0.3)),
+    "grpo": PostCase(post=PostTrainingConfig(objective="grpo", loss_type="grpo", beta=0.1, num_generations=4)),
+    "dapo": PostCase(post=PostTrainingConfig(objective="grpo", num_generations=4), temperature=0.7, model=LLAMA),
+    "dr_grpo": PostCase(post=PostTrainingConfig(objective="grpo", loss_type="dr_grpo", num_generations=4)),
+    "ppo": PostCase(post=PostTrainingConfig(objective="ppo"), temperature=0.7),
+    "ppo untied": PostCase(post=PostTrainingConfig(objective="ppo"), model=LLAMA),
+}
+LAYOUTS = {
+    "tp 2": Layout(world=2, tp=2),
+    "data 2": Layout(world=2, micro_batch_size=2),
+    "tp 2 x data 2, sequence parallel": Layout(world=4, tp=2, sequence_parallel=True),
+    "tp 2 x 2 nodes": Layout(world=4, tp=2, nodes=2, micro_batch_size=2),
+}
+DEFAULT = {("reward untied", "tp 2"), ("dpo", "data 2"), ("ppo", "tp 2"), ("dapo", "data 2"), ("grpo", "tp 2")}
+GRID = [(o, name) if (o, name) in DEFAULT else slow(o, name) for o in OBJECTIVES for name in LAYOUTS]
+
+
+def assert_near(found: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 2e-4) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        assert one == pytest.approx(other, rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize(("objective", "layout"), GRID)
+def test_every_layout_gives_the_losses_norms_and_metrics_of_one_process(objective: str, layout: str):
+    case = OBJECTIVES[objective]
+    (expected,) = ranks(1).run(train_on_synthetic, dataclasses.replace(case, layout=Layout(micro_batch_size=8)))
+    spread = LAYOUTS[layout]
+    for found in ranks(spread.world).run(train_on_synthetic, dataclasses.replace(case, layout=spread)):
+        assert_near(found, expected)
+    assert expected[0]["grad_norm"] > 1e-4
+
+
+def plain_forward(case: PostCase) -> dict[str, torch.Tensor]:
+    """What the model says of tokens, and the same from its logits."""
+    (model, _), _ = build(case, scalar_head=True)
+    batch = synthetic_batch(case, 0, [0, 1, 2])
+    model.eval()
+    with torch.no_grad():
+        logits = model.tp.all_gather(model(batch.tokens).flatten(0, 1).t().contiguous()).t()[:, :257]
+        logits = logits.reshape(*batch.tokens.shape, 257).float() / 0.7
+        own = model(batch.tokens, batch.labels, temperature=0.7, with_entropy=True, with_values=True)
+        assert isinstance(own, TokenOutputs)
+        alone = model(batch.tokens, with_values=True)
+    log = logits.log_softmax(dim=-1)
+    return {
+        "losses": own.losses + log.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1),
+        "entropy": own.entropy + (log.exp() * log).sum(dim=-1),
+        "values": own.values - alone.values,
+        "own values": own.values,
+    }
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(world=2, tp=2, sequence_parallel=True)])
+def test_losses_and_entropy_at_a_temperature_are_those_of_the_logits_and_values_are_the_same_alone(layout: Layout):
+    case = dataclasses.replace(OBJECTIVES["ppo untied"], layout=layout)
+    (one,) = ranks(1).run(plain_forward, dataclasses.replace(case, layout=Layout()))
+    for found in ranks(layout.world).run(plain_forward, case):
+        for name in ("losses", "entropy", "values"):
+            assert found[name].abs().max() < 1e-5, name
+        torch.testing.assert_close(found["own values"], one["own values"], atol=1e-5, rtol=0)
+
+
+def test_the_first_loss_of_dpo_is_that_of_a_coin():
+    case = dataclasses.replace(OBJECTIVES["dpo"], layout=Layout(world=2, nodes=2, zeropp=True))
+    for found in ranks(2).run(train_on_synthetic, case):
+        assert found[0]["loss"] == pytest.approx(0.6931472, abs=1e-7)
+        assert found[0]["rewards/margins"] == 0.0
+        assert found[1]["rewards/margins"] != 0.0

@@ -1,0 +1,192 @@
+"""tools/post_train.py as a program: every objective runs, goes on bit for bit, and refuses what cannot be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.program import run_forked
+
+from megazpp.arguments import ParsedRun
+from megazpp.post_training.config import PostTrainingConfig
+from megazpp.post_training.start import find_start, parse_post_training, post_configs
+
+pytestmark = pytest.mark.slow
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--tokenizer-type NullTokenizer --hidden-dropout 0.1 --train-iters 2 --lr 1e-3 --micro-batch-size 4 "
+    "--mock-data --eval-iters 0 --nproc 1 --make-vocab-size-divisible-by 1"
+)
+COMMON = "--max-length 24 --lr 1e-3 --lr-decay-style constant --log-interval 1"
+DRAWN = "--max-completion-length 8 --reward-funcs rewards.py:vowels --train-data-path prompts.jsonl"
+REWARDS = """
+def vowels(prompts, completions, word, **columns):
+    return [sum(c in "aeiou" for c in text) - 0.1 * len(text) + len(w) for text, w in zip(completions, word)]
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a pretrained model and data of every kind."""
+    folder = tmp_path_factory.mktemp("post")
+    code, output = run_forked("pretrain_gpt.py", *MODEL.split(), "--save", f"{folder}/base", folder=folder)
+    assert code == 0, output
+    words = [f"word{i}" for i in range(40)]
+    write(folder / "chats.jsonl", [{"prompt": f"Say {w}: ", "completion": w} for w in words])
+    write(folder / "pairs.jsonl", [{"prompt": f"Say {w}: ", "chosen": w, "rejected": "no"} for w in words])
+    write(folder / "prompts.jsonl", [{"prompt": f"Say {w}: ", "word": w} for w in words])
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def post_train(home: Path, name: str, flags: str, *, load: str = "base") -> tuple[int, str]:
+    """Run in `home`; the run's records are in runs/NAME."""
+    arguments = f"{flags} {COMMON} --load {load} --save {name} --run-dir runs/{name} --data-cache-path cache".split()
+    return run_forked(str(Path(__file__).parents[2] / "tools/post_train.py"), *arguments, folder=home, cwd=home)
+
+
+def rows(home: Path, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (home / "runs" / name / file).read_text().splitlines()]
+
+
+def trained(home: Path, name: str, flags: str, **where: str) -> list[dict[str, Any]]:
+    code, output = post_train(home, name, flags, **where)
+    assert code == 0, output
+    return rows(home, name)
+
+
+LAYOUT = "--nproc 2 --micro-batch-size 2 --global-batch-size 8 --eval-iters 0"
+
+
+def test_supervised_training_learns_and_is_validated(home: Path):
+    flags = f"--objective sft --train-data-path chats.jsonl --valid-data-path chats.jsonl --packing {LAYOUT}"
+    found = trained(home, "sft", f"{flags} --train-iters 30 --eval-iters 2 --eval-interval 15")
+    assert found[-1]["lm_loss"] < found[0]["lm_loss"] - 0.3
+    assert [row["iteration"] for row in rows(home, "sft", "validation.jsonl")] == [15, 30]
+
+
+def test_a_reward_model_serves_ppo(home: Path):
+    found = trained(home, "reward", f"--objective reward --data-path pairs.jsonl --train-iters 20 {LAYOUT}")
+    assert found[-1]["accuracy"] > 0.9
+    flags = (
+        f"--objective ppo {DRAWN} --reward-load reward --train-iters 5 --num-ppo-epochs 2 --zeropp --emulate-nodes 2"
+    )
+    found = trained(home, "ppo", f"{flags} {LAYOUT}")
+    assert {"kl", "objective/kl", "rewards/vowels/mean", "rewards/reward_model/mean", "loss/value_avg"} <= found[
+        0
+    ].keys()
+    assert found[0]["clip_ratio"] == 0.0
+    assert found[0]["sampling_logp_difference/max"] < 1e-4
+    code, output = post_train(home, "ppo-2", f"--objective ppo {DRAWN} --reward-load base --train-iters 1 {LAYOUT}")
+    assert code == 2
+    assert "--reward-load base is no reward model" in output
+
+
+def test_dpo_prefers_what_it_is_shown_and_a_reference_that_was_computed_before_changes_nothing(home: Path):
+    flags = f"--objective dpo --data-path pairs.jsonl --train-iters 10 {LAYOUT}"
+    online = trained(home, "dpo", flags)
+    assert online[0]["lm_loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert online[-1]["rewards/accuracies"] > 0.9
+    before = trained(home, "dpo-2", f"{flags} --precompute-ref-log-probs")
+    for one, other in zip(online, before, strict=True):
+        assert one["lm_loss"] == pytest.approx(other["lm_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["--steps-per-generation 2 --num-iterations 2 --beta 0.1", "--lora-r 4 --beta 0.1 --steps-per-generation 2"],
+)
+def test_a_run_that_goes_on_inside_a_buffer_repeats_the_straight_one_bit_for_bit(home: Path, extra: str):
+    flags = f"--objective grpo {DRAWN} --num-generations 4 {extra} --train-iters 6 --save-interval 3 {LAYOUT}"
+    straight = trained(home, f"grpo{len(extra)}", flags)
+    name = f"again{len(extra)}"
+    shutil.copytree(home / f"grpo{len(extra)}", home / name, ignore=shutil.ignore_patterns("iter_0000006", "lock"))
+    (home / name / "latest_checkpointed_iteration.txt").write_text("3")
+    again = trained(home, name, flags, load=name)
+    assert [row["iteration"] for row in again] == [4, 5, 6]
+    timed = ("step_seconds", "tokens_per_second", "peak_memory_bytes", "rollout/seconds", "rollout/tokens_per_second")
+    for one, other in zip(straight[3:], again, strict=True):
+        assert {k: v for k, v in one.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
+    shown = rows(home, f"grpo{len(extra)}", "completions.jsonl")
+    assert shown[0].keys() == {"iteration", "prompt", "completion", "rewards"}
+
+
+def test_a_failing_reward_function_is_reported_with_its_sample(home: Path):
+    (home / "broken.py").write_text("def f(completions, **_):\n    return [1.0]\n")
+    flags = f"--objective grpo {DRAWN} --num-generations 4 --train-iters 1 {LAYOUT}"
+    code, output = post_train(home, "broken", flags.replace("rewards.py:vowels", "broken.py:f"))
+    assert code == 2
+    assert "reward function f gave 1 rewards for 4 completions, of " in output
+    assert "prompts.jsonl, line " in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--load base", "--objective is missing"),
+        ("--objective sft", "--load is missing"),
+        ("--objective sft --load nowhere", "--load nowhere has no checkpoint"),
+        ("--objective sft --load base --seq-length 8", "--seq-length 8: post-training has --max-length"),
+        ("--objective grpo --load base", "--objective grpo needs --reward-funcs or --reward-load"),
+        ("--objective grpo --load base --reward-funcs a:b --max-completion-length 8 --num-generations 3", "divisible"),
+        ("--objective grpo --load base --reward-funcs rewards.py:vowels --max-length 8", "leaves no room for a prompt"),
+        ("--objective dpo --load base --packing", "--packing is for --objective sft, not dpo"),
+        ("--objective dpo --load base --reward-funcs a:b", "--reward-funcs and --reward-load are for grpo and ppo"),
+        ("--objective sft --load base --text-path chats.jsonl", "--text-path and --mock-data are for pretraining"),
+        ("--objective sft --load base --hidden-size 64", "--hidden-size is 64, was 32"),
+        ("--objective ppo --load base --reward-funcs a:b --temperature 0", "--sample-temperature 0.0"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_before_workers_start(home: Path, flags: str, said: str):
+    data = "" if "--text-path" in flags else "--data-path prompts.jsonl"
+    arguments = f"--micro-batch-size 8 --train-iters 1 --nproc 1 --run-dir never {data} {flags}".split()
+    code, output = run_forked(str(Path(__file__).parents[2] / "tools/post_train.py"), *arguments, folder=home, cwd=home)
+    assert code == 2, output
+    assert said in output
+    assert output.startswith("post_train.py: error: ")
+    assert not (home / "never").exists()
+
+
+def test_a_dry_run_of_lora_needs_no_checkpoint(home: Path):
+    flags = "@configs/gpt_tiny.args --objective sft --lora-r 2 --dry-run --nproc 4 --emulate-nodes 2 --zeropp"
+    code, output = run_forked(str(Path(__file__).parents[2] / "tools/post_train.py"), *flags.split(), folder=home)
+    assert code == 0, output
+    assert "parameters in adapters" in output
+
+
+def start(home: Path, flags: str) -> ParsedRun:
+    parsed = parse_post_training(f"--load {home}/base {flags}".split(), home, "")
+    return find_start(parsed, restarted=False).parsed
+
+
+def test_a_restarted_job_goes_on_with_what_it_has_saved_and_else_begins_with_weights_alone(home: Path):
+    flags = f"--objective sft --load {home}/base --save {home}/never-saved".split()
+    found = find_start(parse_post_training(flags, home, ""), restarted=True)
+    assert not found.source.continues
+    assert not found.source.optimizer
+    flags = f"--objective sft --load {home}/base --save {home}/base".split()
+    assert find_start(parse_post_training(flags, home, ""), restarted=True).source.continues
+
+
+def test_defaults_are_those_of_the_objective_and_the_model_is_the_checkpoint_s(home: Path):
+    grpo, ppo = start(home, "--objective grpo"), start(home, "--objective ppo --temperature 0.7 --lr 1e-3")
+    post: PostTrainingConfig = post_configs(grpo).training
+    assert (post.beta_or_default, post.loss, post.num_generations, post.needs_reference) == (0.0, "dapo", 8, False)
+    assert grpo.config.schedule.lr == 1e-6
+    sample = grpo.config.sample
+    assert (sample.sample_temperature, sample.sample_top_k, sample.sample_top_p) == (1.0, 0, 1.0)
+    assert (ppo.config.sample.sample_temperature, ppo.config.schedule.lr) == (0.7, 1e-3)
+    assert grpo.config.model.hidden_size == 32
+    assert grpo.config.model.hidden_dropout == 0.0
+    assert grpo.config.data.seq_length == post_configs(grpo).form.max_length == 32
+    assert (post.ref_load, post.ref_ckpt_step) == (str(home / "base"), 2)
+    assert grpo.config.checkpoint.finetune

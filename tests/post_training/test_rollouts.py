@@ -1,0 +1,244 @@
+"""Rollouts: what is drawn, on which ranks, what crosses nodes, and what a checkpoint keeps of a buffer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.tiers import slow
+from post_training.policies import SEQ, Layout, PostCase, build, make_loader, prompts, train_on_rollouts
+
+from megazpp.inference.generate import draw_completions, evaluating
+from megazpp.inference.sample import SampleConfig, pick_rows
+from megazpp.post_training.config import PostTrainingConfig
+
+GRPO = PostTrainingConfig(objective="grpo", num_generations=4, max_completion_length=8)
+LATER = dataclasses.replace(GRPO, steps_per_generation=2, num_iterations=2)
+PPO = PostTrainingConfig(objective="ppo", max_completion_length=8, num_ppo_epochs=2, whiten_rewards=True)
+CASES = {
+    "grpo": PostCase(post=GRPO, steps=3),
+    "grpo, two steps twice": PostCase(post=dataclasses.replace(LATER, beta=0.1), steps=5, temperature=0.8),
+    "ppo": PostCase(post=PPO, steps=3),
+}
+LAYOUTS = {
+    "tp 2": Layout(world=2, tp=2, micro_batch_size=8),
+    "data 2": Layout(world=2, micro_batch_size=2),  # groups of 4 lie on both ranks
+    "tp 2 x 2 nodes": Layout(world=4, tp=2, nodes=2, micro_batch_size=2),
+}
+DEFAULT = {("grpo", "tp 2"), ("grpo, two steps twice", "data 2"), ("ppo", "data 2")}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [(n, x) if (n, x) in DEFAULT else slow(n, x) for n in CASES for x in LAYOUTS]
+)
+def test_every_layout_draws_the_same_completions_and_trains_on_them_alike(name: str, layout: str):
+    case, spread = CASES[name], LAYOUTS[layout]
+    (expected,) = ranks(1).run(train_on_rollouts, dataclasses.replace(case, layout=Layout(micro_batch_size=8)))
+    for found in ranks(spread.world).run(train_on_rollouts, dataclasses.replace(case, layout=spread)):
+        assert found["tables"] == expected["tables"]
+        for one, other in zip(found["steps"], expected["steps"], strict=True):
+            assert one == pytest.approx(other, rel=2e-3, abs=2e-4)
+    assert len({length for row in expected["tables"][0] for length in [row[1]]}) >= 1
+
+
+RATIO = [Layout(), Layout(world=2, tp=2), Layout(world=2, nodes=2, zeropp=True)]
+
+
+def first_ratios(case: PostCase) -> list[float]:
+    """The largest differences of a buffer's log-probabilities to those of the forward that is trained on first."""
+    built, dims = build(case)
+    loader = make_loader(case, built, dims)
+    built.model.train()
+    found = []
+    for batch in loader.step(0, case.global_batch):
+        losses = built.model(
+            batch.tokens, batch.labels, position_ids=batch.position_ids, temperature=0.7, with_entropy=True
+        ).losses
+        losses.sum().backward()  # with a graph, as in training
+        found.append(float(((batch.old_logps + losses) * batch.loss_mask).abs().max()))
+        found.append(float(((batch.sampling_logps + losses) * batch.loss_mask).abs().max()))
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [*RATIO, slow(Layout(world=4, tp=2, nodes=2, zeropp=True)), slow(Layout(world=4, tp=2, sequence_parallel=True))],
+)
+def test_the_first_ratio_of_a_buffer_is_exactly_1_and_drawing_knew_the_same_log_probabilities(layout: Layout):
+    case = PostCase(post=LATER, layout=layout, temperature=0.7)
+    for found in ranks(layout.world).run(first_ratios, case):
+        assert max(found[::2]) == 0.0
+        assert max(found[1::2]) < 1e-4
+
+
+@pytest.mark.parametrize("layout", [*RATIO, slow(Layout(world=4, tp=2, nodes=2, zeropp=True))])
+def test_on_policy_nothing_is_clipped(layout: Layout):
+    for found in ranks(layout.world).run(train_on_rollouts, dataclasses.replace(CASES["grpo"], layout=layout)):
+        for step in found["steps"]:
+            assert step["clip_ratio"] == 0.0
+            assert step["sampling_logp_difference/max"] < 1e-4
+            assert step["grad_norm"] > 0.0
+
+
+def cross_bytes(case: PostCase) -> list[int]:
+    """Bytes between nodes of a rollout, and of the step after it."""
+    built, dims = build(case)
+    loader = make_loader(case, built, dims)
+    loader.step(0, case.global_batch)
+    return [dims.counter.sent_bytes("cross")]
+
+
+@pytest.mark.parametrize("zeropp", [False, True])
+def test_what_a_rollout_sends_between_nodes_does_not_depend_on_its_length(zeropp: bool):
+    layout = Layout(world=2, nodes=2, zeropp=zeropp)
+    lengths = [
+        ranks(2).run(cross_bytes, PostCase(post=dataclasses.replace(GRPO, max_completion_length=n), layout=layout))
+        for n in (1, 16)
+    ]
+    assert lengths[0] == lengths[1]
+    assert lengths[0][0][0] > 0
+
+
+def uneven(case: PostCase) -> list[int]:
+    """Each data rank draws for another number of tokens, and for prompts of its own."""
+    built, dims = build(case)
+    limit = 2 + 9 * dims.data_rank
+    loader = make_loader(case, built, dims)
+    sampler = dataclasses.replace(loader.sampler, config=SampleConfig(sample_tokens=limit, sample_top_k=0))
+    chosen = prompts()[dims.data_rank :]
+    drawn, _ = sampler.draw(chosen, [f"{dims.data_rank} {i}" for i in range(len(chosen))])
+    loader.step(0, case.global_batch)  # and they meet again
+    return drawn.lengths.tolist()
+
+
+def test_ranks_whose_texts_end_early_do_not_hang_the_others():
+    first, second = ranks(2).run(uneven, PostCase(post=GRPO, layout=Layout(world=2)))
+    assert (len(first), len(second)) == (6, 5)
+    assert max(first) <= 2 < max(second)
+
+
+def resumed(case: PostCase, stop: int) -> tuple[list[Any], list[Any]]:
+    """Batches of a run, and of one that begins with what the first had after `stop` steps."""
+    built, dims = build(case)
+    loader, again = make_loader(case, built, dims), make_loader(case, built, dims)
+    size = case.global_batch
+    straight = [loader.step(i * size, size) for i in range(stop)]
+    metrics, kept = loader.metrics(), loader.tensors()
+    gathered: dict[str, torch.Tensor] = {}
+    for each in dims.world.share_object(dims.world.gather_objects(kept)):
+        gathered |= each
+    again.load(gathered)
+    straight = [loader.step(stop * size, size)]
+    continued = [again.step(stop * size, size)]
+    same = {k: v for k, v in again.metrics().items() if not k.startswith("rollout/")}
+    assert not gathered or same == {k: v for k, v in metrics.items() if not k.startswith("rollout/")}
+    return straight, continued
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4])
+@pytest.mark.parametrize("post", [LATER, dataclasses.replace(PPO, num_ppo_epochs=4)])
+def test_a_buffer_goes_on_where_a_checkpoint_has_left_it(post: PostTrainingConfig, stop: int):
+    case = PostCase(post=post, layout=Layout(world=2, micro_batch_size=2))
+    for straight, continued in ranks(2).run(resumed, case, stop):
+        for one, other in zip(straight[0], continued[0], strict=True):
+            for a, b in zip(one, other, strict=True):
+                assert (a is None) == (b is None)
+                assert a is None or torch.equal(a, b)
+
+
+def kept_by(case: PostCase) -> dict[str, torch.Tensor]:
+    built, dims = build(case)
+    loader = make_loader(case, built, dims)
+    loader.step(0, case.global_batch)
+    return loader.tensors()
+
+
+def taken_up(case: PostCase, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    built, dims = build(case)
+    loader = make_loader(case, built, dims)
+    loader.load(tensors)
+    return [batch.tokens for batch in loader.step(case.global_batch, case.global_batch)]
+
+
+def test_a_buffer_of_two_ranks_goes_on_on_one():
+    tensors: dict[str, torch.Tensor] = {}
+    for each in ranks(2).run(kept_by, PostCase(post=LATER, layout=Layout(world=2, micro_batch_size=2))):
+        tensors |= each
+    case = PostCase(post=LATER, layout=Layout(micro_batch_size=8))
+    (one,) = ranks(1).run(taken_up, case, tensors)
+    (same,) = ranks(1).run(taken_up, case, ranks(1).run(kept_by, case)[0])
+    assert torch.equal(torch.cat(one), torch.cat(same))
+
+
+def test_a_failing_reward_function_ends_all_ranks_with_the_sample_s_line():
+    with pytest.raises(AssertionError, match=r"reward function evens failed at p.jsonl, line \d"):
+        ranks(2).run(failing, PostCase(post=GRPO, layout=Layout(world=2)))
+
+
+def failing(case: PostCase) -> None:
+    built, dims = build(case)
+    loader = make_loader(case, built, dims)
+    functions = [loader.sampler.functions[0]._replace(function=raises)]
+    loader.sampler = dataclasses.replace(loader.sampler, functions=functions)
+    loader.step(0, case.global_batch)
+
+
+def raises(completions: list[str], number: list[int]) -> list[float]:
+    return [1 / (n - n) for n in number]
+
+
+def test_rows_are_picked_by_their_own_numbers_among_the_top_k_and_top_p():
+    generator = torch.Generator().manual_seed(1)
+    logits, uniform = torch.randn(50, 11, generator=generator), torch.rand(50, generator=generator, dtype=torch.float64)
+    config = SampleConfig(sample_temperature=0.5, sample_top_k=4, sample_top_p=0.7)
+    picked = pick_rows(logits, config, uniform)
+    for row in range(50):
+        scores = logits[row].double() / 0.5
+        likely = scores.sort(descending=True).indices[:4]
+        shares = torch.softmax(scores[likely], dim=0)
+        kept = likely[shares.cumsum(0) - shares < 0.7]
+        assert int(picked[row]) in kept.tolist()
+        assert torch.equal(pick_rows(logits[row : row + 1], config, uniform[row : row + 1])[0], picked[row])
+    many = pick_rows(
+        logits[:1].expand(20000, -1),
+        SampleConfig(sample_temperature=1.0, sample_top_k=0),
+        torch.rand(20000, dtype=torch.float64, generator=generator),
+    )
+    shares = torch.bincount(many, minlength=11) / 20000
+    torch.testing.assert_close(shares, torch.softmax(logits[0], dim=0), atol=0.015, rtol=0)
+
+
+def rows_alone(case: PostCase) -> tuple[list[Any], list[Any]]:
+    """A batch that shrinks while it is drawn, and each of its rows by itself."""
+    built, dims = build(case)
+    chosen = [prompt.tokens for prompt in prompts()]
+    uniform = torch.rand(len(chosen), 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    config = SampleConfig(sample_tokens=12, sample_top_k=0, sample_temperature=1.0)
+
+    def is_last(row: int, token: int) -> bool:
+        counts[row] += 1
+        return counts[row] == 1 + 2 * row
+
+    with evaluating(built.model), built.sharding.kept_gathered():
+        counts = [0] * len(chosen)
+        together = draw_completions(built.model, dims.tp, chosen, config, uniform, ends=None, is_last=is_last)
+        alone = []
+        for row, tokens in enumerate(chosen):
+            limit = dataclasses.replace(config, sample_tokens=1 + 2 * row)
+            alone.append(draw_completions(built.model, dims.tp, [tokens], limit, uniform[row : row + 1], ends=None))
+    rows = [(together.tokens[i, :n].tolist(), n) for i, n in enumerate(together.lengths.tolist())]
+    assert together.ended.tolist() == [True] * len(chosen)
+    for row, each in enumerate(alone):
+        n = each.lengths[0]
+        torch.testing.assert_close(together.logps[row, :n], each.logps[0], atol=1e-5, rtol=0)
+    return rows, [(each.tokens[0].tolist(), int(each.lengths[0])) for each in alone]
+
+
+def test_rows_that_are_over_leave_the_batch_and_the_others_go_on_as_if_alone():
+    ((together, alone),) = ranks(1).run(rows_alone, PostCase(post=GRPO))
+    assert together == alone
+    assert [n for _, n in together] == [1, 3, 5, 7, 9, 11]
+    assert SEQ >= 18
