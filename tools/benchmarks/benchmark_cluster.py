@@ -36,7 +36,10 @@ from megazpp.program import can_draw, exit_on_signals, flags_of, program, say
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
 POLL_SECONDS = 0.05
 RATES = ["100mbit", "200mbit", "500mbit", "1gbit", "10gbit"]
-SHAPE = ("nodes", "ranks_per_node", "hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
+SHAPE = (
+    *("nodes", "ranks_per_node", "hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size"),
+    "rollout_tokens",
+)
 
 
 class BenchmarkCase(NamedTuple):
@@ -60,7 +63,7 @@ class Results:
         self.samples: list[Sample] = []
         if path.exists():
             saved = json.loads(path.read_text())
-            if saved["shape"] != shape:
+            if {"rollout_tokens": 0, **saved["shape"]} != shape:
                 raise ValueError(f"--out {path.parent} holds samples of {saved['shape']}, not of {shape}")
             self.samples, self.parameters = [Sample(**fields) for fields in saved["samples"]], saved["parameters"]
 
@@ -165,7 +168,7 @@ def run_round(
         results.samples.append(Sample(*case, round=index, variant=name, uplink_bytes=uplinks, **answer))
         say(
             f"tp {case.tp}, k {case.micro_batches}, {case.rate}, round {index + 1}: {name} {answer['seconds']:.2f} s, "
-            f"loss {answer['loss']:.3f}"
+            f"loss {answer['loss']:.3f}, rollout {answer['rollout_seconds']:.2f} s"
         )
     results.write()
 
@@ -191,10 +194,13 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=512, help="tokens that the model knows")
     parser.add_argument("--seq-length", type=int, default=64, help="tokens of a sample")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="samples of a rank's micro-batch")
+    parser.add_argument("--rollout-tokens", type=int, default=0, help="draw completions of so many before each step")
     args = parser.parse_args(argv)
+    if args.rollout_tokens < 0:
+        raise ValueError(f"--rollout-tokens {args.rollout_tokens} is negative")
     for rate in args.rates:
         parse_rate(rate)
-    for name in (*SHAPE, "samples"):
+    for name in (*SHAPE[:-1], "samples"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is not positive")
     for tp in args.tp:

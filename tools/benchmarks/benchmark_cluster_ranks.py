@@ -10,6 +10,7 @@ Weights and gradients are bf16 on every wire where a variant does not quantize t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -25,6 +26,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
 from megazpp.data.batch import make_micro_batch
+from megazpp.inference.generate import draw_completions, evaluating
+from megazpp.inference.sample import SampleConfig
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
@@ -55,16 +58,19 @@ class Variant(NamedTuple):
         label: for people.
         zero: None for FSDP2 as it is.
         hsdp: one sharded copy of the model per node.
+        per_token: completions are drawn without keeping the gathered weights from token to token.
     """
 
     label: str
     zero: ZeroConfig | None
     hsdp: bool = False
+    per_token: bool = False
 
 
 VARIANTS = {
     "fsdp2": Variant("FSDP2, gloo's collectives", None),
     "zero3": Variant("ZeRO-3, ring", ZeroConfig()),
+    "zero3-per-token": Variant("ZeRO-3, ring, gathered per token", ZeroConfig(), per_token=True),
     "zero3-overlap": Variant("ZeRO-3, ring, overlap", ZeroConfig(overlap_param_gather=True, overlap_grad_reduce=True)),
     "hsdp": Variant("FSDP2 HSDP", ZeroConfig(), hsdp=True),
     "qwz": Variant("+qwZ", ZeroConfig(zero_quantized_weights=True)),
@@ -90,6 +96,7 @@ class BenchmarkSettings:
         variants: keys of VARIANTS.
         hidden_size, num_layers, vocab_size: of the model.
         seq_length, micro_batch_size: tokens of a sample and samples of a rank's micro-batch.
+        rollout_tokens: of a completion; before a step each rank draws one for every sample of it. 0: no rollout.
     """
 
     nodes: int
@@ -101,6 +108,7 @@ class BenchmarkSettings:
     vocab_size: int
     seq_length: int
     micro_batch_size: int
+    rollout_tokens: int = 0
 
     @property
     def model(self) -> GPTConfig:
@@ -108,7 +116,7 @@ class BenchmarkSettings:
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             num_attention_heads=max(self.hidden_size // 64, self.tp),
-            max_position_embeddings=self.seq_length,
+            max_position_embeddings=max(self.seq_length, self.rollout_tokens + 1),
             hidden_dropout=0.0,
             attention_dropout=0.0,
         )
@@ -175,26 +183,47 @@ class Bench:
         self.world = some_dims.world
 
     def run(self, variant: str, micro_batches: int) -> dict[str, Any]:
-        """One optimizer step of one variant on all ranks.
+        """A rollout, if there are any, and one optimizer step of one variant on all ranks.
 
         Returns:
-            seconds between two barriers; cpu_seconds of all ranks together; cross_bytes, per node as our counters have
-            it; the loss.
+            rollout_seconds and rollout_cross_bytes, 0 and [] without one; seconds of the step between two barriers;
+            cpu_seconds of all ranks together and cross_bytes, per node as our counters have it, of both; the loss.
         """
         before = self._counted()
         dist.barrier()
         started = time.perf_counter()
+        rollout: dict[str, Any] = {"rollout_seconds": 0.0, "rollout_cross_bytes": []}
+        if self.settings.rollout_tokens:
+            self._draw(variant, micro_batches)
+            dist.barrier()
+            seconds = time.perf_counter() - started
+            rollout = {"rollout_seconds": seconds, "rollout_cross_bytes": self._per_node(before)[1]}
+            started = time.perf_counter()
         result = self._steps[variant]([self._batch] * micro_batches, learning_rate=LEARNING_RATE, weight_decay=0.0)
         dist.barrier()
         seconds = time.perf_counter() - started
-        everyone = self.world.all_gather(self._counted() - before)  # [ranks, (CPU seconds, cross bytes)]
-        per_node = everyone[:, 1].view(self.cluster.num_nodes, -1).sum(1)
-        return {
-            "seconds": seconds,
-            "cpu_seconds": float(everyone[:, 0].sum()),
-            "cross_bytes": [int(sent) for sent in per_node],
-            "loss": result.loss,
-        }
+        cpu, sent = self._per_node(before)
+        return {"seconds": seconds, "cpu_seconds": sum(cpu), "cross_bytes": sent, "loss": result.loss, **rollout}
+
+    def _draw(self, variant: str, micro_batches: int) -> None:
+        """A completion of one random token for each of this rank's samples of a step."""
+        step, tokens = self._steps[variant], self.settings.rollout_tokens
+        count = self.settings.micro_batch_size * micro_batches
+        gathered = contextlib.nullcontext() if VARIANTS[variant].per_token else step.sharding.kept_gathered()
+        with evaluating(step.model), gathered:
+            draw_completions(
+                step.model,
+                step.dims.tp,
+                self._batch.tokens[:1, :1].expand(count, 1).tolist(),
+                SampleConfig(sample_tokens=tokens, sample_temperature=1.0, sample_top_k=0),
+                torch.rand(count, tokens, dtype=torch.float64),
+                ends=None,
+            )
+
+    def _per_node(self, before: torch.Tensor) -> tuple[list[float], list[int]]:
+        """CPU seconds and bytes to other nodes of every node since `before`."""
+        everyone = self.world.all_gather(self._counted() - before).view(self.cluster.num_nodes, -1, 2).sum(1)
+        return everyone[:, 0].tolist(), [int(sent) for sent in everyone[:, 1]]
 
     def _counted(self) -> torch.Tensor:
         sent = sum(dims.counter.sent_bytes("cross") for dims in self._dims.values())

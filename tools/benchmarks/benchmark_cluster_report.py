@@ -25,6 +25,7 @@ class Sample(NamedTuple):
         loss: of the step.
         uplink_bytes: what each node's interface sent; empty without emulated links.
         cross_bytes: what each node's ranks sent to other nodes by our own counters.
+        rollout_seconds, rollout_cross_bytes: of the completions drawn before it; both bytes above count them too.
     """
 
     tp: int
@@ -37,6 +38,13 @@ class Sample(NamedTuple):
     loss: float
     uplink_bytes: list[int]
     cross_bytes: list[int]
+    rollout_seconds: float = 0.0
+    rollout_cross_bytes: Sequence[int] = ()
+
+    @property
+    def update_seconds(self) -> float:
+        """Of the rollout and the step."""
+        return self.seconds + self.rollout_seconds
 
 
 def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int, labels: Mapping[str, str]) -> str:
@@ -60,7 +68,13 @@ def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int,
         part = [s for s in samples if (s.tp, s.micro_batches) == (tp, k)]
         names = [name for name in labels if any(s.variant == name for s in part)]
         text += ["", f"### {_title(tp, k)}", ""]
-        text += _speed_table(part, names, labels)
+        text += _speed_table(part, names, labels, "seconds")
+        if any(s.rollout_seconds for s in part):
+            text += ["", "Drawing the completions:", "", *_speed_table(part, names, labels, "rollout_seconds")]
+            text += ["", "Both together:", "", *_speed_table(part, names, labels, "update_seconds")]
+            sent = {name: [sum(s.rollout_cross_bytes) for s in part if s.variant == name] for name in names}
+            rows = [[labels[name], f"{statistics.median(sent[name]) / shape['nodes'] / MEGA:.3f}"] for name in names]
+            text += ["", *_markdown(["rollout", "MB per node by our counters"], rows)]
         if any(s.uplink_bytes for s in part):
             text += ["", *_bytes_table(part, names, labels, parameters)]
         tokens = world // tp * shape["seq_length"] * shape["micro_batch_size"] * k
@@ -115,14 +129,14 @@ def plot(samples: Sequence[Sample], labels: Mapping[str, str], path: Path) -> st
     return f"plot: {path}"
 
 
-def _speed_table(samples: list[Sample], names: list[str], labels: Mapping[str, str]) -> list[str]:
+def _speed_table(samples: list[Sample], names: list[str], labels: Mapping[str, str], field: str) -> list[str]:
     rows = []
     for rate in _rates(samples):
         here = [s for s in samples if s.rate == rate]
         cells = []
         for name in names:
-            times = [s.seconds for s in here if s.variant == name]
-            speed = paired_ratio(here, BASELINE, name, "seconds")
+            times = [getattr(s, field) for s in here if s.variant == name]
+            speed = paired_ratio(here, BASELINE, name, field)
             cells.append(f"{statistics.median(times):.2f} s ({_times(speed)})" if times else NONE)
         most = max(sum(s.variant == name for s in here) for name in names)
         rows.append([rate, *cells, str(most)])
