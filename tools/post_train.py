@@ -15,36 +15,36 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from pathlib import Path
 
 from megazpp.arguments import ParsedRun
 from megazpp.checks import check_run_config
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
-from megazpp.parallel.worker import leave
 from megazpp.planner.report import plan_report
 from megazpp.post_training.dry_run import dry_run_lora
 from megazpp.post_training.start import check_post_training, find_start, parse_post_training, post_configs
 from megazpp.post_training.trainer import PostTrainer
+from megazpp.program import program
 from megazpp.run import Job, announced_cluster, planned_cluster, run_on_ranks
 from megazpp.trainer import run_training
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def main() -> int:
+@program
+def main(argv: list[str]) -> int:
     """Parse, check, and become a worker or start the workers."""
-    return run_on_ranks(prepare)
+    return run_on_ranks(functools.partial(prepare, argv))
 
 
-def prepare() -> Job | int:
+def prepare(argv: list[str]) -> Job | int:
     """Everything that can be known before workers start.
 
     Raises:
         ValueError: what cannot be, by flag and value.
     """
     first_line = (__doc__ or "").partition("\n")[0]
-    parsed = parse_post_training(sys.argv[1:], ROOT, first_line)
+    parsed = parse_post_training(argv, ROOT, first_line)
     if parsed.show.dry_run:  # as pretraining's, without a checkpoint
         return show_dry_run(parsed)
     start = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
@@ -74,4 +74,4 @@ def show_dry_run(parsed: ParsedRun) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    raise SystemExit(main())

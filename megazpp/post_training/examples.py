@@ -60,8 +60,8 @@ class Examples(NamedTuple):
         tokens: [T] int32.
         mask: [T] uint8, 1 where the token is to be predicted; 0 at the first token of each row.
         starts: [rows + 1] int64 where each row begins in them.
-        counts: [3] int64: examples in the files, of these cut to --max-length, and left out because nothing of an
-            answer was left.
+        counts: [4] int64: examples in the files; of these cut to --max-length, left out because nothing of an answer
+            was left, and those whose answer begins in the middle of a token.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -285,7 +285,7 @@ def _read(
         examples = build()
     else:
         key = cache_key(
-            kind=f"examples-1 {texts.__name__}",
+            kind=f"examples-2 {texts.__name__}",
             data=content_hash(paths),
             tokenizer=tokenizer.identity,
             template=template.key,
@@ -295,11 +295,17 @@ def _read(
         if not path.exists():
             log(f"tokenizing {_names(paths)}")
         examples = Examples(*load_or_save_arrays(path, build))
-    total, cut, empty = examples.counts.tolist()
+    total, cut, empty, within = examples.counts.tolist()
     log(
         f"{total:,} examples of {len(examples.tokens):,} tokens: {_names(paths)}"
         + (f"; {cut:,} were cut to --max-length {config.max_length}" if cut else "")
         + (f"; {empty:,} left out, of whose answer there is nothing" if empty else "")
+        + (
+            f"; note: the answers of {within:,} begin within a token of their prompt, which nothing that is drawn does: "
+            "a space at the end of a prompt belongs to the answer"
+            if within
+            else ""
+        )
     )
     return examples
 
@@ -307,27 +313,36 @@ def _read(
 def _tokenize(
     paths: Sequence[Path], tokenizer: Tokenizer, max_length: int, texts: Callable[[Record], list[_Text]]
 ) -> Examples:
-    def encode(record: Record) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
+    def encode(record: Record) -> list[_Tokens]:
         return [_encode(text, tokenizer) for text in texts(record)]
 
     tokens: list[npt.NDArray[np.int32]] = []
     masks: list[npt.NDArray[np.uint8]] = []
-    total = cut = empty = 0
+    total = cut = empty = within = 0
     for _, rows in _each(paths, encode):
         total += 1
-        cut += any(len(ids) > max_length for ids, _ in rows)
-        if all(mask[:max_length].any() for _, mask in rows):
-            tokens += [ids[:max_length] for ids, _ in rows]
-            masks += [mask[:max_length] for _, mask in rows]
+        cut += any(len(row.ids) > max_length for row in rows)
+        within += any(row.begins_within for row in rows)
+        if all(row.mask[:max_length].any() for row in rows):
+            tokens += [row.ids[:max_length] for row in rows]
+            masks += [row.mask[:max_length] for row in rows]
         else:
             empty += 1
     if not tokens:
         raise ValueError(f"{_names(paths)}: no example has an answer within --max-length {max_length}")
     starts = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
-    return Examples(np.concatenate(tokens), np.concatenate(masks), starts, np.array([total, cut, empty]))
+    return Examples(np.concatenate(tokens), np.concatenate(masks), starts, np.array([total, cut, empty, within]))
 
 
-def _encode(text: _Text, tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+class _Tokens(NamedTuple):
+    """Ids and mask of a text, and whether what is learned begins in the middle of a token."""
+
+    ids: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.uint8]
+    begins_within: bool
+
+
+def _encode(text: _Text, tokenizer: Tokenizer) -> _Tokens:
     """Ids, and 1 where one of them has a character that is to be learned, or the end of the text; never at the first.
 
     A byte of a character has no width in some tokenizers, and counts with the place where it is.
@@ -336,13 +351,15 @@ def _encode(text: _Text, tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int32], n
     places = np.array(spans, dtype=np.int64).reshape(-1, 2)
     first, last = places[:, 0], np.maximum(places[:, 1], places[:, 0] + 1)
     mask = np.zeros(len(ids) + 1, dtype=np.uint8)
+    within = False
     for start, stop in text.learned:
         mask[:-1] |= (first < stop) & (last > start)
+        within |= bool(((first < start) & (last > start)).any())
     if text.ends and tokenizer.eod is not None:
         ids, mask[-1] = [*ids, tokenizer.eod], 1
     mask = mask[: len(ids)]
     mask[:1] = 0
-    return np.array(ids, dtype=np.int32), mask
+    return _Tokens(np.array(ids, dtype=np.int32), mask, within)
 
 
 def _each(paths: Sequence[Path], read: Callable[[Record], Any]) -> Iterator[tuple[str, Any]]:

@@ -32,7 +32,7 @@ def examples(*lengths: int) -> Examples:
     rows = [np.arange(length) + 10 * number for number, length in enumerate(lengths)]
     masks = [np.arange(length) > 0 for length in lengths]
     starts = np.cumsum([0, *lengths], dtype=np.int64)
-    counts = np.array([len(lengths), 0, 0], dtype=np.int64)
+    counts = np.array([len(lengths), 0, 0, 0], dtype=np.int64)
     return Examples(np.concatenate(rows).astype(np.int32), np.concatenate(masks).astype(np.uint8), starts, counts)
 
 

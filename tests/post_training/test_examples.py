@@ -124,6 +124,22 @@ def test_what_has_no_answer_within_the_length_is_left_out_and_counted(tmp_path: 
         supervised(write(tmp_path / "a.jsonl", {"prompt": "123", "completion": "4"}), max_length=2)
 
 
+def test_an_answer_that_begins_within_a_token_of_its_prompt_is_noted(tmp_path: Path) -> None:
+    """As with a tokenizer whose words begin with their space."""
+
+    class InPairs(ByteTokenizer):
+        def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+            starts = range(0, len(text), 2)
+            return [ord(text[start]) for start in starts], [(start, min(start + 2, len(text))) for start in starts]
+
+    path = write(tmp_path / "a.jsonl", {"prompt": "ab", "completion": "c"}, {"prompt": "abc", "completion": "d"})
+    lines: list[str] = []
+    config = DataFormatConfig(max_length=20)
+    read_supervised([path], InPairs(), TEMPLATE, config, cache_dir=None, log=lines.append)
+    assert "note: the answers of 1 begin within a token of their prompt" in lines[-1]
+    supervised(path)
+
+
 def test_another_template_or_flag_does_not_find_the_tokens_of_the_first(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]})
     found = {
