@@ -301,7 +301,7 @@ def _read(
         + (f"; {cut:,} were cut to --max-length {config.max_length}" if cut else "")
         + (f"; {empty:,} left out, of whose answer there is nothing" if empty else "")
         + (
-            f"; note: the answers of {within:,} begin within a token of their prompt, which nothing that is drawn does: "
+            f"; note: the answers of {within:,} begin within a token of their prompt, as nothing that is drawn does: "
             "a space at the end of a prompt belongs to the answer"
             if within
             else ""
