@@ -99,7 +99,7 @@ def _check_required(config: RunConfig) -> None:
         "--num-attention-heads": model.num_attention_heads,
         "--max-position-embeddings": model.max_position_embeddings if learned else 1,
         "--seq-length": data.seq_length,
-        "--micro-batch-size": batches.micro_batch_size,
+        "--micro-batch-size": batches.micro_batch_size or batches.global_batch_size,
         "--lr": config.schedule.lr,
         "--train-iters (or --train-samples)": (
             batches.train_samples if batches.train_iters is None else batches.train_iters

@@ -22,6 +22,8 @@ from megazpp.training.evaluate import Evaluator
 from megazpp.training.perplexity import Score, check_input, count_samples, score_whole
 from megazpp.training.setup import open_loader
 
+SAMPLES = 8  # of a forward, where the training said no --micro-batch-size
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
@@ -50,7 +52,7 @@ def run(loaded: Loaded) -> None:
     if path is None:
         scores = score_held_out(loaded)
     else:
-        size, say = config.batches.micro_batch_size or 1, loaded.say
+        size, say = config.batches.micro_batch_size or SAMPLES, loaded.say
         parts = (loaded.built, loaded.dims, loaded.tokenizer)
         whole = score_whole(*parts, path, config.data, micro_batch_size=size, device=loaded.device, say=say)
         scores = {"": whole}

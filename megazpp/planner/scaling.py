@@ -44,9 +44,13 @@ class Scaling:
         cluster: its nodes are multiplied; an order of ranks is left out.
         micro_batches: of an optimizer step, the same everywhere.
         device_type: whose checks apply.
+    Raises:
+        ValueError: the run does not say how many samples a rank has.
     """
 
     def __init__(self, config: RunConfig, cluster: Cluster, *, micro_batches: int, device_type: str) -> None:
+        if config.batches.micro_batch_size is None:
+            raise ValueError("--micro-batch-size is required: it is what stays the same on more nodes")
         self._config, self._cluster = config, cluster
         self._micro_batches, self._device_type = micro_batches, device_type
 

@@ -110,9 +110,9 @@ def with_batch(config: RunConfig, cluster: Cluster) -> RunConfig:
     """The same run with the nearest batch of whole micro-batches on every rank, smaller ones where it has too few."""
     batches, data = config.batches, cluster.world_size // config.parallel.tensor_model_parallel_size
     size, total = batches.micro_batch_size, batches.global_batch_size
-    if size is None or total is None or data < 1 or size < 1 or total < 1:
+    if total is None or data < 1:
         return config
-    size = min(size, max(total // data, 1))
+    size = min(size or total, max(total // data, 1))
     nearest = max(round(total / (size * data)), 1) * size * data
     ramp = batches.rampup_batch_size
     if ramp is not None and (nearest != total or any(part % (size * data) for part in ramp[:2])):
@@ -141,7 +141,7 @@ def nearest_run(config: RunConfig, cluster: Cluster, *, device_type: str) -> tup
         return run, tuple(
             f"--{name.replace('_', '-')} {before} does not fit this cluster: planned with {after}"
             for name, before, after in values
-            if before != after
+            if before not in (after, None)
         )
     assert problem is not None
     raise problem

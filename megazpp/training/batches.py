@@ -18,7 +18,10 @@ from megazpp.flags import check_positive, flag
 class BatchConfig:
     """Batch sizes in samples and the length of the run."""
 
-    micro_batch_size: int | None = flag(None, "samples of one forward and backward on one data-parallel rank")
+    micro_batch_size: int | None = flag(
+        None,
+        "samples of one forward and backward on one data-parallel rank; default: its share of --global-batch-size",
+    )
     global_batch_size: int | None = flag(
         None, "samples of one optimizer step over all ranks; default: --micro-batch-size x data-parallel size"
     )
@@ -122,19 +125,23 @@ class BatchPlan:
 
 
 def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
-    """Fill in the default global batch size.
+    """Fill in the batch size that is not given.
 
     Raises:
-        ValueError: a size or the length is missing, or a size is not divisible by micro-batch size x data-parallel
+        ValueError: both sizes or the length are missing, or a size is not divisible by micro-batch size x data-parallel
             size; a ramp-up that does not add up.
     """
-    if config.micro_batch_size is None:
+    size, total = config.micro_batch_size, config.global_batch_size
+    if size is None and (total is None or config.rampup_batch_size is not None):
         raise ValueError("--micro-batch-size is required")
     if config.train_iters is None and config.train_samples is None:
         raise ValueError("either --train-iters or --train-samples is required")
-    rank_samples = config.micro_batch_size * data_parallel_size
-    global_batch_size = rank_samples if config.global_batch_size is None else config.global_batch_size
-    divisor = f"--micro-batch-size {config.micro_batch_size} x data-parallel size {data_parallel_size}"
+    if size is None:
+        assert total is not None
+        size = max(total // data_parallel_size, 1)
+    rank_samples = size * data_parallel_size
+    global_batch_size = rank_samples if total is None else total
+    divisor = f"--micro-batch-size {size} x data-parallel size {data_parallel_size}"
     if global_batch_size % rank_samples:
         raise ValueError(f"--global-batch-size {global_batch_size} is not divisible by {divisor}")
     start, increment, samples = config.rampup_batch_size or (global_batch_size, global_batch_size, 0)
@@ -146,7 +153,7 @@ def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
     if start % rank_samples or (start < global_batch_size and increment % rank_samples):
         raise ValueError(f"{given}: start size and increment are not divisible by {divisor}")
     return BatchPlan(
-        micro_batch_size=config.micro_batch_size,
+        micro_batch_size=size,
         data_parallel_size=data_parallel_size,
         global_batch_size=global_batch_size,
         start_batch_size=start,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megazpp.arguments import parse_run_config
 from megazpp.planner.scaling import Scaled, Scaling, scaling_table
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 
 ROOT = Path(__file__).resolve().parents[2]
+TINY = ["@configs/gpt_tiny.args", "--micro-batch-size", "4"]
 
 
 def test_work_per_gpu_stays_and_the_ring_s_latency_grows():
-    config = parse_run_config(["@configs/gpt_tiny.args", "--bf16"], ROOT).config
+    config = parse_run_config([*TINY, "--bf16"], ROOT).config
     links = Links(domain=Link(100.0), network=Link(10.0))
     cluster = Cluster(num_nodes=1, ranks_per_node=2, links=links, device=Device("a GPU", 10.0, 1.0, 100.0))
     found = list(Scaling(config, cluster, micro_batches=1, device_type="cpu").points([1, 2, 64]))
@@ -26,7 +29,7 @@ def tiny(gigabytes: float) -> Scaling:
     links = Links(domain=Link(100.0), network=Link(10.0, microseconds=1000.0))
     device = Device("a GPU", 10.0, gigabytes, 100.0)
     cluster = Cluster(num_nodes=1, ranks_per_node=2, links=links, device=device)
-    config = parse_run_config(["@configs/gpt_tiny.args", "--bf16"], ROOT).config
+    config = parse_run_config([*TINY, "--bf16"], ROOT).config
     return Scaling(config, cluster, micro_batches=1, device_type="cpu")
 
 
@@ -41,6 +44,12 @@ def test_what_is_chosen_is_no_slower_than_any_scheme_and_may_be_several_copies()
 
 def test_nothing_is_chosen_where_nothing_fits():
     assert tiny(gigabytes=0.001).choice(4) is None
+
+
+def test_a_run_that_does_not_say_how_many_samples_a_rank_has_is_refused():
+    config = parse_run_config(["@configs/gpt_tiny.args"], ROOT).config
+    with pytest.raises(ValueError, match="--micro-batch-size is required"):
+        Scaling(config, Cluster(num_nodes=1, ranks_per_node=2), micro_batches=1, device_type="cpu")
 
 
 def test_choices_have_a_column_of_their_own():

@@ -7,7 +7,18 @@ from pathlib import Path
 import plan
 import pytest
 
-TINY = ["@configs/gpt_tiny.args", "--num-layers", "2", "--seq-length", "16", "--nodes", "1", "3"]
+TINY = [
+    "@configs/gpt_tiny.args",
+    "--num-layers",
+    "2",
+    "--seq-length",
+    "16",
+    "--micro-batch-size",
+    "4",
+    "--nodes",
+    "1",
+    "3",
+]
 CLUSTER = """
 nodes: 1
 ranks_per_node: 2

@@ -22,6 +22,13 @@ def test_the_default_global_batch_is_one_micro_batch_per_rank():
     assert (constant.total_iterations, constant.total_samples) == (5, 40)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+def test_the_default_micro_batch_is_a_rank_s_share_of_the_global_batch(ranks: int):
+    shared = plan(ranks, micro_batch_size=None, global_batch_size=16, train_iters=5)
+    assert shared.micro_batch_size == 16 // ranks
+    assert shared.num_micro_batches_at(0) == 1
+
+
 def test_a_constant_batch_size_has_micro_batches_and_drops_a_partial_last_batch():
     constant = plan(global_batch_size=24, train_samples=100)
     assert constant.num_micro_batches_at(77) == 3
