@@ -21,6 +21,7 @@ from pathlib import Path
 from megazpp.arguments import RunConfig
 from megazpp.flags import check_positive, flag
 from megazpp.inference.text import continue_texts
+from megazpp.inference.weights import Speed
 from megazpp.program import program
 from megazpp.run import Loaded, run_on_checkpoint
 
@@ -63,9 +64,19 @@ def run(loaded: Loaded) -> None:
     batches = read_prompts(config, loaded.extra) if world.rank == 0 else iter(())
     out, done = sys.stdout if world.rank == 0 else None, 0
     write = functools.partial(
-        continue_texts, *loaded.built, loaded.dims, loaded.tokenizer, max_length=longest, seed=config.launch.seed
+        continue_texts,
+        *loaded.built,
+        loaded.dims,
+        loaded.tokenizer,
+        max_length=longest,
+        seed=config.launch.seed,
+        cache_on_host=loaded.weights.kv_on == "host",
     )
+    speed, count = None, 0
     while prompts := world.share_object(next(batches, [])):
+        if loaded.streamed is not None and speed is None:
+            speed = Speed(loaded.streamed, len(prompts))
+            loaded.say(speed.expected())
         _, generated = write(prompts, sample, first_prompt=done, out=out)
         loaded.say(f"with the cache: {generated.describe()}")
         if loaded.extra.compare_without_cache:
@@ -74,9 +85,11 @@ def run(loaded: Loaded) -> None:
                 "the same tokens" if plain.tokens == generated.tokens else "other tokens: sums were rounded otherwise"
             )
             loaded.say(f"without it: {plain.describe()}; {same}")
-        done += len(prompts)
+        done, count = done + len(prompts), count + sum(map(len, generated.tokens))
     if not done:
         raise ValueError("there is no prompt on stdin")
+    if speed is not None:
+        loaded.say(speed.reached(count))
 
 
 def read_prompts(config: RunConfig, extra: GenerateConfig) -> Iterator[list[str]]:
