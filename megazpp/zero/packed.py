@@ -34,7 +34,7 @@ Bits = Literal[16, 8, 4]
 # of the scale with which the largest element of a block is exact: smaller ones clip it and are finer elsewhere
 _SHARES = (1.0, 1.1, 1.05, 0.95, 0.9, 0.85, 0.8)
 _CPU_PIECE, _CUDA_PIECE = 1 << 19, 1 << 26  # elements that are unpacked at once
-_AT_ONCE = 1 << 20  # elements that are packed at once
+_AT_ONCE = 1 << 16  # elements that are packed at once: they stay in the cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,16 +220,18 @@ def _pack_with_best_scales(values: torch.Tensor, fmt: BlockFormat, payload: torc
     """Quantize rows [R, n] fp32 to int4, each block with that of several scales which has the least squared error."""
     blocks = reference._to_blocks(values, fmt)  # [R, blocks, block_size]
     own = reference._scale(blocks, fmt)
-    best_scale, best_error = own, torch.full_like(own, torch.inf)
+    best_scale, best_error, rounded = own, torch.full_like(own, torch.inf), torch.empty_like(blocks)
     for share in _SHARES:
         scale = (own * share).bfloat16().float()
-        inverse = torch.where(scale.isfinite() & (scale != 0), 1 / scale, 0.0)
-        integers = (blocks * inverse.unsqueeze(-1)).round_().clamp_(-8, 7)
-        error = integers.mul_(scale.unsqueeze(-1)).sub_(blocks).square_().sum(-1)
+        torch.mul(blocks, _inverse(scale).unsqueeze(-1), out=rounded).round_().clamp_(-8, 7)
+        error = rounded.mul_(scale.unsqueeze(-1)).sub_(blocks).square_().sum(-1)
         better = error < best_error
         best_scale, best_error = torch.where(better, scale, best_scale), torch.where(better, error, best_error)
-    usable = best_scale.isfinite() & (best_scale != 0)
-    inverse = torch.where(usable, 1 / best_scale, 0.0).unsqueeze(-1)
-    finite = torch.where(usable.unsqueeze(-1), blocks, 0.0)
-    payload.copy_(reference._pack((finite * inverse).round_().clamp_(-8, 7), fmt))
+    inverse = _inverse(best_scale).unsqueeze(-1)
+    integers = torch.where(inverse != 0, blocks, 0.0) * inverse  # what is not finite has no integers
+    payload.copy_(reference._pack(integers.round_().clamp_(-8, 7), fmt))
     reference._store_scales(scales, best_scale)
+
+
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    return torch.where(scale.isfinite() & (scale != 0), 1 / scale, 0.0)
