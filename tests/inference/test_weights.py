@@ -216,3 +216,12 @@ def test_what_a_killed_writer_left_is_written_over(load: str, tmp_path: Path):
     ranks(1).run(streamed, ALONE, load, disk(store))
     assert not left.exists()
     assert (store / "tp0of1-part0of1.weights").stat().st_size < 10_000_000
+
+
+def test_flags_that_contradict_each_other_are_refused():
+    for flags, message in (
+        ({"weight_store": "x"}, "--weight-store x needs --weights-on disk, not device"),
+        ({"weights_on": "disk", "prefetch_layers": -1}, "--prefetch-layers -1 is negative"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            WeightsConfig(**flags)
