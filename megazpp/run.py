@@ -26,7 +26,7 @@ from megazpp.checks import ModelPlan, check_model_config
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.errors import EXIT_USER_ERROR, UserError, user_errors
-from megazpp.inference.weights import WeightsConfig, bf16_note, load_streamed_model
+from megazpp.inference.weights import WeightsConfig, bf16_note
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.environment import prepare_environment
@@ -38,6 +38,7 @@ from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import detect_cluster, read_cluster
 from megazpp.training.context import Console
 from megazpp.training.setup import build_model
+from megazpp.training.streamed import load_streamed_model
 from megazpp.zero.freeze import frozen_axis
 from megazpp.zero.streamed import StreamedUnits, WeightHandle
 

@@ -82,7 +82,8 @@ class SafeReader(FileSystemReader):
             if record.compress_type != zipfile.ZIP_STORED or record.file_size != size:
                 return None
             with warnings.catch_warnings(), torch.serialization.skip_data():
-                described = torch.load(_Window(file, found.offset, found.length), map_location="cpu", weights_only=True)
+                window: Any = _Window(file, found.offset, found.length)
+                described = torch.load(window, map_location="cpu", weights_only=True)
             if not isinstance(described, torch.Tensor) or not described.is_contiguous() or described.storage_offset():
                 return None
             file.seek(found.offset + record.header_offset)

@@ -337,6 +337,15 @@ class StreamedUnits:
         return min(seconds)
 
     @property
+    def device_bytes(self) -> int:
+        """Bytes of weights on the device at most: what stays, the ring, and with several ranks that of gathered units."""
+        if isinstance(self._messages, KeptMessages):
+            return self.plan.kept.num_bytes + self.plan.pass_bytes + sum(ring.nbytes for ring in self._gathered)
+        largest = max(message.num_bytes for message in self.plan.streamed)
+        ring = (self._ahead + 1) * largest
+        return self.plan.kept.num_bytes + ring + sum(gathered.nbytes for gathered in self._gathered)
+
+    @property
     def waited_seconds(self) -> float:
         """For which the compute was held by messages that were not there yet (on CUDA: the host)."""
         return self._waited

@@ -20,8 +20,9 @@ from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights, load_weights
 from megazpp.inference.generate import generate
 from megazpp.inference.sample import SampleConfig
-from megazpp.inference.weights import Speed, WeightsConfig, load_streamed_model
+from megazpp.inference.weights import Speed, WeightsConfig
 from megazpp.training.setup import ModelSpec
+from megazpp.training.streamed import load_streamed_model
 from megazpp.zero.freeze import frozen_axis
 
 SAVED = Case(model=dataclasses.replace(LLAMA_STYLE, init_method_std=0.5), tp=2)
