@@ -338,7 +338,7 @@ class StreamedUnits:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of weights on the device at most: what stays, the ring, and with several ranks that of gathered units."""
+        """Bytes of weights on the device at most: what stays, the ring, and of several ranks that of gathered units."""
         if isinstance(self._messages, KeptMessages):
             return self.plan.kept.num_bytes + self.plan.pass_bytes + sum(ring.nbytes for ring in self._gathered)
         largest = max(message.num_bytes for message in self.plan.streamed)
