@@ -9,15 +9,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from megazpp.flags import check_not_negative, flag
+from megazpp.model.gpt import GPTModel
 from megazpp.zero.packed import Bits
 from megazpp.zero.streamed import StreamedUnits
+
+MOST_SEQUENCES = 256  # of a batch that is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +88,27 @@ class Speed:
             f" {passes} passes fetched {passes * self._units.plan.pass_bytes} bytes; {rate:.1f} tokens/s are "
             f"{100 * rate / bound:.0f} % of the bound; {100 * waited / seconds:.0f} % of the time waited for weights"
         )
+
+
+def sequences_that_fit(model: GPTModel, length: int, device: torch.device, *, on_host: bool) -> int:
+    """How many sequences of `length` tokens have their keys and values in half of the free memory; 1 to 256.
+
+    More would not help: products of so many rows take longer than it takes to unpack the matrix.
+    """
+    config, weight = model.config, model.embedding.word.weight
+    per_token = 2 * config.layers * (config.query_groups // model.tp.size) * config.head_size * weight.element_size()
+    on_cuda = device.type == "cuda" and not on_host
+    free = torch.cuda.mem_get_info(device)[0] if on_cuda else _available_bytes()
+    return min(max(free // 2 // (per_token * length), 1), MOST_SEQUENCES)
+
+
+def _available_bytes() -> int:
+    """Memory of this machine that programs can have; elsewhere than on Linux, all there is."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return 1024 * int(fields["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def bf16_note(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -307,10 +307,11 @@ class StreamedUnits:
         """Nothing is kept but the ring."""
 
     def measure(self, batch: int) -> PassSeconds:
-        """Fetch one unit, and compute its products and those of what is kept for `batch` tokens; no other rank does.
+        """Fetch one unit, and compute its products and those of what is kept for `batch` tokens; call on all ranks.
 
         For an estimate before the first pass; attention and collectives are not in it.
         """
+        self._drop_started()
         index = len(self._matrices) - 1  # the first pass begins with another one
         share = self.plan.pass_bytes / self.plan.streamed[index].num_bytes
         started = time.perf_counter()
@@ -366,9 +367,7 @@ class StreamedUnits:
         """Have the unit's weights, and start to fetch those behind it."""
         self.passes += index == 0
         if index not in self._started:  # the last forward was left by an exception, or this is the first
-            for work in self._started.values():
-                work.wait()
-            self._started.clear()
+            self._drop_started()
             self._start(index)
         received = self._started.pop(index)
         for ahead in range(1, self._ahead + 1):
@@ -383,6 +382,12 @@ class StreamedUnits:
         for weight, matrix in self._matrices[index]:
             assert weight.rows is not None
             matrix.parts = message[:, weight.start : weight.stop].unflatten(1, (weight.part_rows, -1))
+
+    def _drop_started(self) -> None:
+        """Give up what was fetched ahead: its places in the ring are free."""
+        for work in self._started.values():
+            work.wait()
+        self._started.clear()
 
     def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         for _, matrix in self._matrices[index]:

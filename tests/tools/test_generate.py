@@ -84,6 +84,15 @@ def test_prompts_come_from_the_flag_a_file_or_stdin_in_batches(tmp_path: Path, m
     assert list(read_prompts(*configs())) == [["x", "y"]]
 
 
+@pytest.mark.slow
+def test_as_many_prompts_as_fit_are_one_batch(trained: Trained, tmp_path: Path):
+    (tmp_path / "prompts").write_text("\n".join(PROMPTS * 4))
+    flags = ["--prompt-file", str(tmp_path / "prompts"), "--prompts-at-once", "auto", "--sample-tokens", "2"]
+    output = run(trained, *flags, "--weights-on", "host", "--weight-bits", "4")
+    assert " 256 prompts at once" in output
+    assert output.count("with the cache: 24 tokens") == 1
+
+
 def test_on_a_terminal_each_line_is_answered_by_itself(monkeypatch: pytest.MonkeyPatch):
     terminal = io.StringIO("x\ny\n")
     monkeypatch.setattr(terminal, "isatty", lambda: True)

@@ -226,3 +226,33 @@ def test_flags_that_contradict_each_other_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             WeightsConfig(**flags)
+
+
+def interrupted(load: str, config: WeightsConfig) -> bool:
+    """Whether the losses are the same after a forward that an exception has left, and after another measurement."""
+    _, _, dims = build_on_ranks(ALONE)
+    spec = ModelSpec(config=ALONE.model, vocab_size=101, precision=ALONE.precision, seed=1)
+    source, record = find_weights(CheckpointFolder(load, "--load"), None)
+    model, units = load_streamed_model(config, spec, dims, frozen_axis(dims), CPU, source, record, shared_axis(dims))
+    batch, found = ALONE.batch(0, 0, 2), []
+    model.eval()
+
+    def leave(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        for _ in range(3):
+            found.append(model(batch.tokens, batch.labels))
+            hook = model.layers[1].mlp.register_forward_pre_hook(leave)
+            with pytest.raises(KeyboardInterrupt):
+                model(batch.tokens, batch.labels)
+            hook.remove()
+            found.append(model(batch.tokens, batch.labels))
+            Speed(units, 4)
+    return all(torch.equal(losses, found[0]) for losses in found)
+
+
+@pytest.mark.parametrize("world", [1, slow(2)])
+def test_a_forward_that_was_left_or_a_measurement_does_not_mix_up_layers(load: str, tmp_path: Path, world: int):
+    for ahead in (0, 1, 2):
+        assert all(ranks(world).run(interrupted, load, disk(tmp_path, prefetch_layers=ahead)))
