@@ -307,16 +307,19 @@ class StreamedUnits:
         """Nothing is kept but the ring."""
 
     def measure(self, batch: int) -> PassSeconds:
-        """Fetch one unit, and compute its products and those of what is kept for `batch` tokens; call on all ranks.
+        """Fetch two units, and compute its products and those of what is kept for `batch` tokens; call on all ranks.
 
         For an estimate before the first pass; attention and collectives are not in it.
         """
         self._drop_started()
         index = len(self._matrices) - 1  # the first pass begins with another one
         share = self.plan.pass_bytes / self.plan.streamed[index].num_bytes
-        started = time.perf_counter()
-        message = self._messages.fetch(index).wait().unsqueeze(0).expand(self._axis.size, -1)
-        fetched = time.perf_counter() - started
+        seconds = []
+        for each in (max(index - 1, 0), index):  # the first fills pages of the ring that nobody has written to
+            started = time.perf_counter()
+            received = self._messages.fetch(each).wait()
+            seconds.append(time.perf_counter() - started)
+        fetched, message = min(seconds), received.unsqueeze(0).expand(self._axis.size, -1)
         matrices = [matrix for _, matrix in self._matrices[index]]
         for weight, matrix in self._matrices[index]:
             matrix.parts = message[:, weight.start : weight.stop].unflatten(1, (weight.part_rows, -1))
