@@ -20,11 +20,14 @@ from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, find_weights, load_weights
 from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.together import open_axis
 from megazpp.checkpoint_flags import with_checkpoint_flags
 from megazpp.checks import ModelPlan, check_model_config
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.errors import EXIT_USER_ERROR, UserError, user_errors
+from megazpp.inference.weights import WeightsConfig, bf16_note
+from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.environment import prepare_environment
 from megazpp.parallel.launch import LaunchConfig, Place, device_type, find_place, launched_rank
@@ -34,7 +37,10 @@ from megazpp.parallel.worker import Worker, run_worker, seed_everything
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import detect_cluster, read_cluster
 from megazpp.training.context import Console
-from megazpp.training.setup import Built, build_model
+from megazpp.training.setup import build_model
+from megazpp.training.streamed import load_streamed_model
+from megazpp.zero.freeze import frozen_axis
+from megazpp.zero.streamed import StreamedUnits, WeightHandle
 
 LATE_SECONDS = 10.0  # that rank 0, which says what is wrong, may be behind; when it leaves, the launcher ends all
 
@@ -102,18 +108,27 @@ class Loaded(NamedTuple):
 
     Attributes:
         extra: the program's own config.
+        weights: where weights lie.
+        built: the model and the handle on its weights.
         iteration: of the checkpoint.
         say: prints a line of progress on rank 0, to stderr.
     """
 
     config: RunConfig
     extra: Any
-    built: Built
+    weights: WeightsConfig
+    built: tuple[GPTModel, WeightHandle]
     dims: ParallelDims
     tokenizer: Tokenizer
     iteration: int
     device: torch.device
     say: Callable[[str], None]
+
+    @property
+    def streamed(self) -> StreamedUnits | None:
+        """The handle of weights that stream; None where they are shards."""
+        handle = self.built[1]
+        return handle if isinstance(handle, StreamedUnits) else None
 
 
 def run_on_checkpoint(
@@ -140,7 +155,12 @@ def run_on_checkpoint(
     def prepare() -> Job | int:
         path, first_line = Path(script).resolve(), (description or "").partition("\n")[0]
         parsed = parse_run_config(
-            argv, path.parents[1], program=path.name, description=first_line, extra=[extra], default_file=None
+            argv,
+            path.parents[1],
+            program=path.name,
+            description=first_line,
+            extra=[extra, WeightsConfig],
+            default_file=None,
         )
         given = parsed.config.checkpoint
         if given.load is None:
@@ -180,7 +200,16 @@ def _load_and_work(
         tokenizer = build_tokenizer(config.tokenizer, config.data, log=say)
         for notice in (*parsed.notices, *plan.notices):
             say(f"note: {notice}")
-        built = build_model(config.model_spec(tokenizer.vocab_size, plan.wire), dims, device)
-        size, identity = tokenizer.vocab_size, tokenizer.identity
-        iteration = load_weights(*built, dims, source, record, vocab_size=size, tokenizer=identity, say=say)
-        work(Loaded(config, parsed.extra[0], built, dims, tokenizer, iteration, device, say))
+        spec, (extra, weights) = config.model_spec(tokenizer.vocab_size, plan.wire), parsed.extra
+        built: tuple[GPTModel, WeightHandle]
+        if weights.packs:
+            if note := bf16_note(device, spec.precision.param_dtype):
+                say(f"note: {note}")
+            axis, files = frozen_axis(dims), open_axis(dims)
+            built = load_streamed_model(weights, spec, dims, axis, device, source, record, files, say=say)
+            iteration = source.candidates()[0]
+        else:
+            sharded = built = build_model(spec, dims, device)
+            size, identity = tokenizer.vocab_size, tokenizer.identity
+            iteration = load_weights(*sharded, dims, source, record, vocab_size=size, tokenizer=identity, say=say)
+        work(Loaded(config, extra, weights, built, dims, tokenizer, iteration, device, say))

@@ -56,6 +56,9 @@ def run(loaded: Loaded) -> None:
         parts = (loaded.built, loaded.dims, loaded.tokenizer)
         whole = score_whole(*parts, path, config.data, micro_batch_size=size, device=loaded.device, say=say)
         scores = {"": whole}
+    if loaded.streamed is not None:
+        passes, num_bytes = loaded.streamed.passes, loaded.streamed.plan.pass_bytes
+        loaded.say(f" {passes} passes over the weights fetched {passes * num_bytes} bytes on each rank")
     for where, score in scores.items():
         if loaded.dims.world.rank == 0:
             print("\n".join(score.lines(f"iteration {loaded.iteration}{where}")))

@@ -17,10 +17,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megazpp.arguments import RunConfig
 from megazpp.flags import check_positive, flag
 from megazpp.inference.text import continue_texts
+from megazpp.inference.weights import Speed, sequences_that_fit
 from megazpp.program import program
 from megazpp.run import Loaded, run_on_checkpoint
 
@@ -32,11 +34,14 @@ class GenerateConfig:
     """Which prompts, and how many at once."""
 
     prompt_file: str | None = flag(None, "file with a prompt on each line (default: stdin, without --prompt)")
-    prompts_at_once: int = flag(8, "prompts of one batch; keys and values of all of them are kept")
+    prompts_at_once: int | Literal["auto"] = flag(
+        8, "prompts of one batch; keys and values of all of them are kept; auto: as many as fit, at most 256"
+    )
     compare_without_cache: bool = flag(False, "generate again without the cache, and say how fast and whether equal")
 
     def __post_init__(self) -> None:
-        check_positive(self, "prompts_at_once")
+        if self.prompts_at_once != "auto":
+            check_positive(self, "prompts_at_once")
 
 
 @program
@@ -52,7 +57,7 @@ def check(config: RunConfig, extra: GenerateConfig) -> None:
         raise ValueError("--sample-prompt and --prompt-file exclude each other")
     if not Path(extra.prompt_file).expanduser().is_file():
         raise ValueError(f"--prompt-file {extra.prompt_file} does not exist")
-    if next(read_prompts(config, extra), None) is None:
+    if next(read_prompts(config, dataclasses.replace(extra, prompts_at_once=1)), None) is None:
         raise ValueError(f"--prompt-file {extra.prompt_file} holds no prompt")
 
 
@@ -60,12 +65,22 @@ def run(loaded: Loaded) -> None:
     config, world, longest = loaded.config, loaded.dims.world, loaded.config.data.seq_length
     assert longest is not None
     sample = dataclasses.replace(config.sample, sample_tokens=config.sample.sample_tokens or DEFAULT_TOKENS)
-    batches = read_prompts(config, loaded.extra) if world.rank == 0 else iter(())
+    batches = read_prompts(config, with_batch_size(loaded)) if world.rank == 0 else iter(())
     out, done = sys.stdout if world.rank == 0 else None, 0
     write = functools.partial(
-        continue_texts, *loaded.built, loaded.dims, loaded.tokenizer, max_length=longest, seed=config.launch.seed
+        continue_texts,
+        *loaded.built,
+        loaded.dims,
+        loaded.tokenizer,
+        max_length=longest,
+        seed=config.launch.seed,
+        cache_on_host=loaded.weights.kv_on == "host",
     )
+    speed, count = None, 0
     while prompts := world.share_object(next(batches, [])):
+        if loaded.streamed is not None and speed is None:
+            speed = Speed(loaded.streamed, len(prompts))
+            loaded.say(speed.expected())
         _, generated = write(prompts, sample, first_prompt=done, out=out)
         loaded.say(f"with the cache: {generated.describe()}")
         if loaded.extra.compare_without_cache:
@@ -74,13 +89,27 @@ def run(loaded: Loaded) -> None:
                 "the same tokens" if plain.tokens == generated.tokens else "other tokens: sums were rounded otherwise"
             )
             loaded.say(f"without it: {plain.describe()}; {same}")
-        done += len(prompts)
+        done, count = done + len(prompts), count + sum(map(len, generated.tokens))
     if not done:
         raise ValueError("there is no prompt on stdin")
+    if speed is not None:
+        loaded.say(speed.reached(count))
+
+
+def with_batch_size(loaded: Loaded) -> GenerateConfig:
+    """The program's flags, with a number of prompts; on the rank that reads them."""
+    extra: GenerateConfig = loaded.extra
+    if extra.prompts_at_once != "auto":
+        return extra
+    on_host = loaded.weights.kv_on == "host"
+    fits = sequences_that_fit(loaded.built[0], loaded.config.data.seq_length or 1, loaded.device, on_host=on_host)
+    loaded.say(f" {fits} prompts at once")
+    return dataclasses.replace(extra, prompts_at_once=fits)
 
 
 def read_prompts(config: RunConfig, extra: GenerateConfig) -> Iterator[list[str]]:
     """Batches of prompts; from a terminal each as it is typed."""
+    assert extra.prompts_at_once != "auto"
     if config.sample.sample_prompt:
         prompts = iter(config.sample.sample_prompt)  # also empty ones
         while batch := list(itertools.islice(prompts, extra.prompts_at_once)):

@@ -23,7 +23,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import ParameterSpec, owned_parameters, seed_for
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes of an element
-_PIECE = 1 << 22  # elements that are summed at once
+_PIECE = 1 << 20  # elements that are summed at once
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Every rank takes part: the weights are sharded, and the row of logits is put together over tp. The first of a tp group
 draws for the group, so that ranks whose rounding differs do not part ways. Once the weights are gathered, and they stay
-so, data ranks need nothing of each other: each may have prompts of its own and end when these are done.
+so, data ranks need nothing of each other: each may have prompts of its own and end when these are done. Where weights
+stream, rank 0 draws for all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megazpp.model.kv_cache import KVCache
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import seed_for
-from megazpp.zero.sharding import Sharding
+from megazpp.zero.streamed import WeightHandle
 
 
 class Generated(NamedTuple):
@@ -46,7 +47,7 @@ class Generated(NamedTuple):
 
 def generate(
     model: GPTModel,
-    sharding: Sharding,
+    sharding: WeightHandle,
     dims: ParallelDims,
     prompts: Sequence[Sequence[int]],
     config: SampleConfig,
@@ -55,6 +56,7 @@ def generate(
     seed: int,
     first_prompt: int = 0,
     use_cache: bool = True,
+    cache_on_host: bool = False,
     is_last: Callable[[int, int], bool] = lambda row, token: False,
 ) -> Generated:
     """Continue each of `prompts` (at least one token) by up to `config.sample_tokens` tokens.
@@ -65,6 +67,7 @@ def generate(
         seed: of the draws of each prompt, with its number: the other prompts of a batch do not matter.
         first_prompt: number of the first prompt.
         use_cache: keep keys and values; without, each token costs a forward over all that came before.
+        cache_on_host: keep them in the memory of the host.
         is_last: told each new token of a row, in order; whether the row ends with it. Same answers on all tp ranks.
     """
     started, first = time.perf_counter(), 0.0
@@ -72,16 +75,17 @@ def generate(
     going = [True] * len(rows)
     names = [f"prompt {first_prompt + row}" for row in range(len(rows))]
     generators = [torch.Generator().manual_seed(seed_for(name, seed=seed)) for name in names]
+    together = dims.tp if sharding.keeps_gathered else dims.world  # who must take equally many forwards
     with torch.no_grad(), evaluating(model), sharding.kept_gathered():
-        reader = Reader(model, rows, config.sample_tokens, max_length, use_cache)
+        reader = Reader(model, rows, config.sample_tokens, max_length, use_cache, cache_on_host)
         for _ in range(config.sample_tokens):
             logits = reader.next_logits(rows, going)
             drawn = torch.zeros(len(rows), dtype=torch.int64)
-            if dims.tp.rank == 0:
+            if together.rank == 0:
                 scores = logits.float().cpu()
                 for row in itertools.compress(range(len(rows)), going):
                     drawn[row] = pick(scores[row], config, generators[row])
-            agreed = dims.tp.all_reduce_(drawn.to(logits.device)).tolist()  # others bring zeros
+            agreed = together.all_reduce_(drawn.to(logits.device)).tolist()  # others bring zeros
             for row in itertools.compress(range(len(rows)), tuple(going)):
                 rows[row].append(agreed[row])
                 going[row] = not is_last(row, agreed[row])
@@ -171,18 +175,24 @@ class Reader:
     Args:
         rows: as they will be given first.
         num_tokens: by which each row will grow at most.
-        max_length, use_cache: see `generate`.
+        max_length, use_cache, cache_on_host: see `generate`.
     """
 
     def __init__(
-        self, model: GPTModel, rows: Sequence[Sequence[int]], num_tokens: int, max_length: int, use_cache: bool
+        self,
+        model: GPTModel,
+        rows: Sequence[Sequence[int]],
+        num_tokens: int,
+        max_length: int,
+        use_cache: bool,
+        cache_on_host: bool = False,
     ) -> None:
         self._model, self._max_length = model, max_length
-        self._device = next(model.parameters()).device
+        self._device = model.embedding.word.weight.device  # of frozen models too
         self._cache: KVCache | None = None
         if use_cache:
             capacity = min(max_length, max(map(len, rows)) + num_tokens)
-            self._cache = KVCache(len(model.layers), len(rows), capacity)
+            self._cache = KVCache(len(model.layers), len(rows), capacity, on_host=cache_on_host)
 
     def next_logits(self, rows: Sequence[Sequence[int]], going: Sequence[bool]) -> torch.Tensor:
         """[B, V]: the logits after the last token of each of `rows`; nobody looks at those that are not `going`."""

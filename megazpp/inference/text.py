@@ -10,7 +10,7 @@ from megazpp.inference.generate import Generated, generate
 from megazpp.inference.sample import SampleConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.sharding import Sharding
+from megazpp.zero.streamed import WeightHandle
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of the first bytes of a character
 
@@ -86,7 +86,7 @@ class Stream:
 
 def continue_texts(
     model: GPTModel,
-    sharding: Sharding,
+    sharding: WeightHandle,
     dims: ParallelDims,
     tokenizer: Tokenizer,
     prompts: Sequence[str],
@@ -96,13 +96,14 @@ def continue_texts(
     seed: int,
     first_prompt: int = 0,
     use_cache: bool = True,
+    cache_on_host: bool = False,
     out: TextIO | None = None,
 ) -> tuple[list[str], Generated]:
     """What the model makes of `prompts`: texts without the prompts, each to its end-of-document token or stop string.
 
     Args:
         out: where prompts and texts are shown as they grow.
-        max_length, seed, first_prompt, use_cache: see `generate`.
+        max_length, seed, first_prompt, use_cache, cache_on_host: see `generate`.
     """
     starts = [tokenizer.encode(prompt) or [tokenizer.eod or 0] for prompt in prompts]
     rows = [Continuation(tokenizer, start, config.stops) for start in starts]
@@ -124,6 +125,7 @@ def continue_texts(
         seed=seed,
         first_prompt=first_prompt,
         use_cache=use_cache,
+        cache_on_host=cache_on_host,
         is_last=is_last,
     )
     for row in rows:

@@ -20,14 +20,15 @@ class KVCache:
         num_layers: of the model.
         batch: rows.
         capacity: longest row, in tokens.
+        on_host: keep them in the host's memory; those of one layer at a time are copied to where it computes.
     Attributes:
         lengths: tokens that each row has.
         layers: one for each layer.
     """
 
-    def __init__(self, num_layers: int, batch: int, capacity: int) -> None:
+    def __init__(self, num_layers: int, batch: int, capacity: int, *, on_host: bool = False) -> None:
         self.lengths = [0] * batch
-        self.layers = [LayerCache(capacity) for _ in range(num_layers)]
+        self.layers = [LayerCache(capacity, on_host=on_host) for _ in range(num_layers)]
 
     def positions(self, seq: int, device: torch.device) -> torch.Tensor:
         """[B, S]: where the next `seq` tokens of each row are."""
@@ -54,8 +55,8 @@ class KVCache:
 class LayerCache:
     """What one layer keeps: [C, B, G, D] twice, allocated when the first keys come."""
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity: int, *, on_host: bool = False) -> None:
+        self._capacity, self._on_host = capacity, on_host
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def keep(self, rows: torch.Tensor) -> None:
@@ -69,12 +70,19 @@ class LayerCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep keys and values [S, B, G, D] at `places` [B, S]; returns all that `mask` is about."""
         if self._kept is None:
-            keys, values = (x.new_zeros(self._capacity, *x.shape[1:]) for x in new)
+            keys, values = (self._allocate(x) for x in new)
             self._kept = keys, values
-        rows = torch.arange(len(places), device=places.device)
+        at = places.to(self._kept[0].device)
+        rows = torch.arange(len(at), device=at.device)
         for kept, x in zip(self._kept, new, strict=True):
-            kept[places.t(), rows] = x
+            kept[at.t(), rows] = x.to(at.device)
         if mask is None:
             return new
-        keys, values = self._kept
-        return keys[: mask.shape[-1]], values[: mask.shape[-1]]
+        keys, values = (kept[: mask.shape[-1]].to(places.device, non_blocking=True) for kept in self._kept)
+        return keys, values
+
+    def _allocate(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (self._capacity, *x.shape[1:])
+        if not self._on_host:
+            return x.new_zeros(shape)
+        return torch.zeros(shape, dtype=x.dtype, pin_memory=x.is_cuda)

@@ -12,7 +12,7 @@ from megazpp.data.loader import BatchLoader
 from megazpp.flags import check_not_negative, check_positive, flag
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.sharding import Sharding
+from megazpp.zero.streamed import WeightHandle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Evaluator:
     """
 
     model: GPTModel
-    sharding: Sharding
+    sharding: WeightHandle
     loader: BatchLoader
     dims: ParallelDims
     _: KW_ONLY
@@ -52,7 +52,7 @@ class Evaluator:
         The model is back in training mode afterwards, and its next forward reads the shards anew.
         """
         self.model.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=next(self.model.parameters()).device)  # loss, tokens
+        totals = torch.zeros(2, dtype=torch.float64, device=self.model.embedding.word.weight.device)  # loss, tokens
         with self.dims.counter.paused():  # the traffic of training steps is what is reported
             for start in range(0, self.iterations * self.batch_size, self.batch_size):
                 for batch in self.loader.step(start, self.batch_size):

@@ -21,10 +21,11 @@ from megazpp.data.loader import BatchLoader
 from megazpp.data.text import cached_indexed_dataset, check_texts, read_documents, resolve_text_paths
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.data.whole import WholeText, make_padded_batch
+from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.metrics import validation_lines
-from megazpp.training.setup import Built
+from megazpp.zero.streamed import WeightHandle
 
 
 class Amount(NamedTuple):
@@ -77,7 +78,7 @@ def check_input(path: str) -> None:
 
 
 def score_whole(
-    built: Built,
+    built: tuple[GPTModel, WeightHandle],
     dims: ParallelDims,
     tokenizer: Tokenizer,
     path: str,

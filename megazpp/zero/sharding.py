@@ -47,7 +47,11 @@ class Sharding:
         watchable: every comm that sums gradients over shards.
         keyframe_interval: iterations between whole weights in the place of differences; None: as many as come.
         feedback_reset: iterations after which error feedback is forgotten; None: never.
+    Attributes:
+        keeps_gathered: as a `WeightHandle` says it (streamed.py).
     """
+
+    keeps_gathered = True
 
     def __init__(
         self,

@@ -54,6 +54,21 @@ def test_an_empty_prompt_is_continued_from_nothing(trained: Trained):
     assert "with the cache: 5 tokens in" in run(trained, "--prompt", "", *flags)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", ["1", "2"])
+def test_texts_from_a_store_on_disk_are_those_of_packed_weights_in_memory(trained: Trained, tmp_path: Path, tp: str):
+    flags = ["--prompt", *PROMPTS, "--temperature", "0", "--sample-tokens", "12", "--tensor-model-parallel-size", tp]
+    disk = ["--weights-on", "disk", "--weight-bits", "8", "--weight-store", str(tmp_path / "store")]
+    resident = run(trained, *flags, "--weights-on", "device", "--weight-bits", "8")
+    first, second = (run(trained, *flags, *disk, "--kv-on", "host") for _ in range(2))
+    assert len(texts(resident)) == 3
+    assert texts(first) == texts(second) == texts(resident)
+    assert (first.count(" wrote "), second.count(" wrote ")) == (1, 0)
+    (per_pass,) = re.findall(r"(\d+) bytes are fetched per pass", second)
+    assert f" 12 passes fetched {12 * int(per_pass)} bytes; " in second
+    assert len(list((tmp_path / "store").glob("*.weights"))) == int(tp)
+
+
 def configs(*prompts: str, file: str | None = None, at_once: int = 2) -> tuple[Any, GenerateConfig]:
     run = SimpleNamespace(sample=SampleConfig(sample_prompt=prompts))
     return run, GenerateConfig(prompt_file=file, prompts_at_once=at_once)
@@ -67,6 +82,15 @@ def test_prompts_come_from_the_flag_a_file_or_stdin_in_batches(tmp_path: Path, m
     assert list(read_prompts(*configs("p", "", "q"))) == [["p", ""], ["q"]]
     assert list(read_prompts(*configs(file=str(tmp_path / "prompts")))) == [["a", "b"], ["c"]]
     assert list(read_prompts(*configs())) == [["x", "y"]]
+
+
+@pytest.mark.slow
+def test_as_many_prompts_as_fit_are_one_batch(trained: Trained, tmp_path: Path):
+    (tmp_path / "prompts").write_text("\n".join(PROMPTS * 4))
+    flags = ["--prompt-file", str(tmp_path / "prompts"), "--prompts-at-once", "auto", "--sample-tokens", "2"]
+    output = run(trained, *flags, "--weights-on", "host", "--weight-bits", "4")
+    assert " 256 prompts at once" in output
+    assert output.count("with the cache: 24 tokens") == 1
 
 
 def test_on_a_terminal_each_line_is_answered_by_itself(monkeypatch: pytest.MonkeyPatch):
@@ -90,6 +114,8 @@ def test_what_cannot_be_is_refused_in_one_line(trained: Trained, tmp_path: Path,
         ((*load, "--prompt-file", str(junk)), f"--prompt-file {junk} is not text in UTF-8: "),
         ((*load, "--prompt-file", "nowhere", "--prompt", "x"), "--sample-prompt and --prompt-file exclude each other"),
         ((*load, "--prompts-at-once", "0"), "--prompts-at-once 0 is not positive"),
+        ((*load, "--prefetch-layers", "-1"), "--prefetch-layers -1 is negative"),
+        ((*load, "--weight-store", "x"), "--weight-store x needs --weights-on disk, not device"),
         ((*load, "--top-p", "2"), "--sample-top-p 2.0 is not in (0, 1]"),
         ((*load, "--tensor-model-parallel-size", "3"), "--num-attention-heads 4 is not divisible by"),
     ):

@@ -1,0 +1,148 @@
+"""A store: one file of packed weights, written once from a checkpoint, that a rank reads layer by layer.
+
+    section 0 | section 1 | ... | contents: what it is of; place, size and CRC-32 of sections | length, CRC-32, mark
+
+It appears whole or not at all: it is written under another name and renamed. Sections begin at multiples of 4096. They
+are read with pread into buffers of the caller, because the pages of a mapping would count as memory of the process.
+Each is summed when it is first read; a file that is not as it was written is removed, so that the next run writes it
+anew: a store holds nothing that the checkpoint does not.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megazpp.checkpoint.checksums import NAME, DamagedError
+from megazpp.files import remove, renamed_when_done, sync
+from megazpp.formatting import GIGA
+
+MARK = b"MegaZ++w"
+_END = struct.Struct("<QI8s")  # bytes and CRC-32 of the contents, mark
+_AT_ONCE = 1 << 30  # bytes of one pread; Linux reads at most 2 GiB
+
+
+class Section(NamedTuple):
+    """A run of bytes of the file."""
+
+    name: str
+    start: int
+    size: int
+    crc: int
+
+
+class WeightStore:
+    """An open store; any thread may read.
+
+    Args:
+        path: the file.
+        identity: what it should be of.
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedError: it is not as it was written; it is removed.
+        ValueError: it is of something else.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        self.path = path
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed with the object
+        self.sections = self._read_contents(identity)
+        self._verified: set[int] = set()
+
+    def read(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Fill `buffer` [size] uint8 on the CPU with a section; it is returned.
+
+        Raises:
+            DamagedError: it is not as it was written.
+        """
+        section = self.sections[index]
+        assert buffer.numel() == section.size, (section, buffer.shape)
+        view, done = _bytes_of(buffer), 0
+        while done < section.size:
+            count = os.preadv(self._file.fileno(), [view[done : done + _AT_ONCE]], section.start + done)
+            if count == 0:
+                raise self._damaged(f"it ends inside {section.name}")
+            done += count
+        if index not in self._verified:
+            if zlib.crc32(view) != section.crc:
+                raise self._damaged(f"the checksum of {section.name} is {zlib.crc32(view):08x}, not {section.crc:08x}")
+            self._verified.add(index)
+        return buffer
+
+    def _read_contents(self, identity: Mapping[str, Any]) -> tuple[Section, ...]:
+        size = os.fstat(self._file.fileno()).st_size
+        end = os.pread(self._file.fileno(), _END.size, max(size - _END.size, 0))
+        length, crc, mark = _END.unpack(end) if len(end) == _END.size else (0, 0, b"")
+        if mark != MARK or length > size:
+            raise self._damaged(f"its {size} bytes do not end as a store does")
+        text = os.pread(self._file.fileno(), length, size - _END.size - length)
+        if zlib.crc32(text) != crc:
+            raise self._damaged("its contents are not as they were written")
+        contents = json.loads(text)
+        if contents["identity"] != dict(identity):
+            other = [name for name in identity if contents["identity"].get(name) != identity[name]]
+            told = "; ".join(f"{name}: {contents['identity'].get(name)}, not {identity[name]}" for name in other)
+            raise ValueError(f"{self.path} is the store of other weights ({told}): choose another --weight-store")
+        return tuple(Section(*section) for section in contents["sections"])
+
+    def _damaged(self, problem: str) -> DamagedError:
+        remove(self.path)
+        return DamagedError(f"{self.path} is damaged: {problem}; it is removed, and the next run writes it anew")
+
+
+def write_store(
+    path: Path, identity: Mapping[str, Any], sections: Sequence[tuple[str, int, Iterable[torch.Tensor]]]
+) -> None:
+    """Write a store; whoever calls holds its lock.
+
+    Args:
+        sections: name, size in bytes (a multiple of 4096) and content [bytes] uint8 on the CPU, piece by piece.
+    Raises:
+        ValueError: the disk is full; nothing is left of it.
+    """
+    needed = sum(size for _, size, _ in sections)
+    unfinished = path.with_name(path.name + ".unfinished")  # a killed writer's is written over
+    remove(unfinished)
+    free = shutil.disk_usage(path.parent).free
+    full = f"--weight-store: {path} needs {needed / GIGA:.2f} GB"
+    if free < needed:
+        raise ValueError(f"{full}, and {path.parent} has {free / GIGA:.2f} GB left")
+    written: list[Section] = []
+    try:
+        with renamed_when_done(unfinished, path), open(unfinished, "wb", buffering=0) as file:
+            for name, size, content in sections:
+                start, crc = file.tell(), 0
+                for piece in content:
+                    view = _bytes_of(piece)
+                    crc = zlib.crc32(view, crc)
+                    while view:
+                        view = view[file.write(view) :]
+                assert file.tell() == start + size, (name, start, size, file.tell())
+                written.append(Section(name, start, size, crc))
+            text = json.dumps({"identity": dict(identity), "sections": written}).encode()
+            file.write(text + _END.pack(len(text), zlib.crc32(text), MARK))
+            sync(file)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ValueError(f"{full}: {error.strerror}; nothing of it was kept") from error
+        raise
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.numpy()
+    return memoryview(array)
+
+
+def checkpoint_digest(checkpoint: Path) -> str:
+    """16 hexadecimal digits that name a checkpoint's files by their sizes and checksums."""
+    return hashlib.sha256((checkpoint / NAME).read_bytes()).hexdigest()[:16]

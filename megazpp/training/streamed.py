@@ -1,0 +1,184 @@
+"""A model whose layers stream (zero/streamed.py), out of a checkpoint: packed in memory, or from a store on disk."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from megazpp.checkpoint.read import LoadSource
+from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.together import together
+from megazpp.checkpoint.weight_store import WeightStore, checkpoint_digest, write_store
+from megazpp.checkpoint.weights import WeightReader
+from megazpp.files import cache_folder, locked
+from megazpp.formatting import GIGA
+from megazpp.inference.weights import WeightsConfig
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.comm_queue import ThreadQueue
+from megazpp.parallel.dims import ParallelDims
+from megazpp.training.setup import ModelSpec, model_on_meta
+from megazpp.zero.packed import Bits
+from megazpp.zero.streamed import (
+    FetchedMessages,
+    KeptMessages,
+    MessagePlan,
+    Messages,
+    StreamedUnits,
+    StreamPlan,
+    pack_message,
+    plan_stream,
+)
+
+
+class Streamed(NamedTuple):
+    """A model whose weights stream, and the handle on them; in the place of a `Built`."""
+
+    model: GPTModel
+    sharding: StreamedUnits
+
+
+def load_streamed_model(
+    config: WeightsConfig,
+    spec: ModelSpec,
+    dims: ParallelDims,
+    axis: MeshAxis,
+    device: torch.device,
+    source: LoadSource,
+    record: RunRecord,
+    files: MeshAxis,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+) -> Streamed:
+    """Build a model whose layers come from where `config` says, on all ranks.
+
+    Args:
+        spec: its shape and the dtype it computes in.
+        axis: `frozen_axis(dims)`.
+        source, record: the checkpoint, see `find_weights`.
+        files: `open_axis(dims)`.
+        say: prints a line on rank 0.
+    Raises:
+        ValueError: checkpoint or store is damaged or another model's, or the disk is full; on every rank.
+    """
+    model = model_on_meta(spec, dims, device)
+    units: list[nn.Module] = list(model.layers)
+    half = torch.float16 if spec.precision.fp16 else torch.bfloat16
+    plan = plan_stream(model, units, axis.size, config.bits, half)
+    make_reader = functools.partial(WeightReader, model, source, record, files, vocab_size=spec.vocab_size, say=say)
+    queue = ThreadQueue("fetch", dims.timeline)
+    sizes, ring = [message.num_bytes for message in plan.streamed], min(1 + config.prefetch_layers, len(units))
+    fetched = functools.partial(FetchedMessages, sizes=sizes, ring=ring, queue=queue, device=device)
+    messages: Messages
+    if config.weights_on == "disk":
+        checkpoint = source.folder.of(source.candidates()[0])
+        identity = _identity(checkpoint, plan, config.bits, half, model.tp, axis)
+        path = _path(config, identity, model.tp, axis)
+        store = open_or_write(path, identity, plan, axis.rank, make_reader, files, say=say)
+        kept = together(files, lambda: store.read(0, torch.empty(plan.kept.num_bytes, dtype=torch.uint8)))
+        messages, where = fetched(lambda index, buffer: store.read(index + 1, buffer)), f"disk ({path})"
+    else:
+        load = make_reader()
+        kept, *packed = together(files, lambda: [_pack(message, load, axis.rank) for message in plan.messages])
+        if config.weights_on == "host" and device.type == "cuda":
+            pinned = [message.pin_memory() for message in packed]
+            messages = fetched(lambda index, buffer: pinned[index])
+        else:
+            messages = KeptMessages([message.to(device) for message in packed])
+        where = config.weights_on
+    handle = StreamedUnits(
+        model,
+        units,
+        plan,
+        kept.to(device),
+        messages,
+        axis,
+        dtype=spec.precision.param_dtype,
+        prefetch=config.prefetch_layers,
+    )
+    say(
+        f" weights: {config.bits} bits from {where}; at most {handle.device_bytes / GIGA:.3f} GB of them are in memory "
+        f"at a time ({plan.kept.num_bytes / GIGA:.3f} GB stay), {plan.pass_bytes} bytes are fetched per pass"
+    )
+    return Streamed(model, handle)
+
+
+def open_or_write(
+    path: Path,
+    identity: dict[str, Any],
+    plan: StreamPlan,
+    part: int,
+    make_reader: Callable[[], WeightReader],
+    files: MeshAxis,
+    *,
+    say: Callable[[str], None],
+) -> WeightStore:
+    """This rank's store; written if it is not there. Every rank calls this.
+
+    Raises:
+        ValueError: on every rank, see `WeightStore` and `write_store`.
+    """
+
+    def find() -> WeightStore | None:
+        try:
+            return WeightStore(path, identity)
+        except FileNotFoundError:
+            return None
+
+    found = together(files, find)
+    missing = sum(files.share_object(files.gather_objects(found is None)))
+    if not missing:
+        assert found is not None
+        return found
+    load, started = make_reader(), time.perf_counter()
+
+    def write() -> WeightStore:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_name(path.name + ".lock")):  # ranks of emulated nodes share their files
+            if (there := find()) is not None:
+                return there
+            sections = [(m.name, m.num_bytes, pack_message(m, load, part)) for m in plan.messages]
+            write_store(path, identity, sections)
+            return WeightStore(path, identity)
+
+    store = together(files, lambda: found or write())
+    size = sum(section.size for section in store.sections)
+    say(f" wrote {path} ({size / GIGA:.3f} GB) in {time.perf_counter() - started:.1f} s")
+    return store
+
+
+def _identity(
+    checkpoint: Path, plan: StreamPlan, bits: Bits, half: torch.dtype, tp: MeshAxis, axis: MeshAxis
+) -> dict[str, Any]:
+    """What the content of a store follows from."""
+    return {
+        "checkpoint": checkpoint_digest(checkpoint),
+        "bits": bits,
+        "tensor-parallel rank": [tp.rank, tp.size],
+        "part of a node": [axis.rank, axis.size],
+        "layout": hashlib.sha256(repr(plan).encode()).hexdigest()[:16],
+    }
+
+
+def _path(config: WeightsConfig, identity: dict[str, Any], tp: MeshAxis, axis: MeshAxis) -> Path:
+    if config.weight_store is not None:
+        folder = Path(config.weight_store).expanduser()
+    else:
+        folder = cache_folder() / "weights" / f"{identity['checkpoint']}-{identity['bits']}bits"
+    return folder / f"tp{tp.rank}of{tp.size}-part{axis.rank}of{axis.size}.weights"
+
+
+def _pack(message: MessagePlan, load: WeightReader, part: int) -> torch.Tensor:
+    """[M] uint8 on the CPU."""
+    packed, done = torch.empty(message.num_bytes, dtype=torch.uint8), 0
+    for piece in pack_message(message, load, part):
+        packed[done : done + len(piece)] = piece
+        done += len(piece)
+    return packed
