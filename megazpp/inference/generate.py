@@ -135,7 +135,7 @@ def draw_completions(
     """
     batch, limit, lengths = len(prompts), config.sample_tokens, [len(prompt) for prompt in prompts]
     longest = max(lengths)
-    device = next(model.parameters()).device
+    device = model.embedding.word.weight.device  # of frozen models too
     cache = KVCache(len(model.layers), batch, longest + limit)
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
     last, counts = torch.tensor(lengths, device=device) - 1, lengths
