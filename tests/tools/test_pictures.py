@@ -39,7 +39,7 @@ def test_a_study_without_matplotlib_says_so_first_and_writes_its_numbers(
 ):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(sys, "argv", ["scaling_study.py", "--out", str(tmp_path)])
-    tiny = Study("tiny on laptops", "two_laptops", "@configs/gpt_tiny.args --vocab-size 512")
+    tiny = Study("tiny on laptops", "two_laptops", "@configs/gpt_tiny.args --vocab-size 512 --micro-batch-size 4")
     monkeypatch.setattr(scaling_study, "STUDIES", (tiny,))
     monkeypatch.setattr(scaling_study, "SIZES", (2,))
     assert scaling_study.main() == 0

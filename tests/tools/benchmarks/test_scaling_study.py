@@ -14,7 +14,9 @@ from megazpp.planner.search import COMPARED
 @pytest.mark.slow
 def test_a_study_has_every_scheme_at_every_size_and_a_plot(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    study = Study("tiny on laptops, 1 Gbit/s", "two_laptops", "@configs/gpt_tiny.args --vocab-size 512")
+    study = Study(
+        "tiny on laptops, 1 Gbit/s", "two_laptops", "@configs/gpt_tiny.args --vocab-size 512 --micro-batch-size 4"
+    )
     found = run(study, [2, 8])
     assert [(point.gpus, point.scheme) for point in found.points] == [(n, name) for n in (2, 8) for name in COMPARED]
     assert [choice.gpus for choice in found.choices if choice] == [2, 8]
