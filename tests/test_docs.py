@@ -203,10 +203,20 @@ def scratch(tutorial: Followed) -> Scratch:
 @pytest.mark.slow
 def test_the_tutorial_goes_from_a_folder_of_text_to_text_that_transformers_continues_alike(tutorial: Followed):
     path, printed = tutorial.scratch.path, "".join(tutorial.outputs)
-    for name in ("book.model", "book_text_document.bin", "checkpoints", "runs/book/report.html", "book_gpt", "more"):
+    for name in (
+        "book.model",
+        "book_text_document.bin",
+        "checkpoints",
+        "runs/book/report.html",
+        "answers",
+        "short",
+        "book_gpt",
+        "more",
+    ):
         assert (path / name).exists(), name
     assert "ZeRO-3 would have sent" in printed
-    assert printed.count("bits per byte: ") == 2
+    assert printed.count("bits per byte: ") == 3
+    assert "completion at iteration 1 (short " in printed
     generated = dict(zip(blocks(TUTORIAL, "sh"), tutorial.outputs, strict=True))
     greedy = next(output for block, output in generated.items() if "--temperature 0" in block)
     ours = re.findall(r"^Call me.*", greedy, re.M)[-1]
