@@ -11,9 +11,11 @@ Legend: B samples of a micro-batch, S tokens of a sample, D documents of a micro
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+Batch = TypeVar("Batch", bound="tuple[Any, ...]")
 
 
 class MicroBatch(NamedTuple):
@@ -36,15 +38,18 @@ class MicroBatch(NamedTuple):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
         """The same micro-batch on `device`."""
-        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+        return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatch:
         """The same micro-batch in page-locked memory, from which copies to a GPU do not block."""
-        return self._map(torch.Tensor.pin_memory)
+        return mapped(self, torch.Tensor.pin_memory)
 
-    def _map(self, f: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        starts = None if self.document_starts is None else f(self.document_starts)
-        return MicroBatch(f(self.tokens), f(self.labels), f(self.loss_mask), f(self.position_ids), starts)
+
+def mapped(batch: Batch, f: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    """The named tuple `batch` with `f` of each tensor in the place of it; what is None stays so."""
+    kind: Any = type(batch)
+    found: Batch = kind(*(None if t is None else f(t) for t in batch))
+    return found
 
 
 def make_micro_batch(

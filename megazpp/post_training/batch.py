@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from megazpp.data.batch import mapped
+
 
 class PairBatch(NamedTuple):
     """Pairs of a preferred and a rejected answer: rows 0 to B - 1 are preferred, rows B to 2B - 1 rejected.
@@ -34,11 +36,11 @@ class PairBatch(NamedTuple):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PairBatch:
         """The same pairs on `device`."""
-        return PairBatch(*(None if t is None else t.to(device, non_blocking=non_blocking) for t in self))  # type: ignore[arg-type]
+        return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PairBatch:
         """The same pairs in page-locked memory, from which copies to a GPU do not block."""
-        return PairBatch(*(None if t is None else t.pin_memory() for t in self))  # type: ignore[arg-type]
+        return mapped(self, torch.Tensor.pin_memory)
 
 
 class RolloutBatch(NamedTuple):
@@ -73,11 +75,11 @@ class RolloutBatch(NamedTuple):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> RolloutBatch:
         """The same completions on `device`."""
-        return RolloutBatch(*(None if t is None else t.to(device, non_blocking=non_blocking) for t in self))  # type: ignore[arg-type]
+        return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> RolloutBatch:
         """The same completions in page-locked memory, from which copies to a GPU do not block."""
-        return RolloutBatch(*(None if t is None else t.pin_memory() for t in self))  # type: ignore[arg-type]
+        return mapped(self, torch.Tensor.pin_memory)
 
 
 def last_token_places(mask: torch.Tensor) -> torch.Tensor:
