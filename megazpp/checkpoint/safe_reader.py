@@ -42,6 +42,11 @@ class SafeReader(FileSystemReader):
         with (Path(self.path) / ".metadata").open("rb") as file:
             return _IndexUnpickler(file).load()
 
+    @functools.cached_property
+    def _pieces(self) -> dict[str, list[_Piece | None]]:
+        """Where the pieces of the tensors lie that were asked for so far: one is often read in many boxes."""
+        return {}
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.index
 
@@ -55,7 +60,9 @@ class SafeReader(FileSystemReader):
 
         Of tensors that lie in the file as they are, only what is asked for is read; the library reads whole pieces.
         """
-        pieces = [self._piece(key, chunk) for chunk in self.tensors()[key].chunks]
+        if key not in self._pieces:
+            self._pieces[key] = [self._piece(key, chunk) for chunk in self.tensors()[key].chunks]
+        pieces = self._pieces[key]
         if box.dim() in (1, 2) and box.is_contiguous() and all(piece is not None for piece in pieces):
             for piece in pieces:
                 assert piece is not None
