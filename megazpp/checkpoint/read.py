@@ -91,6 +91,14 @@ class LoadSource(NamedTuple):
         return [wanted, *others] if self.fallback else [wanted]
 
 
+def saves_where_it_loads(config: CheckpointConfig) -> bool:
+    """Whether --save and --load are the same folder."""
+    if config.save is None or config.load is None:
+        return False
+    save, load = (CheckpointFolder(path, "").path.resolve() for path in (config.save, config.load))
+    return save == load
+
+
 def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | None:
     """What the flags ask to begin with; None to begin anew.
 
@@ -105,8 +113,7 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | 
         if restarted and own.iterations():
             rest = {"optimizer": config.save_optim, "rng": config.save_rng, "fallback": config.load_fallback}
             return LoadSource(own, None, continues=True, **rest)
-        same = config.load is not None and CheckpointFolder(config.load, "").path.resolve() == own.path.resolve()
-        if own.iterations() and not same:
+        if own.iterations() and not saves_where_it_loads(config):
             raise ValueError(
                 f"--save {config.save} holds checkpoints already (up to iteration {own.iterations()[-1]}): "
                 f"--load {config.save} goes on from there, or take another folder"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.read import LoadSource, choose_source, peek
+from megazpp.checkpoint.read import LoadSource, choose_source, peek, saves_where_it_loads
 from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.checkpoint_flags import with_checkpoint_flags
 from megazpp.flags import DEFAULT
@@ -72,7 +72,7 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> Start:
     given = config.checkpoint
     if given.load is None:
         raise ValueError("--load is missing: the folder of checkpoints that post-training begins with")
-    if not _same_folder(given.load, given.save):  # what a restarted job has saved comes first anyway
+    if not saves_where_it_loads(given):  # what a restarted job has saved comes first anyway
         given = dataclasses.replace(given, finetune=True)
     source = choose_source(given, restarted=restarted)
     earlier = peek(source)
@@ -120,10 +120,6 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
 def train_paths(config: RunConfig) -> tuple[str, ...]:
     """The files of the training data."""
     return config.data.train_data_path or config.data.data_path
-
-
-def _same_folder(load: str, save: str | None) -> bool:
-    return save is not None and Path(load).expanduser().resolve() == Path(save).expanduser().resolve()
 
 
 def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> ParsedRun:
