@@ -29,7 +29,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "qgZ": {"zero_quantized_gradients": True},
     "--zeropp": {"zeropp": True},
 }
-WEIGHT_BITS = ((8, 8), (8, 4), (16, 4))  # those that are no experiment, and quantize what crosses
+TRIED_WEIGHT_BITS = ((8, 8), (8, 4), (16, 4))  # those that are no experiment, and quantize what crosses
 NEAREST = (
     ("parallel", "tensor_model_parallel_size"),
     ("batches", "micro_batch_size"),
@@ -59,7 +59,7 @@ def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
 
 def weight_formats(config: RunConfig) -> dict[str, RunConfig]:
     """The run with every --zero-weight-bits for weights that nodes keep, but its own; {} where they keep none."""
-    others = [bits for bits in WEIGHT_BITS if bits != config.zero.weight_bits]
+    others = [bits for bits in TRIED_WEIGHT_BITS if bits != config.zero.weight_bits]
     named = {" ".join(map(str, bits)): changed(config, zero={"zero_weight_bits": bits}) for bits in others}
     return named if keeps_weights(config) else {}
 

@@ -170,7 +170,6 @@ class Bench:
     """The variants' models and training steps of this rank."""
 
     def __init__(self, settings: BenchmarkSettings) -> None:
-        multiply_in_fp32_()
         cluster = Cluster(num_nodes=settings.nodes, ranks_per_node=settings.ranks_per_node)
         self.settings, self.cluster = settings, cluster
         self._dims: dict[bool, ParallelDims] = {}
@@ -272,6 +271,7 @@ def build_plain(settings: BenchmarkSettings, dims: ParallelDims) -> Built:
 
 def serve(settings: BenchmarkSettings, control: int, worker: Worker) -> None:
     """Build everything, then take the steps (variant, micro-batches) that rank 0 reads from the pipe, until None."""
+    multiply_in_fp32_()
     bench = Bench(settings)
     pipe = Connection(control) if worker.rank == 0 else None
     if pipe:
