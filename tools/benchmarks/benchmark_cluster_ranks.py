@@ -185,13 +185,13 @@ class Bench:
         """A rollout, if there are any, and one optimizer step of one variant on all ranks.
 
         Returns:
-            rollout_seconds and rollout_cross_bytes, 0 and [] without one; seconds of the step between two barriers;
+            rollout_seconds and rollout_cross_bytes, 0 and None without one; seconds of the step between two barriers;
             cpu_seconds of all ranks together and cross_bytes, per node as our counters have it, of both; the loss.
         """
         before = self._counted()
         dist.barrier()
         started = time.perf_counter()
-        rollout: dict[str, Any] = {"rollout_seconds": 0.0, "rollout_cross_bytes": []}
+        rollout: dict[str, Any] = {"rollout_seconds": 0.0, "rollout_cross_bytes": None}
         if self.settings.rollout_tokens:
             self._draw(variant, micro_batches)
             dist.barrier()

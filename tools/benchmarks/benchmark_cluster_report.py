@@ -26,6 +26,7 @@ class Sample(NamedTuple):
         uplink_bytes: what each node's interface sent; empty without emulated links.
         cross_bytes: what each node's ranks sent to other nodes by our own counters.
         rollout_seconds, rollout_cross_bytes: of the completions drawn before it; both bytes above count them too.
+            0 and None where none were drawn.
     """
 
     tp: int
@@ -39,7 +40,7 @@ class Sample(NamedTuple):
     uplink_bytes: list[int]
     cross_bytes: list[int]
     rollout_seconds: float = 0.0
-    rollout_cross_bytes: Sequence[int] = ()
+    rollout_cross_bytes: list[int] | None = None
 
     @property
     def update_seconds(self) -> float:
@@ -72,7 +73,7 @@ def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int,
         if any(s.rollout_seconds for s in part):
             text += ["", "Drawing the completions:", "", *_speed_table(part, names, labels, "rollout_seconds")]
             text += ["", "Both together:", "", *_speed_table(part, names, labels, "update_seconds")]
-            sent = {name: [sum(s.rollout_cross_bytes) for s in part if s.variant == name] for name in names}
+            sent = {name: [sum(s.rollout_cross_bytes or []) for s in part if s.variant == name] for name in names}
             rows = [[labels[name], f"{statistics.median(sent[name]) / shape['nodes'] / MEGA:.3f}"] for name in names]
             text += ["", *_markdown(["rollout", "MB per node by our counters"], rows)]
         if any(s.uplink_bytes for s in part):
