@@ -64,7 +64,9 @@ class GPTConfig:
     attention_softmax_in_fp32: bool = flag(
         False, "accepted and without effect: torch's attention kernels always keep the softmax in fp32"
     )
-    fp16_lm_cross_entropy: bool = flag(False, "compute the loss from 16-bit logits instead of fp32 ones")
+    fp16_lm_cross_entropy: bool = flag(
+        False, "accepted and without effect: logits are never kept in fp32, and losses are as exact as if they were"
+    )
     recompute_activations: bool = flag(False, "short for --recompute-granularity selective")
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None, "full: keep only each layer's input; selective: recompute the attention core alone"

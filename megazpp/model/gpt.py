@@ -6,8 +6,10 @@ Parameters live on leaf modules only (FSDP2's flat order then equals `named_para
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +24,8 @@ from megazpp.model.kv_cache import KVCache, LayerCache
 from megazpp.model.mlp import MLP
 from megazpp.model.norms import Norm
 from megazpp.parallel.axis import MeshAxis
-from megazpp.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
-from megazpp.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megazpp.tensor_parallel.cross_entropy import linear_cross_entropy
+from megazpp.tensor_parallel.layers import VocabParallelEmbedding
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, reduce_from_region, sum_gradients
 
@@ -86,20 +88,8 @@ class GPTModel(nn.Module):
         self.final_norm = Norm(config, config.hidden, tp=tp, split=self.sequence_parallel)
         self.output = None
         if not config.tied:
-            self.output = ColumnParallelLinear(
-                config.hidden,
-                config.padded_vocab_size(vocab_size, tp.size),
-                tp=tp,
-                std=config.init_method_std,
-                bias=False,
-                sequence_parallel=self.sequence_parallel,
-                enter=False,
-            )
-            self.output.specs["weight"] = ParameterSpec(split=0, std=config.init_method_std, rows=vocab_size)
+            self.output = OutputLayer(config, vocab_size, tp)
         self.scalar_head = ScalarHead(config, tp) if scalar_head else None
-        # one kernel each way, and no logits in fp32; over a split vocabulary it is written so by hand
-        fuse = config.compile and tp.size == 1
-        self.cross_entropy = torch.compile(vocab_parallel_cross_entropy) if fuse else vocab_parallel_cross_entropy
 
     def forward(
         self,
@@ -150,25 +140,28 @@ class GPTModel(nn.Module):
             values = self.scalar_head(x).t().clone(memory_format=torch.contiguous_format)
             if labels is None:
                 return TokenOutputs(values=values)
-        weight = self.embedding.word.weight if self.output is None else None
-        logits = self.output(x) if weight is None else F.linear(x, local(weight))  # type: ignore[misc]
         # clones, not views: FSDP2 hooks the tensor that its root module returns
         if labels is None:
+            logits = self._multiplied(x, F.linear)
             return logits.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-        if temperature != 1.0:
-            logits = logits.float() / temperature  # rounded to 16 bits they would not be those that tokens are drawn by
-        losses = self.cross_entropy(
-            logits,
-            labels.t(),
+        head = functools.partial(
+            linear_cross_entropy,
+            labels=labels.t(),
             tp=self.tp,
             vocab_size=self.vocab_size,
-            in_fp32=not self.config.fp16_lm_cross_entropy,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            fuse=self.config.compile,
         )
+        losses, entropy = self._multiplied(x, head)
         losses = losses.t().clone(memory_format=torch.contiguous_format)
         if not (with_entropy or with_values):
             return losses
-        entropy = vocab_parallel_entropy(logits, tp=self.tp, vocab_size=self.vocab_size).t() if with_entropy else None
-        return TokenOutputs(losses, entropy, values)
+        return TokenOutputs(losses, None if entropy is None else entropy.t(), values)
+
+    def _multiplied(self, x: torch.Tensor, head: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
+        """What `head` makes of x and the weight of the output layer."""
+        return head(x, local(self.embedding.word.weight)) if self.output is None else self.output(x, head)
 
     def sharding_units(self) -> list[list[nn.Module]]:
         """Modules whose parameters are gathered together, in the order of use; the model itself takes the rest.
@@ -298,6 +291,22 @@ class PositionEmbedding(nn.Module):
         return F.embedding(position_ids, weight)
 
 
+class OutputLayer(nn.Module):
+    """The untied output weight, its rows split over tp as the embedding's; what is made of it, the caller says.
+
+    The product and the loss are computed inside this module's forward, where FSDP2 has the weight gathered.
+    """
+
+    def __init__(self, config: GPTConfig, vocab_size: int, tp: MeshAxis) -> None:
+        super().__init__()
+        rows = config.padded_vocab_size(vocab_size, tp.size)
+        self.weight = nn.Parameter(torch.empty(rows // tp.size, config.hidden))
+        self.specs = {"weight": ParameterSpec(split=0, std=config.init_method_std, rows=vocab_size)}
+
+    def forward(self, x: torch.Tensor, head: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
+        return head(x, local(self.weight))
+
+
 class ScalarHead(nn.Module):
     """One number for each token, in fp32: [S, B, H] inside the region of the output layer -> [S, B].
 
@@ -328,12 +337,11 @@ def model_backends(
         documents: attention stays inside documents.
     """
     norm = {"LayerNorm": "torch layer_norm", "RMSNorm": "torch rms_norm"}[config.normalization]
-    loss = ("torch cross_entropy", "the vocabulary is whole on every rank")
-    if tp_size > 1:
-        loss = ("vocab-parallel cross entropy", "the logits are split over tp and never gathered")
+    loss = "linear and vocab-parallel cross entropy in chunks of the vocabulary"
+    why = "logits are neither gathered nor kept in fp32, and never whole where they are large"
     return [
         ("attention", *attention_backend(config, device, dtype, documents=documents)),
         ("norms", norm, "one fused kernel per device"),
-        ("cross entropy", *loss),
+        ("cross entropy", loss, why),
         ("layers", "torch.compile" if config.compile else "eager", f"--{'' if config.compile else 'no-'}compile"),
     ]

@@ -64,7 +64,6 @@ def _memory(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     for kind in Memory:
         if any(e.memory[kind] for e in estimates):
             rows.append((kind, *(f"{e.memory[kind] / GIGA:.3f}" for e in estimates)))
-    rows.append(("  of them logits", *(f"{e.logits_bytes / GIGA:.3f}" for e in estimates)))
     rows.append(("total", *(f"{estimate.gigabytes:.3f}" for estimate in estimates)))
     if estimator.cluster.device is not None:
         usable = f"into {estimates[0].usable_gigabytes:.1f} GB"

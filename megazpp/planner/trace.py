@@ -78,13 +78,11 @@ class Trace(NamedTuple):
     Attributes:
         units: parameters of each sharding unit, in the order of use.
         tied: the first unit holds embedding, final norm and output, and is in use from the first to the last segment.
-        logits_bytes: of the logits as the output layer makes them.
     """
 
     segments: dict[tuple[str, int], TraceSegment]
     units: tuple[Parameters, ...]
     tied: bool
-    logits_bytes: int
 
     @property
     def num_segments(self) -> int:
@@ -144,7 +142,6 @@ def trace_model(
         },
         units=_units(model, config.layers),
         tied=config.tied,
-        logits_bytes=config.padded_vocab_size(vocab_size, tp) // tp * tokens.numel() * dtype.itemsize,
     )
 
 
@@ -208,7 +205,8 @@ class TraceRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name, outputs, inputs = func.name().split(".")[0], _tensors(result), _tensors((args, kwargs))
+        given = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+        name, outputs, inputs = func.name().split(".")[0], _tensors(result), _tensors((args, given))
         owned = {t.untyped_storage()._cdata for t in inputs}
         fresh = [t for t in outputs if t.untyped_storage()._cdata not in owned]
         for tensor in fresh:

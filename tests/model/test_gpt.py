@@ -200,25 +200,6 @@ def test_one_rank_communicates_nothing():
     assert not alone.counter.table()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_fp16_lm_cross_entropy_skips_the_fp32_copy_and_stays_within_bf16(size: int):
-    """Losses near 4.6 nats: half a bf16 step is 0.016, and torch rounds the normaliser and the loss."""
-    model = dataclasses.replace(GPT2_STYLE, fp16_lm_cross_entropy=True)
-    exact = ranks(size).run(bf16_losses, GPT2_STYLE)
-    for ours, wanted in zip(ranks(size).run(bf16_losses, model), exact, strict=True):
-        assert ours.dtype == torch.float32
-        torch.testing.assert_close(ours, wanted, rtol=0, atol=0.033)
-        assert torch.equal(ours, wanted) == (size > 1)  # a split vocabulary is as exact without the copy
-
-
-def bf16_losses(model: GPTConfig) -> torch.Tensor:
-    gpt = build_gpt(model, tp_axis(), vocab_size=VOCAB).bfloat16()
-    losses = gpt(*sample())
-    losses.mean().backward()
-    assert all(p.grad.isfinite().all() for p in gpt.parameters())
-    return losses.detach()
-
-
 def test_a_fresh_model_knows_nothing():
     """Every token is about as likely as any other: log(101) nats, within the spread of small random logits."""
     losses = build_gpt(GPT2_STYLE, MeshAxis("tp"), vocab_size=VOCAB)(*sample())
