@@ -221,7 +221,6 @@ class TransformerLayer(nn.Module):
             tp=tp,
             sequence_parallel=sequence_parallel,
             output_std=output_std,
-            recompute_core=config.recompute == "selective",
             document_kernel=document_kernel,
         )
         self.mlp_norm = Norm(config, config.hidden, tp=tp, split=sequence_parallel)
@@ -239,8 +238,8 @@ class TransformerLayer(nn.Module):
         return checkpoint(self.run, x, inputs, use_reentrant=False, context_fn=contexts)
 
     def _run(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> torch.Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), inputs, cache))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        x = x + self.dropout(self.attention(x, inputs, cache, norm=self.attention_norm))
+        return x + self.dropout(self.mlp(x, norm=self.mlp_norm))
 
 
 class Embedding(nn.Module):

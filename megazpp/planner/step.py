@@ -167,16 +167,11 @@ class PaperStep:
         order = [self.units[0], *self.units[:0:-1]] if tied else self.units[::-1]
         for index, unit in enumerate(order):
             segment = self.trace.num_segments - 1 - index
-            # the loss comes before the gather of a unit, and after the root's
-            loss_first = index == 0 and not tied
-            if loss_first:
-                self._keep(BACKWARD, segment)
             self._gather(unit)
             self._wait_for_gather(unit, forward=False)
             if index + 1 < len(order):
                 self._gather(order[index + 1])
-            if not loss_first:
-                self._keep(BACKWARD, segment)
+            self._keep(BACKWARD, segment)
             self._compute(BACKWARD, segment)
             if not (tied and index == 0):
                 self._finish_unit(unit, first=first, last=last)

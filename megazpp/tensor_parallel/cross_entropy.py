@@ -58,8 +58,7 @@ def linear_cross_entropy(
         Losses and entropy, [...] fp32 each; entropy is None unless asked for.
     """
     settings = _Settings(tp, vocab_size, temperature, with_entropy, fuse, chunk_bytes)
-    losses, entropy = _apply(x.flatten(0, -2), weight, labels.flatten(), settings)
-    return losses.view(labels.shape), None if entropy is None else entropy.view(labels.shape)
+    return _apply(x.flatten(0, -2), weight, labels, settings)
 
 
 class _Settings(NamedTuple):
@@ -88,6 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, settings: _Settings
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        shape, labels = labels.shape, labels.flatten()
         tp, first = settings.tp, settings.tp.rank * weight.shape[0]
         chunks = settings.chunks(weight.shape[0], x.shape[0])
         nothing = torch.full(labels.shape, float("-inf"), dtype=torch.float32, device=x.device)
@@ -115,22 +115,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         normalizer = (top + total.log()).masked_fill_(outside, float("nan"))
         ctx.save_for_backward(x, weight, labels, normalizer, logits if len(chunks) == 1 else None)
         ctx.settings, ctx.chunks = settings, chunks
-        entropy = total.log() + weighted[0] / total if weighted else None
-        if entropy is not None:
+        entropy = None
+        if weighted:
+            entropy = total.log().view(shape) + (weighted[0] / total).view(shape)
             ctx.mark_non_differentiable(entropy)
-        return normalizer - score, entropy
+        return normalizer.view(shape) - score.view(shape), entropy  # no views: FSDP2 hooks what its modules return
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, labels, normalizer, kept = ctx.saved_tensors
         settings: _Settings = ctx.settings
         first, several = settings.tp.rank * weight.shape[0], len(ctx.chunks) > 1
-        gradient = _compiled(_gradient) if settings.fuse else _gradient
+        gradient, grad_losses = _compiled(_gradient) if settings.fuse else _gradient, grads[0].flatten()
         x_grad = torch.zeros_like(x, dtype=torch.float32 if several else x.dtype) if ctx.needs_input_grad[0] else None
         weight_grad = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for rows in ctx.chunks:
             logits = F.linear(x, weight[rows]) if kept is None else kept
-            grad = gradient(logits, labels - (first + rows.start), normalizer, grads[0], settings.temperature)
+            grad = gradient(logits, labels - (first + rows.start), normalizer, grad_losses, settings.temperature)
             if x_grad is not None:
                 x_grad += grad @ weight[rows]
             if weight_grad is not None:

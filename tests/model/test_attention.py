@@ -172,9 +172,7 @@ def whole_weights(config: GPTConfig) -> dict[str, torch.Tensor]:
 
 
 def build(config: GPTConfig, tp: MeshAxis, *, sequence_parallel: bool = False) -> SelfAttention:
-    layer = SelfAttention(
-        config, tp=tp, sequence_parallel=sequence_parallel, output_std=1.0, recompute_core=False
-    ).double()
+    layer = SelfAttention(config, tp=tp, sequence_parallel=sequence_parallel, output_std=1.0).double()
     splits = {"qkv.weight": 0, "qkv.bias": 0, "proj.weight": 1}
     values = whole_weights(config)
     assert values.keys() == dict(layer.named_parameters()).keys()
