@@ -47,8 +47,8 @@ class AttentionInputs:
 class SelfAttention(nn.Module):
     """[S, B, H] -> [S, B, H] ([S/T, B, H] at both ends with sequence parallelism).
 
-    Collectives on tp: those of one ColumnParallelLinear and one RowParallelLinear; with --qk-layernorm two small
-    backward all-reduces, because each rank's heads give a part of the gradients of weights that all heads share.
+    Collectives on tp: those of one ColumnParallelLinear and one RowParallelLinear. With --qk-layernorm the gradients of
+    the weights that all heads share are partial.
     """
 
     def __init__(

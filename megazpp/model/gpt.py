@@ -27,7 +27,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.cross_entropy import linear_cross_entropy
 from megazpp.tensor_parallel.layers import VocabParallelEmbedding
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
-from megazpp.tensor_parallel.regions import enter_region, reduce_from_region, sum_gradients
+from megazpp.tensor_parallel.regions import enter_region, reduce_from_region_
 
 
 class TokenOutputs(NamedTuple):
@@ -49,8 +49,7 @@ class GPTModel(nn.Module):
 
     Collectives on tp, beside those of the layers: forward one all-reduce after the embedding and the loss's two small
     ones, backward one before the output layer; with sequence parallelism a reduce-scatter after the embedding and an
-    all-gather before the output layer (each the other way round in backward), and the sums of the gradients of the
-    final norm and of the learned positions.
+    all-gather before the output layer (each the other way round in backward).
 
     Args:
         config: the shape.
@@ -197,8 +196,7 @@ class TransformerLayer(nn.Module):
     """Pre-norm attention and MLP around the residual stream: [S, B, H] -> [S, B, H] ([S/T, B, H] when split).
 
     Collectives on tp: forward 2 all-reduces, backward 2; with sequence parallelism each is an all-gather plus a
-    reduce-scatter, and backward has a small all-reduce for each norm and each of the two row-parallel biases. The
-    norms of queries and keys have theirs always. Full recomputation repeats the forward's.
+    reduce-scatter, and backward has the two all-gathers of the forward again. Full recomputation repeats the forward's.
     """
 
     def __init__(
@@ -245,8 +243,7 @@ class TransformerLayer(nn.Module):
 class Embedding(nn.Module):
     """Words plus learned positions, then dropout: tokens [B, S] -> [S, B, H] ([S/T, B, H] with sequence parallelism).
 
-    Collectives on tp: those of VocabParallelEmbedding; with sequence parallelism the position table's gradient is
-    summed in one more backward all-reduce.
+    Collectives on tp: those of VocabParallelEmbedding.
     """
 
     def __init__(
@@ -280,14 +277,12 @@ class PositionEmbedding(nn.Module):
         self.tp, self.sequence_parallel = tp, sequence_parallel
         assert config.max_position_embeddings is not None
         self.weight = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden))
-        self.specs = {"weight": ParameterSpec(std=config.init_method_std)}
+        self.specs = {"weight": ParameterSpec(std=config.init_method_std, partial=sequence_parallel)}
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
-        weight = local(self.weight)
         if self.sequence_parallel:
             position_ids = position_ids.chunk(self.tp.size)[self.tp.rank]
-            (weight,) = sum_gradients(self.tp, weight)
-        return F.embedding(position_ids, weight)
+        return F.embedding(position_ids, local(self.weight))
 
 
 class OutputLayer(nn.Module):
@@ -310,20 +305,20 @@ class ScalarHead(nn.Module):
     """One number for each token, in fp32: [S, B, H] inside the region of the output layer -> [S, B].
 
     Every tp rank holds the weights and multiplies its slice of the channels. Collectives on tp: forward an all-reduce
-    of the numbers, backward one of the weight's gradient.
+    of the numbers.
     """
 
     def __init__(self, config: GPTConfig, tp: MeshAxis) -> None:
         super().__init__()
         self.tp = tp
         self.weight = nn.Parameter(torch.empty(1, config.hidden))
-        self.specs = {"weight": ParameterSpec(std=config.init_method_std)}
+        self.specs = {"weight": ParameterSpec(std=config.init_method_std, partial=tp.size > 1)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (weight,) = sum_gradients(self.tp, local(self.weight))
+        weight = local(self.weight)
         first, last = (rank * x.shape[-1] // self.tp.size for rank in (self.tp.rank, self.tp.rank + 1))
-        part = F.linear(x[..., first:last].float(), weight[:, first:last].float()).squeeze(-1)
-        return reduce_from_region(part, self.tp) if self.tp.size > 1 else part
+        part = F.linear(x[..., first:last].float(), weight[:, first:last].float())
+        return (reduce_from_region_(part, self.tp) if self.tp.size > 1 else part).squeeze(-1)
 
 
 def model_backends(

@@ -206,6 +206,11 @@ class PaperStep:
             axis.all_reduce_(torch.empty((), dtype=torch.float64, device=META))
 
     def _optimizer(self) -> None:
+        partial = own_elements(self.trace.partial, self._shard.size, self._shard.rank)
+        if self._axes["tp"].size > 1 and partial:
+            flat = self._axes["tp"].all_reduce_(torch.empty(partial, device=META))
+            self.ledger.pass_through(Memory.BUFFERS, flat.nbytes)
+            self._simulation.spend(self._costs.memory(4 * flat.nbytes))
         for name in ("tp", "shard"):  # the norm
             self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device=META))
         passes = 1 + 2 + 7  # norm; clipping; AdamW reads four values and writes three

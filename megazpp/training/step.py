@@ -27,6 +27,7 @@ from megazpp.optim.optimizer import set_rates_
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import COMPUTE, WAIT
+from megazpp.tensor_parallel.parameters import partial_parameters, sum_partial_gradients_
 from megazpp.training.anomalies import Guard
 from megazpp.training.batches import BatchPlan
 from megazpp.training.metrics import StepRecord, cpu_seconds
@@ -64,6 +65,7 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         self._objective: Objective = self.objective or LanguageModelLoss(self.dims)
+        self._partial = partial_parameters(self.model)
 
     def __call__(
         self, micro_batches: Sequence[Any], *, learning_rate: float, weight_decay: float, iteration: int = 0
@@ -80,6 +82,7 @@ class TrainStep:
         local_losses, loss = self._forward_backward(micro_batches)
         named, axes, scale = list(self.model.named_parameters()), (self.dims.tp, self.dims.shard), self.scaler.scale
         with self._span("norm"):
+            sum_partial_gradients_((p for name, p in named if name in self._partial), self.dims.tp)
             norm = global_grad_norm(named, *axes, divisor=scale)
             loss_value, norm_value = torch.stack((loss, norm.double())).tolist()  # the one host sync
         zeros = int(count_zero_grads(named, *axes)) if self.count_zeros else None
