@@ -46,12 +46,13 @@ class FakeStep:
     calls: list[dict[str, float]] = field(default_factory=list)
     scaler: Any = field(default_factory=lambda: SimpleNamespace(scale=1.0))
 
-    def __call__(self, micro_batches: Any, *, learning_rate: float, weight_decay: float, iteration: int) -> StepRecord:
+    def launch(self, micro_batches: Any, *, learning_rate: float, weight_decay: float, iteration: int) -> Any:
         loss = self.losses[len(self.calls)]
         self.calls.append({"learning_rate": learning_rate, "batch": micro_batches})
         self.dims.counter.add("cross", "shard", "all_gather", 100)
         skipped = loss != loss
-        return StepRecord(iteration=iteration, loss=loss, grad_norm=1.0, learning_rate=learning_rate, skipped=skipped)
+        record = StepRecord(iteration=iteration, loss=loss, grad_norm=1.0, learning_rate=learning_rate, skipped=skipped)
+        return SimpleNamespace(skipped=skipped, check=lambda: not skipped, record=lambda: record)
 
 
 class FakeLoader:
