@@ -11,6 +11,7 @@ import torch
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import Case, build_step
+from torch.utils.hooks import RemovableHandle
 
 from megazpp.training.anomalies import AnomalyConfig, Found, Guard, LossHistory, NotFinite, NotFiniteError, describe
 from megazpp.training.batches import BatchConfig, plan_batches
@@ -33,7 +34,7 @@ def guarded(step: TrainStep, case: Case, folder: Path | None, *, dynamic_scale: 
     step.guard = Guard(AnomalyConfig(), not_finite, LossHistory(), dynamic_scale=dynamic_scale, log=print)
 
 
-def poison_gradient(module: torch.nn.Module) -> None:
+def poison_gradient(module: torch.nn.Module) -> RemovableHandle:
     """Make one element of the gradient of its weight NaN."""
 
     def poison(gradient: torch.Tensor) -> torch.Tensor:
@@ -41,10 +42,10 @@ def poison_gradient(module: torch.nn.Module) -> None:
         local.view(-1)[5] = float("nan")
         return gradient
 
-    module.register_forward_pre_hook(lambda m, inputs: m.weight.register_hook(poison) and None)
+    return module.register_forward_pre_hook(lambda m, inputs: m.weight.register_hook(poison) and None)
 
 
-def poison_output(module: torch.nn.Module, when: int) -> None:
+def poison_output(module: torch.nn.Module, when: int) -> RemovableHandle:
     """Make the `when`th output NaN."""
     calls: list[int] = []
 
@@ -52,7 +53,7 @@ def poison_output(module: torch.nn.Module, when: int) -> None:
         calls.append(1)
         return output * float("nan") if len(calls) == when else output
 
-    module.register_forward_hook(poison)
+    return module.register_forward_hook(poison)
 
 
 def train_with_a_fault(case: Case, where: str, rank: int, folder: Path) -> tuple[str, bool, bool]:
