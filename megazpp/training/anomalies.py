@@ -45,8 +45,8 @@ class AnomalyConfig:
 
     check_for_nan_in_loss_and_grad: bool = flag(
         True,
-        "end the job before the update when the loss or a gradient is not finite, and say which parameter on which "
-        "rank; without it such a step is skipped",
+        "when the loss or a gradient is not finite, leave the weights alone and end the job (in the next step at the "
+        "latest), and say which parameter on which rank; without it such a step is skipped",
     )
     loss_spike_sigma: float | None = flag(
         None,

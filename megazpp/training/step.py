@@ -119,9 +119,10 @@ class TrainStep:
                 self._before.check()  # the device has its numbers by now, and enough to do
             self._before = step
             found_inf = None if step.waits else (~(loss.isfinite() & norm.value.isfinite())).float()
+        taken = not step.skipped
         kept: torch.Tensor | float = 0.0  # by what factor the gradients, and what rounding lost of them, count
         with self._span("optimizer"):
-            if not step.skipped:
+            if taken:
                 divisor = clip_divisor(norm.value, self.clip_grad, divisor=scale)
                 set_rates_(self.optimizer, learning_rate=learning_rate, weight_decay=weight_decay)
                 update_(self.optimizer, divisor, found_inf)
