@@ -23,6 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training.test_anomalies_not_finite import guarded, poison_gradient, poison_output
 
 from megazpp.checkpoint.record import TrainingProgress
+from megazpp.optim.clip import clip_divisor, global_grad_norm
+from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, set_rates_
+from megazpp.parallel.axis import MeshAxis
 from megazpp.training import step as step_module
 from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.host_copy import HostCopy
@@ -230,6 +233,29 @@ def scaled(precision: PrecisionConfig) -> list[bool]:
 def test_a_dynamic_loss_scale_waits_because_it_has_to_know():
     assert ranks(2).run(scaled, PrecisionConfig(fp16=True)) == [[True, True]] * 2
     assert ranks(2).run(scaled, PrecisionConfig()) == [[False, False]] * 2
+
+
+@pytest.mark.gpu
+def test_on_cuda_norm_clipping_skip_and_update_wait_for_nothing_and_the_numbers_come_later():
+    parameter = torch.nn.Parameter(torch.ones(1000, device="cuda"))
+    named, axes = [("p", parameter)], (MeshAxis("tp"), MeshAxis("shard"))
+    optimizer = build_optimizer(named, OptimizerConfig(), parameter.device)
+    set_rates_(optimizer, learning_rate=1.0, weight_decay=0.0)
+    copies = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for value in (2.0, float("nan")):
+            parameter.grad = torch.full_like(parameter, value)
+            norm = global_grad_norm(named, *axes).value
+            found_inf = (~norm.isfinite()).float()
+            step_module.update_(optimizer, clip_divisor(norm, 1.0), found_inf)
+            copies.append(HostCopy(torch.stack((norm.double(), found_inf.double()))))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    (norm, taken), (_, skipped) = (copy.wait() for copy in copies)
+    assert (norm, taken, skipped) == (pytest.approx(2.0 * 1000**0.5), 0.0, 1.0)
+    torch.testing.assert_close(parameter.detach(), torch.zeros(1000, device="cuda"), rtol=0, atol=1e-4)
+    assert float(optimizer.state[parameter]["step"]) == 1.0
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
