@@ -55,7 +55,7 @@ class TrainStep:
         scaler: the loss scale, constant 1 unless fp16.
         dims: for the sums over ranks.
         clip_grad: largest gradient norm; 0 does not clip.
-        guard: looks at each step before its update; without it only a norm that is not finite skips one.
+        guard: decides whether a step is taken; without it only a norm that is not finite skips one.
         count_zeros: also count zero gradients (--log-num-zeros-in-grad).
         objective: what is minimised; None: the language model's loss.
     """

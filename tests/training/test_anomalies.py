@@ -25,6 +25,8 @@ class FakeNotFinite:
     def watch(self) -> None:
         self.watching += 1
 
+    def own_gradients(self) -> None: ...
+
     def report(self, iteration: int, *_: Any) -> None:
         raise NotFiniteError(f"iteration {iteration}")
 
