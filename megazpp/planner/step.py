@@ -213,7 +213,7 @@ class PaperStep:
             self._simulation.spend(self._costs.memory(4 * flat.nbytes))
         for name in ("tp", "shard"):  # the norm
             self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device=META))
-        passes = 1 + 2 + 7  # norm; clipping; AdamW reads four values and writes three
+        passes = 1 + 8  # norm; AdamW reads four values and writes them, the gradient clipped
         self._simulation.spend(self._costs.memory(passes * 4 * sum(unit.size for unit in self.units)))
         for unit in self.units:
             gather = unit.gather if isinstance(unit.gather, TwoHopGather) else None

@@ -64,48 +64,78 @@ def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> 
     weights = [local(layer.weight) for layer in layers]
     biases = [None if layer.bias is None else local(layer.bias) for layer in layers]
     adapted = any(layer.adapter is not None and layer.adapter.enabled for layer in layers)  # they read the whole input
-    if tp.size > 1 and torch.is_grad_enabled() and not adapted:
-        return _enter_and_multiply(x, tp, split, *weights, *biases)
+    together = tp.size > 1 or (len(layers) > 1 and not torch.compiler.is_compiling())
+    if together and torch.is_grad_enabled() and x.requires_grad and not adapted:
+        return _enter_and_multiply(x, tp, split, weights, biases)
     x = enter_region(x, tp, sequence_parallel=split)
     products = (F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     return tuple(_adapted(y, x, layer.adapter) for y, layer in zip(products, layers, strict=True))
 
 
 @torch.compiler.disable
-def _enter_and_multiply(*args: Any) -> tuple[torch.Tensor, ...]:
-    return _ColumnParallel.apply(*args)
+def _enter_and_multiply(
+    x: torch.Tensor, tp: MeshAxis, split: bool, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    kept = _Kept()
+    x = _Keep.apply(x, kept, *[weight.detach() for weight in weights])
+    return _ColumnParallel.apply(x, tp, split, kept, *weights, *biases)
+
+
+class _Kept:
+    """What `_Keep` has saved for the backward of another function."""
+
+    by: Any
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        saved: tuple[torch.Tensor, ...] = self.by.saved_tensors
+        return saved
+
+
+class _Keep(torch.autograd.Function):
+    """x, which is saved with the weights before it is gathered and multiplied.
+
+    A function saves its inputs when it is done, and a recomputation goes on until all that was saved is there again: it
+    would gather and multiply once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: _Kept, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *weights)
+        kept.by = ctx
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return grads[0], None, *[None] * (len(ctx.needs_input_grad) - 2)
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """Of x, the axis, whether x is a slice of the sequence, and n weights and n biases or None: n products."""
+    """Of x, the axis, whether x is a slice of the sequence, what is kept, n weights, n biases or None: n products."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, tp: MeshAxis, split: bool, *parameters: torch.Tensor | None
+        ctx: Any, x: torch.Tensor, tp: MeshAxis, split: bool, kept: _Kept, *parameters: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
-        ctx.tp, ctx.split = tp, split
-        ctx.save_for_backward(x, *weights)
+        ctx.tp, ctx.split, ctx.kept = tp, split, kept
         inside = tp.all_gather(x) if split else x
         return tuple(F.linear(inside, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
-        tp, needed, count = ctx.tp, ctx.needs_input_grad, len(weights)
+        x, *weights = ctx.kept.tensors()
+        tp, count, needed = ctx.tp, len(weights), ctx.needs_input_grad[4:]
         queue = tp.queue if x.is_cuda else CommQueue()
-        whole = queue.submit(lambda: tp.all_gather(x)) if ctx.split and any(needed[3 : 3 + count]) else Work(x)
-        x_grad = None
-        if needed[0]:
-            total = grads[0] @ weights[0]
-            for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                total += grad @ weight
-            x_grad = queue.submit(lambda: tp.reduce_scatter(total) if ctx.split else tp.all_reduce_(total))
+        whole = queue.submit(lambda: tp.all_gather(x)) if ctx.split and any(needed[:count]) else Work(x)
+        total = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            total += grad @ weight
+        x_grad = queue.submit(lambda: tp.reduce_scatter(total) if ctx.split else tp.all_reduce_(total))
         inside, rows = whole.wait().flatten(0, 1), [grad.flatten(0, 1) for grad in grads]
-        weight_grads = [g.t() @ inside if n else None for g, n in zip(rows, needed[3:], strict=False)]
-        bias_grads = [g.sum(dim=0) if n else None for g, n in zip(rows, needed[3 + count :], strict=True)]
-        return None if x_grad is None else x_grad.wait(), None, None, *weight_grads, *bias_grads
+        weight_grads = [g.t() @ inside if n else None for g, n in zip(rows, needed[:count], strict=True)]
+        bias_grads = [g.sum(dim=0) if n else None for g, n in zip(rows, needed[count:], strict=True)]
+        return x_grad.wait(), None, None, None, *weight_grads, *bias_grads
 
 
 class RowParallelLinear(nn.Module):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -54,8 +54,29 @@ class OwnedParameter(NamedTuple):
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter inside forward: the local tensor of a DTensor."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    """This rank's part of a parameter inside forward: the local tensor of a DTensor.
+
+    Differentiable like `DTensor.to_local`, for half of the host's time: a gradient is placed as its parameter is.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.compiler.is_compiling():
+        return parameter.to_local()  # which torch.compile knows
+    if parameter.requires_grad and torch.is_grad_enabled():
+        return _Local.apply(parameter)
+    return parameter._local_tensor
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        ctx.spec = parameter._spec
+        return parameter._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> DTensor:
+        # not the constructor: its __init__ does nothing, but through two wrappers
+        return DTensor.__new__(DTensor, grads[0].contiguous(), ctx.spec, requires_grad=False)
 
 
 def owned_parameters(model: nn.Module) -> Iterator[OwnedParameter]:
