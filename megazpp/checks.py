@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from megazpp.arguments import RunConfig
 from megazpp.model.config import GPTConfig
+from megazpp.model.float8 import MULTIPLE
 from megazpp.optim.apex import check_apex
 from megazpp.optim.schedule import Schedule, build_schedule
 from megazpp.parallel.dims import plan_dims
@@ -55,10 +56,11 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str)
     if seq_length is None:
         raise ValueError("--seq-length is missing")
     check_model(config.model, layout.tp, seq_length)
+    float8 = _check_float8(config, layout.tp)
     sequence_parallel = _check_sequence_parallel(config.parallel.sequence_parallel, layout.tp, seq_length)
     wire = plan_wire(config.zero, layout)
     wire_backends(wire, device_type)  # refuses a device that cannot quantize
-    return ModelPlan(layout, wire, (*cluster.notices, *layout.notices, *sequence_parallel, *wire.notices))
+    return ModelPlan(layout, wire, (*cluster.notices, *layout.notices, *sequence_parallel, *float8, *wire.notices))
 
 
 def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -> RunPlan:
@@ -150,6 +152,31 @@ def _check_sequence_parallel(asked: bool, tp_size: int, seq_length: int) -> tupl
             "which --sequence-parallel needs"
         )
     return ()
+
+
+def _check_float8(config: RunConfig, tp_size: int) -> tuple[str, ...]:
+    """Whether the device has float8, its worker says: a plan is often for another."""
+    model = config.model
+    if model.fp8_format is None:
+        return ()
+    asked = f"--fp8-format {model.fp8_format}"
+    if not config.precision.bf16:
+        raise ValueError(f"{asked} needs --bf16: what is not float8 is computed in that")
+    heads, groups = model.heads, model.query_groups
+    sizes = {
+        f"--hidden-size {model.hidden}": model.hidden,
+        f"--ffn-hidden-size {model.ffn_size} over {tp_size} tensor-parallel rank(s)": model.ffn_size // tp_size,
+        f"{heads} heads of {model.head_size} channels over {tp_size} tensor-parallel rank(s)": (
+            heads * model.head_size // tp_size
+        ),
+        f"queries, keys and values of {heads} heads in {groups} groups over {tp_size} tensor-parallel rank(s)": (
+            (heads + 2 * groups) * model.head_size // tp_size
+        ),
+    }
+    for name, size in sizes.items():
+        if size % MULTIPLE:
+            raise ValueError(f"{asked}: {name} make {size} rows or columns, which is not a multiple of {MULTIPLE}")
+    return () if model.compile else (f"{asked} without --compile: each cast to float8 is several passes over memory",)
 
 
 def _check_observers(config: RunConfig, total_iterations: int, world_size: int, device_type: str) -> None:

@@ -48,6 +48,7 @@ REQUIRED = ("numpy", "sentencepiece", "tqdm", "wandb", "PyYAML", "Jinja2")
 OPTIONAL = (
     Package("triton", "triton", "--zeropp on these GPUs needs it"),
     Package("nvidia-ml-py", "pynvml", "which GPUs NVLink joins; without it a node counts as one fast domain"),
+    Package("torchao", "torchao", "--fp8-format"),
     Package("tokenizers", "tokenizers", "Hugging Face tokenizers"),
     Package("safetensors", "safetensors", "tools/convert_checkpoint.py"),
     Package("pyarrow", "pyarrow", "Parquet files"),
@@ -55,7 +56,7 @@ OPTIONAL = (
     Package("tensorboard", "tensorboard", "--tensorboard-dir"),
     Package("matplotlib", "matplotlib", "pictures, for example of tools/plot_timeline.py"),
 )
-CUDA_ONLY = ("triton", "nvidia-ml-py")  # of the optional ones
+CUDA_ONLY = ("triton", "nvidia-ml-py", "torchao")  # of the optional ones
 TORCH_RANGE = ((2, 11), (2, 14))  # as in pyproject.toml
 
 VARIABLES = re.compile(

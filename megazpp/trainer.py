@@ -28,6 +28,7 @@ from megazpp.errors import user_errors
 from megazpp.flags import render_arguments_block
 from megazpp.formatting import aligned
 from megazpp.inference.text import continue_texts
+from megazpp.model.float8 import find_product
 from megazpp.model.gpt import model_backends
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer, optimizer_backends
@@ -274,6 +275,7 @@ def run_training(
     with user_errors():
         cluster = found_cluster(parsed.config, plan.layout.cluster, worker)
         plan = check_run_config(parsed.config, cluster, device_type=worker.device.type)
+        find_product(parsed.config.model, worker.device)  # refuses a device without float8
         continued = earlier if source is not None and source.continues else None
         tracker = open_tracker(parsed, plan, worker, continued) if worker.rank == 0 else None
     with tracker or contextlib.nullcontext(), StopConditions(parsed.config.stop) as stops:

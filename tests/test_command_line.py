@@ -328,7 +328,7 @@ def test_a_flag_without_effect_here_is_dropped_with_its_values_and_one_notice(na
         ("--pretrained-checkpoint", ["ckpt"], "use --load with --finetune"),
         ("--non-persistent-save-interval", ["10"], "use --save-interval and --keep-last"),
         ("--num-experts", ["8"], "no mixture-of-experts layers"),
-        ("--fp8-format", ["hybrid"], "use --bf16"),
+        ("--fp4-format", ["e2m1"], "there is no fp4"),
         ("--num-layers-per-virtual-pipeline-stage", ["2"], "no pipeline parallelism"),
         ("--checkpoint-activations", [], "use --recompute-granularity"),
         ("--batch-size", ["4"], "use --micro-batch-size"),
@@ -363,7 +363,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_one() -> None:
 
 
 def test_all_refused_flags_are_reported_together() -> None:
-    flags = [Given("--load-tag", ("x",), "a"), Given("--lr", ("1",), "b"), Given("--fp8-format", ("e4m3",), "c")]
+    flags = [Given("--load-tag", ("x",), "a"), Given("--lr", ("1",), "b"), Given("--fp4-format", ("e2m1",), "c")]
     with pytest.raises(ValueError, match=r"^a(\.sh:3)?: ") as caught:
         sift_flags(flags, OURS, KNOWN)
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["a", "c"]

@@ -20,7 +20,7 @@ from megazpp.model.kv_cache import LayerCache
 from megazpp.model.norms import Norm
 from megazpp.model.recompute import recomputed
 from megazpp.parallel.axis import MeshAxis
-from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowParallelLinear
 
 # of --use-rope-scaling: the tokens of Llama 3's first training, and how often what is slowed down turns in them
 ORIGINAL_CONTEXT, LOW_TURNS, HIGH_TURNS = 8192, 1.0, 4.0
@@ -59,6 +59,7 @@ class SelfAttention(nn.Module):
         sequence_parallel: bool,
         output_std: float,
         document_kernel: DocumentKernel | None = None,
+        product: Product | None = None,
     ) -> None:
         super().__init__()
         self.head_size = config.head_size
@@ -74,6 +75,7 @@ class SelfAttention(nn.Module):
             std=config.init_method_std,
             bias=config.qkv_bias,
             sequence_parallel=sequence_parallel,
+            product=product,
         )
         self.q_norm = Norm(config, self.head_size, tp=tp, split=True) if config.qk_layernorm else None
         self.k_norm = Norm(config, self.head_size, tp=tp, split=True) if config.qk_layernorm else None
@@ -84,6 +86,7 @@ class SelfAttention(nn.Module):
             std=output_std,
             bias=config.linear_bias,
             sequence_parallel=sequence_parallel,
+            product=product,
         )
 
     def forward(

@@ -88,6 +88,16 @@ class GPTConfig:
     use_cpu_initialization: bool = flag(
         False, "draw the initial weights on the CPU, so that runs on other kinds of devices start with the same ones"
     )
+    fp8_format: Literal["e4m3", "hybrid"] | None = flag(
+        None,
+        "products of the layers' linear layers take float8, through torchao, with --bf16 on GPUs from compute "
+        "capability 8.9 on: e4m3; hybrid: gradients in e5m2. Embedding, output layer, norms, adapters and what crosses "
+        "wires stay as they are. Casts cost passes over memory without --compile, and with tensor parallelism the "
+        "collectives of backward no longer hide behind products",
+    )
+    fp8_recipe: Literal["tensorwise"] = flag(
+        "tensorwise", "how --fp8-format scales: each tensor by its largest element, found anew at each use"
+    )
     compile: bool = flag(False, "torch.compile each layer (slower start, faster steps)")
 
     def __post_init__(self) -> None:

@@ -20,12 +20,13 @@ from megazpp.model.attention import AttentionInputs, SelfAttention, document_mas
 from megazpp.model.attention_kernels import DocumentKernel, attention_backend
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
+from megazpp.model.float8 import float8_backend
 from megazpp.model.kv_cache import KVCache, LayerCache
 from megazpp.model.mlp import MLP
 from megazpp.model.norms import Norm
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.cross_entropy import linear_cross_entropy
-from megazpp.tensor_parallel.layers import VocabParallelEmbedding
+from megazpp.tensor_parallel.layers import Product, VocabParallelEmbedding
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, reduce_from_region_
 
@@ -58,6 +59,7 @@ class GPTModel(nn.Module):
         sequence_parallel: keep activations between layers split along the sequence.
         shared_generator: where tp ranks draw the dropout masks they must agree on; None when there is no dropout.
         document_kernel: computes attention inside documents; None for a mask.
+        product: what the layers' linear layers multiply with; None for 16-bit products that hide tp's collectives.
         scalar_head: also have a head that gives each token one number: a reward model's, or the values of PPO.
     """
 
@@ -70,6 +72,7 @@ class GPTModel(nn.Module):
         sequence_parallel: bool = False,
         shared_generator: SharedGenerator | None = None,
         document_kernel: DocumentKernel | None = None,
+        product: Product | None = None,
         scalar_head: bool = False,
     ) -> None:
         super().__init__()
@@ -81,7 +84,7 @@ class GPTModel(nn.Module):
         self.shared_generator = shared
         self.embedding = Embedding(config, vocab_size, tp, self.sequence_parallel, shared)
         self.layers = nn.ModuleList(
-            TransformerLayer(config, index, tp, self.sequence_parallel, shared, document_kernel)
+            TransformerLayer(config, index, tp, self.sequence_parallel, shared, document_kernel, product)
             for index in range(config.layers)
         )
         self.final_norm = Norm(config, config.hidden, tp=tp, split=self.sequence_parallel)
@@ -207,6 +210,7 @@ class TransformerLayer(nn.Module):
         sequence_parallel: bool,
         shared: SharedGenerator | None,
         document_kernel: DocumentKernel | None,
+        product: Product | None,
     ) -> None:
         super().__init__()
         # Megatron's scaled init: the residual stream sums 2 x layers outputs
@@ -220,9 +224,10 @@ class TransformerLayer(nn.Module):
             sequence_parallel=sequence_parallel,
             output_std=output_std,
             document_kernel=document_kernel,
+            product=product,
         )
         self.mlp_norm = Norm(config, config.hidden, tp=tp, split=sequence_parallel)
-        self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, output_std=output_std)
+        self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, output_std=output_std, product=product)
         self.dropout = Dropout(config.hidden_dropout, shared)
         # compiled below FSDP2's hooks and around no checkpoint, hence the inner function
         self.run = torch.compile(self._run) if config.compile else self._run
@@ -333,8 +338,10 @@ def model_backends(
     norm = {"LayerNorm": "torch layer_norm", "RMSNorm": "torch rms_norm"}[config.normalization]
     loss = "linear and vocab-parallel cross entropy in chunks of the vocabulary"
     why = "logits are neither gathered nor kept in fp32, and never whole where they are large"
+    linear = [] if config.fp8_format is None else [("linear layers", *float8_backend(config))]
     return [
         ("attention", *attention_backend(config, device, dtype, documents=documents)),
+        *linear,
         ("norms", norm, "one fused kernel per device"),
         ("cross entropy", loss, why),
         ("layers", "torch.compile" if config.compile else "eager", f"--{'' if config.compile else 'no-'}compile"),

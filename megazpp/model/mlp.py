@@ -10,7 +10,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.norms import Norm
 from megazpp.model.recompute import recomputed
 from megazpp.parallel.axis import MeshAxis
-from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
+from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowParallelLinear, column_parallel
 
 
 class MLP(nn.Module):
@@ -20,7 +20,15 @@ class MLP(nn.Module):
     for any tp size. Collectives on tp: one region entered and one left.
     """
 
-    def __init__(self, config: GPTConfig, *, tp: MeshAxis, sequence_parallel: bool, output_std: float) -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        tp: MeshAxis,
+        sequence_parallel: bool,
+        output_std: float,
+        product: Product | None = None,
+    ) -> None:
         super().__init__()
         self.recompute_norm, self.recompute_activation = config.recomputes("layernorm"), config.recomputes("mlp_act")
         self.squared_relu = config.squared_relu
@@ -34,6 +42,7 @@ class MLP(nn.Module):
                 std=config.init_method_std,
                 bias=config.linear_bias,
                 sequence_parallel=sequence_parallel,
+                product=product,
             )
 
         self.gate = column() if config.swiglu else None
@@ -45,6 +54,7 @@ class MLP(nn.Module):
             std=output_std,
             bias=config.linear_bias,
             sequence_parallel=sequence_parallel,
+            product=product,
         )
 
     def forward(self, x: torch.Tensor, *, norm: Norm | None = None) -> torch.Tensor:

@@ -12,6 +12,7 @@ and RMSNorm keeps what CUDA's kernel keeps. Not run: data loading, checkpoints, 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from collections import Counter
@@ -38,7 +39,7 @@ from megazpp.planner.estimate import Estimator
 from megazpp.planner.memory import Memory
 from megazpp.planner.report import describe_plan
 from megazpp.planner.step import SIMULATED_MICRO_BATCHES, TrafficTable, extended, measure, traffic_between
-from megazpp.planner.trace import FusedNorm
+from megazpp.planner.trace import FLOAT8_ON_PAPER, FusedNorm
 from megazpp.planner.variants import changed, for_planning
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import Built, ModelSpec, shard_on_meta
@@ -154,7 +155,10 @@ def count_step(
     # there are no values to compare
     eager = changed(config, model={"compile": False}, zero={"zero_check_secondary": False})
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    built = build(eager.model_spec(vocab_size, plan.wire), dims, fake)
+    spec = eager.model_spec(vocab_size, plan.wire)
+    if config.model.fp8_format is not None:
+        spec = dataclasses.replace(spec, product=FLOAT8_ON_PAPER)
+    built = build(spec, dims, fake)
     with fake, FusedNorm(), _Answers(), PeakBytes() as live:
         step = TrainStep(
             *built,

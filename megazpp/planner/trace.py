@@ -30,12 +30,14 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.paper import PaperAxis, Parameters
+from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import partial_parameters
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
 
 FORWARD, BACKWARD = "forward", "backward"
 Documents = Literal["kernel", "mask", "CPU's mask"]  # how attention stays inside them
+FLOAT8_ON_PAPER: Product = F.linear  # keeps what float8 products keep, where they stand between tp's collectives
 MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 FREE = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::_unsafe_view")
 
@@ -125,6 +127,7 @@ def trace_model(
             tp=axis,
             sequence_parallel=sequence_parallel,
             document_kernel=attention.inside_documents if documents == "kernel" else None,
+            product=FLOAT8_ON_PAPER if config.fp8_format else None,
         ).to(dtype)
         starts = torch.empty(micro_batch_size + 1, dtype=torch.int32) if documents else None
         tokens = torch.empty(micro_batch_size, seq_length, dtype=torch.int64)

@@ -7,11 +7,12 @@ a layer's input on this rank is added to the layer's own product there.
 With sequence parallelism a column-parallel layer keeps its slice of the input for backward and gathers it again there,
 under the product that gives the input's gradient; the collective that sums that gradient runs under the product that
 gives the weight's. Source: Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication.
+With a product of another kind (model/float8.py) it keeps the whole input, and nothing hides the collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.tensor_parallel.lora import Adapter
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, leave_region
+
+# of x [..., K], weight [N, K], bias [N] or None: x W^T + b, as F.linear's
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class ColumnParallelLinear(nn.Module):
@@ -41,10 +45,11 @@ class ColumnParallelLinear(nn.Module):
         std: float,
         bias: bool,
         sequence_parallel: bool,
+        product: Product | None = None,
     ) -> None:
         super().__init__()
         assert out_features % tp.size == 0, f"{out_features} outputs over {tp.size} ranks"
-        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.tp, self.sequence_parallel, self.product = tp, sequence_parallel, product
         self.adapter: Adapter | None = None
         self.weight = nn.Parameter(torch.empty(out_features // tp.size, in_features))
         self.specs = {"weight": ParameterSpec(split=0, std=std)}
@@ -65,10 +70,11 @@ def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> 
     biases = [None if layer.bias is None else local(layer.bias) for layer in layers]
     adapted = any(layer.adapter is not None and layer.adapter.enabled for layer in layers)  # they read the whole input
     together = tp.size > 1 or (len(layers) > 1 and not torch.compiler.is_compiling())
-    if together and torch.is_grad_enabled() and x.requires_grad and not adapted:
+    product = layers[0].product
+    if product is None and together and torch.is_grad_enabled() and x.requires_grad and not adapted:
         return _enter_and_multiply(x, tp, split, weights, biases)
     x = enter_region(x, tp, sequence_parallel=split)
-    products = (F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    products = ((product or F.linear)(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     return tuple(_adapted(y, x, layer.adapter) for y, layer in zip(products, layers, strict=True))
 
 
@@ -154,10 +160,11 @@ class RowParallelLinear(nn.Module):
         std: float,
         bias: bool,
         sequence_parallel: bool,
+        product: Product | None = None,
     ) -> None:
         super().__init__()
         assert in_features % tp.size == 0, f"{in_features} inputs over {tp.size} ranks"
-        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.tp, self.sequence_parallel, self.product = tp, sequence_parallel, product
         self.adapter: Adapter | None = None
         self.weight = nn.Parameter(torch.empty(out_features, in_features // tp.size))
         self.specs = {"weight": ParameterSpec(split=1, std=std)}
@@ -168,10 +175,11 @@ class RowParallelLinear(nn.Module):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = self.product or F.linear
         if self.tp.size == 1:
-            whole = F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+            whole = product(x, local(self.weight), None if self.bias is None else local(self.bias))
             return _adapted(whole, x, self.adapter)
-        part = _adapted(F.linear(x, local(self.weight)), x, self.adapter)
+        part = _adapted(product(x, local(self.weight), None), x, self.adapter)
         y = leave_region(part, self.tp, sequence_parallel=self.sequence_parallel)
         return y if self.bias is None else y + local(self.bias)  # after the sum, so that it is added once
 

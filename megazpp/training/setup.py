@@ -21,9 +21,11 @@ from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.attention_kernels import find_document_kernel
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import SharedGenerator
+from megazpp.model.float8 import find_product
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
+from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_, share_parameters_
 from megazpp.topology.layout import COORDINATES
 from megazpp.training.batches import BatchPlan
@@ -45,6 +47,7 @@ class ModelSpec:
         zero, precision: how it is sharded, and in which dtypes.
         wire: the run's plan of what replaces FSDP2's collectives; None: the plan of `zero` on the layout.
         seed: of the initial weights and of dropout.
+        product: what linear layers multiply with, whatever the device; None: what `config` asks of the device.
         scalar_head: also have a head that gives each token one number.
     """
 
@@ -55,6 +58,7 @@ class ModelSpec:
     wire: WirePlan | None = None
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     seed: int
+    product: Product | None = None
     scalar_head: bool = False
 
 
@@ -87,6 +91,7 @@ def shard_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
 
 def model_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> GPTModel:
     """This tensor-parallel rank's part of the model, without memory; `device` is where it will run."""
+    product = spec.product or find_product(spec.config, device)
     with torch.device("meta"):
         return GPTModel(
             spec.config,
@@ -95,6 +100,7 @@ def model_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
             sequence_parallel=spec.sequence_parallel,
             shared_generator=SharedGenerator(device, seed=spec.seed, data_rank=dims.data_rank),
             document_kernel=find_document_kernel(spec.config, device, spec.precision.param_dtype),
+            product=product,
             scalar_head=spec.scalar_head,
         )
 
