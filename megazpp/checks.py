@@ -169,13 +169,13 @@ def _check_float8(config: RunConfig, tp_size: int) -> tuple[str, ...]:
         f"{heads} heads of {model.head_size} channels over {tp_size} tensor-parallel rank(s)": (
             heads * model.head_size // tp_size
         ),
-        f"queries, keys and values of {heads} heads in {groups} groups over {tp_size} tensor-parallel rank(s)": (
+        f"queries, keys and values of {heads} heads in {groups} group(s) over {tp_size} tensor-parallel rank(s)": (
             (heads + 2 * groups) * model.head_size // tp_size
         ),
     }
     for name, size in sizes.items():
         if size % MULTIPLE:
-            raise ValueError(f"{asked}: {name} make {size} rows or columns, which is not a multiple of {MULTIPLE}")
+            raise ValueError(f"{asked}: {name}: {size} rows or columns of a matrix are no multiple of {MULTIPLE}")
     return () if model.compile else (f"{asked} without --compile: each cast to float8 is several passes over memory",)
 
 

@@ -69,7 +69,7 @@ def float8_product(fmt: Float8Format, *, emulate: bool = False) -> Product:
         return LinearMMConfig(ScaledMMConfig(emulate=emulate, use_fast_accum=True), backward, backward)
 
     grad_dtype = e5m2_dtype if fmt == "hybrid" else e4m3_dtype
-    whole, padded = (Settings(e4m3_dtype, grad_dtype, gemms(pad)) for pad in (False, True))
+    whole, padded = (_Settings(e4m3_dtype, grad_dtype, gemms(pad)) for pad in (False, True))
 
     def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rows = x.shape[:-1].numel()  # which the weight's gradient sums over
@@ -79,7 +79,7 @@ def float8_product(fmt: Float8Format, *, emulate: bool = False) -> Product:
     return product
 
 
-class Settings(NamedTuple):
+class _Settings(NamedTuple):
     """The formats of inputs and weights, and of gradients; torchao's settings of the three products."""
 
     dtype: torch.dtype
@@ -92,7 +92,7 @@ class _Float8Linear(torch.autograd.Function):
     """x [..., K], weight [N, K] -> x W^T [..., N]."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, settings: Settings) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, settings: _Settings) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.settings = settings
         y = torch.mm(_cast(_rows(x), "INPUT", settings), _cast(weight.t(), "WEIGHT", settings))
@@ -114,7 +114,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _cast(x: torch.Tensor, role: str, settings: Settings) -> torch.Tensor:
+def _cast(x: torch.Tensor, role: str, settings: _Settings) -> torch.Tensor:
     """x in float8 with its scale; `role` is torchao's name of its place in the three products."""
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import GemmInputRole

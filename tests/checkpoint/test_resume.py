@@ -27,6 +27,9 @@ CASES = {
     ),
     "zeropp, tp 2, llama": Case(model=LLAMA_STYLE, nodes=2, tp=2, zero=ZEROPP, sequence_parallel=True),
     "zeropp, reset, fp16": Case(model=DROPOUT, nodes=2, zero=PLAIN, precision=PrecisionConfig(fp16=True)),
+    "zeropp, tp 2, float8": Case(
+        model=DROPOUT, nodes=2, tp=2, zero=ZEROPP, sequence_parallel=True, micro_batches=2, float8="hybrid"
+    ),
     "copies, async": Case(model=LLAMA_STYLE, replicas=2),
     "differences, bf16": Case(
         model=DROPOUT, nodes=2, zero=DIFFERENCES, micro_batches=2, precision=PrecisionConfig(bf16=True)
@@ -47,6 +50,8 @@ DEFAULT = ("zero 1, tp 2", "zeropp, k 2, bf16", "differences, bf16")
 @pytest.mark.parametrize("name", [name if name in DEFAULT else slow(name) for name in CASES])
 def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(tmp_path: Path, name: str):
     case, save, asynchronous = CASES[name], str(tmp_path), "async" in name
+    if case.float8 is not None:
+        pytest.importorskip("torchao")
     straight = ranks(4).run(run, Job(case=case, steps=4, flags={}))
     first = ranks(4).run(run, Job(case=case, steps=2, flags={"save": save, "async_save": asynchronous}))
     second = ranks(4).run(run, Job(case=case, steps=4, flags={"load": save}))

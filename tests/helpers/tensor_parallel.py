@@ -16,6 +16,7 @@ from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.worker import seed_everything
+from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import (
     distribute_parameters,
     initialize_parameters_,
@@ -62,11 +63,19 @@ def build_gpt(
     seed: int = 7,
     dropout_seed: int = 11,
     data_rank: int = 0,
+    product: Product | None = None,
 ) -> GPTModel:
     """An unsharded GPT on `tp`; weights follow from `seed`, dropout masks from `dropout_seed`."""
     seed_everything(dropout_seed, data_rank=data_rank, tp_rank=tp.rank)
     shared = SharedGenerator(CPU, seed=dropout_seed, data_rank=data_rank)
-    model = GPTModel(config, vocab_size=vocab_size, tp=tp, sequence_parallel=sequence_parallel, shared_generator=shared)
+    model = GPTModel(
+        config,
+        vocab_size=vocab_size,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        shared_generator=shared,
+        product=product,
+    )
     if tp.size > 1:
         distribute_parameters(model, tp_mesh())
     initialize_parameters_(model, seed=seed, draw_device=CPU)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 
 from megazpp.data.batch import MicroBatch, make_micro_batch
 from megazpp.model.config import GPTConfig
+from megazpp.model.float8 import Float8Format, float8_product
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
@@ -78,6 +79,7 @@ class Case:
     seed: int = 5
     learning_rate: float = 1e-2
     zero: ZeroConfig | None = None
+    float8: Float8Format | None = None  # emulated
 
     def batch(self, step: int, first: int, count: int) -> MicroBatch:
         """Samples `first` to `first + count` of the step's global batch."""
@@ -132,6 +134,7 @@ def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
         zero=case.zero or ZeroConfig(zero_stage=case.stage),
         precision=case.precision,
         seed=case.seed,
+        product=None if case.float8 is None else float8_product(case.float8, emulate=True),
     )
     built = build_model(spec, dims, CPU)
     return *built, dims

@@ -18,6 +18,8 @@ from megazpp.topology.cluster import Cluster
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["@configs/gpt_tiny.args", "--num-layers", "2", "--seq-length", "32", "--micro-batch-size", "1"]
 GPT = [*SMALL, "--hidden-size", "72", "--num-attention-heads", "12", "--vocab-size", "301"]
+FLOAT8 = [*SMALL, "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "301", "--bf16"]
+FLOAT8 += ["--fp8-format", "hybrid"]
 LLAMA = ["@configs/llama_1b.args", *SMALL[1:], "--hidden-size", "72", "--num-attention-heads", "12"]
 LLAMA += ["--num-query-groups", "6", "--ffn-hidden-size", "100", "--vocab-size", "301"]
 
@@ -40,6 +42,7 @@ LAYOUTS = {
         CYCLIC,
         (1,),
     ),
+    "float8, tp": slow(config(*FLOAT8, "--zeropp", *TP, "--sequence-parallel", samples=4), SQUARE, (3,)),
     "384 ranks": slow(config(*GPT, "--zeropp", samples=384), Cluster(num_nodes=24, ranks_per_node=16), (383,)),
 }
 

@@ -105,3 +105,14 @@ def test_the_shipped_clusters_name_their_devices_with_sources(path: Path):
     assert cluster.device.source != str(path)
     assert cluster.links is not None
     assert cluster.links.network is not None
+
+
+@pytest.mark.slow
+def test_float8_is_planned_on_any_device_and_its_products_are_priced_in_16_bits():
+    size = ("--hidden-size", "64", "--num-attention-heads", "4")
+    plain, float8 = report(*size), report(*size, "--fp8-format", "hybrid", "--compile")
+    line = "--fp8-format hybrid: products are counted at the device's 16-bit peak and casts not at all"
+    assert line in float8
+    assert line not in plain
+    step = re.compile(r"a step takes .* compute")
+    assert step.findall(plain) == step.findall(float8)

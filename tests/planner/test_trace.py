@@ -64,12 +64,12 @@ def test_recomputing_norms_and_activation_adds_no_product_and_keeps_less():
         assert selective.segments[FORWARD, 3].kept < 0.8 * plain.segments[FORWARD, 3].kept
 
 
-def test_with_sequence_parallelism_a_column_layer_keeps_its_slice_of_the_input():
+def test_with_sequence_parallelism_a_column_layer_keeps_its_slice_of_the_input_and_all_of_it_with_float8():
     """Bytes of a GPT layer in units of tokens x hidden at T = 8: 34 / 8 and a little (Korthikanti et al. 2022)."""
     config = dataclasses.replace(GPT2_STYLE, hidden_size=512, num_attention_heads=8, ffn_hidden_size=None, num_layers=2)
-    for granularity, most in ((None, 4.5), ("selective", 3.0)):
+    for changes, most in (({}, 4.5), ({"recompute_granularity": "selective"}, 3.0), ({"fp8_format": "hybrid"}, 8.0)):
         found = trace_model(
-            dataclasses.replace(config, recompute_granularity=granularity),
+            dataclasses.replace(config, **changes),
             vocab_size=VOCAB,
             seq_length=64,
             micro_batch_size=1,

@@ -1,0 +1,277 @@
+"""--fp8-format, emulated: what is rounded and how, how far a model comes from its 16-bit self, and who is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+from helpers.ranks import ranks
+from helpers.tensor_parallel import build_gpt, counted, draw, local_gradients, tp_axis
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, train_plain
+
+from megazpp.arguments import parse_run_config
+from megazpp.checks import check_run_config
+from megazpp.model import float8
+from megazpp.model.config import GPTConfig
+from megazpp.model.float8 import Float8Format, find_product, float8_product
+from megazpp.model.gpt import model_backends
+from megazpp.topology.cluster import Cluster
+from megazpp.zero.config import ZeroConfig
+
+pytest.importorskip("torchao")
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB, SEQ, CPU = 101, 16, torch.device("cpu")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+GRADIENTS: dict[Float8Format, torch.dtype] = {"e4m3": E4M3, "hybrid": E5M2}
+STYLES = {"gpt": GPT2_STYLE, "llama": LLAMA_STYLE}
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x as `dtype` has it when its largest element is the format's largest."""
+    scale = torch.finfo(dtype).max / x.abs().max()
+    return (x * scale).to(dtype).float() / scale
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Of the norms: of the difference to `other`'s."""
+    return float((one - other).norm() / other.norm())
+
+
+# ---- one product ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", GRADIENTS)
+@pytest.mark.parametrize("shape", [(3, 5, 32), (4, 4, 32), (1, 7)], ids=str)  # 15, 16 and 1 rows
+def test_all_three_products_have_rounded_inputs_and_are_those_of_the_rounded(fmt: Float8Format, shape: tuple[int, ...]):
+    """To 1e-6: sums in fp32. From the unrounded ones they are 2 to 8 % away: 3 bits after the first, or 2 (e5m2)."""
+    x, weight, bias, grad = (
+        draw(seed, *size, dtype=torch.float32)
+        for seed, size in enumerate([shape, (48, shape[-1]), (48,), (*shape[:-1], 48)])
+    )
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+    y = float8_product(fmt, emulate=True)(*leaves)
+    y.backward(grad)
+    x8, w8, g8 = rounded(x, E4M3), rounded(weight, E4M3), rounded(grad, GRADIENTS[fmt])
+    rows, grad_rows = x8.flatten(0, -2), g8.flatten(0, -2)
+    expected = {
+        "y": (y.detach(), x8 @ w8.t() + bias, x @ weight.t() + bias),
+        "x": (leaves[0].grad, g8 @ w8, grad @ weight),
+        "weight": (leaves[1].grad, grad_rows.t() @ rows, grad.flatten(0, -2).t() @ x.flatten(0, -2)),
+    }
+    for name, (found, reference, exact) in expected.items():
+        assert found is not None
+        assert found.shape == exact.shape
+        torch.testing.assert_close(found, reference, rtol=1e-5, atol=1e-5, msg=name)
+        assert 0.005 < distance(found, exact) < 0.1, name
+    torch.testing.assert_close(leaves[2].grad, grad.flatten(0, -2).sum(dim=0))
+
+
+def test_a_frozen_weight_costs_no_third_product_and_the_result_may_be_changed_in_place():
+    x, weight = draw(0, 2, 8, 32, dtype=torch.float32).requires_grad_(), draw(1, 16, 32, dtype=torch.float32)
+    product = float8_product("hybrid", emulate=True)
+    products = []
+    for trained in (weight.clone().requires_grad_(), weight):
+        x.grad = None
+        with mock.patch.object(torch, "mm", wraps=torch.mm) as multiply:
+            product(x, trained, None).mul_(2.0).sum().backward()
+        torch.testing.assert_close(x.grad, (2.0 * rounded(weight, E4M3).sum(dim=0)).expand_as(x), rtol=1e-5, atol=1e-5)
+        assert (trained.grad is None) == (not trained.requires_grad)
+        products.append(multiply.call_count // 2)  # torchao's product of float8 is another inside
+    assert products == [3, 2]
+
+
+def test_what_the_scaled_products_are_given_is_what_cuda_s_kernel_takes():
+    """Sizes, orders and types as torch 2.13 checks them for tensors on CUDA (torch/_meta_registrations.py).
+
+    15 rows are padded to 16 for the product that sums over them. torch has a scaled product for the CPU too, with fewer
+    rules, and what it gives is compared with the emulation.
+    """
+    x, weight, grad = draw(0, 3, 5, 32), draw(1, 48, 32), draw(2, 3, 5, 48)
+    results, sizes, multiply = [], [], torch._scaled_mm
+
+    def checked(a: torch.Tensor, b: torch.Tensor, **settings: Any) -> torch.Tensor:
+        assert a.stride() == (a.shape[1], 1)
+        assert b.stride() == (1, b.shape[0])
+        assert a.shape[1] % 16 == b.shape[0] % 16 == b.shape[1] % 16 == 0
+        assert {a.dtype, b.dtype} in ({E4M3}, {E4M3, E5M2})
+        assert all(settings[name].dtype == torch.float32 for name in ("scale_a", "scale_b"))
+        sizes.append((*a.shape, b.shape[1]))
+        return multiply(a, b, **settings)
+
+    with mock.patch.object(torch, "_scaled_mm", checked):
+        for emulate in (False, True):
+            leaves = [tensor.bfloat16().requires_grad_() for tensor in (x, weight)]
+            y = float8_product("hybrid", emulate=emulate)(*leaves, None)
+            y.backward(grad.bfloat16())
+            results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    assert sizes == [(15, 32, 48), (15, 48, 32), (48, 16, 32)]
+    torch.testing.assert_close(*results, rtol=2**-7, atol=2**-7)  # one rounding to bf16
+
+
+# ---- a model ----------------------------------------------------------------------------------------------------
+
+
+def losses_and_gradients(
+    model: GPTConfig, fmt: Float8Format | None, sequence_parallel: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, int]]:
+    product = None if fmt is None else float8_product(fmt, emulate=True)
+    tp = tp_axis()
+    gpt = build_gpt(model, tp, vocab_size=VOCAB, sequence_parallel=sequence_parallel, product=product)
+    tokens = torch.randint(VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    losses = gpt(tokens[:, :-1], tokens[:, 1:])
+    _, calls = counted(tp, losses.sum().backward)
+    return losses.detach(), local_gradients(gpt), calls
+
+
+@pytest.mark.parametrize("fmt", GRADIENTS)
+@pytest.mark.parametrize("style", STYLES)
+def test_losses_and_gradients_are_near_those_without_it_and_not_equal(style: str, fmt: Float8Format):
+    """Weights begin small, so losses differ little; a gradient has gone through all products that follow."""
+    (losses, grads, _), (plain, exact, _) = (losses_and_gradients(STYLES[style], f) for f in (fmt, None))
+    assert 0.0 < distance(losses, plain) < 2e-3
+    for name, grad in exact.items():
+        assert 0.0 < distance(grads[name], grad) < 0.2, name
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "calls"), [(False, {"all_reduce": 5}), (True, {"reduce_scatter": 5, "all_gather": 5})]
+)
+@pytest.mark.parametrize("style", STYLES)
+def test_two_tensor_parallel_ranks_come_as_near_and_gather_no_input_twice(
+    style: str, sequence_parallel: bool, calls: dict[str, int]
+):
+    """Each rank scales its own slices, so what is rounded differs from one rank's in its last bits."""
+    losses, grads, _ = losses_and_gradients(STYLES[style], "hybrid")
+    results = ranks(2).run(losses_and_gradients, STYLES[style], "hybrid", sequence_parallel)
+    for rank, (ours, slices, backward) in enumerate(results):
+        assert backward == calls  # two of each layer, and the output layer's
+        assert distance(ours, losses) < 2e-3
+        for name in grads.keys() - {"embedding.word.weight", "output.weight"}:  # padded otherwise
+            part, grad = slices[name], grads[name]
+            split = [dim for dim in range(grad.dim()) if part.shape[dim] != grad.shape[dim]]
+            assert distance(part, grad.chunk(2, split[0])[rank] if split else grad) < 0.2, name
+
+
+SHARDED: dict[str, dict[str, Any]] = {
+    "zeropp, tp 2": {"nodes": 2, "tp": 2, "sequence_parallel": True, "zero": ZeroConfig(zeropp=True)},
+    "zero 3": {},
+    "zero 0, tp 4": {"stage": 0, "tp": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("granularity", ["selective", "full"])
+@pytest.mark.parametrize("settings", SHARDED.values(), ids=SHARDED)
+def test_sharded_runs_learn_as_without_it_and_recomputation_changes_no_bit(settings: dict[str, Any], granularity: Any):
+    case = Case(model=LLAMA_STYLE, float8="hybrid", **settings)
+    again = dataclasses.replace(case, model=dataclasses.replace(LLAMA_STYLE, recompute_granularity=granularity))
+    plain = train_plain(case)["loss"]
+    ours, recomputed = (ranks(4).run(train_on_ranks, each)[0]["loss"] for each in (case, again))
+    assert ours == recomputed
+    assert ours != plain
+    assert ours == pytest.approx(plain, rel=0.01)
+    assert ours[-1] < ours[0] - 0.3
+
+
+def compare_compiled(sequence_parallel: bool) -> None:
+    """All of torch.compile but the code; the casts are in the graph."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        found, eager = (
+            losses_and_gradients(dataclasses.replace(LLAMA_STYLE, compile=compile), "hybrid", sequence_parallel)
+            for compile in (True, False)
+        )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    if tp_axis().size == 1:
+        assert not torch._dynamo.utils.counters["graph_break"]
+    torch.testing.assert_close(found[:2], eager[:2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, True)])
+def test_it_compiles_and_with_one_rank_in_one_graph(size: int, sequence_parallel: bool):
+    ranks(size).run(compare_compiled, sequence_parallel)
+
+
+# ---- who is refused, and what is said -----------------------------------------------------------------------------
+
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data --bf16 "
+    "--fp8-format hybrid"
+)
+
+
+def check(flags: str = "") -> tuple[str, ...]:
+    config = parse_run_config(shlex.split(f"{SMALL} {flags}"), ROOT).config
+    return check_run_config(config, Cluster(num_nodes=1, ranks_per_node=2), device_type="cuda").notices
+
+
+def test_a_model_of_multiples_of_16_is_fine_and_a_note_says_what_eager_casts_cost():
+    assert check("--compile") == ()
+    assert check("--tensor-model-parallel-size 2 --no-compile") == (
+        "--fp8-format hybrid without --compile: each cast to float8 is several passes over memory",
+    )
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ("--no-bf16", "--fp8-format hybrid needs --bf16: "),
+    ("--no-bf16 --fp16", "--fp8-format hybrid needs --bf16: "),
+    ("--hidden-size 72", "--hidden-size 72: 72 rows or columns of a matrix are no multiple of 16"),
+    ("--ffn-hidden-size 100", "--ffn-hidden-size 100 over 1 tensor-parallel rank(s): 100 rows"),
+    ("--tensor-model-parallel-size 2 --ffn-hidden-size 80", "--ffn-hidden-size 80 over 2 tensor-parallel rank(s): 40"),
+    ("--kv-channels 2", "4 heads of 2 channels over 1 tensor-parallel rank(s): 8 rows"),
+    (
+        "--num-attention-heads 4 --kv-channels 4 --group-query-attention",
+        "queries, keys and values of 4 heads in 1 group(s) over 1 tensor-parallel rank(s): 24 rows",
+    ),
+    ("--fp8-recipe delayed", "--fp8-recipe: 'delayed' is not one of tensorwise"),
+])  # fmt: skip
+def test_flags_and_sizes_that_do_not_fit_are_refused_by_name(flags: str, message: str):
+    with pytest.raises(ValueError, match="--fp8") as caught:
+        check(flags)
+    assert message in str(caught.value)
+
+
+def test_devices_without_float8_are_refused_by_name():
+    model = dataclasses.replace(GPT2_STYLE, fp8_format="e4m3")
+    assert find_product(GPT2_STYLE, CPU) is None
+    with pytest.raises(ValueError, match=r"--fp8-format e4m3: cpu is a CPU, and float8 .* capability 8\.9 or later"):
+        find_product(model, CPU)
+    gpu = torch.device("cuda", 1)
+    with mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A100"):
+        for found in ((8, 0), None):  # None: AMD's
+            with (
+                mock.patch.object(float8, "capability", return_value=found),
+                pytest.raises(ValueError, match=r"--fp8-format e4m3: cuda:1 is NVIDIA A100, and float8"),
+            ):
+                find_product(model, gpu)
+    for found in ((8, 9), (9, 0), (10, 0)):
+        with mock.patch.object(float8, "capability", return_value=found):
+            assert find_product(model, gpu) is not None
+
+
+def test_without_torchao_a_line_says_what_to_install():
+    with (
+        mock.patch.dict(sys.modules, {"torchao.float8.config": None}),
+        pytest.raises(ValueError, match=r"^--fp8-format hybrid needs torchao: pip install 'torchao>=0.18'"),
+    ):
+        float8_product("hybrid", emulate=True)
+
+
+def test_the_table_of_back_ends_has_its_row():
+    settings = {"device": CPU, "dtype": torch.bfloat16, "documents": False}
+    model = dataclasses.replace(GPT2_STYLE, fp8_format="hybrid")
+    row = ("linear layers", "torchao float8 tensorwise", "--fp8-format hybrid: e4m3, gradients e5m2")
+    assert row in model_backends(model, 1, **settings)
+    assert not any(piece == "linear layers" for piece, *_ in model_backends(GPT2_STYLE, 1, **settings))
