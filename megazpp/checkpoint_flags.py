@@ -17,6 +17,7 @@ from megazpp.flags import spelling, wrong_types
 
 # What a model is and was trained on. Where it runs now, and how it is spread there, is for this program to say.
 TAKEN = ("model", "batches", "data", "tokenizer", "precision", "evaluation")
+OF_THE_DEVICE = ("fp8_format",)  # of these parts, what the device here may not have
 
 
 def with_checkpoint_flags(
@@ -32,7 +33,7 @@ def with_checkpoint_flags(
     parsed = with_checkpoint_tokenizer(parsed, record, folder)
     config = parsed.config
     taken = [name for name in parts_taken if name != "tokenizer" or not names_tokenizer(config.tokenizer)]
-    free = {name: value for name, value in record.flags.items() if name not in parsed.origins}
+    free = {name: value for name, value in record.flags.items() if name not in {*parsed.origins, *OF_THE_DEVICE}}
     where = folder.of(record.progress.iteration) / RECORD
     parts: dict[str, Any] = {name: _updated(getattr(config, name), free, where) for name in taken}
     names = {f.name for name in taken for f in dataclasses.fields(parts[name])} & free.keys()

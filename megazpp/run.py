@@ -168,9 +168,6 @@ def run_on_checkpoint(
         folder = CheckpointFolder(given.load, "--load")
         source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback)
         parsed = with_checkpoint_flags(parsed, record, folder)
-        if parsed.origins.get("fp8_format") == "checkpoint":  # how it was trained, perhaps on another device
-            model = dataclasses.replace(parsed.config.model, fp8_format=None)
-            parsed = parsed._replace(config=dataclasses.replace(parsed.config, model=model))
         if parsed.show.print_config:
             print(parsed.report())
             return 0

@@ -51,6 +51,11 @@ def settle(*argv: str, **flags: Any) -> ParsedRun:
     return with_checkpoint_flags(parse(*argv), record(**flags), CheckpointFolder("ck", "--load"))
 
 
+def test_float8_is_not_taken_because_not_every_device_has_it():
+    assert settle(fp8_format="hybrid").config.model.fp8_format is None
+    assert settle("--fp8-format", "e4m3", fp8_format="hybrid").config.model.fp8_format == "e4m3"
+
+
 def test_model_data_tokenizer_precision_and_seed_are_the_checkpoint_s():
     config = settle().config
     assert (config.model.num_layers, config.model.hidden_size, config.data.seq_length) == (3, 64, 48)

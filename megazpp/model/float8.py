@@ -40,11 +40,11 @@ def find_product(config: GPTConfig, device: torch.device) -> Product | None:
         return None
     found = capability(device)
     if found is None or found < FIRST_CAPABILITY:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        name = f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else "a CPU"
         least = ".".join(map(str, FIRST_CAPABILITY))
         raise ValueError(
-            f"--fp8-format {config.fp8_format}: {device} is {name}, and float8 products need an NVIDIA GPU of compute "
-            f"capability {least} or later"
+            f"--fp8-format {config.fp8_format} needs an NVIDIA GPU of compute capability {least} or later, and this "
+            f"device is {name}"
         )
     return float8_product(config.fp8_format)
 

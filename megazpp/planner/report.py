@@ -87,15 +87,15 @@ def _this_run(own: Estimate, estimator: Estimator, price: float | None) -> Itera
         return
     ends, gpus = estimator.estimates(own.config), estimator.cluster.world_size
     yield f"times rest on {estimator.calibration.rests_on}"
-    if own.config.model.fp8_format is not None:
-        yield (
-            f"--fp8-format {own.config.model.fp8_format}: products are counted at the device's 16-bit peak and casts "
-            "not at all, for nothing of either was measured"
-        )
     if len(ends) > 1:
         yield (
             "which was not checked for this device or so few tokens per rank and micro-batch: times are a range, whose "
             f"slower end is {CALIBRATIONS[LEAST].rests_on}"
+        )
+    if own.config.model.fp8_format is not None:
+        yield (
+            f"--fp8-format {own.config.model.fp8_format}: products are counted at the device's 16-bit peak and casts "
+            "not at all, for nothing of either was measured"
         )
     yield (
         f"a step takes {_range([e.seconds or 0.0 for e in ends], '.3f')} s, of which "
