@@ -5,13 +5,13 @@
     weight's gradient dW = dy8^T x8
 
 Each of x, W and dy is scaled by one number, so that its largest element is the largest that its format has, and rounded
-(torchao's recipe "tensorwise"; the number is found anew at each use, so there is no state to save). Products add up in
-fp32 and give the dtype of x. For backward x and W are kept as they were, in 16 bits, so neither FSDP2 nor ZeRO++
-notices. With tensor parallelism each rank scales its own slices.
+(torchao's recipe "tensorwise"; the number is found anew at each use, so there is no state to save). NaN and Inf come
+out as NaN. For backward x and W are kept as they were, in 16 bits, so neither FSDP2 nor ZeRO++ notices. With tensor
+parallelism each rank scales its own slices.
 
-Casts are several passes over memory each; torch.compile makes one or two kernels of them. Source: torchao.float8,
-`matmul_with_hp_or_float8_args`, from which this differs in three things: the output's gradient is cast once for both
-products, a frozen weight has no third product, and the result may be summed over tensor-parallel ranks in place.
+A cast is several passes over memory, which torch.compile fuses. Source: `matmul_with_hp_or_float8_args` of
+torchao.float8, from which this differs in three things: the output's gradient is cast once for both products, a frozen
+weight has no third product, and the result may be summed over tensor-parallel ranks in place.
 """
 
 from __future__ import annotations

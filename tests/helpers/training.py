@@ -17,6 +17,7 @@ from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.worker import seed_everything
+from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec, build_model
@@ -81,6 +82,11 @@ class Case:
     zero: ZeroConfig | None = None
     float8: Float8Format | None = None  # emulated
 
+    @property
+    def product(self) -> Product | None:
+        """What linear layers multiply with."""
+        return None if self.float8 is None else float8_product(self.float8, emulate=True)
+
     def batch(self, step: int, first: int, count: int) -> MicroBatch:
         """Samples `first` to `first + count` of the step's global batch."""
         generator = torch.Generator().manual_seed(1000 + step)
@@ -134,7 +140,7 @@ def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
         zero=case.zero or ZeroConfig(zero_stage=case.stage),
         precision=case.precision,
         seed=case.seed,
-        product=None if case.float8 is None else float8_product(case.float8, emulate=True),
+        product=case.product,
     )
     built = build_model(spec, dims, CPU)
     return *built, dims

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -59,7 +60,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     pytest.param((4, 4, 32), "cuda", marks=pytest.mark.gpu),
 ])  # fmt: skip
 def test_all_three_products_are_those_of_rounded_inputs(fmt: Float8Format, shape: tuple[int, ...], device: str):
-    """To 1e-5: sums in fp32; on GPUs to 2^-10: tensor cores keep about 14 bits of sums of float8.
+    """To 1e-5: sums in fp32; on GPUs to 2^-10: tensor cores keep about 14 bits of sums of float8 (DeepSeek-V3, 3.3.2).
 
     From those of unrounded inputs they are a few per cent away: 4 bits of a number, or 3 (e5m2).
     """
@@ -100,6 +101,22 @@ def test_a_frozen_weight_costs_no_third_product_and_the_result_may_be_changed_in
         assert (trained.grad is None) == (not trained.requires_grad)
         products.append(multiply.call_count // 2)  # torchao's product of float8 is another inside
     assert products == [3, 2]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("emulate", [True, False])
+def test_nan_and_inf_arrive_as_nan_and_zeros_as_zeros(bad: float, emulate: bool):
+    product = float8_product("hybrid", emulate=emulate)
+    x, weight = (draw(seed, 16, 32, dtype=torch.float32).requires_grad_() for seed in (0, 1))
+    product(x, weight, None).backward(torch.zeros(16, 16))
+    assert not x.grad.any()
+    assert not weight.grad.any()
+    grad = draw(2, 16, 16, dtype=torch.float32)
+    grad[3, 5] = bad
+    product(x, weight, None).backward(grad)
+    assert x.grad[3].isnan().all()
+    assert weight.grad[5].isnan().all()
+    assert product(torch.full_like(x, bad), weight, None).isnan().all()
 
 
 def test_what_the_scaled_products_are_given_is_what_cuda_s_kernel_takes():

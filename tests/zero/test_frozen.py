@@ -72,7 +72,8 @@ def compare_gpt(case: Case) -> tuple[bool, dict[str, int], int]:
     weights = {name: tp_part(parameter) for name, parameter in model.named_parameters()}
     expected = losses_and_gradient(model, case, dims)
     with torch.device("meta"):
-        twin = GPTModel(case.model, vocab_size=case.vocab_size, tp=dims.tp, sequence_parallel=case.sequence_parallel)
+        settings = {"tp": dims.tp, "sequence_parallel": case.sequence_parallel, "product": case.product}
+        twin = GPTModel(case.model, vocab_size=case.vocab_size, **settings)
     axis = frozen_axis(dims)
     frozen = freeze(twin, twin.sharding_units(), axis, rows_of(weights), device=CPU, dtype=case.precision.param_dtype)
     assert list(twin.parameters()) == []
@@ -105,13 +106,16 @@ def tp_part(parameter: torch.Tensor) -> torch.Tensor:
         slow(4, {"nodes": 2}),
         slow(4, {"nodes": 2, "tp": 2, "model": LLAMA_STYLE}),
         slow(8, {"nodes": 2, "tp": 2, "model": LLAMA_STYLE, "precision": BF16}),
+        slow(4, {"nodes": 2, "tp": 2, "model": LLAMA_STYLE, "float8": "hybrid"}),
         slow(8, {"nodes": 2, "replicas": 2}),
         slow(1, {}),
     ],
-    ids=["llama-bf16", "tp-sequence", "nodes", "tp-nodes", "tp-data-nodes", "copies", "one"],
+    ids=["llama-bf16", "tp-sequence", "nodes", "tp-nodes", "tp-data-nodes", "float8", "copies", "one"],
 )
 def test_in_16_bits_every_bit_is_that_of_a_trained_model_whose_gradients_are_dropped(world: int, case: dict[str, Any]):
     case = Case(**case)
+    if case.float8 is not None:
+        pytest.importorskip("torchao")
     for equal, sent, kept in ranks(world).run(compare_gpt, case):
         assert equal
         assert sent["cross"] == 0
