@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,7 +14,6 @@ from megazpp.arguments import ParsedRun
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, Resumed, find_weights
 from megazpp.checkpoint.record import TrainingProgress
-from megazpp.checkpoint.together import open_axis
 from megazpp.checks import RunPlan
 from megazpp.data.dataset import Splits, cache_dir
 from megazpp.data.loader import BatchLoader
@@ -33,27 +32,27 @@ from megazpp.post_training.evaluate import ObjectiveEvaluator
 from megazpp.post_training.examples import read_pairs, read_prompts, read_supervised
 from megazpp.post_training.lora import AdaptedPolicy, load_adapted, save_adapter
 from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss, Scorer
-from megazpp.post_training.reference import BaseModel, FrozenModel, FrozenPlace, load_frozen, reference_logps
+from megazpp.post_training.reference import BaseModel, FrozenModel, load_frozen, reference_logps
 from megazpp.post_training.rewards import load_reward_functions
 from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader, Shown
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.start import post_configs, reference_folder, train_paths
 from megazpp.trainer import ObjectiveSetup, Trainer
 from megazpp.training.context import RunContext
+from megazpp.training.frozen import FrozenPlace, open_frozen_place
 from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.recorder import Validation
 from megazpp.training.setup import Built, ModelSpec
 from megazpp.training.step import Loader
 from megazpp.training.stopping import StopConditions
 from megazpp.training.tracking import Tracker
-from megazpp.zero.freeze import frozen_axis
 
 
 class PostTrainer(Trainer):
     """The same for all objectives; see start.py for the flags."""
 
     def __init__(self, parsed: ParsedRun, plan: RunPlan, run: RunContext, tracker: Tracker | None) -> None:
-        self.post, self.form, self.rewards, self.lora = post_configs(parsed)
+        self.post, self.form, self.rewards, self.lora, self.weights = post_configs(parsed)
         self._adapted: AdaptedPolicy | None = None
         self.rollouts: RolloutLoader | None = None
         self._known_logps: torch.Tensor | None = None
@@ -85,18 +84,13 @@ class PostTrainer(Trainer):
         if self.lora.lora_r is None:
             return super().open_model()
         source, record = find_weights(reference_folder(self.post), self.post.ref_ckpt_step)
-        dims, device, axis, files = self._frozen_place
         self._adapted = load_adapted(
             self.model_spec(),
             self.lora,
-            dims,
-            axis,
-            device,
+            self._frozen_place,
             source,
             record,
-            files,
             trained=lambda name: name.startswith("scalar_head."),
-            say=self.run.log,
         )
         found, wanted = self._adapted.settings.checksum, self.post.ref_checksum
         if wanted not in (None, found):
@@ -204,7 +198,7 @@ class PostTrainer(Trainer):
         post, plan = self.post, self.plan.batches
         reward_model = None
         if post.reward_load is not None:
-            reward_model = self._frozen(CheckpointFolder(post.reward_load, "--reward-load"), None, True)
+            reward_model = self._frozen(CheckpointFolder(post.reward_load, "--reward-load"), None, "reward")
         sampler = PolicySampler(
             *self.built,
             self.run.dims,
@@ -232,22 +226,26 @@ class PostTrainer(Trainer):
         if self._adapted is not None:
             temperature = self.config.sample.sample_temperature if self.post.draws else 1.0
             return BaseModel(self.built.model, temperature=temperature)
-        return self._frozen(reference_folder(self.post), self.post.ref_ckpt_step, False)
+        return self._frozen(reference_folder(self.post), self.post.ref_ckpt_step, "reference")
 
-    def _frozen(self, folder: CheckpointFolder, iteration: int | None, scalar_head: bool) -> FrozenModel:
+    def _frozen(
+        self, folder: CheckpointFolder, iteration: int | None, role: Literal["reference", "reward"]
+    ) -> FrozenModel:
+        weights, store = self.weights, self.weights.weight_store
+        if store is not None:  # which may have to hold both
+            weights = dataclasses.replace(weights, weight_store=str(Path(store) / role))
         return load_frozen(
-            dataclasses.replace(super().model_spec(), scalar_head=scalar_head),
+            dataclasses.replace(super().model_spec(), scalar_head=role == "reward"),
             self._frozen_place,
+            weights,
             folder,
             iteration,
             temperature=self.config.sample.sample_temperature if self.post.draws else 1.0,
-            say=self.run.log,
         )
 
     @functools.cached_property
     def _frozen_place(self) -> FrozenPlace:
-        dims = self.run.dims
-        return FrozenPlace(dims, self.run.device, frozen_axis(dims), open_axis(dims))
+        return open_frozen_place(self.run.dims, self.run.device, say=self.run.log)
 
     def _precomputed(self, reference: Scorer, dataset: PreferenceDataset) -> torch.Tensor:
         self.run.log(f"the reference's log-probabilities of {dataset.num_pairs:,} pairs are computed")

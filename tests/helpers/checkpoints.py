@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import hashlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from helpers.training import Case, build_step
+from helpers.training import CPU, Case, build_step
 from torch.distributed.tensor import DTensor
 
 from megazpp.checkpoint.checkpoints import Checkpoints
@@ -24,6 +25,8 @@ from megazpp.data.batch import MicroBatch
 from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
+from megazpp.training.frozen import FrozenPlace
+from megazpp.zero.freeze import frozen_axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +159,11 @@ def schedule() -> Schedule:
 @functools.cache
 def _axis() -> list[MeshAxis]:
     return []
+
+
+def frozen_place(dims: ParallelDims, say: Callable[[str], None] = lambda line: None) -> FrozenPlace:
+    """Where frozen models live, with the axis of checkpoints."""
+    return FrozenPlace(dims=dims, device=CPU, axis=frozen_axis(dims), files=shared_axis(dims), say=say)
 
 
 def shared_axis(dims: ParallelDims) -> MeshAxis:
