@@ -138,12 +138,13 @@ def run_all(jobs: list[Job]) -> list[dict[str, Any]]:
 
 
 def template(job: Job) -> RunRecord:
+    flags = dataclasses.asdict(job.case.model) | {"optimizer": "adam", "optimizer_backend": "torch"}
     return RunRecord(
         progress=TrainingProgress(),
         scaler={},
         groups=[],
         schedule=schedule().state_dict(),
-        flags=dataclasses.asdict(job.case.model) | {"optimizer": "adam", "optimizer_backend": "torch"},
+        flags=flags | ({"objective": "reward"} if job.case.scalar_head else {}),
         vocab_size=job.case.vocab_size,
         tokenizer="ids",
         layout={},

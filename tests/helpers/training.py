@@ -78,6 +78,7 @@ class Case:
     seed: int = 5
     learning_rate: float = 1e-2
     zero: ZeroConfig | None = None
+    scalar_head: bool = False
 
     def batch(self, step: int, first: int, count: int) -> MicroBatch:
         """Samples `first` to `first + count` of the step's global batch."""
@@ -136,6 +137,7 @@ def spec_of(case: Case) -> ModelSpec:
         zero=case.zero or ZeroConfig(zero_stage=case.stage),
         precision=case.precision,
         seed=case.seed,
+        scalar_head=case.scalar_head,
     )
 
 
