@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights
 from megazpp.inference.weights import WeightsConfig
 from megazpp.model.gpt import GPTModel, TokenOutputs
-from megazpp.parallel.dims import ParallelDims
-from megazpp.post_training.data import PreferenceDataset, make_pair_batch
-from megazpp.post_training.objectives import Scorer, scores_of
+from megazpp.post_training.objectives import scores_of
 from megazpp.tensor_parallel.lora import adapters_off
 from megazpp.training.frozen import FrozenPlace, load_frozen_model
 from megazpp.training.setup import ModelSpec
@@ -83,29 +80,3 @@ def load_frozen(
     else:
         model = load_frozen_model(spec, place, source, record).model
     return FrozenModel(model, temperature=temperature)
-
-
-@torch.no_grad()
-def reference_logps(
-    reference: Scorer,
-    dataset: PreferenceDataset,
-    dims: ParallelDims,
-    device: torch.device,
-    *,
-    micro_batch_size: int,
-) -> torch.Tensor:
-    """[pairs, 2] fp32 log-probabilities of both answers of all pairs of the files, on the CPU of every rank.
-
-    Each data rank takes every so manieth micro-batch; all of them run equally many.
-    """
-    found = torch.zeros(dataset.num_pairs, 2)
-    stride = micro_batch_size * dims.data_size
-    for first in range(dims.data_rank * micro_batch_size, -(-dataset.num_pairs // stride) * stride, stride):
-        numbers = [number % dataset.num_pairs for number in range(first, first + micro_batch_size)]
-        samples = np.stack([dataset.pair(number) for number in numbers])
-        batch = make_pair_batch(torch.from_numpy(samples)).to(device)
-        logps = (reference.logps(batch) * batch.loss_mask).sum(dim=1).view(2, -1).t().cpu()
-        for number, place, row in zip(numbers, range(first, first + micro_batch_size), logps, strict=True):
-            if place < dataset.num_pairs:
-                found[number] = row
-    return dims.sum_over_data_(found.to(device)).cpu()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from megazpp.arguments import ParsedRun
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, Resumed, find_weights
 from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.weight_store import checkpoint_digest
 from megazpp.checks import RunPlan
 from megazpp.data.dataset import Splits, cache_dir
 from megazpp.data.loader import BatchLoader
@@ -32,7 +32,8 @@ from megazpp.post_training.evaluate import ObjectiveEvaluator
 from megazpp.post_training.examples import read_pairs, read_prompts, read_supervised
 from megazpp.post_training.lora import AdaptedPolicy, load_adapted, save_adapter
 from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss, Scorer
-from megazpp.post_training.reference import BaseModel, FrozenModel, load_frozen, reference_logps
+from megazpp.post_training.precomputed import known_logps
+from megazpp.post_training.reference import BaseModel, FrozenModel, load_frozen
 from megazpp.post_training.rewards import load_reward_functions
 from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader, Shown
 from megazpp.post_training.sampler import PolicySampler
@@ -55,7 +56,6 @@ class PostTrainer(Trainer):
         self.post, self.form, self.rewards, self.lora, self.weights = post_configs(parsed)
         self._adapted: AdaptedPolicy | None = None
         self.rollouts: RolloutLoader | None = None
-        self._known_logps: torch.Tensor | None = None
         super().__init__(parsed, plan, run, tracker)
         if self.post.draws:
             self.recorder.validation_metric = "reward"
@@ -129,15 +129,14 @@ class PostTrainer(Trainer):
 
     def open_objective(self) -> ObjectiveSetup:
         post, dims, temperature = self.post, self.run.dims, self.config.sample.sample_temperature
-        reference = self._open_reference() if post.needs_reference else None
+        known = post.precompute_ref_log_probs
+        reference = self._open_reference() if post.needs_reference and not known else None
         self._objective: Objective
         if post.objective == "sft":
             self._objective = LanguageModelLoss(dims)
         elif not post.draws:
-            if reference is not None and post.precompute_ref_log_probs and self.datasets.train is not None:
-                self._known_logps = self._precomputed(reference, self.datasets.train)
-                if self.datasets.valid is self.datasets.test is None:
-                    reference = None  # nobody will ask it again
+            if known:
+                self._look_up_reference()
             self._objective = PreferenceLoss(post, dims, reference)
         else:
             self.rollouts = self._open_rollouts(reference)
@@ -145,7 +144,7 @@ class PostTrainer(Trainer):
         return ObjectiveSetup(self._objective, self.rollouts)
 
     def open_batches(self, dataset: Any, *, ramp_up: bool) -> AbstractContextManager[Loader]:
-        return self.rollouts or self._open_loader(dataset, ramp_up=ramp_up, known_logps=self._known_logps)
+        return self.rollouts or self._open_loader(dataset, ramp_up=ramp_up)
 
     def open_evaluator(self, dataset: Any) -> Validation:
         iterations, size = self.config.evaluation.eval_iters, self.plan.batches.global_batch_size
@@ -179,7 +178,7 @@ class PostTrainer(Trainer):
             return SupervisedDataset(examples, **options, packing=self.form.packing)
         return PreferenceDataset(examples, **options)
 
-    def _open_loader(self, dataset: Any, *, ramp_up: bool, known_logps: torch.Tensor | None = None) -> BatchLoader:
+    def _open_loader(self, dataset: Any, *, ramp_up: bool) -> BatchLoader:
         plan, dims = self.plan.batches, self.run.dims
         return BatchLoader(
             dataset,
@@ -188,7 +187,7 @@ class PostTrainer(Trainer):
             data_size=dims.data_size,
             make_batch=functools.partial(make_supervised_batch, packing=self.form.packing)
             if self.post.objective == "sft"
-            else functools.partial(make_pair_batch, ref_logps=known_logps),
+            else functools.partial(make_pair_batch, ref_logps=dataset.ref_logps),
             device=self.run.device,
             num_workers=self.config.data.num_workers,
             batch_size_at=plan.batch_size_at if ramp_up else None,
@@ -247,10 +246,25 @@ class PostTrainer(Trainer):
     def _frozen_place(self) -> FrozenPlace:
         return open_frozen_place(self.run.dims, self.run.device, say=self.run.log)
 
-    def _precomputed(self, reference: Scorer, dataset: PreferenceDataset) -> torch.Tensor:
-        self.run.log(f"the reference's log-probabilities of {dataset.num_pairs:,} pairs are computed")
-        size, dims = self.plan.batches.micro_batch_size, self.run.dims
-        return reference_logps(reference, dataset, dims, self.run.device, micro_batch_size=size)
+    def _look_up_reference(self) -> None:
+        """Give each data set the reference's log-probabilities of its pairs; the reference is gone afterwards."""
+        source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step)
+        weights, dtype = self.weights, self.config.precision.param_dtype
+        bits = f"{weights.bits} bits" if weights.packs else "its own bits"
+        digest = checkpoint_digest(source.folder.of(source.candidates()[0]))
+        open_once = functools.cache(self._open_reference)
+        for dataset in self.datasets:
+            if dataset is not None:
+                dataset.ref_logps = known_logps(
+                    dataset,
+                    open_once,
+                    self._frozen_place,
+                    reference=f"{digest} in {bits}, computed in {dtype}",
+                    folder=cache_dir(self.config.data) / "reference_logps",
+                    micro_batch_size=self.plan.batches.micro_batch_size,
+                )
+        open_once.cache_clear()
+        gc.collect()  # hooks make cycles of a model
 
     def _show(self, iteration: int, completions: list[Shown]) -> None:
         """Some completions of a generation, to the run folder, and with a log line to the console."""

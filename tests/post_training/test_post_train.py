@@ -103,13 +103,20 @@ def untimed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_dpo_prefers_what_it_is_shown_and_a_reference_that_was_computed_before_changes_nothing(home: Path):
-    flags = f"--objective dpo --data-path pairs.jsonl --train-iters 10 {LAYOUT}"
+    flags = f"--objective dpo --train-data-path pairs.jsonl --train-iters 10 {LAYOUT}"
     online = trained(home, "dpo", flags)
     assert online[0]["lm_loss"] == pytest.approx(0.693147, abs=1e-5)
     assert online[-1]["rewards/accuracies"] > 0.9
     before = trained(home, "dpo-2", f"{flags} --precompute-ref-log-probs")
     for one, other in zip(online, before, strict=True):
         assert one["lm_loss"] == pytest.approx(other["lm_loss"], abs=1e-5)
+    held_out = "--valid-data-path pairs.jsonl --eval-iters 1 --eval-interval 10"
+    code, output = post_train(home, "dpo-3", f"{flags} --precompute-ref-log-probs {held_out}")
+    assert code == 0, output
+    assert "loading frozen weights" not in output  # both files are the same pairs, which are known
+    assert [untimed(row) for row in rows(home, "dpo-3")] == [untimed(row) for row in before]
+    (validation,) = rows(home, "dpo-3", "validation.jsonl")
+    assert validation["lm_loss"] < 0.6
 
 
 @pytest.mark.parametrize(
