@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from kernels.formats import BlockFormat
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.record import RunRecord
 from megazpp.convert.peft import (
@@ -87,7 +86,6 @@ def load_adapted(
     source: LoadSource,
     record: RunRecord,
     *,
-    fmt: BlockFormat | None = None,
     trained: Callable[[str], bool] = lambda name: False,
 ) -> AdaptedPolicy:
     """The base of a checkpoint with new adapters, which change nothing yet; on all ranks.
@@ -98,7 +96,7 @@ def load_adapted(
     """
     settings = lora.settings(spec.config)
     dims, device = place.dims, place.device
-    frozen = load_frozen_model(spec, place, source, record, fmt=fmt, trained=trained)
+    frozen = load_frozen_model(spec, place, source, record, trained=trained)
     settings = settings._replace(base=str(source.folder.path), checksum=frozen.checksum)
     shared = SharedGenerator(device, seed=spec.seed, data_rank=dims.data_rank)
     add_adapters(frozen.model, settings, shared)
@@ -106,11 +104,11 @@ def load_adapted(
     return AdaptedPolicy(built, frozen.units, settings)
 
 
-def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGenerator) -> None:
+def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGenerator | None) -> None:
     """Put adapters on the meta device beside the layers that `settings` names.
 
     Args:
-        shared: where tp ranks draw the dropout masks of inputs that all of them hold.
+        shared: where tp ranks draw the dropout masks of inputs that all of them hold; None where nothing is drawn.
     """
     by_linear: dict[str, list[Branch]] = {}
     for branch in find_branches(model.config, settings.targets):

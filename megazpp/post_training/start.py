@@ -86,6 +86,26 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> Start:
     return Start(_completed(parsed, source, earlier), source, earlier)
 
 
+def without_checkpoint(parsed: ParsedRun) -> ParsedRun:
+    """`parsed` for a dry run, which opens no checkpoint: what post-training always sets.
+
+    Raises:
+        ValueError: --objective is missing, or the length of samples.
+    """
+    config, (post, form, rewards, lora, weights) = parsed.config, post_configs(parsed)
+    if post.objective is None:
+        raise ValueError("--objective is missing: sft, reward, dpo, grpo or ppo")
+    if "max_length" not in parsed.origins:
+        if config.data.seq_length is None:
+            raise ValueError(
+                "--max-length is missing: a dry run opens no checkpoint that would say how long samples are"
+            )
+        form = dataclasses.replace(form, max_length=config.data.seq_length)
+    fixed = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": form.max_length}
+    parts = {name: _with(getattr(config, name), fixed) for name in ("model", "data")}
+    return parsed._replace(config=dataclasses.replace(config, **parts), extra=(post, form, rewards, lora, weights))
+
+
 def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan) -> None:
     """Raises ValueError, by flags and values, for what lies between these configs and those of a run."""
     post, form = configs.training, configs.form

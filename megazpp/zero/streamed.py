@@ -96,6 +96,16 @@ class StreamPlan(NamedTuple):
         """Bytes that one rank fetches for one pass over the weights."""
         return sum(message.num_bytes for message in self.streamed)
 
+    def device_bytes(self, prefetch: int, *, fetched: bool) -> int:
+        """Bytes of weights on the device at most: what stays, the ring, and of several ranks that of gathered units.
+
+        Args:
+            fetched: from elsewhere; else all messages are there.
+        """
+        ahead, largest = min(prefetch, len(self.streamed) - 1), max(message.num_bytes for message in self.streamed)
+        ring, parts = (ahead + 1) * largest, self.streamed[0].num_parts
+        return self.kept.num_bytes + (ring if fetched else self.pass_bytes) + (parts * ring if parts > 1 else 0)
+
     @property
     def messages(self) -> tuple[MessagePlan, ...]:
         return (self.kept, *self.streamed)
@@ -352,12 +362,8 @@ class StreamedUnits:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of weights on the device at most: what stays, the ring, and of several ranks that of gathered units."""
-        if isinstance(self._messages, KeptMessages):
-            return self.plan.kept.num_bytes + self.plan.pass_bytes + sum(ring.nbytes for ring in self._gathered)
-        largest = max(message.num_bytes for message in self.plan.streamed)
-        ring = (self._ahead + 1) * largest
-        return self.plan.kept.num_bytes + ring + sum(gathered.nbytes for gathered in self._gathered)
+        """Bytes of weights on the device at most."""
+        return self.plan.device_bytes(self._ahead, fetched=not isinstance(self._messages, KeptMessages))
 
     @property
     def waited_seconds(self) -> float:

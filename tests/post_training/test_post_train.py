@@ -176,11 +176,39 @@ def test_what_cannot_be_is_refused_in_one_line_before_workers_start(home: Path, 
     assert not (home / "never").exists()
 
 
-def test_a_dry_run_of_lora_needs_no_checkpoint(home: Path):
-    flags = "@configs/gpt_tiny.args --objective sft --lora-r 2 --dry-run --nproc 4 --emulate-nodes 2 --zeropp"
-    code, output = run_forked(str(Path(__file__).parents[2] / "tools/post_train.py"), *flags.split(), folder=home)
+TINY = "@configs/gpt_tiny.args --dry-run --nproc 4 --emulate-nodes 2 --zeropp"
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "said"),
+    [
+        ("--objective sft --lora-r 2", 0, "trained parameters in adapters"),
+        ("--objective ppo --reward-load r", 0, "MB at the fullest moment ("),
+        ("", 2, "--objective is missing"),
+        ("--objective dpo --weights-on disk", 2, "--dry-run reads no weights: --weights-on and --weight-bits are for"),
+        ("--objective dpo --dry-run-rank 4", 2, "--dry-run-rank 4 is not a rank of the cluster: it has 0 to 3"),
+    ],
+)
+def test_a_dry_run_needs_no_checkpoint(home: Path, flags: str, status: int, said: str):
+    tool = str(Path(__file__).parents[2] / "tools/post_train.py")
+    code, output = run_forked(tool, *f"{TINY} {flags}".split(), folder=home)
+    assert code == status, output
+    assert said in output
+
+
+@pytest.mark.parametrize("lora", ["", "--lora-r 4"])
+def test_a_plan_has_the_memory_of_all_models(home: Path, lora: str):
+    tool = str(Path(__file__).parents[2] / "tools/post_train.py")
+    flags = (
+        f"--objective ppo --reward-load base --load {home}/base --train-data-path prompts.jsonl --train-iters 1 --plan"
+    )
+    layout = "--nproc 4 --micro-batch-size 1 --max-completion-length 8 --weights-on disk --weight-bits 8"
+    code, output = run_forked(tool, *f"{flags} {layout} {lora}".split(), folder=home, cwd=home)
     assert code == 0, output
-    assert "parameters in adapters" in output
+    rows = {line.split("  ")[0] for line in output.splitlines()}
+    assert {"keys and values", "reward model", "total"} <= rows
+    assert ("frozen base" in rows) == bool(lora) == ("reference model" not in rows)
+    assert ("best with these flags" in output or "nothing says what is fastest" in output) == (not lora)
 
 
 def start(home: Path, flags: str) -> ParsedRun:

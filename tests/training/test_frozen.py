@@ -18,7 +18,10 @@ from kernels.formats import BlockFormat
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights, load_weights
 from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.parallel.dims import ParallelDims
 from megazpp.training.frozen import load_frozen_model
+from megazpp.zero.freeze import FrozenBytes, frozen_bytes
+from megazpp.zero.frozen import FrozenUnits
 
 # 101 rows of the vocabulary are padded to a multiple of 8 with one tp rank, and of 16 with two
 SAVED = Case(model=LLAMA_STYLE, tp=2, sequence_parallel=True)
@@ -57,10 +60,17 @@ def compare(
         "equal": torch.equal(expected, found),
         "difference": float((expected - found).abs().max()),
         "checksum": frozen.checksum,
+        "kept": frozen.units.kept_bytes,
+        "planned": sum(planned.kept for planned in plan_units(frozen.units, dims, fmt)),
         "elements": sum(read),
         "whole": sum(p.numel() for p in model.parameters()),
         "cross": dims.counter.sent_bytes("cross"),
     }
+
+
+def plan_units(units: FrozenUnits, dims: ParallelDims, fmt: BlockFormat | None) -> list[FrozenBytes]:
+    shapes = [{weight.name: tuple(weight.weight.shape) for weight in unit.weights} for unit in units.units]
+    return [frozen_bytes(each, dims.local.size, torch.float32, fmt) for each in shapes]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +95,7 @@ def test_every_layout_reads_each_weight_once_per_node_and_computes_the_same_bits
     local = world // case.nodes // case.tp
     assert sum(result["elements"] for result in found) >= case.nodes * alone["elements"]
     for result in found:
+        assert result["kept"] == result["planned"]
         assert result["elements"] < result["whole"] / local / case.tp * 1.2  # norms are whole on each tp rank
 
 
@@ -97,6 +108,7 @@ def test_in_8_bits_the_losses_are_close(load: str):
     """int8 in blocks of 64: weights of std 0.02 to half a step of their block's largest over 127."""
     for result in ranks(4).run(compare, OTHER, load, BlockFormat(8, 64)):
         assert 0.0 < result["difference"] < 0.05
+        assert result["kept"] == result["planned"]
 
 
 def test_another_tokenizer_or_model_is_refused(load: str):

@@ -22,6 +22,7 @@ from megazpp.inference.generate import generate
 from megazpp.inference.sample import SampleConfig
 from megazpp.inference.weights import Speed, WeightsConfig
 from megazpp.training.streamed import load_streamed_model
+from megazpp.zero.streamed import FetchedMessages, StreamedUnits
 
 SAVED = Case(model=dataclasses.replace(LLAMA_STYLE, init_method_std=0.5), tp=2)
 TIED = Case(model=dataclasses.replace(GPT2_STYLE, init_method_std=0.5))
@@ -67,7 +68,17 @@ def streamed(case: Case, load: str, config: WeightsConfig, step: int | None = No
         "cross": dims.counter.sent_bytes("cross"),
         "local": dims.counter.sent_bytes("local"),
         "pass_bytes": built.sharding.plan.pass_bytes,
+        "device_bytes": (built.sharding.device_bytes, live_bytes(built.sharding)),
     }
+
+
+def live_bytes(units: StreamedUnits) -> int:
+    """Of all storages that hold packed weights."""
+    messages = units._messages
+    held = messages._ring if isinstance(messages, FetchedMessages) else messages._messages
+    kept = [matrix.parts for matrix in units._kept]
+    storages = [tensor.untyped_storage() for tensor in (*held, *units._gathered, *kept)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def resident(case: Case, load: str) -> tuple[list[list[int]], torch.Tensor]:
@@ -113,6 +124,7 @@ def test_from_disk_come_the_same_tokens_and_losses_as_from_memory_on_every_layou
             assert found["cross"] == 0
             assert (found["local"] > 0) == (world // case.nodes // case.tp > 1)
             assert found["passes"] == GREEDY.sample_tokens
+            assert found["device_bytes"][0] == found["device_bytes"][1]
     assert " wrote " in "".join(others[1][0]["lines"])
     assert " wrote " not in "".join(others[2][0]["lines"])
     files = sorted(path.name for path in Path(store).glob("*.weights"))
