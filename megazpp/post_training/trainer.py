@@ -151,9 +151,8 @@ class PostTrainer(Trainer):
         if self.rollouts is not None:
             return RewardEvaluator(self.rollouts, dataset, iterations=iterations, batch_size=size)
         loader = self._open_loader(dataset, ramp_up=False)
-        return ObjectiveEvaluator(
-            *self.built, self._objective, loader, self.run, iterations=iterations, batch_size=size
-        )
+        parts = (*self.built, loader, self.run.dims, self._objective, self.run.log)
+        return ObjectiveEvaluator(*parts, iterations=iterations, batch_size=size)
 
     def held_out_entropy(self) -> None:
         """Nothing here is a text of its own."""
