@@ -75,7 +75,8 @@ def show_plan(parsed: ParsedRun, vocab_size: int) -> None:
     config, configs, cluster = parsed.config, post_configs(parsed), planned_cluster(parsed.config)
     config = changed(config, tokenizer={"vocab_size": config.tokenizer.vocab_size or vocab_size})
     plan = check_run_config(config, cluster, device_type=device_type())
-    print("\n".join(plan_models(config, configs, plan).describe()))
+    on_cpu = cluster.device is None and device_type() == "cpu"
+    print("\n".join(plan_models(config, configs, plan, on_cpu=on_cpu).describe()))
     if configs.training.draws:
         print("drawing: the activations of the prompts come on top")
     if configs.lora.lora_r is None:
