@@ -78,10 +78,8 @@ def plan_models(
         rank=rank,
         on_cpu=on_cpu,
     )
-    values, moments = (
-        int(post.objective in ("reward", "ppo")) * config.model.hidden,
-        2 if config.optimizer.optimizer == "adam" else 1,
-    )
+    moments = 2 if config.optimizer.optimizer == "adam" else 1
+    values = config.model.hidden if post.objective in ("reward", "ppo") else 0
     policy = make(moments=moments, with_entropy=post.draws, prepare=_prepared(config, lora))
     measure(policy, plan.batches.num_micro_batches_at(plan.batches.rampup_samples))
     training = policy.ledger.fullest.copy()
@@ -124,10 +122,13 @@ def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: Pap
     ranks, size = plan.layout.data, plan.batches.global_batch_size
     count = post.rollouts_at_once or size * post.slices // ranks
     per_token = 2 * model.layers * (model.query_groups // plan.layout.tp) * model.head_size * itemsize
-    padded = sum(unit.size for unit in policy.units) * plan.layout.axis_size("shard")
+    shard = plan.layout.axis_size("shard")
+    whole = [unit.size * shard * itemsize for unit in policy.units]
+    copied = [2 * size + unit.gather_buffer for size, unit in zip(whole, policy.units, strict=True)]
     return Counter(
         {
-            Memory.GATHERED: padded * itemsize,
+            Memory.GATHERED: sum(whole),
+            Memory.BUFFERS: max(copied) if shard > 1 else 0,  # of a gather, and of the one before it
             Memory.UNPACKED: policy.unpacked_bytes,
             Memory.KEYS_AND_VALUES: count * configs.form.max_length * per_token,
         }

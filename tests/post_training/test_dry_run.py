@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.ranks import ranks
 from helpers.tiers import slow
+from helpers.training import CPU
 
 from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.checks import check_run_config
+from megazpp.data.tokenizer import ByteTokenizer
+from megazpp.inference.sample import SampleConfig
 from megazpp.inference.weights import WeightsConfig
+from megazpp.parallel.dims import ParallelDims
+from megazpp.planner.dry_run import PeakBytes
 from megazpp.planner.memory import Memory
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.dry_run import PostDryRun, dry_run_models, sent_on
-from megazpp.post_training.examples import DataFormatConfig
+from megazpp.post_training.examples import DataFormatConfig, Prompt
 from megazpp.post_training.lora import LoraConfig
 from megazpp.post_training.memory import plan_models
 from megazpp.post_training.rewards import RewardConfig
+from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.start import PostConfigs
 from megazpp.topology.cluster import Cluster
+from megazpp.training.setup import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
 # weights are most of what there is, so that a plan that forgets some is far off
@@ -116,3 +125,28 @@ def test_gpt_1b3_with_rank_8_sends_at_most_one_percent_between_nodes_and_takes_t
     adapters, everything = both(dry, "cross")
     assert 0 < adapters < 0.01 * everything
     assert dry.planned_bytes == pytest.approx(dry.live_bytes, rel=0.01)
+
+
+def drawn(config: RunConfig, chosen: PostConfigs, cluster: Cluster) -> tuple[int, int]:
+    """The most bytes that live while completions of prompts as long as can be are drawn, and what was planned."""
+    plan = check_run_config(config, cluster, device_type="cpu")
+    dims = ParallelDims(plan.layout, device_type="cpu")
+    count = plan.batches.global_batch_size // dims.data_size
+    prompts = [Prompt([7] * 16, "", {}, "") for _ in range(count)]
+    with PeakBytes() as live:
+        built = build_model(config.model_spec(257, plan.wire), dims, CPU)
+        gc.collect()
+        config_16 = SampleConfig(sample_tokens=16, sample_temperature=1.0)
+        sampler = PolicySampler(*built, dims, ByteTokenizer(), config=config_16, functions=[], seed=1)
+        live.mark()
+        sampler.draw(prompts, [str(number) for number in range(count)])
+    kinds = plan_models(config, chosen, plan, rank=dims.world.rank, on_cpu=True).phases["drawing"]
+    return live.peak, kinds.total() - kinds[Memory.MOMENTS]
+
+
+@pytest.mark.parametrize("flags", ["", slow(UNTIED)])
+def test_a_generation_takes_the_planned_memory_but_for_activations(flags: str):
+    """A layer is 14 % of it, keys and values are 10 %."""
+    config = parse(f"{SMALL} --global-batch-size 32 --vocab-size 257 {flags}")
+    for counted, planned in ranks(2).run(drawn, config, configs("grpo"), Cluster(num_nodes=1, ranks_per_node=2)):
+        assert planned == pytest.approx(counted, rel=0.02)
