@@ -194,16 +194,11 @@ class PaperStep:
             reached, next_reached = (bool(self._backward_work(each)) for each in (segment, segment - 1))
             if reached:
                 self._unpack(number, numbers[index + 1] if index + 1 < len(numbers) and next_reached else -1)
-            # the loss comes before the gather of a unit, and after the root's
-            loss_first = index == 0 and not tied
-            if loss_first:
-                self._keep(BACKWARD, segment)
             self._gather(unit)
             self._wait_for_gather(unit, forward=False)
             if index + 1 < len(order):
                 self._gather(order[index + 1])
-            if not loss_first:
-                self._keep(BACKWARD, segment)
+            self._keep(BACKWARD, segment)
             self._compute(BACKWARD, segment)
             if not (tied and index == 0):
                 self._finish_unit(unit, first=first, last=last)
@@ -241,9 +236,14 @@ class PaperStep:
             axis.all_reduce_(torch.empty((), dtype=torch.float64, device=META))
 
     def _optimizer(self) -> None:
+        partial = own_elements(self.trace.partial, self._shard.size, self._shard.rank)
+        if self._axes["tp"].size > 1 and partial:
+            flat = self._axes["tp"].all_reduce_(torch.empty(partial, device=META))
+            self.ledger.pass_through(Memory.BUFFERS, flat.nbytes)
+            self._simulation.spend(self._costs.memory(4 * flat.nbytes))
         for name in ("tp", "shard"):  # the norm
             self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device=META))
-        passes = 1 + 2 + 7  # norm; clipping; AdamW reads four values and writes three
+        passes = 1 + 8  # norm; AdamW reads four values and writes them, the gradient clipped
         self._simulation.spend(self._costs.memory(passes * 4 * sum(unit.size for unit in self.units)))
         for unit in self.units:
             gather = unit.gather if isinstance(unit.gather, TwoHopGather) else None
