@@ -103,8 +103,8 @@ class PaperUnit(Unit):
     """
 
     is_sharded = True
-    gather: TwoHopGather | CountedGather
-    reduce: SummingReduce
+    gather: TwoHopGather | CountedGather | None = None
+    reduce: SummingReduce | None = None
     gather_buffer = reduce_buffer = cross_buffer = secondary_bytes = partial_bytes = feedback_bytes = 0
 
     def __init__(self, parameters: Parameters, num_ranks: int) -> None:
@@ -114,12 +114,15 @@ class PaperUnit(Unit):
             for name, shape in parameters
         )
         super().__init__(modules=(_NOWHERE,), parameters=found, segments=segments, trained_segments=segments)
-        self.size, self.elements = segments[-1].stop, sum(math.prod(shape) for _, shape in parameters)
+        self.size = segments[-1].stop if segments else 0  # of nothing, where all of a unit is frozen
+        self.elements = sum(math.prod(shape) for _, shape in parameters)
         self.version, self.gathered = 0, False
         self.ready: float | None = None
 
     def connect(self, factory: CommFactory, axes: dict[str, PaperAxis], wire: WirePlan, zero: ZeroConfig) -> None:
         """Make its comms, and note what they hold."""
+        if not self.size:
+            return
         self.gather, self.reduce = factory.comms(self)
         nodes, peers = axes["cross"].size, axes["local"].size
         if isinstance(self.gather, TwoHopGather) and wire.gather is not None:
