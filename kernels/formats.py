@@ -1,4 +1,4 @@
-"""Sizes of a block-quantized segment, in integers: what travels, before any tensor exists.
+"""Formats in integers, before any tensor exists: sizes of a quantized segment, and where segments lie in a message.
 
 A segment of n elements is cut into blocks of `block_size`; each block has one scale. The last block may be short in
 data, but it is whole on the wire: its missing elements are sent as zeros, so a segment of any length has a size that
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 SCALE_BYTES = 2  # bfloat16
+ALIGNMENT = 16  # of payloads in a message, in bytes
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 2048
 
 
@@ -67,3 +68,49 @@ class BlockFormat:
     def bits_per_element(self, n: int) -> float:
         """Bits on the wire per element of a segment of n elements, scales and padding included."""
         return 8 * (self.payload_bytes(n) + self.scale_bytes(n)) / n if n else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteRange:
+    """The bytes of a message that hold a run of neighbouring elements of the shard.
+
+    Attributes:
+        start, stop: elements of the shard.
+        payload: first byte and number of bytes of the quantized payload, or of the elements as they are.
+        scales: first byte and number of bytes of the scales; None for elements that are not quantized.
+    """
+
+    start: int
+    stop: int
+    payload: tuple[int, int]
+    scales: tuple[int, int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageLayout:
+    """Where one shard's elements lie in its message.
+
+    Attributes:
+        size: elements of the shard.
+        message_bytes: a multiple of 16.
+        ranges: quantized runs, then exact ones.
+        fmt: format of the quantized runs; None if nothing is quantized.
+    """
+
+    size: int
+    message_bytes: int
+    ranges: tuple[ByteRange, ...]
+    fmt: BlockFormat | None
+
+
+def plan_row(n: int, fmt: BlockFormat) -> MessageLayout:
+    """A message of one segment of n elements: payload, scales."""
+    scales = align(fmt.payload_bytes(n))
+    size = align(scales + fmt.scale_bytes(n))
+    segment = ByteRange(start=0, stop=n, payload=(0, fmt.payload_bytes(n)), scales=(scales, fmt.scale_bytes(n)))
+    return MessageLayout(size=n, message_bytes=size, ranges=(segment,), fmt=fmt)
+
+
+def align(offset: int) -> int:
+    """The next multiple of 16 bytes."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from kernels.formats import BlockFormat
+from kernels.formats import BlockFormat, MessageLayout
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue
 from megazpp.zero.comms import CountedGather, CountedReduce, SummingReduce
 from megazpp.zero.config import GatherPlan, ReducePlan, WirePlan, ZeroConfig
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.layout import MessageLayout, plan_message
+from megazpp.zero.layout import plan_message
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.schedule import CommQueues, GatherSchedule, ReduceSchedule
