@@ -7,6 +7,7 @@ both ends compute from n alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,12 +104,40 @@ class MessageLayout:
     fmt: BlockFormat | None
 
 
+def place_quantized(segments: Iterable[tuple[int, int]], fmt: BlockFormat) -> tuple[list[ByteRange], int]:
+    """Where segments (first element, the one after the last) lie in a message: their payloads, then their scales.
+
+    Returns:
+        (ranges, the first byte after them)
+    """
+    payloads, ranges, offset = [], [], 0
+    for start, stop in segments:
+        payloads.append((start, stop, (offset, fmt.payload_bytes(stop - start))))
+        offset = align(offset + fmt.payload_bytes(stop - start))
+    for start, stop, payload in payloads:
+        scales = (offset, fmt.scale_bytes(stop - start))
+        ranges.append(ByteRange(start=start, stop=stop, payload=payload, scales=scales))
+        offset = sum(scales)
+    return ranges, offset
+
+
 def plan_row(n: int, fmt: BlockFormat) -> MessageLayout:
-    """A message of one segment of n elements: payload, scales."""
-    scales = align(fmt.payload_bytes(n))
-    size = align(scales + fmt.scale_bytes(n))
-    segment = ByteRange(start=0, stop=n, payload=(0, fmt.payload_bytes(n)), scales=(scales, fmt.scale_bytes(n)))
-    return MessageLayout(size=n, message_bytes=size, ranges=(segment,), fmt=fmt)
+    """A message of one quantized segment of n elements."""
+    ranges, size = place_quantized([(0, n)], fmt)
+    return MessageLayout(size=n, message_bytes=align(size), ranges=tuple(ranges), fmt=fmt)
+
+
+def feedback_format(fmt: BlockFormat) -> BlockFormat:
+    """The format in which the error of a message in `fmt` is kept."""
+    return BlockFormat(8, fmt.block_size)
+
+
+def feedback_layout(layout: MessageLayout) -> MessageLayout:
+    """Where the errors of the quantized segments of `layout` lie, in the same order."""
+    assert layout.fmt is not None, "nothing is lost where nothing is quantized"
+    fmt = feedback_format(layout.fmt)
+    ranges, size = place_quantized([(p.start, p.stop) for p in layout.ranges if p.scales is not None], fmt)
+    return MessageLayout(size=layout.size, message_bytes=align(size), ranges=tuple(ranges), fmt=fmt)
 
 
 def align(offset: int) -> int:

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import kernels.block_quant.native as native
 import kernels.block_quant.reference as reference
 import kernels.block_quant.shapes as shapes
-from kernels.block_quant.feedback import Feedback, feedback_format, feedback_layout, rescale_
+from kernels.block_quant.feedback import Feedback, rescale_
 from kernels.block_quant.range_table import RangeTable, range_table
 from kernels.c_library import CLibraryError
 
@@ -44,8 +44,6 @@ __all__ = [
     "KernelBackend",
     "RangeTable",
     "backend",
-    "feedback_format",
-    "feedback_layout",
     "pack",
     "range_table",
     "rescale_",
@@ -92,7 +90,7 @@ def pack(
     lead = x.shape[:-1]
     _check_messages("messages", messages, lead, table, x.device)
     if errors is not None:
-        if errors.table is not range_table(feedback_layout(table.layout), torch.float32):
+        if errors.table is not table.of_errors:
             raise ValueError(f"the errors are those of messages in another layout than {table.layout}")
         if base is not None:
             raise ValueError("a difference from a base is quantized without errors of earlier ones")

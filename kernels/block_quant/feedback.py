@@ -8,13 +8,11 @@ not finite leaves no error behind (scale 0, payload 0), so one bad step cannot p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from kernels.block_quant.range_table import RangeTable, range_table
-from kernels.formats import BlockFormat, ByteRange, MessageLayout, align
+from kernels.block_quant.range_table import RangeTable
 
 
 class Feedback(NamedTuple):
@@ -24,10 +22,10 @@ class Feedback(NamedTuple):
     table: RangeTable
 
     @classmethod
-    def zeros(cls, lead: tuple[int, ...], layout: MessageLayout, device: torch.device | str = "cpu") -> Feedback:
-        """A buffer without error for messages [*lead, M] of `layout`."""
-        table = range_table(feedback_layout(layout), torch.float32)
-        return cls(torch.zeros(*lead, table.layout.message_bytes, dtype=torch.uint8, device=device), table)
+    def zeros(cls, lead: tuple[int, ...], table: RangeTable, device: torch.device | str = "cpu") -> Feedback:
+        """A buffer without error for messages [*lead, M] of `table`."""
+        kept = table.of_errors
+        return cls(torch.zeros(*lead, kept.layout.message_bytes, dtype=torch.uint8, device=device), kept)
 
     def segments(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of every quantized segment's error: payload [..., bytes] uint8 and scales [..., blocks] bf16."""
@@ -55,26 +53,3 @@ def rescale_(errors: Sequence[Feedback], factor: torch.Tensor | float) -> None:
     scales = [error.scales for error in errors]
     if scales:
         torch._foreach_mul_(scales, factor.to(torch.bfloat16) if isinstance(factor, torch.Tensor) else factor)
-
-
-def feedback_format(fmt: BlockFormat) -> BlockFormat:
-    """The format in which the error of a message in `fmt` is kept."""
-    return BlockFormat(8, fmt.block_size)
-
-
-@cache
-def feedback_layout(layout: MessageLayout) -> MessageLayout:
-    """Where the errors of the quantized segments of `layout` lie: their payloads, then their scales."""
-    assert layout.fmt is not None, "nothing is lost where nothing is quantized"
-    fmt, offset = feedback_format(layout.fmt), 0
-    quantized = [part for part in layout.ranges if part.scales is not None]
-    payloads = []
-    for part in quantized:
-        payloads.append((offset, fmt.payload_bytes(part.stop - part.start)))
-        offset = align(sum(payloads[-1]))
-    ranges = []
-    for part, payload in zip(quantized, payloads, strict=True):
-        scales = (offset, fmt.scale_bytes(part.stop - part.start))
-        ranges.append(ByteRange(start=part.start, stop=part.stop, payload=payload, scales=scales))
-        offset = sum(scales)
-    return MessageLayout(size=layout.size, message_bytes=align(offset), ranges=tuple(ranges), fmt=fmt)

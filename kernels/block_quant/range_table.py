@@ -13,11 +13,11 @@ Rows of quantized segments come first, so a row of them and of their errors (fee
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
-from kernels.formats import ALIGNMENT, MessageLayout
+from kernels.formats import ALIGNMENT, MessageLayout, feedback_layout
 
 COLUMNS = 4
 
@@ -44,6 +44,11 @@ class RangeTable:
         self._rows = (ctypes.c_int64 * (COLUMNS * len(rows)))(*(number for row in rows for number in row))
         self.address = ctypes.addressof(self._rows)
         self._tiles: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    @cached_property
+    def of_errors(self) -> RangeTable:
+        """The table of the errors that messages of this one leave behind (feedback.py)."""
+        return range_table(feedback_layout(self.layout), torch.float32)
 
     def tiles(self, device: torch.device, size: int) -> torch.Tensor:
         """The table of tiles of up to `size` elements, a multiple of the block size: [tiles, 4] int64 on `device`.

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.block_quant.feedback import Feedback, feedback_format
+from kernels.block_quant.feedback import Feedback
 from kernels.block_quant.range_table import RangeTable
-from kernels.formats import BlockFormat
+from kernels.formats import BlockFormat, feedback_format
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 

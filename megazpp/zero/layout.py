@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kernels.formats import BlockFormat, ByteRange, MessageLayout, align
+from kernels.formats import BlockFormat, ByteRange, MessageLayout, align, place_quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +73,7 @@ def plan_message(segments: Sequence[Segment], fmt: BlockFormat | None, *, exact_
         pays = fmt is not None and _wire_bytes(fmt, segment.size) < segment.size * exact_itemsize
         (quantized if pays and not segment.exact else exact).append(segment)
 
-    ranges, offset = [], 0
-    if fmt is not None:
-        payloads = []
-        for segment in quantized:
-            payloads.append((offset, fmt.payload_bytes(segment.size)))
-            offset = align(offset + fmt.payload_bytes(segment.size))
-        for segment, payload in zip(quantized, payloads, strict=True):
-            scales = (offset, fmt.scale_bytes(segment.size))
-            ranges.append(ByteRange(start=segment.start, stop=segment.stop, payload=payload, scales=scales))
-            offset += fmt.scale_bytes(segment.size)
+    ranges, offset = ([], 0) if fmt is None else place_quantized([(s.start, s.stop) for s in quantized], fmt)
     for start, stop in _runs(exact):
         offset = align(offset)
         length = (stop - start) * exact_itemsize

@@ -69,10 +69,7 @@ class Unit:
 
         Valid only while the unit `is_sharded`.
         """
-        marks: list[object] = []
-        for tensor in self._tensors():
-            marks += (id(tensor), tensor._version, tensor._local_tensor._version)
-        return tuple(marks)
+        return tuple([(id(tensor), tensor._version, tensor._local_tensor._version) for tensor in self._tensors()])
 
     @property
     def is_frozen(self) -> bool:
@@ -138,7 +135,7 @@ class Unit:
                 )
 
     def _tensors(self) -> list[Any]:
-        return [getattr(p.module, p.attribute) for p in self.parameters]
+        return [p.module._parameters[p.attribute] for p in self.parameters]  # half of the time of `getattr`
 
 
 def find_units(model: nn.Module, dims: ParallelDims) -> list[Unit]:

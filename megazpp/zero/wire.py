@@ -52,7 +52,7 @@ class Codec:
         None where nothing is quantized.
         """
         is_exact = all(part.scales is None for part in self.layout.ranges)
-        return None if is_exact else Feedback.zeros(peers, self.layout, device)
+        return None if is_exact else Feedback.zeros(peers, self._table, device)
 
     def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
         """messages [A, B, M] -> shards [A, B, S] (any strides)."""

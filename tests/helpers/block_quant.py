@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.block_quant import Feedback, feedback_layout, range_table, reference
+from kernels.block_quant import Feedback, range_table, reference
 from kernels.formats import BlockFormat, ByteRange, MessageLayout, align
 
 GUARD_BYTES = 32
@@ -143,8 +143,8 @@ def pack_both(
             subtracted.copy_(base)
         before = source_buffer.clone(), base_buffer.clone()
         sent = messages(lead, layout, place, swapped=swapped)
-        lost = feedback_layout(layout)
-        errors = Feedback(messages(lead, lost, place, swapped=not swapped), range_table(lost, torch.float32))
+        kept = table.of_errors
+        errors = Feedback(messages(lead, kept.layout, place, swapped=not swapped), kept)
         for part in (part for segment in errors.segments() for part in segment):
             part.zero_()
         history = []

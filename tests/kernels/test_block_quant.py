@@ -49,7 +49,7 @@ def largest_step(messages: Tensor, table: RangeTable) -> float:
 def test_segments_of_any_length_with_up_to_two_leading_dims_make_the_round_trip(lead: tuple[int, ...], n: int):
     x, table = torch.randn(*lead, n), table_of(n)
     messages = empty(*lead, table=table)
-    pack(x, table, messages=messages, errors=Feedback.zeros(lead, table.layout))
+    pack(x, table, messages=messages, errors=Feedback.zeros(lead, table))
     out = torch.full_like(x, float("nan"))
     unpack(messages, table, out=out)
     torch.testing.assert_close(out, x, rtol=0, atol=largest_step(messages, table))
@@ -118,15 +118,15 @@ def test_what_does_not_fit_is_refused_with_its_name():
     with pytest.raises(ValueError, match="4 dims"):
         pack(torch.zeros(1, 1, 2, 40), table, messages=messages)
     with pytest.raises(ValueError, match=r"errors is torch\.uint8"):
-        pack(x, table, messages=messages, errors=Feedback.zeros((3,), table.layout))
+        pack(x, table, messages=messages, errors=Feedback.zeros((3,), table))
     with pytest.raises(ValueError, match="another layout"):
-        pack(x, table, messages=messages, errors=Feedback.zeros((2,), table_of(41).layout))
+        pack(x, table, messages=messages, errors=Feedback.zeros((2,), table_of(41)))
     with pytest.raises(ValueError, match=r"base is \(2, 40\) on meta, but x is \(2, 40\) on cpu"):
         pack(x, table, messages=messages, base=torch.zeros(2, 40, device="meta"))
     with pytest.raises(ValueError, match=r"base is torch\.float64"):
         pack(x, table, messages=messages, base=x.double())
     with pytest.raises(ValueError, match="without errors"):
-        pack(x, table, messages=messages, base=x, errors=Feedback.zeros((2,), table.layout))
+        pack(x, table, messages=messages, base=x, errors=Feedback.zeros((2,), table))
     with pytest.raises(ValueError, match="nothing to sum"):
         unpack_sum(messages[None, :0].transpose(0, 1), table, out=x[0])
 

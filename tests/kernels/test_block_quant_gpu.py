@@ -64,7 +64,7 @@ def test_offsets_beyond_two_to_the_31_are_right(num_bits: int):
     x[-5000:] = torch.randn(5000, device="cuda")
     table = range_table(plan_row(n, fmt), torch.bfloat16)
     messages = torch.empty(table.layout.message_bytes, dtype=torch.uint8, device="cuda")
-    pack(x, table, messages=messages, errors=Feedback.zeros((), table.layout, "cuda"))
+    pack(x, table, messages=messages, errors=Feedback.zeros((), table, "cuda"))
     whole = 4096 + 257  # a multiple of the block size from the end
     tail, tail_table = x[-whole:].clone(), range_table(plan_row(whole, fmt), torch.bfloat16)
     tail_messages = torch.empty(tail_table.layout.message_bytes, dtype=torch.uint8, device="cuda")

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.block_quant import reference
-from kernels.block_quant.feedback import feedback_format
-from kernels.formats import BlockFormat
+from kernels.formats import BlockFormat, feedback_format
 
 INT8, INT4, INT2 = BlockFormat(8, 32), BlockFormat(4, 32), BlockFormat(2, 32)
 

@@ -16,7 +16,7 @@ def test_fake_tensors_are_checked_and_nothing_else():
     table = range_table(plan_row(70, INT8), torch.float32)
     with FakeTensorMode():
         x, messages = torch.empty(3, 70), torch.empty(3, table.layout.message_bytes, dtype=torch.uint8)
-        pack(x, table, messages=messages, errors=Feedback.zeros((3,), table.layout, x.device))
+        pack(x, table, messages=messages, errors=Feedback.zeros((3,), table, x.device))
         base = torch.empty(3, 70, dtype=torch.bfloat16)
         pack(x, table, messages=messages, base=base)
         unpack(messages, table, out=x)

@@ -12,7 +12,7 @@ from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_step
 
-from kernels.block_quant import Feedback, pack, rescale_, unpack
+from kernels.block_quant import Feedback, pack, range_table, rescale_, unpack
 from kernels.formats import BlockFormat, plan_row
 from megazpp.checkpoint.state import TrainState
 from megazpp.optim.loss_scale import LossScaleConfig, LossScaler, build_loss_scaler
@@ -115,7 +115,7 @@ def test_a_loss_scale_that_grows_changes_no_bit(zero: ZeroConfig, model: Any):
 
 def test_factors_of_any_kind_scale_every_error():
     fmt = BlockFormat(4, 32)
-    errors = [Feedback.zeros((2,), plan_row(n, fmt)) for n in (1, 63, 257)]
+    errors = [Feedback.zeros((2,), range_table(plan_row(n, fmt), torch.float32)) for n in (1, 63, 257)]
     for error in errors:
         error.scales.fill_(0.75)
     rescale_(errors, torch.tensor(0.3))

@@ -71,7 +71,7 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
             add = partial(unpack_onto, messages, table, out=x)
             pieces.append(Piece(f"quantize {name} to int{bits}, base bf16", n, moved + 2 * n, difference))
             pieces.append(Piece(f"add int{bits} to {name}", n, moved + n * x.element_size(), add))
-        errors, kept = Feedback.zeros((), table.layout, device), 2 * n * (1 + 2 / block_size)
+        errors, kept = Feedback.zeros((), table, device), 2 * n * (1 + 2 / block_size)
         with_feedback = partial(quantize, errors=errors)
         pieces.append(Piece(f"quantize {name} to int{bits}, feedback", n, moved + kept, with_feedback))
 

@@ -56,7 +56,7 @@ def run_kernels(device: str) -> None:
             table = range_table(plan_message(segments, fmt, exact_itemsize=4), torch.float32)
             x = torch.randn(2, 3, table.layout.size, device=device)
             messages = torch.zeros(2, 3, table.layout.message_bytes, dtype=torch.uint8, device=device)
-            pack(x, table, messages=messages, errors=Feedback.zeros((2, 3), table.layout, device))
+            pack(x, table, messages=messages, errors=Feedback.zeros((2, 3), table, device))
             pack(x, table, messages=messages, base=x.bfloat16())
             unpack_onto(messages, table, out=x)
             unpack_sum(messages, table, out=torch.zeros_like(x[0]))
