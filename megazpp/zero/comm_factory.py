@@ -61,7 +61,7 @@ class CommFactory:
         self.overlap_gather, self.overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps
         beside = self.overlap_gather or self.overlap_reduce
         self._queues = CommQueues(*(axis.queue if beside else CommQueue() for axis in (cross, local, shard)))
-        self._gather_schedule = GatherSchedule(overlap=self.overlap_gather, prefetch=blocks_host)
+        self._gather_schedule = GatherSchedule(overlap=self.overlap_gather, queue=self._queues.cross)
         self.reduce_schedule = ReduceSchedule(overlap=self.overlap_reduce, blocks_host=blocks_host)
         self.gathers: list[TwoHopGather] = []
         self.reduces: list[TwoHopReduce] = []
