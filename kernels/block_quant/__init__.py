@@ -221,8 +221,10 @@ def _check_messages(
             f" elements in {table.layout.fmt} need torch.uint8 {expected} on {device}"
         )
     _check_rows(name, messages)
-    starts = messages.storage_offset(), *messages.stride()[:-1]
-    if messages.numel() and any(number % MESSAGE_ALIGNMENT for number in starts):
+    starts = messages.storage_offset()
+    for stride in messages.stride()[:-1]:
+        starts |= stride
+    if starts % MESSAGE_ALIGNMENT and messages.numel():
         raise ValueError(f"{name} {tuple(messages.shape)} do not all start at a multiple of {MESSAGE_ALIGNMENT} bytes")
 
 
