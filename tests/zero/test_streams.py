@@ -99,6 +99,18 @@ def test_with_streams_the_results_are_those_without():
     assert ranks(4).run(train, case)[0][1] == ranks(4).run(train_on_ranks, case)[0]
 
 
+def test_a_task_that_is_given_a_moment_waits_for_what_came_before_it_and_for_nothing_else():
+    with simulated_streams() as streams:
+        queue, before, after = comm_queue.StreamQueue(), torch.empty(4), torch.empty(4)
+        before.fill_(1.0)
+        moment = queue.moment()
+        after.fill_(1.0)
+        queue.submit(lambda: before * 2, since=moment)
+        assert streams.found == []
+        queue.submit(lambda: after * 2, since=moment)
+        assert len(streams.found) == 1
+
+
 def order_of_hops(case: Case) -> list[str]:
     """The queues to which the second step's forward gives tasks."""
     with simulated_streams():
