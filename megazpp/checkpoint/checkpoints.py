@@ -88,10 +88,14 @@ class Checkpoints:
             return
         if self._writing is not None and self._writing.done():
             self._finish_writing()
-        interval = self._config.save_interval
-        due = last or (interval is not None and progress.iteration % interval == 0)
-        if due and progress.iteration != self._saved:
+        if self.due(progress.iteration, last=last):
             self._save(self._folder, progress)
+
+    def due(self, iteration: int, *, last: bool) -> bool:
+        """Whether `after_step` of the iteration saves."""
+        interval = self._config.save_interval
+        due = last or (interval is not None and iteration % interval == 0)
+        return due and self._folder is not None and iteration != self._saved
 
     def rewind(self) -> TrainingProgress:
         """Go back to the newest checkpoint of --save; raises ValueError if there is none, or it is damaged."""

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megazpp.model.attention_kernels import DocumentKernel, masked_attention
 from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import LayerCache
 from megazpp.model.norms import Norm
+from megazpp.model.recompute import recomputed
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -47,8 +47,8 @@ class AttentionInputs:
 class SelfAttention(nn.Module):
     """[S, B, H] -> [S, B, H] ([S/T, B, H] at both ends with sequence parallelism).
 
-    Collectives on tp: those of one ColumnParallelLinear and one RowParallelLinear; with --qk-layernorm two small
-    backward all-reduces, because each rank's heads give a part of the gradients of weights that all heads share.
+    Collectives on tp: those of one ColumnParallelLinear and one RowParallelLinear. With --qk-layernorm the gradients of
+    the weights that all heads share are partial.
     """
 
     def __init__(
@@ -58,7 +58,6 @@ class SelfAttention(nn.Module):
         tp: MeshAxis,
         sequence_parallel: bool,
         output_std: float,
-        recompute_core: bool,
         document_kernel: DocumentKernel | None = None,
     ) -> None:
         super().__init__()
@@ -66,7 +65,8 @@ class SelfAttention(nn.Module):
         self.groups = config.query_groups // tp.size
         self.queries_per_group = config.heads // config.query_groups
         self.dropout = config.attention_dropout
-        self.recompute_core, self.document_kernel = recompute_core, document_kernel
+        self.document_kernel = document_kernel
+        self.recompute_norm, self.recompute_core = config.recomputes("layernorm"), config.recomputes("core_attn")
         self.qkv = ColumnParallelLinear(
             config.hidden,
             config.query_groups * (self.queries_per_group + 2) * self.head_size,
@@ -86,8 +86,11 @@ class SelfAttention(nn.Module):
             sequence_parallel=sequence_parallel,
         )
 
-    def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> torch.Tensor:
-        qkv = self.qkv(x)
+    def forward(
+        self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None, *, norm: Norm | None = None
+    ) -> torch.Tensor:
+        """Of `norm(x)`, if there is a norm."""
+        qkv = recomputed(lambda x: self.qkv(x if norm is None else norm(x)), x, when=self.recompute_norm)
         seq, batch = qkv.shape[:2]
         heads = qkv.view(seq, batch, self.groups, self.queries_per_group + 2, self.head_size)
         q, k, v = heads.split((self.queries_per_group, 1, 1), dim=3)
@@ -99,11 +102,7 @@ class SelfAttention(nn.Module):
         if cache is not None:
             assert inputs.places is not None, "a cache needs places"
             k, v = cache.extend((k, v), inputs.places, inputs.mask)
-        if self.recompute_core and self.training:
-            context = checkpoint(self._core, q, k, v, inputs, use_reentrant=False)
-        else:
-            context = self._core(q, k, v, inputs)
-        return self.proj(context)
+        return self.proj(recomputed(self._core, q, k, v, inputs, when=self.recompute_core, draws=self.dropout > 0.0))
 
     def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """[S, B, heads, D], 2 x [keys, B, groups, D] -> [S, B, heads x D]."""

@@ -13,6 +13,8 @@ from typing import Literal
 
 from megazpp.flags import check_positive, flag, spelling
 
+RecomputeModule = Literal["core_attn", "layernorm", "mlp_act"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
@@ -64,10 +66,20 @@ class GPTConfig:
     attention_softmax_in_fp32: bool = flag(
         False, "accepted and without effect: torch's attention kernels always keep the softmax in fp32"
     )
-    fp16_lm_cross_entropy: bool = flag(False, "compute the loss from 16-bit logits instead of fp32 ones")
+    fp16_lm_cross_entropy: bool = flag(
+        False, "accepted and without effect: logits are never kept in fp32, and losses are as exact as if they were"
+    )
     recompute_activations: bool = flag(False, "short for --recompute-granularity selective")
     recompute_granularity: Literal["full", "selective"] | None = flag(
-        None, "full: keep only each layer's input; selective: recompute the attention core alone"
+        None,
+        "full: keep only each layer's input; selective: keep what matrix products and attention give, and recompute "
+        "what lies between them (other modules with --recompute-modules)",
+    )
+    recompute_modules: tuple[RecomputeModule, ...] | None = flag(
+        None,
+        "what --recompute-granularity selective recomputes: layernorm, the norms, for the products that they are the "
+        "input of; mlp_act, the MLP's activation; core_attn, the attention core, which keeps scores only where no "
+        "fused kernel computes it (default layernorm mlp_act; Megatron's is core_attn)",
     )
     recompute_method: Literal["uniform", "block"] | None = flag(
         None, "uniform: every layer by itself; block: the first --recompute-num-layers layers only"
@@ -127,6 +139,10 @@ class GPTConfig:
 
     def _check_recompute(self) -> None:
         method, count = self.recompute_method, self.recompute_num_layers
+        _require(
+            self.recompute_modules is None or self.recompute == "selective",
+            f"--recompute-modules {' '.join(self.recompute_modules or ())} needs --recompute-granularity selective",
+        )
         if self.recompute != "full":
             _require(
                 method is None and count is None,
@@ -213,6 +229,10 @@ class GPTConfig:
     @property
     def recompute(self) -> Literal["full", "selective"] | None:
         return self.recompute_granularity or ("selective" if self.recompute_activations else None)
+
+    def recomputes(self, module: RecomputeModule) -> bool:
+        """Whether backward computes the outputs of these modules again."""
+        return self.recompute == "selective" and module in (self.recompute_modules or ("layernorm", "mlp_act"))
 
     def recomputes_layer(self, index: int) -> bool:
         """Whether layer `index` keeps only its input and is run again in backward."""

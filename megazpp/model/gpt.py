@@ -6,8 +6,10 @@ Parameters live on leaf modules only (FSDP2's flat order then equals `named_para
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +24,10 @@ from megazpp.model.kv_cache import KVCache, LayerCache
 from megazpp.model.mlp import MLP
 from megazpp.model.norms import Norm
 from megazpp.parallel.axis import MeshAxis
-from megazpp.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
-from megazpp.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megazpp.tensor_parallel.cross_entropy import linear_cross_entropy
+from megazpp.tensor_parallel.layers import VocabParallelEmbedding
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
-from megazpp.tensor_parallel.regions import enter_region, reduce_from_region, sum_gradients
+from megazpp.tensor_parallel.regions import enter_region, reduce_from_region_
 
 
 class TokenOutputs(NamedTuple):
@@ -47,8 +49,7 @@ class GPTModel(nn.Module):
 
     Collectives on tp, beside those of the layers: forward one all-reduce after the embedding and the loss's two small
     ones, backward one before the output layer; with sequence parallelism a reduce-scatter after the embedding and an
-    all-gather before the output layer (each the other way round in backward), and the sums of the gradients of the
-    final norm and of the learned positions.
+    all-gather before the output layer (each the other way round in backward).
 
     Args:
         config: the shape.
@@ -86,20 +87,8 @@ class GPTModel(nn.Module):
         self.final_norm = Norm(config, config.hidden, tp=tp, split=self.sequence_parallel)
         self.output = None
         if not config.tied:
-            self.output = ColumnParallelLinear(
-                config.hidden,
-                config.padded_vocab_size(vocab_size, tp.size),
-                tp=tp,
-                std=config.init_method_std,
-                bias=False,
-                sequence_parallel=self.sequence_parallel,
-                enter=False,
-            )
-            self.output.specs["weight"] = ParameterSpec(split=0, std=config.init_method_std, rows=vocab_size)
+            self.output = OutputLayer(config, vocab_size, tp)
         self.scalar_head = ScalarHead(config, tp) if scalar_head else None
-        # one kernel each way, and no logits in fp32; over a split vocabulary it is written so by hand
-        fuse = config.compile and tp.size == 1
-        self.cross_entropy = torch.compile(vocab_parallel_cross_entropy) if fuse else vocab_parallel_cross_entropy
 
     def forward(
         self,
@@ -150,25 +139,28 @@ class GPTModel(nn.Module):
             values = self.scalar_head(x).t().clone(memory_format=torch.contiguous_format)
             if labels is None:
                 return TokenOutputs(values=values)
-        weight = self.embedding.word.weight if self.output is None else None
-        logits = self.output(x) if weight is None else F.linear(x, local(weight))  # type: ignore[misc]
         # clones, not views: FSDP2 hooks the tensor that its root module returns
         if labels is None:
+            logits = self._multiplied(x, F.linear)
             return logits.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-        if temperature != 1.0:
-            logits = logits.float() / temperature  # rounded to 16 bits they would not be those that tokens are drawn by
-        losses = self.cross_entropy(
-            logits,
-            labels.t(),
+        head = functools.partial(
+            linear_cross_entropy,
+            labels=labels.t(),
             tp=self.tp,
             vocab_size=self.vocab_size,
-            in_fp32=not self.config.fp16_lm_cross_entropy,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            fuse=self.config.compile,
         )
+        losses, entropy = self._multiplied(x, head)
         losses = losses.t().clone(memory_format=torch.contiguous_format)
         if not (with_entropy or with_values):
             return losses
-        entropy = vocab_parallel_entropy(logits, tp=self.tp, vocab_size=self.vocab_size).t() if with_entropy else None
-        return TokenOutputs(losses, entropy, values)
+        return TokenOutputs(losses, None if entropy is None else entropy.t(), values)
+
+    def _multiplied(self, x: torch.Tensor, head: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
+        """What `head` makes of x and the weight of the output layer."""
+        return head(x, local(self.embedding.word.weight)) if self.output is None else self.output(x, head)
 
     def sharding_units(self) -> list[list[nn.Module]]:
         """Modules whose parameters are gathered together, in the order of use; the model itself takes the rest.
@@ -204,8 +196,7 @@ class TransformerLayer(nn.Module):
     """Pre-norm attention and MLP around the residual stream: [S, B, H] -> [S, B, H] ([S/T, B, H] when split).
 
     Collectives on tp: forward 2 all-reduces, backward 2; with sequence parallelism each is an all-gather plus a
-    reduce-scatter, and backward has a small all-reduce for each norm and each of the two row-parallel biases. The
-    norms of queries and keys have theirs always. Full recomputation repeats the forward's.
+    reduce-scatter, and backward has the two all-gathers of the forward again. Full recomputation repeats the forward's.
     """
 
     def __init__(
@@ -228,7 +219,6 @@ class TransformerLayer(nn.Module):
             tp=tp,
             sequence_parallel=sequence_parallel,
             output_std=output_std,
-            recompute_core=config.recompute == "selective",
             document_kernel=document_kernel,
         )
         self.mlp_norm = Norm(config, config.hidden, tp=tp, split=sequence_parallel)
@@ -246,15 +236,14 @@ class TransformerLayer(nn.Module):
         return checkpoint(self.run, x, inputs, use_reentrant=False, context_fn=contexts)
 
     def _run(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> torch.Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), inputs, cache))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        x = x + self.dropout(self.attention(x, inputs, cache, norm=self.attention_norm))
+        return x + self.dropout(self.mlp(x, norm=self.mlp_norm))
 
 
 class Embedding(nn.Module):
     """Words plus learned positions, then dropout: tokens [B, S] -> [S, B, H] ([S/T, B, H] with sequence parallelism).
 
-    Collectives on tp: those of VocabParallelEmbedding; with sequence parallelism the position table's gradient is
-    summed in one more backward all-reduce.
+    Collectives on tp: those of VocabParallelEmbedding.
     """
 
     def __init__(
@@ -288,34 +277,48 @@ class PositionEmbedding(nn.Module):
         self.tp, self.sequence_parallel = tp, sequence_parallel
         assert config.max_position_embeddings is not None
         self.weight = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden))
-        self.specs = {"weight": ParameterSpec(std=config.init_method_std)}
+        self.specs = {"weight": ParameterSpec(std=config.init_method_std, partial=sequence_parallel)}
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
-        weight = local(self.weight)
         if self.sequence_parallel:
             position_ids = position_ids.chunk(self.tp.size)[self.tp.rank]
-            (weight,) = sum_gradients(self.tp, weight)
-        return F.embedding(position_ids, weight)
+        return F.embedding(position_ids, local(self.weight))
+
+
+class OutputLayer(nn.Module):
+    """The untied output weight, its rows split over tp as the embedding's; what is made of it, the caller says.
+
+    The product and the loss are computed inside this module's forward, where FSDP2 has the weight gathered.
+    """
+
+    def __init__(self, config: GPTConfig, vocab_size: int, tp: MeshAxis) -> None:
+        super().__init__()
+        rows = config.padded_vocab_size(vocab_size, tp.size)
+        self.weight = nn.Parameter(torch.empty(rows // tp.size, config.hidden))
+        self.specs = {"weight": ParameterSpec(split=0, std=config.init_method_std, rows=vocab_size)}
+
+    def forward(self, x: torch.Tensor, head: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
+        return head(x, local(self.weight))
 
 
 class ScalarHead(nn.Module):
     """One number for each token, in fp32: [S, B, H] inside the region of the output layer -> [S, B].
 
     Every tp rank holds the weights and multiplies its slice of the channels. Collectives on tp: forward an all-reduce
-    of the numbers, backward one of the weight's gradient.
+    of the numbers.
     """
 
     def __init__(self, config: GPTConfig, tp: MeshAxis) -> None:
         super().__init__()
         self.tp = tp
         self.weight = nn.Parameter(torch.empty(1, config.hidden))
-        self.specs = {"weight": ParameterSpec(std=config.init_method_std)}
+        self.specs = {"weight": ParameterSpec(std=config.init_method_std, partial=tp.size > 1)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (weight,) = sum_gradients(self.tp, local(self.weight))
+        weight = local(self.weight)
         first, last = (rank * x.shape[-1] // self.tp.size for rank in (self.tp.rank, self.tp.rank + 1))
-        part = F.linear(x[..., first:last].float(), weight[:, first:last].float()).squeeze(-1)
-        return reduce_from_region(part, self.tp) if self.tp.size > 1 else part
+        part = F.linear(x[..., first:last].float(), weight[:, first:last].float())
+        return (reduce_from_region_(part, self.tp) if self.tp.size > 1 else part).squeeze(-1)
 
 
 def model_backends(
@@ -328,12 +331,11 @@ def model_backends(
         documents: attention stays inside documents.
     """
     norm = {"LayerNorm": "torch layer_norm", "RMSNorm": "torch rms_norm"}[config.normalization]
-    loss = ("torch cross_entropy", "the vocabulary is whole on every rank")
-    if tp_size > 1:
-        loss = ("vocab-parallel cross entropy", "the logits are split over tp and never gathered")
+    loss = "linear and vocab-parallel cross entropy in chunks of the vocabulary"
+    why = "logits are neither gathered nor kept in fp32, and never whole where they are large"
     return [
         ("attention", *attention_backend(config, device, dtype, documents=documents)),
         ("norms", norm, "one fused kernel per device"),
-        ("cross entropy", *loss),
+        ("cross entropy", loss, why),
         ("layers", "torch.compile" if config.compile else "eager", f"--{'' if config.compile else 'no-'}compile"),
     ]

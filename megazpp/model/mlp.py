@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from megazpp.model.config import GPTConfig
+from megazpp.model.norms import Norm
+from megazpp.model.recompute import recomputed
 from megazpp.parallel.axis import MeshAxis
-from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megazpp.tensor_parallel.regions import enter_region
+from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
 
 
 class MLP(nn.Module):
@@ -21,7 +22,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig, *, tp: MeshAxis, sequence_parallel: bool, output_std: float) -> None:
         super().__init__()
-        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.recompute_norm, self.recompute_activation = config.recomputes("layernorm"), config.recomputes("mlp_act")
         self.squared_relu = config.squared_relu
         self.gelu_approximation = "tanh" if config.openai_gelu else "none"
 
@@ -33,7 +34,6 @@ class MLP(nn.Module):
                 std=config.init_method_std,
                 bias=config.linear_bias,
                 sequence_parallel=sequence_parallel,
-                enter=False,
             )
 
         self.gate = column() if config.swiglu else None
@@ -47,11 +47,21 @@ class MLP(nn.Module):
             sequence_parallel=sequence_parallel,
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = enter_region(x, self.tp, sequence_parallel=self.sequence_parallel)
-        up = self.fc1(x)
-        if self.gate is not None:
-            return self.fc2(F.silu(self.gate(x)) * up)
+    def forward(self, x: torch.Tensor, *, norm: Norm | None = None) -> torch.Tensor:
+        """Of `norm(x)`, if there is a norm."""
+        up, gate = recomputed(lambda x: self._up(x if norm is None else norm(x)), x, when=self.recompute_norm)
+        return recomputed(self._down, up, gate, when=self.recompute_activation)
+
+    def _up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[S, B, H] ([S/T, B, H]) -> 2 x [S, B, F/T]."""
+        if self.gate is None:
+            return self.fc1(x), None
+        up, gate = column_parallel(x, [self.fc1, self.gate])
+        return up, gate
+
+    def _down(self, up: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        if gate is not None:
+            return self.fc2(F.silu(gate) * up)
         if self.squared_relu:
             return self.fc2(F.relu(up).square())
         return self.fc2(F.gelu(up, approximate=self.gelu_approximation))

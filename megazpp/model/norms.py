@@ -9,13 +9,12 @@ from torch import nn
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
-from megazpp.tensor_parallel.regions import sum_gradients
 
 
 class Norm(nn.Module):
     """Normalise the last dim: [..., H] -> [..., H].
 
-    Collectives on tp: none; with `split` backward sums the gradients of weight and bias in one all-reduce.
+    Collectives on tp: none; with `split` each rank has a part of the gradients.
 
     Args:
         size: channels, H.
@@ -26,20 +25,15 @@ class Norm(nn.Module):
         super().__init__()
         self.kind, self.epsilon = config.normalization, config.norm_epsilon
         self.one_plus = config.apply_layernorm_1p
-        self.tp, self.sum_gradients = tp, split and tp.size > 1
+        partial = split and tp.size > 1
         self.weight = nn.Parameter(torch.empty(size))
-        self.specs = {"weight": ParameterSpec(value=0.0 if self.one_plus else 1.0)}
+        self.specs = {"weight": ParameterSpec(value=0.0 if self.one_plus else 1.0, partial=partial)}
         if self.kind == "LayerNorm":
             self.bias = nn.Parameter(torch.empty(size))
-            self.specs["bias"] = ParameterSpec()
+            self.specs["bias"] = ParameterSpec(partial=partial)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parameters: tuple[torch.Tensor, ...] = (local(self.weight),)
-        if self.kind == "LayerNorm":
-            parameters = (*parameters, local(self.bias))
-        if self.sum_gradients:
-            parameters = sum_gradients(self.tp, *parameters)
-        weight = parameters[0] + 1.0 if self.one_plus else parameters[0]
+        weight = local(self.weight) + 1.0 if self.one_plus else local(self.weight)
         if self.kind == "RMSNorm":
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
-        return F.layer_norm(x, weight.shape, weight, parameters[1], self.epsilon)
+        return F.layer_norm(x, weight.shape, weight, local(self.bias), self.epsilon)

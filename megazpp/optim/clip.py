@@ -6,7 +6,7 @@ each divided by the number of ranks that hold the same elements, and the sum goe
 all-reduces of one number. The replicate axis is left out: its ranks hold the same shards.
 
 NaN and Inf are never replaced on the way: a gradient that is not finite gives a norm that is not finite, on
-every rank, and the caller skips the step.
+every rank, and the caller skips the step. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -25,69 +25,79 @@ from megazpp.tensor_parallel.parameters import local
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
+class GradNorm(NamedTuple):
+    """The norm of all gradients, and what it is made of.
+
+    Attributes:
+        value: fp32 scalar on the parameters' device, the same on every rank.
+        names: of the P parameters that have a gradient.
+        squares: [P] fp64, this rank's part of the square of each gradient's norm.
+        divisor: of the norm (the loss scale).
+    """
+
+    value: torch.Tensor
+    names: list[str]
+    squares: torch.Tensor
+    divisor: float
+
+
 def global_grad_norm(
     named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis, *, divisor: float = 1.0
-) -> torch.Tensor:
-    """L2 norm of all gradients, the same on every rank; parameters without a gradient count as 0.
+) -> GradNorm:
+    """L2 norm of all gradients; parameters without a gradient count as 0.
 
     Args:
         named_parameters: the same on every rank; DTensors whose mesh dims carry the axes' names, or plain tensors,
             which are taken as repeated on every rank of both axes.
         tp, shard: the axes along which parameters may be split. One all-reduce of one number on each.
         divisor: the norm is divided by this (the loss scale).
-    Returns:
-        fp32 scalar on the parameters' device.
     """
-    return (_global_norm(_grad_parts(named_parameters, tp, shard), tp, shard) / divisor).float()
-
-
-def grad_norms(
-    named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis, *, divisor: float = 1.0
-) -> dict[str, float]:
-    """L2 norm of each parameter's gradient, counted like `global_grad_norm`; for a look at what went wrong."""
     named = [(name, parameter) for name, parameter in named_parameters if parameter.grad is not None]
-    parts = _grad_parts(named, tp, shard)
-    squares = [part.local.double().square().sum() / part.copies for part in parts]
-    norms = shard.all_reduce_(tp.all_reduce_(torch.stack(squares))).sqrt() / divisor
-    return dict(zip((name for name, _ in named), norms.tolist(), strict=True))
+    squares = _squares(_grad_parts(named, tp, shard))
+    total = _summed_root(squares.sum(), tp, shard)
+    return GradNorm((total / divisor).float(), [name for name, _ in named], squares, divisor)
+
+
+def grad_norms(norm: GradNorm, tp: MeshAxis, shard: MeshAxis) -> dict[str, float]:
+    """L2 norm of each parameter's gradient, the same on every rank; for a look at what went wrong."""
+    norms = _summed_root(norm.squares, tp, shard) / norm.divisor
+    return dict(zip(norm.names, norms.tolist(), strict=True))
 
 
 def global_parameter_norm(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
-    """L2 norm of all parameters, fp32; counted and communicated like `global_grad_norm`."""
+    """L2 norm of all parameters, an fp32 scalar; counted and communicated like `global_grad_norm`."""
     parts = [_Part(local(p.detach()), _copies(name, p, tp, shard)) for name, p in named_parameters]
-    return _global_norm(parts, tp, shard).float()
+    return _summed_root(_squares(parts).sum(), tp, shard).float()
 
 
 def count_zero_grads(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
     """Number of gradient elements that are exactly zero, fp64; counted like `global_grad_norm`."""
     parts = _grad_parts(named_parameters, tp, shard)
-    total = _zero(parts)
+    total = torch.zeros((), dtype=torch.float64, device=parts[0].local.device if parts else None)
     for part in parts:
-        total += (part.local.numel() - torch.count_nonzero(part.local)).double() / part.copies
+        total = total + (part.local.numel() - torch.count_nonzero(part.local)).double() / part.copies
     return shard.all_reduce_(tp.all_reduce_(total))
 
 
-def clip_grads_(
-    parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float, *, divisor: float = 1.0
-) -> torch.Tensor:
-    """Divide the gradients by `divisor`, then scale them so that their global norm is at most `max_norm`.
+def clip_divisor(norm: torch.Tensor, max_norm: float, *, divisor: float = 1.0) -> torch.Tensor:
+    """What gradients are divided by so that their global norm is at most `max_norm`, an fp32 scalar like `norm`.
 
-    Local work in one pass over memory, and no wait for the device. Megatron's factor: max_norm / (norm + 1e-6)
-    where that is below 1. A norm that is not finite leaves gradients that are not; the caller skips the step.
+    Megatron's rule: the divisor, times (norm + 1e-6) / max_norm where that is above 1. NaN stays NaN.
 
     Args:
-        parameters: those whose `.grad` is changed in place.
         norm: global norm of the divided gradients, as `global_grad_norm(..., divisor=divisor)` gives it.
         max_norm: largest norm allowed; 0 turns clipping off.
         divisor: the loss scale.
-    Returns:
-        The clip factor, a scalar on the device of `norm`: 1 where nothing is clipped. `divisor` is not in it.
     """
+    excess = (norm + 1e-6) / max_norm if max_norm > 0.0 else torch.ones_like(norm)
+    return divisor * excess.clamp(min=1.0)
+
+
+def divide_grads_(parameters: Iterable[nn.Parameter], divisor: torch.Tensor) -> None:
+    """Divide the gradients by a scalar, in one pass over memory; a fused optimizer does it by itself (`grad_scale`)."""
     grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    clipped = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0.0 else torch.ones_like(norm)
-    if grads and (max_norm > 0.0 or divisor != 1.0):
-        torch._foreach_mul_(grads, clipped * (1.0 / divisor))
-    return clipped
+    if grads:
+        torch._foreach_div_(grads, divisor)
 
 
 class _Part(NamedTuple):
@@ -105,21 +115,22 @@ def _grad_parts(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis
     ]
 
 
-def _global_norm(parts: list[_Part], tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
-    # summed in fp64: the square of a norm above 2e19 would overflow fp32, and many small parts lose nothing
-    total = _zero(parts)
-    if parts:
-        norms = torch.stack(torch._foreach_norm([part.local for part in parts], 2, dtype=torch.float32))
-        copies = torch.tensor([part.copies for part in parts], dtype=torch.float64)
-        if norms.is_cuda:  # out of ordinary memory the host would wait for the whole backward
-            copies = copies.pin_memory().to(norms.device, non_blocking=True)
-        total += (norms.double().square() / copies).sum()
-    return shard.all_reduce_(tp.all_reduce_(total)).sqrt()
+def _squares(parts: list[_Part]) -> torch.Tensor:
+    """[parts] fp64 squared norms, each divided by the number of copies.
+
+    In fp64: the square of a norm above 2e19 would overflow fp32, and a sum of many small parts loses nothing.
+    """
+    if not parts:
+        return torch.zeros(0, dtype=torch.float64)
+    norms = torch.stack(torch._foreach_norm([part.local for part in parts], 2, dtype=torch.float32))
+    copies = torch.tensor([part.copies for part in parts], dtype=torch.float64)
+    if norms.is_cuda:  # out of ordinary memory the host would wait for the whole backward
+        copies = copies.pin_memory().to(norms.device, non_blocking=True)
+    return norms.double().square() / copies
 
 
-def _zero(parts: list[_Part]) -> torch.Tensor:
-    device = parts[0].local.device if parts else torch.device("cpu")
-    return torch.zeros((), dtype=torch.float64, device=device)
+def _summed_root(squares: torch.Tensor, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
+    return shard.all_reduce_(tp.all_reduce_(squares.clone())).sqrt()
 
 
 def _copies(name: str, parameter: nn.Parameter, tp: MeshAxis, shard: MeshAxis) -> int:

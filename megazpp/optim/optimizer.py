@@ -1,24 +1,28 @@
 """The optimizer and its parameter groups.
 
-The optimizer is the library's, chosen by flag and run on the sharded parameters as they are. torch's fused
-AdamW accepts the DTensors that FSDP2 makes, also where a shard is empty; its fused SGD does not (torch 2.13:
-"no sharding strategy registered"), so SGD runs the multi-tensor path. What is ours is which parameters decay
-(Megatron's rule: no biases, nothing one-dimensional) and the refusal of settings that cannot work.
+The optimizer is the library's, chosen by flag. torch's fused AdamW runs on the local tensors of the DTensors that
+FSDP2 makes (an empty one does no harm): it takes DTensors too, but then the host works out placements for each of them.
+Its fused SGD does not take DTensors (torch 2.13: "no sharding strategy registered"), so SGD runs the multi-tensor path.
+What is ours is which parameters decay (Megatron's rule: no biases, nothing one-dimensional) and the refusal of settings
+that cannot work.
 
 Learning rate and weight decay are set before every step by `set_rates_`, from the schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim.adamw import adamw
 
 from megazpp.flags import check_not_negative, check_positive, flag, spelling
 from megazpp.optim.apex import ApexAdam, check_apex
+from megazpp.optim.clip import divide_grads_
+from megazpp.tensor_parallel.parameters import local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +75,61 @@ def build_optimizer(
     betas = (config.adam_beta1, config.adam_beta2)
     if config.optimizer_backend == "apex":
         return ApexAdam(groups, betas=betas, eps=config.adam_eps)
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=fused, foreach=not fused)
+    return ShardedAdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=fused, foreach=not fused)
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """torch's AdamW on the local tensors of parameters that may be DTensors.
+
+    State per parameter as torch has it: "step", and "exp_avg" and "exp_avg_sq", placed like the parameter.
+    """
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grad_scale: torch.Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
+    ) -> None:
+        """One update of every parameter that has a gradient; no closure is supported.
+
+        Args:
+            grad_scale: gradients are divided by it first, in place; an fp32 scalar. Only with the fused kernel.
+            found_inf: 1 leaves parameters and state as they are, "step" too, and 0 does not; an fp32 scalar on the
+                device, so that the host need not know. Only with the fused kernel.
+        """
+        assert closure is None, "the update has its gradients"
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            states = [self._state_of(parameter, fused=group["fused"]) for parameter in trained]
+            adamw(
+                [local(parameter) for parameter in trained],
+                [local(parameter.grad) for parameter in trained],
+                [local(state["exp_avg"]) for state in states],
+                [local(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                foreach=group["foreach"],
+                fused=group["fused"],
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+    def _state_of(self, parameter: nn.Parameter, *, fused: bool) -> dict[str, torch.Tensor]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
@@ -101,8 +159,29 @@ def set_rates_(optimizer: torch.optim.Optimizer, *, learning_rate: float, weight
         group["weight_decay"] = weight_decay * group["wd_mult"]
 
 
+def update_(
+    optimizer: torch.optim.Optimizer, grad_divisor: torch.Tensor, found_inf: torch.Tensor | None = None
+) -> None:
+    """One step of `optimizer` with its gradients divided by `grad_divisor`, fp32 scalars on the device both.
+
+    Args:
+        found_inf: see `ShardedAdamW.step`; only where `skips_on_device`.
+    """
+    if isinstance(optimizer, ShardedAdamW) and skips_on_device(optimizer):
+        optimizer.step(grad_scale=grad_divisor, found_inf=found_inf)
+        return
+    assert found_inf is None, f"{type(optimizer).__name__} cannot skip a step by itself"
+    divide_grads_((p for group in optimizer.param_groups for p in group["params"]), grad_divisor)
+    optimizer.step()
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the host can have `optimizer` step without knowing if the gradients are finite."""
+    return isinstance(optimizer, ShardedAdamW) and bool(optimizer.defaults["fused"])
+
+
 def uses_fused_kernel(config: OptimizerConfig, device_type: str) -> bool:
-    """Whether torch runs this optimizer by a fused kernel, on DTensors, on this kind of device."""
+    """Whether torch runs this optimizer on shards by a fused kernel, on this kind of device."""
     return config.optimizer == "adam" and device_type in ("cpu", "cuda")
 
 

@@ -30,7 +30,6 @@ class Estimate(NamedTuple):
     Attributes:
         config, plan: the run.
         memory: of rank 0, where it is most.
-        logits_bytes: of the logits of a micro-batch, which are among the activations.
         wires: bytes that rank 0 sends per optimizer step, by wire.
         node_cross_bytes: bytes that all ranks of a node send to other nodes per optimizer step.
         micro_batches: of a step.
@@ -42,7 +41,6 @@ class Estimate(NamedTuple):
     config: RunConfig
     plan: RunPlan
     memory: Counter[Memory]
-    logits_bytes: int
     wires: dict[str, int]
     node_cross_bytes: int
     micro_batches: int
@@ -154,7 +152,6 @@ class Estimator:
             config=config,
             plan=plan,
             memory=step.ledger.fullest,
-            logits_bytes=step.trace.logits_bytes,
             wires=wires,
             node_cross_bytes=round(sum(senders[axis] * t.sent_bytes for (_, axis, _), t in traffic.items())),
             micro_batches=count,

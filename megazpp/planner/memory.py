@@ -11,7 +11,7 @@ MASTER_BYTES = 4  # parameters, their gradients and moments are fp32
 
 
 class Memory(StrEnum):
-    """What memory is taken for (logits are among the activations)."""
+    """What memory is taken for."""
 
     PARAMETERS = "parameters"
     MOMENTS = "moments"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 from megazpp.arguments import RunConfig
 from megazpp.checks import RunPlan
@@ -11,14 +10,20 @@ from megazpp.formatting import GIGA, MEGA, aligned
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.memory import Memory
 from megazpp.planner.search import memory_switches, search
-from megazpp.planner.variants import for_planning, nearest_run, schemes, weight_formats, with_recompute
+from megazpp.planner.variants import (
+    RECOMPUTE,
+    for_planning,
+    nearest_run,
+    schemes,
+    weight_formats,
+    with_recompute,
+)
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
 from megazpp.topology.shares import CALIBRATIONS, LEAST
 
 PAYS = 1.02  # ZeRO++ is said to pay from this much faster than the next scheme on
 SHOWN = 10  # candidates of the search
-RECOMPUTE: tuple[Literal["full", "selective"] | None, ...] = (None, "selective", "full")
 
 
 def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str, price: float | None = None) -> str:
@@ -64,7 +69,6 @@ def _memory(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     for kind in Memory:
         if any(e.memory[kind] for e in estimates):
             rows.append((kind, *(f"{e.memory[kind] / GIGA:.3f}" for e in estimates)))
-    rows.append(("  of them logits", *(f"{e.logits_bytes / GIGA:.3f}" for e in estimates)))
     rows.append(("total", *(f"{estimate.gigabytes:.3f}" for estimate in estimates)))
     if estimator.cluster.device is not None:
         usable = f"into {estimates[0].usable_gigabytes:.1f} GB"

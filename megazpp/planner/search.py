@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from megazpp.arguments import RunConfig
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.variants import (
+    RECOMPUTE,
     changed,
     scheme_name,
     schemes,
@@ -109,7 +110,7 @@ def memory_switches(estimator: Estimator, config: RunConfig) -> tuple[str, Estim
 
 
 def _recomputations(estimator: Estimator, config: RunConfig, size: int) -> list[Choice]:
-    """Without recomputation, and with all of it where that does not fit ("selective" keeps as much as none)."""
+    """Without recomputation, and with more and more of it where that does not fit."""
     tp, asked = config.parallel.tensor_model_parallel_size, config.batches.global_batch_size
     if size > 1 and asked is not None and size * estimator.cluster.world_size > asked * tp:
         return []
@@ -117,8 +118,7 @@ def _recomputations(estimator: Estimator, config: RunConfig, size: int) -> list[
     sized = with_batch(changed(config, batches={"micro_batch_size": size}), estimator.cluster)
     samples, name = sized.batches.global_batch_size, f"{scheme_name(config)}, tp {tp}, local domain {local}"
     name += f", micro-batch {size}" + (f" of batch {samples}" if samples != asked else "")
-    levels: tuple[Literal["full"] | None, ...] = (None, "full")
-    for recompute in levels:
+    for recompute in RECOMPUTE:
         choices.append(_try(estimator, with_recompute(sized, recompute), f"{name}, recompute {recompute or 'none'}"))
         if choices[-1].estimate is None or choices[-1].fits:
             break

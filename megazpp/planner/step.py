@@ -167,16 +167,11 @@ class PaperStep:
         order = [self.units[0], *self.units[:0:-1]] if tied else self.units[::-1]
         for index, unit in enumerate(order):
             segment = self.trace.num_segments - 1 - index
-            # the loss comes before the gather of a unit, and after the root's
-            loss_first = index == 0 and not tied
-            if loss_first:
-                self._keep(BACKWARD, segment)
             self._gather(unit)
             self._wait_for_gather(unit, forward=False)
             if index + 1 < len(order):
                 self._gather(order[index + 1])
-            if not loss_first:
-                self._keep(BACKWARD, segment)
+            self._keep(BACKWARD, segment)
             self._compute(BACKWARD, segment)
             if not (tied and index == 0):
                 self._finish_unit(unit, first=first, last=last)
@@ -211,9 +206,14 @@ class PaperStep:
             axis.all_reduce_(torch.empty((), dtype=torch.float64, device=META))
 
     def _optimizer(self) -> None:
+        partial = own_elements(self.trace.partial, self._shard.size, self._shard.rank)
+        if self._axes["tp"].size > 1 and partial:
+            flat = self._axes["tp"].all_reduce_(torch.empty(partial, device=META))
+            self.ledger.pass_through(Memory.BUFFERS, flat.nbytes)
+            self._simulation.spend(self._costs.memory(4 * flat.nbytes))
         for name in ("tp", "shard"):  # the norm
             self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device=META))
-        passes = 1 + 2 + 7  # norm; clipping; AdamW reads four values and writes three
+        passes = 1 + 8  # norm; AdamW reads four values and writes them, the gradient clipped
         self._simulation.spend(self._costs.memory(passes * 4 * sum(unit.size for unit in self.units)))
         for unit in self.units:
             gather = unit.gather if isinstance(unit.gather, TwoHopGather) else None

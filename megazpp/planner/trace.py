@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.paper import PaperAxis, Parameters
+from megazpp.tensor_parallel.parameters import partial_parameters
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
 
@@ -77,14 +79,14 @@ class Trace(NamedTuple):
 
     Attributes:
         units: parameters of each sharding unit, in the order of use.
+        partial: parameters of whose gradient each tp rank has a part.
         tied: the first unit holds embedding, final norm and output, and is in use from the first to the last segment.
-        logits_bytes: of the logits as the output layer makes them.
     """
 
     segments: dict[tuple[str, int], TraceSegment]
     units: tuple[Parameters, ...]
+    partial: Parameters
     tied: bool
-    logits_bytes: int
 
     @property
     def num_segments(self) -> int:
@@ -134,6 +136,7 @@ def trace_model(
         recorder.enter((BACKWARD, shape.layers + 1))
         loss.backward()
         recorder.enter((BACKWARD, -1))
+    units, partial = _units(model, config.layers), {_first_layer(name) for name in partial_parameters(model)}
     twice = shape.layers == 2 and config.recompute_method == "block"  # the second stands for those not run again
     like = [2 if twice and not config.recomputes_layer(index) else 1 for index in range(config.layers)]
     return Trace(
@@ -142,10 +145,15 @@ def trace_model(
             for phase in (FORWARD, BACKWARD)
             for index, traced in enumerate((0, *like, shape.layers + 1))
         },
-        units=_units(model, config.layers),
+        units=units,
+        partial=[(name, shape) for unit in units for name, shape in unit if _first_layer(name) in partial],
         tied=config.tied,
-        logits_bytes=config.padded_vocab_size(vocab_size, tp) // tp * tokens.numel() * dtype.itemsize,
     )
+
+
+def _first_layer(name: str) -> str:
+    """The name of the same parameter in the first layer."""
+    return re.sub(r"^layers\.\d+\.", "layers.0.", name)
 
 
 def _units(model: GPTModel, num_layers: int) -> tuple[Parameters, ...]:
@@ -208,7 +216,8 @@ class TraceRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name, outputs, inputs = func.name().split(".")[0], _tensors(result), _tensors((args, kwargs))
+        given = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+        name, outputs, inputs = func.name().split(".")[0], _tensors(result), _tensors((args, given))
         owned = {t.untyped_storage()._cdata for t in inputs}
         fresh = [t for t in outputs if t.untyped_storage()._cdata not in owned]
         for tensor in fresh:

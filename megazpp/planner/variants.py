@@ -29,6 +29,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "qgZ": {"zero_quantized_gradients": True},
     "--zeropp": {"zeropp": True},
 }
+Recompute = Literal["selective", "full"] | None
+RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")  # what keeps less and less, and computes more and more
 TRIED_WEIGHT_BITS = ((8, 8), (8, 4), (16, 4))  # those that are no experiment, and quantize what crosses
 NEAREST = (
     ("parallel", "tensor_model_parallel_size"),
@@ -98,11 +100,13 @@ def with_tp(config: RunConfig, tp: int) -> RunConfig:
     return changed(config, parallel={"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1})
 
 
-def with_recompute(config: RunConfig, granularity: Literal["full", "selective"] | None) -> RunConfig:
-    """The same run with another --recompute-granularity; the method stays where it means something."""
+def with_recompute(config: RunConfig, granularity: Recompute) -> RunConfig:
+    """The same run with another --recompute-granularity; method and modules stay where they mean something."""
     fields: dict[str, Any] = {"recompute_granularity": granularity, "recompute_activations": False}
     if granularity != "full":
         fields |= {"recompute_method": None, "recompute_num_layers": None}
+    if granularity != "selective":
+        fields["recompute_modules"] = None
     return changed(config, model=fields)
 
 

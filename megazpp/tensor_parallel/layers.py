@@ -3,25 +3,33 @@
 T ranks of the tp axis; activations [S, B, H]. A column-parallel layer splits its outputs, a row-parallel layer its
 inputs: column, then anything elementwise, then row needs one collective at each end. What an adapter (lora.py) makes of
 a layer's input on this rank is added to the layer's own product there.
+
+With sequence parallelism a column-parallel layer keeps its slice of the input for backward and gathers it again there,
+under the product that gives the input's gradient; the collective that sums that gradient runs under the product that
+gives the weight's. Source: Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.tensor_parallel.lora import Adapter
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
-from megazpp.tensor_parallel.regions import enter_region, leave_region, sum_gradients
+from megazpp.tensor_parallel.regions import enter_region, leave_region
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the rows of W split: [S, B, in] -> [S, B, out/T].
+    """y = x W^T + b with the rows of W split: [S, B, in] ([S/T, B, in] with sequence parallelism) -> [S, B, out/T].
 
-    Collectives on tp: with `enter`, what `enter_region` does (backward all-reduce; or all-gather forward and
-    reduce-scatter backward with sequence parallelism); without, none (the caller has entered the region).
+    Collectives on tp: backward all-reduce; with sequence parallelism all-gather forward, and all-gather and
+    reduce-scatter backward. Layers of one input share them: see `column_parallel`.
     """
 
     def __init__(
@@ -33,11 +41,10 @@ class ColumnParallelLinear(nn.Module):
         std: float,
         bias: bool,
         sequence_parallel: bool,
-        enter: bool = True,
     ) -> None:
         super().__init__()
         assert out_features % tp.size == 0, f"{out_features} outputs over {tp.size} ranks"
-        self.tp, self.sequence_parallel, self.enter = tp, sequence_parallel, enter
+        self.tp, self.sequence_parallel = tp, sequence_parallel
         self.adapter: Adapter | None = None
         self.weight = nn.Parameter(torch.empty(out_features // tp.size, in_features))
         self.specs = {"weight": ParameterSpec(split=0, std=std)}
@@ -48,17 +55,94 @@ class ColumnParallelLinear(nn.Module):
             self.register_parameter("bias", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.enter:
-            x = enter_region(x, self.tp, sequence_parallel=self.sequence_parallel)
-        y = F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
-        return _adapted(y, x, self.adapter)
+        return column_parallel(x, [self])[0]
+
+
+def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[torch.Tensor, ...]:
+    """What each of the layers, alike but for their sizes, makes of x; they enter the tensor-parallel region once."""
+    tp, split = layers[0].tp, layers[0].sequence_parallel
+    weights = [local(layer.weight) for layer in layers]
+    biases = [None if layer.bias is None else local(layer.bias) for layer in layers]
+    adapted = any(layer.adapter is not None and layer.adapter.enabled for layer in layers)  # they read the whole input
+    together = tp.size > 1 or (len(layers) > 1 and not torch.compiler.is_compiling())
+    if together and torch.is_grad_enabled() and x.requires_grad and not adapted:
+        return _enter_and_multiply(x, tp, split, weights, biases)
+    x = enter_region(x, tp, sequence_parallel=split)
+    products = (F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    return tuple(_adapted(y, x, layer.adapter) for y, layer in zip(products, layers, strict=True))
+
+
+@torch.compiler.disable
+def _enter_and_multiply(
+    x: torch.Tensor, tp: MeshAxis, split: bool, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    kept = _Kept()
+    x = _Keep.apply(x, kept, *[weight.detach() for weight in weights])
+    return _ColumnParallel.apply(x, tp, split, kept, *weights, *biases)
+
+
+class _Kept:
+    """What `_Keep` has saved for the backward of another function."""
+
+    by: Any
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        saved: tuple[torch.Tensor, ...] = self.by.saved_tensors
+        return saved
+
+
+class _Keep(torch.autograd.Function):
+    """x, which is saved with the weights before it is gathered and multiplied.
+
+    A function saves its inputs when it is done, and a recomputation goes on until all that was saved is there again: it
+    would gather and multiply once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: _Kept, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *weights)
+        kept.by = ctx
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return grads[0], None, *[None] * (len(ctx.needs_input_grad) - 2)
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """Of x, the axis, whether x is a slice of the sequence, what is kept, n weights, n biases or None: n products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, tp: MeshAxis, split: bool, kept: _Kept, *parameters: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        count = len(parameters) // 2
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.tp, ctx.split, ctx.kept = tp, split, kept
+        inside = tp.all_gather(x) if split else x
+        return tuple(F.linear(inside, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.kept.tensors()
+        tp, count, needed = ctx.tp, len(weights), ctx.needs_input_grad[4:]
+        queue = tp.queue if x.is_cuda else CommQueue()
+        whole = queue.submit(lambda: tp.all_gather(x)) if ctx.split and any(needed[:count]) else Work(x)
+        total = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            total += grad @ weight
+        x_grad = queue.submit(lambda: tp.reduce_scatter(total) if ctx.split else tp.all_reduce_(total))
+        inside, rows = whole.wait().flatten(0, 1), [grad.flatten(0, 1) for grad in grads]
+        weight_grads = [g.t() @ inside if n else None for g, n in zip(rows, needed[:count], strict=True)]
+        bias_grads = [g.sum(dim=0) if n else None for g, n in zip(rows, needed[count:], strict=True)]
+        return x_grad.wait(), None, None, None, *weight_grads, *bias_grads
 
 
 class RowParallelLinear(nn.Module):
     """y = x W^T + b with the columns of W split: [S, B, in/T] -> [S, B, out] ([S/T, B, out] with sequence parallelism).
 
-    Collectives on tp: forward all-reduce; or forward reduce-scatter, backward all-gather and the bias's backward
-    all-reduce with sequence parallelism.
+    Collectives on tp: forward all-reduce; or forward reduce-scatter and backward all-gather with sequence parallelism,
+    where each rank has its slice's part of the bias's gradient.
     """
 
     def __init__(
@@ -79,7 +163,7 @@ class RowParallelLinear(nn.Module):
         self.specs = {"weight": ParameterSpec(split=1, std=std)}
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features))
-            self.specs["bias"] = ParameterSpec()
+            self.specs["bias"] = ParameterSpec(partial=sequence_parallel)
         else:
             self.register_parameter("bias", None)
 
@@ -89,11 +173,7 @@ class RowParallelLinear(nn.Module):
             return _adapted(whole, x, self.adapter)
         part = _adapted(F.linear(x, local(self.weight)), x, self.adapter)
         y = leave_region(part, self.tp, sequence_parallel=self.sequence_parallel)
-        if self.bias is None:
-            return y
-        # after the sum, so that it is added once
-        bias = local(self.bias)
-        return y + (sum_gradients(self.tp, bias)[0] if self.sequence_parallel else bias)
+        return y if self.bias is None else y + local(self.bias)  # after the sum, so that it is added once
 
 
 class VocabParallelEmbedding(nn.Module):

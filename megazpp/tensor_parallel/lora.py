@@ -1,9 +1,9 @@
 """LoRA beside tensor-parallel linear layers: y + scale (x A) B, of which only A and B are trained.
 
 r the rank, T ranks of the tp axis. What the base layer splits, its adapter splits, and the small matrix in between is
-whole on every rank; its gradient there is a part of the sum, which one all-reduce completes:
+whole on every rank; its gradient there is partial:
 
-| beside       | A            | B            | x A on a rank         | gradient summed over tp |
+| beside       | A            | B            | x A on a rank         | partial gradient        |
 |--------------|--------------|--------------|-----------------------|-------------------------|
 | column       | [in, r]      | [out / T, r] | whole                 | A's                     |
 | row          | [in / T, r]  | [out, r]     | a part of the sum     | B's                     |
@@ -25,7 +25,6 @@ from torch import nn
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
-from megazpp.tensor_parallel.regions import sum_gradients
 
 
 class Adapter(nn.Module):
@@ -74,32 +73,23 @@ class LowRankAdapter(Adapter):
         dropout: nn.Module,
     ) -> None:
         super().__init__()
-        self.scale, self.tp, self.row, self.dropout = scale, tp, row, dropout
+        self.scale, self.dropout = scale, dropout
         self.a = nn.Parameter(torch.empty(in_features, rank))
         self.b = nn.Parameter(torch.empty(out_features, rank))
         whole_inputs = in_features * (tp.size if row else 1)
         # the variance of PEFT's uniform distribution over +-1 / sqrt(inputs); B begins at zero
-        self.specs = {"a": ParameterSpec(std=1.0 / math.sqrt(3.0 * whole_inputs), split=0 if row else None)}
-        self.specs["b"] = ParameterSpec(split=None if row else 0)
+        std, several = 1.0 / math.sqrt(3.0 * whole_inputs), tp.size > 1
+        self.specs = {"a": ParameterSpec(std=std, split=0 if row else None, partial=several and not row)}
+        self.specs["b"] = ParameterSpec(split=None if row else 0, partial=several and row)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a, b = local(self.a), local(self.b)
-        if self.tp.size > 1 and self.row:
-            (b,) = sum_gradients(self.tp, b)
-        elif self.tp.size > 1:
-            (a,) = sum_gradients(self.tp, a)
-        return self.product(x, a, b)
-
-    def product(self, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The result with these values of A and B."""
-        return F.linear(self.dropout(x) @ a, b) * self.scale
+        return F.linear(self.dropout(x) @ local(self.a), local(self.b)) * self.scale
 
 
 class QkvAdapter(Adapter):
     """Adapters of queries, keys and values, each with its own A, beside the fused column-parallel projection.
 
-    [S, B, in] -> [S, B, rows of this rank], in the fused order [group, (Q queries, key, value), D]. Collectives on tp:
-    one backward all-reduce of all A's gradients.
+    [S, B, in] -> [S, B, rows of this rank], in the fused order [group, (Q queries, key, value), D].
 
     Args:
         adapters: by "q", "k", "v"; the rest of the projection stays as it is.
@@ -118,15 +108,7 @@ class QkvAdapter(Adapter):
         self.heads = {"q": queries_per_group, "k": 1, "v": 1}  # of a group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        adapters: dict[str, LowRankAdapter] = {name: getattr(self, name) for name in self.names}
-        inputs = tuple(local(adapter.a) for adapter in adapters.values())
-        tp = next(iter(adapters.values())).tp
-        if tp.size > 1:
-            inputs = sum_gradients(tp, *inputs)
-        products = {
-            name: adapter.product(x, a, local(adapter.b))
-            for (name, adapter), a in zip(adapters.items(), inputs, strict=True)
-        }
+        products = {name: getattr(self, name)(x) for name in self.names}
         parts = []
         for name, heads in self.heads.items():
             shape = (*x.shape[:2], self.groups, heads, self.head_size)

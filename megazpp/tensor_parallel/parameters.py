@@ -13,9 +13,9 @@ draw different numbers from one seed (CUDA cuts a tensor by its multiprocessors)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,12 +34,14 @@ class ParameterSpec:
         std: standard deviation of the normal distribution it is drawn from; 0 for a constant.
         value: the constant when `std` is 0.
         rows: rows that are drawn; the rest is padding and stays zero. None for all.
+        partial: each tp rank computes a part of the gradient; `sum_partial_gradients_` adds them, once per step.
     """
 
     split: int | None = None
     std: float = 0.0
     value: float = 0.0
     rows: int | None = None
+    partial: bool = False
 
 
 class OwnedParameter(NamedTuple):
@@ -52,8 +54,29 @@ class OwnedParameter(NamedTuple):
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter inside forward: the local tensor of a DTensor."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    """This rank's part of a parameter inside forward: the local tensor of a DTensor.
+
+    Differentiable like `DTensor.to_local`, for half of the host's time: a gradient is placed as its parameter is.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.compiler.is_compiling():
+        return parameter.to_local()  # which torch.compile knows
+    if parameter.requires_grad and torch.is_grad_enabled():
+        return _Local.apply(parameter)
+    return parameter._local_tensor
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        ctx.spec = parameter._spec
+        return parameter._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> DTensor:
+        # not the constructor: its __init__ does nothing, but through two wrappers
+        return DTensor.__new__(DTensor, grads[0].contiguous(), ctx.spec, requires_grad=False)
 
 
 def owned_parameters(model: nn.Module) -> Iterator[OwnedParameter]:
@@ -95,6 +118,26 @@ def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.de
             parameter.to_local().copy_(placed.to_local())
         else:
             parameter.copy_(full)
+
+
+def partial_parameters(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters of whose gradient each tp rank computes a part."""
+    return frozenset(name for name, _, _, spec in owned_parameters(model) if spec.partial)
+
+
+@torch.no_grad()
+def sum_partial_gradients_(parameters: Iterable[torch.Tensor], tp: MeshAxis) -> None:
+    """Add up over tp, in place and in one all-reduce, what its ranks have of the gradients of these parameters.
+
+    Once per optimizer step, after the last micro-batch: gradients are local tensors or DTensors, all of one dtype.
+    """
+    parts = [local(p.grad) for p in parameters if p.grad is not None]
+    if tp.size == 1 or not parts:
+        return
+    flat = tp.all_reduce_(torch.cat([part.reshape(-1) for part in parts]))
+    torch._foreach_copy_(
+        parts, [new.view_as(p) for new, p in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
+    )
 
 
 @torch.no_grad()

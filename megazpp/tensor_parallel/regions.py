@@ -5,10 +5,9 @@ Activations are [S, B, H] (sequence, batch, hidden), so that a slice of the sequ
 | region                   | forward                     | backward                    |
 |--------------------------|-----------------------------|-----------------------------|
 | copy_to_region           | identity                    | all-reduce                  |
-| reduce_from_region       | all-reduce                  | identity                    |
+| reduce_from_region_      | all-reduce, in place        | identity                    |
 | gather_sequence          | all-gather along S          | reduce-scatter along S      |
 | reduce_scatter_sequence  | reduce-scatter along S      | all-gather along S          |
-| sum_gradients            | identity (parameters)       | one all-reduce of them all  |
 
 Without sequence parallelism a layer is copy ... reduce; with it, gather ... reduce_scatter: the same bytes. On an
 axis of size 1 every region returns its argument.
@@ -31,10 +30,10 @@ def enter_region(x: torch.Tensor, tp: MeshAxis, *, sequence_parallel: bool) -> t
 
 
 def leave_region(x: torch.Tensor, tp: MeshAxis, *, sequence_parallel: bool) -> torch.Tensor:
-    """Partial sums [S, B, H] -> their sum, [S, B, H] (or [S/T, B, H] with sequence parallelism)."""
+    """Partial sums [S, B, H], which it may overwrite -> sum [S, B, H] ([S/T, B, H] with sequence parallelism)."""
     if tp.size == 1:
         return x
-    return reduce_scatter_sequence(x, tp) if sequence_parallel else reduce_from_region(x, tp)
+    return reduce_scatter_sequence(x, tp) if sequence_parallel else reduce_from_region_(x, tp)
 
 
 @torch.compiler.disable
@@ -44,8 +43,8 @@ def copy_to_region(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
 
 
 @torch.compiler.disable
-def reduce_from_region(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
-    """Sum over tp forward (1 all-reduce); identity backward."""
+def reduce_from_region_(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
+    """Sum over tp forward (1 all-reduce), in place: `x` is contiguous and no leaf; identity backward."""
     return _Reduce.apply(x, tp)
 
 
@@ -59,12 +58,6 @@ def gather_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
 def reduce_scatter_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
     """Partial [S, ...] -> this rank's slice of the sum [S/T, ...]; backward gathers."""
     return _ReduceScatter.apply(x, tp)
-
-
-@torch.compiler.disable
-def sum_gradients(tp: MeshAxis, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Unsplit parameters used on different slices of the sequence: backward sums their gradients over tp at once."""
-    return _SumGradients.apply(tp, *parameters)
 
 
 class _Copy(torch.autograd.Function):
@@ -82,7 +75,8 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
-        return tp.all_reduce_(x.clone(memory_format=torch.contiguous_format))
+        ctx.mark_dirty(x)
+        return tp.all_reduce_(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -109,16 +103,3 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.tp.all_gather(grads[0]), None
-
-
-class _SumGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tp: MeshAxis, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.tp = tp
-        return tuple(p.view_as(p) for p in parameters)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        flat = ctx.tp.all_reduce_(torch.cat([g.reshape(-1) for g in grads]))
-        parts = flat.split([g.numel() for g in grads])
-        return None, *(part.view_as(g) for part, g in zip(parts, grads, strict=True))

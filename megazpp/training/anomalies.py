@@ -7,6 +7,9 @@
 All ranks see the same numbers and decide the same. With a dynamic loss scale a gradient that is not finite is the
 scale's business and the step is skipped; a loss that is not finite is an error there too.
 
+Where only the first line is asked for, as by default, the device decides: it leaves the weights alone, and the host
+hears of it one step later, before the next update (step.py). What the message needs is kept until then: `Evidence`.
+
 A sum over ranks spreads a NaN or Inf over all of them. So each rank looks at its own gradients before they are summed
 (`Sharding.watch_gradients`: per sharding unit, one pass, no wait for the device), and only when the norm of the step is
 not finite are ranks asked which micro-batch and which parameter it was. The job then ends with the weights as they were
@@ -17,21 +20,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from megazpp.errors import JobError
 from megazpp.flags import check_positive, flag
-from megazpp.optim.clip import grad_norms
+from megazpp.optim.clip import GradNorm, grad_norms
 from megazpp.parallel.dims import ParallelDims
 from megazpp.training.batches import BatchPlan
 from megazpp.training.run_folder import RunFolder
-from megazpp.zero.sharding import Sharding
+from megazpp.zero.sharding import OwnGradients, Sharding
 
 WINDOW, FEWEST = 100, 20  # losses that a loss is compared with
 SHOWN = 8  # parameters and micro-batches that the message names; the file has all
@@ -43,8 +45,8 @@ class AnomalyConfig:
 
     check_for_nan_in_loss_and_grad: bool = flag(
         True,
-        "end the job before the update when the loss or a gradient is not finite, and say which parameter on which "
-        "rank; without it such a step is skipped",
+        "when the loss or a gradient is not finite, leave the weights alone and end the job (in the next step at the "
+        "latest), and say which parameter on which rank; without it such a step is skipped",
     )
     loss_spike_sigma: float | None = flag(
         None,
@@ -107,12 +109,23 @@ class Guard:
         if self.config.check_for_nan_in_loss_and_grad:
             self.not_finite.watch()
 
-    def allows(self, iteration: int, loss: float, norm: float, local_losses: torch.Tensor) -> bool:
+    @property
+    def can_wait(self) -> bool:
+        """Whether all it looks for is what is not finite, and ends the job: then `allows` may come a step later."""
+        config = self.config
+        others = config.loss_spike_sigma is not None or self.verify_interval is not None or self.dynamic_scale
+        return config.check_for_nan_in_loss_and_grad and not others
+
+    def evidence(self, local_losses: torch.Tensor, norm: GradNorm) -> Evidence:
+        """What a later `allows` needs to know of the step; after its backward."""
+        return Evidence(local_losses, norm, self.not_finite.own_gradients())
+
+    def allows(self, iteration: int, loss: float, norm: float, evidence: Evidence) -> bool:
         """Whether to update the weights with the gradients that `iteration` has come to.
 
         Args:
             loss, norm: of the global batch.
-            local_losses: [number of micro-batches] this rank's share of the loss.
+            evidence: of the same step.
         Raises:
             NotFiniteError, CorruptWeightsError: on all ranks.
         """
@@ -120,7 +133,7 @@ class Guard:
             self.verify()  # first, because it would explain what else is wrong
         finite = math.isfinite(loss) and (math.isfinite(norm) or self.dynamic_scale)
         if self.config.check_for_nan_in_loss_and_grad and not finite:
-            self.not_finite.report(iteration, loss, norm, local_losses)
+            self.not_finite.report(iteration, loss, norm, evidence)
         return math.isfinite(norm) and not self._is_spike(iteration, loss)
 
     def _is_spike(self, iteration: int, loss: float) -> bool:
@@ -157,19 +170,31 @@ class NotFiniteError(JobError):
     """The loss or a gradient is NaN or Inf."""
 
 
+class Evidence(NamedTuple):
+    """What this rank keeps of a step until it is known to be finite; small tensors, no gradient among them.
+
+    Attributes:
+        losses: [number of micro-batches] its share of the loss.
+        norm: of the step's gradients.
+        own: its own gradients before the sum over ranks; None where nobody can look.
+    """
+
+    losses: torch.Tensor
+    norm: GradNorm
+    own: OwnGradients | None
+
+
 class Found(NamedTuple):
     """What one rank knows.
 
     Attributes:
         data_rank: which samples it had.
         losses: its share of the loss, by micro-batch.
-        elements: parameter -> elements of this rank's shard of the summed gradient that are not finite.
         suspects: parameters of the units in which its own gradients were not finite; None where nobody can look.
     """
 
     data_rank: int
     losses: list[float]
-    elements: dict[str, int]
     suspects: list[str] | None
 
 
@@ -193,21 +218,24 @@ class NotFinite:
         """Before each step: look at its gradients before they are summed."""
         self.sharding.watch_gradients()
 
-    def report(self, iteration: int, loss: float, norm: float, local_losses: torch.Tensor) -> None:
+    def own_gradients(self) -> OwnGradients | None:
+        """What was seen since `watch`."""
+        return self.sharding.own_gradients()
+
+    def report(self, iteration: int, loss: float, norm: float, evidence: Evidence) -> None:
         """Gather, write and raise; called on all ranks.
 
         Raises:
             NotFiniteError: the same message on all ranks.
         """
-        named = list(self.sharding.model.named_parameters())
-        elements = {name: count for name, p in named if (count := _not_finite_elements(p.grad))}
-        norms = grad_norms(named, self.dims.tp, self.dims.shard)
-        mine = Found(self.dims.data_rank, local_losses.tolist(), elements, self.sharding.not_finite_here())
+        norms = grad_norms(evidence.norm, self.dims.tp, self.dims.shard)
+        suspects = None if evidence.own is None else evidence.own.not_finite()
+        mine = Found(self.dims.data_rank, evidence.losses.tolist(), suspects)
         found = self.dims.world.gather_objects(mine)
         message = None
         if found:
             first, size = self.plan.consumed_samples_at(iteration - 1), self.plan.micro_batch_size
-            message = describe(found, iteration, loss, norm, first, size)
+            message = describe(found, norms, iteration, loss, norm, first, size)
             if self.folder is not None:
                 record = {
                     "iteration": iteration,
@@ -225,12 +253,19 @@ class NotFinite:
 
 
 def describe(
-    found: Sequence[Found], iteration: int, loss: float, norm: float, first_sample: int, micro_batch_size: int
+    found: Sequence[Found],
+    norms: Mapping[str, float],
+    iteration: int,
+    loss: float,
+    norm: float,
+    first_sample: int,
+    micro_batch_size: int,
 ) -> str:
     """The message for the user.
 
     Args:
         found: by rank.
+        norms: of each parameter's gradient.
         first_sample: of the iteration.
     """
     lines = [
@@ -250,22 +285,13 @@ def describe(
             f"the loss of micro-batch {index} (samples {start} to {start + micro_batch_size - 1}) is not finite on "
             f"rank {rank}"
         )
-    bad: Counter[str] = Counter()
-    for each in found:
-        bad.update(each.elements)
-    for name, count in list(bad.items())[:SHOWN]:
+    bad = {name: value for name, value in norms.items() if not math.isfinite(value)}
+    for name, value in list(bad.items())[:SHOWN]:
         ranks = [rank for rank, each in enumerate(found) if name in (each.suspects or ())]
         if found[0].suspects is None:
             origin = "from a rank that is not known, because whole copies are summed inside FSDP2"
         else:
             origin = f"from rank {', '.join(map(str, ranks))}" if ranks else "every rank's own gradient was finite"
-        lines.append(f"{name}: {count} elements of the gradient are not finite, {origin}")
+        lines.append(f"{name}: the norm of the gradient is {value:g}, {origin}")
     more = len(bad_losses[SHOWN:]) + max(0, len(bad) - SHOWN)
     return "\n".join([*lines, f"and {more} more"] if more else lines)
-
-
-def _not_finite_elements(gradient: Any) -> int:
-    if gradient is None:
-        return 0
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return int((~torch.isfinite(local)).sum())

@@ -84,7 +84,7 @@ class MetricsRecorder:
 
     def step(self, record: StepRecord, *, last: bool) -> None:
         """Record a step; at a log interval and at the `last` one also print and write a line."""
-        log = last or record.iteration % self.config.log_interval == 0
+        log = last or self.logs(record.iteration)
         sent = self._sent_bytes_per_node() if log else NOTHING_SENT
         if log and self.config.log_params_norm:
             norm = global_parameter_norm(self.model.named_parameters(), self.run.dims.tp, self.run.dims.shard)
@@ -95,6 +95,10 @@ class MetricsRecorder:
             self.tracker.step(record)
         if log:
             self._log(record.iteration, sent)
+
+    def logs(self, iteration: int) -> bool:
+        """Whether a log interval ends with it."""
+        return iteration % self.config.log_interval == 0
 
     def validate(self, evaluate: Validation, progress: TrainingProgress) -> None:
         """Evaluate, show and record."""

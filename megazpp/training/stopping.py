@@ -20,6 +20,7 @@ import torch
 from megazpp.flags import check_positive, flag
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import STOP_SIGNALS
+from megazpp.training.host_copy import HostCopy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class StopConditions:
     def __init__(self, config: StopConfig) -> None:
         self._config, self._began, self._caught = config, time.monotonic(), 0
         self._before: dict[signal.Signals, Any] = {}
-        self._on_the_way: torch.Tensor | None = None
+        self._agreed: HostCopy | None = None
         self.hurried = False
 
     def __enter__(self) -> StopConditions:
@@ -59,7 +60,7 @@ class StopConditions:
         """Why to stop after `iteration`, or None. One all-reduce of two integers over all ranks.
 
         Signals may reach one rank only, and clocks differ: what one rank knows holds for all. Several ranks on CUDA
-        stop one step later: they look at what they agreed on a step ago, which no host has to wait for.
+        stop one step later: they look at what they agreed on a step ago, for which no device has to stand still.
         """
         config, minutes = self._config, self._config.exit_duration_in_mins
         over = minutes is not None and time.monotonic() - self._began > 60 * minutes
@@ -78,9 +79,8 @@ class StopConditions:
         if dims.mesh.device_type != "cuda":
             return dims.world.max_(torch.tensor(mine, dtype=torch.int32)).tolist()
         largest = dims.world.max_(torch.tensor(mine, dtype=torch.int32).pin_memory().to("cuda", non_blocking=True))
-        before, self._on_the_way = self._on_the_way, torch.empty(len(mine), dtype=torch.int32, pin_memory=True)
-        self._on_the_way.copy_(largest, non_blocking=True)  # here before the next step has read its loss
-        return before.tolist() if before is not None else [0] * len(mine)
+        before, self._agreed = self._agreed, HostCopy(largest)
+        return [0] * len(mine) if before is None else [int(number) for number in before.wait()]
 
     def _catch(self, signum: int, frame: FrameType | None) -> None:
         self._caught = signum

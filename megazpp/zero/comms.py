@@ -86,10 +86,9 @@ class SummingReduce(FreshBuffers, ReduceScatter):
         """Add up this rank's own gradients from now on, before the sum over ranks spreads a NaN or Inf."""
         self._watched, self._total = True, None
 
-    def not_finite(self) -> tuple[str, ...]:
-        """The names of the unit's parameters if a gradient of this rank was not finite since `watch`; else ()."""
-        finite = self._total is None or bool(self._total.isfinite())
-        return () if finite else tuple(p.name for p in self._unit.parameters)
+    def watched(self) -> tuple[Unit, torch.Tensor | None]:
+        """The unit, and the sum of this rank's own gradients since `watch`, a scalar; None if there were none."""
+        return self._unit, self._total
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
         """Start to reduce `gradients` [W n]; the work returns `result` [n] when that is complete.

@@ -144,15 +144,16 @@ class PackedMatrix:
         piece = _CUDA_PIECE if device.type == "cuda" else _CPU_PIECE
         self._at_once = max(piece // shape[1], 1)
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., columns] -> x W^T + bias [..., rows]."""
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, rows: range | None = None) -> torch.Tensor:
+        """x [..., columns] -> x W^T + bias [..., rows], of all rows or of some."""
+        rows = range(self.shape[0]) if rows is None else rows
         flat = x.reshape(-1, self.shape[1])
-        out = flat.new_empty(len(flat), self.shape[0])
-        for first, piece in self._pieces():
-            torch.mm(flat, piece.t(), out=out[:, first : first + len(piece)])
+        out = flat.new_empty(len(flat), len(rows))
+        for first, piece in self._pieces(rows):
+            torch.mm(flat, piece.t(), out=out[:, first - rows.start : first - rows.start + len(piece)])
         if bias is not None:
             out += bias
-        return out.view(*x.shape[:-1], self.shape[0])
+        return out.view(*x.shape[:-1], len(rows))
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [...] -> rows [..., columns]."""
@@ -164,23 +165,24 @@ class PackedMatrix:
 
     def whole(self) -> torch.Tensor:
         """[rows, columns], unpacked."""
-        return torch.cat([piece.clone() for _, piece in self._pieces()])
+        return torch.cat([piece.clone() for _, piece in self._pieces(range(self.shape[0]))])
 
     def _there(self) -> torch.Tensor:
         if self.parts is None:
             raise RuntimeError(f"{self.name} is not in memory: it is used outside of its unit's forward")
         return self.parts
 
-    def _pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The first row of each piece, and the piece in the compute dtype, which the next one overwrites."""
-        there, rows = self._there(), self.shape[0]
+    def _pieces(self, rows: range) -> Iterator[tuple[int, torch.Tensor]]:
+        """The first row of each piece of `rows`, and it in the compute dtype, which the next one overwrites."""
+        there = self._there()
         as_is = self.rows.fmt is None and self.rows.dtype == self.dtype
         size = (min(self._at_once, self.part_rows), self.shape[1])
         buffer = None if as_is else torch.empty(size, dtype=self.dtype, device=self.device)
         for number, part in enumerate(there):
             begin = number * self.part_rows
-            for start in range(0, min(self.part_rows, rows - begin), self._at_once):
-                stop = min(start + self._at_once, self.part_rows, rows - begin)
+            end = min(self.part_rows, rows.stop - begin)
+            for start in range(max(rows.start - begin, 0), end, self._at_once):
+                stop = min(start + self._at_once, end)
                 if buffer is None:
                     yield begin + start, self.rows._exact(part[start:stop])
                 else:
@@ -188,15 +190,20 @@ class PackedMatrix:
 
 
 class PackedWeight(torch.Tensor):
-    """Stands for a `PackedMatrix` where a module expects its weight; it can be multiplied with and looked up in."""
+    """Stands for a `PackedMatrix`, or some of its rows, where a module expects its weight.
+
+    It can be multiplied with, a whole one can be looked up in, and a slice of rows is such a weight again.
+    """
 
     matrix: PackedMatrix
+    rows: range
 
     @staticmethod
-    def __new__(cls, matrix: PackedMatrix) -> PackedWeight:
+    def __new__(cls, matrix: PackedMatrix, rows: range | None = None) -> PackedWeight:
         make: Any = torch.Tensor._make_wrapper_subclass
-        weight: PackedWeight = make(cls, matrix.shape, dtype=matrix.dtype, device=matrix.device)
-        weight.matrix = matrix
+        rows = range(matrix.shape[0]) if rows is None else rows
+        weight: PackedWeight = make(cls, (len(rows), matrix.shape[1]), dtype=matrix.dtype, device=matrix.device)
+        weight.matrix, weight.rows = matrix, rows
         return weight
 
     @classmethod
@@ -205,8 +212,11 @@ class PackedWeight(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.linear and len(args) >= 2 and isinstance(args[1], cls):
-            return args[1].matrix.linear(args[0], *args[2:], **kwargs)
+            return args[1].matrix.linear(args[0], *args[2:], rows=args[1].rows, **kwargs)
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], slice) and args[1].step in (None, 1):
+            return cls(args[0].matrix, args[0].rows[args[1]])
         if func is F.embedding and len(args) == 2 and isinstance(args[1], cls):
+            assert len(args[1].rows) == args[1].matrix.shape[0], "rows are looked up in a whole matrix"
             return args[1].matrix.lookup(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)

@@ -36,6 +36,22 @@ from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.units import Unit, find_units
 
 
+class OwnGradients:
+    """What a rank saw of its own gradients in one step, before they were summed over ranks.
+
+    Args:
+        sums: of each unit the sum of its gradients, a scalar; None if there were none.
+    """
+
+    def __init__(self, sums: Sequence[tuple[Unit, torch.Tensor | None]]) -> None:
+        self._sums = sums
+
+    def not_finite(self) -> list[str]:
+        """The parameters of the units in which a gradient was not finite; waits for the device."""
+        found = [unit for unit, total in self._sums if total is not None and not total.isfinite()]
+        return [parameter.name for unit in found for parameter in unit.parameters]
+
+
 class Sharding:
     """The handle on a sharded model: its methods belong around micro-batches, evaluations and writes to weights.
 
@@ -254,12 +270,12 @@ class Sharding:
         for reduce in self._watchable:
             reduce.watch()
 
-    def not_finite_here(self) -> list[str] | None:
-        """Parameters of the units in which this rank's gradients were not finite since `watch_gradients`.
+    def own_gradients(self) -> OwnGradients | None:
+        """What was seen since `watch_gradients`, and what a later call leaves as it is; no wait for the device.
 
         None with stage 0, where FSDP2 itself sums the gradients of whole copies.
         """
-        return [name for reduce in self._watchable for name in reduce.not_finite()] if self._watchable else None
+        return OwnGradients([reduce.watched() for reduce in self._watchable]) if self._watchable else None
 
     @property
     def shard_elements(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -44,14 +44,18 @@ class FakeStep:
     dims: Any
     losses: list[float]
     calls: list[dict[str, float]] = field(default_factory=list)
+    late: Callable[[StepRecord], Any] | None = None
     scaler: Any = field(default_factory=lambda: SimpleNamespace(scale=1.0))
 
-    def __call__(self, micro_batches: Any, *, learning_rate: float, weight_decay: float, iteration: int) -> StepRecord:
+    def launch(self, micro_batches: Any, *, learning_rate: float, weight_decay: float, iteration: int) -> Any:
         loss = self.losses[len(self.calls)]
         self.calls.append({"learning_rate": learning_rate, "batch": micro_batches})
         self.dims.counter.add("cross", "shard", "all_gather", 100)
         skipped = loss != loss
-        return StepRecord(iteration=iteration, loss=loss, grad_norm=1.0, learning_rate=learning_rate, skipped=skipped)
+        record = StepRecord(iteration=iteration, loss=loss, grad_norm=1.0, learning_rate=learning_rate, skipped=skipped)
+        if self.late is not None:
+            return self.late(record)
+        return SimpleNamespace(skipped=skipped, check=lambda: not skipped, record=lambda: record)
 
 
 class FakeLoader:
@@ -70,10 +74,12 @@ class Run:
         log_interval: int = 2,
         eval_interval: int = 3,
         start: TrainingProgress = TrainingProgress(),  # noqa: B008, immutable
+        late: Callable[[StepRecord], Any] | None = None,
+        checkpoints: Any = None,
         **loop: Any,
     ) -> None:
         self.dims = FakeDims()
-        self.fake = FakeStep(self.dims, losses)
+        self.fake = FakeStep(self.dims, losses, late=late)
         self.observed: list[tuple[int, int]] = []
         batches = BatchConfig(micro_batch_size=2, global_batch_size=2, train_iters=len(losses))
         self.plan = plan_batches(batches, data_parallel_size=1)
@@ -111,6 +117,7 @@ class Run:
             eval_interval=eval_interval,
             evaluate=self.evaluate,
             start=start,
+            checkpoints=checkpoints,
         )
 
     @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,13 @@ from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.worker import seed_everything
-from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_
+from megazpp.tensor_parallel.parameters import (
+    distribute_parameters,
+    initialize_parameters_,
+    local,
+    partial_parameters,
+    sum_partial_gradients_,
+)
 
 CPU = torch.device("cpu")
 
@@ -71,7 +78,15 @@ def tp_mesh() -> DeviceMesh:
     return DeviceMesh("cpu", list(range(dist.get_world_size())), mesh_dim_names=("tp",))
 
 
-def local_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's part of every gradient."""
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return {name: grad.to_local() if hasattr(grad, "to_local") else grad for name, grad in grads.items()}
+def local_gradients(model: torch.nn.Module, tp: MeshAxis | None = None) -> dict[str, torch.Tensor]:
+    """This rank's part of every gradient, as the optimizer sees it: summed over `tp`, or the model's, if partial."""
+    partial = partial_parameters(model)
+    copies = {
+        name: SimpleNamespace(
+            grad=None if p.grad is None else local(p.grad).clone() if name in partial else local(p.grad)
+        )
+        for name, p in model.named_parameters()
+    }
+    if partial:
+        sum_partial_gradients_([copies[name] for name in copies if name in partial], tp or model.tp)
+    return {name: copy.grad for name, copy in copies.items()}

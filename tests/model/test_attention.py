@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.tensor_parallel import counted, draw, part, tp_axis
+from helpers.tensor_parallel import counted, draw, local_gradients, part, tp_axis
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -172,9 +172,7 @@ def whole_weights(config: GPTConfig) -> dict[str, torch.Tensor]:
 
 
 def build(config: GPTConfig, tp: MeshAxis, *, sequence_parallel: bool = False) -> SelfAttention:
-    layer = SelfAttention(
-        config, tp=tp, sequence_parallel=sequence_parallel, output_std=1.0, recompute_core=False
-    ).double()
+    layer = SelfAttention(config, tp=tp, sequence_parallel=sequence_parallel, output_std=1.0).double()
     splits = {"qkv.weight": 0, "qkv.bias": 0, "proj.weight": 1}
     values = whole_weights(config)
     assert values.keys() == dict(layer.named_parameters()).keys()
@@ -209,7 +207,7 @@ def run_split(name: str, mask: str, sequence_parallel: bool) -> list[Any]:
     y, forward = counted(tp, lambda: layer(x, inputs))
     y_grad = draw(5, 6, 2, 8)
     _, backward = counted(tp, lambda: y.backward(part(y_grad, 0, tp) if sequence_parallel else y_grad))
-    return [y.detach(), x.grad, {n: p.grad for n, p in layer.named_parameters()}, forward, backward]
+    return [y.detach(), x.grad, local_gradients(layer, tp), forward, backward]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -232,10 +230,8 @@ def test_attention_split_over_heads_is_the_whole_one(name: str, mask: str, seque
             whole = layer.get_parameter(parameter).grad
             dim = {"qkv.weight": 0, "qkv.bias": 0, "proj.weight": 1}.get(parameter)
             torch.testing.assert_close(grad, whole if dim is None else whole.chunk(2, dim)[rank], **exact)
-        sums = 2 * ("q_norm.weight" in grads)  # of gradients of weights that both ranks' heads share
         if sequence_parallel:
-            sums += "proj.bias" in grads
             assert forward == {"all_gather": 1, "reduce_scatter": 1}
-            assert backward == {"all_gather": 1, "reduce_scatter": 1, **({"all_reduce": sums} if sums else {})}
+            assert backward == {"all_gather": 2, "reduce_scatter": 1}
         else:
-            assert (forward, backward) == ({"all_reduce": 1}, {"all_reduce": 1 + sums})
+            assert (forward, backward) == ({"all_reduce": 1}, {"all_reduce": 1})

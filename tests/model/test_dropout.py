@@ -115,7 +115,7 @@ def contexts_of_equal_heads() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     tp = tp_axis()
     seed_everything(1, data_rank=0, tp_rank=tp.rank)
     config = dataclasses.replace(BOTH, hidden_size=8, num_attention_heads=4)
-    layer = SelfAttention(config, tp=tp, sequence_parallel=False, output_std=1.0, recompute_core=False)
+    layer = SelfAttention(config, tp=tp, sequence_parallel=False, output_std=1.0)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.tensor_parallel import counted, draw, part, tp_axis
+from helpers.tensor_parallel import counted, draw, local_gradients, part, tp_axis
 
 from megazpp.model.config import GPTConfig
 from megazpp.model.mlp import MLP
@@ -88,8 +88,7 @@ def run(kind: str, bias: bool, sequence_parallel: bool) -> dict[str, Any]:
     x.requires_grad_()
     y, forward = counted(tp, lambda: mlp(x))
     _, backward = counted(tp, lambda: y.backward(y_grad))
-    grads = {name: p.grad for name, p in mlp.named_parameters()}
-    return {"y": y.detach(), "x": x.grad, "grads": grads, "calls": (forward, backward)}
+    return {"y": y.detach(), "x": x.grad, "grads": local_gradients(mlp, tp), "calls": (forward, backward)}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -106,8 +105,7 @@ def test_the_mlp_is_its_formula_however_it_is_split(kind: str, bias: bool, size:
     if size == 1:
         calls: Any = ({}, {})
     elif sequence_parallel:
-        both = {"all_gather": 1, "reduce_scatter": 1}
-        calls = (both, {**both, "all_reduce": 1} if bias else both)
+        calls = ({"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 2, "reduce_scatter": 1})
     else:
         calls = ({"all_reduce": 1}, {"all_reduce": 1})
     for rank, result in enumerate(ranks(size).run(run, kind, bias, sequence_parallel)):

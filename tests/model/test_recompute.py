@@ -28,6 +28,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective"},
     "activations": {"recompute_activations": True},
+    "core": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
+    "norms": {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
 }
 
 
@@ -139,9 +141,14 @@ def saved_bytes(model: GPTConfig) -> int:
 
 
 def test_recomputation_keeps_less():
-    """full < block < none and selective < none: what it is for."""
+    """What it is for: full < block < none, and selective, where norms and activation are, < norms alone < none."""
     plain = saved_bytes(STYLES["gpt2"])
     kept = {kind: saved_bytes(dataclasses.replace(STYLES["gpt2"], **KINDS[kind])) for kind in KINDS}
     assert kept["full"] == kept["uniform"] < kept["block"] < plain
-    assert kept["selective"] == kept["activations"] < plain
+    assert kept["selective"] == kept["activations"] < kept["norms"] < plain
+    assert kept["core"] < plain
+    gpt2 = STYLES["gpt2"]
+    tensor = 4 * BATCH * SEQ * gpt2.hidden  # bytes of what a norm gives
+    assert plain - kept["norms"] >= gpt2.layers * 2 * tensor
+    assert kept["norms"] - kept["selective"] >= gpt2.layers * tensor * gpt2.ffn_size // gpt2.hidden
     assert kept["full"] < plain / 2

@@ -11,7 +11,14 @@ from helpers.sharded import full_values, one_process_model, sharded_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megazpp.optim.clip import clip_grads_, count_zero_grads, global_grad_norm, global_parameter_norm
+from megazpp.optim.clip import (
+    clip_divisor,
+    count_zero_grads,
+    divide_grads_,
+    global_grad_norm,
+    global_parameter_norm,
+    grad_norms,
+)
 from megazpp.parallel.axis import MeshAxis
 
 LAYOUTS = [(2, 1), (1, 1), (4, 1), (1, 2), (2, 2)]  # (tp, replicas) of four ranks
@@ -25,13 +32,14 @@ def measure(tp: int, replicas: int) -> dict[str, object]:
     norm = global_grad_norm(named, *axes)
     halved = global_grad_norm(named, *axes, divisor=2.0)
     result = {
-        "norm": norm.item(),
-        "halved": halved.item(),
+        "norm": norm.value.item(),
+        "halved": halved.value.item(),
+        "of_each": grad_norms(halved, *axes),
         "params": global_parameter_norm(named, *axes).item(),
         "zeros": count_zero_grads(named, *axes).item(),
-        "dtype": norm.dtype,
+        "dtype": norm.value.dtype,
     }
-    clip_grads_([p for _, p in named], halved, 1.0, divisor=2.0)
+    divide_grads_([p for _, p in named], clip_divisor(halved.value, 1.0, divisor=2.0))
     return {**result, "clipped": {name: p.grad.full_tensor() for name, p in named}}
 
 
@@ -40,7 +48,7 @@ def measure_poisoned(value: float) -> float:
     grad = model.row.bias.grad
     if dims.tp.rank == dims.shard.rank == 1:
         grad.to_local()[-1] = value
-    return global_grad_norm(model.named_parameters(), dims.tp, dims.shard).item()
+    return global_grad_norm(model.named_parameters(), dims.tp, dims.shard).value.item()
 
 
 @pytest.mark.parametrize(("tp", "replicas"), LAYOUTS)
@@ -52,10 +60,12 @@ def test_four_ranks_measure_and_clip_like_one_process(tp: int, replicas: int):
     zeros = sum((value == 0).sum().item() for value in full_values().values())
     for parameter in model.parameters():
         parameter.grad /= 2.0
+    of_each = {name: pytest.approx(p.grad.norm().item(), rel=1e-6) for name, p in model.named_parameters()}
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for result in ranks(4).run(measure, tp, replicas):
         assert result["norm"] == pytest.approx(norm, rel=1e-6)  # fp32 sums in another order
         assert result["halved"] == pytest.approx(norm / 2, rel=1e-6)
+        assert result["of_each"] == of_each
         assert result["params"] == result["norm"]
         assert result["zeros"] == pytest.approx(zeros, abs=1e-9)
         assert result["dtype"] == torch.float32
@@ -72,23 +82,23 @@ def test_one_bad_element_on_one_rank_reaches_every_rank(value: float):
 def test_one_process_with_plain_parameters_needs_no_process_group():
     model = nn.Linear(63, 5)
     model.weight.grad = torch.full_like(model.weight, 2.0)
-    assert global_grad_norm(model.named_parameters(), *ONE).item() == pytest.approx(2.0 * math.sqrt(315))
+    assert global_grad_norm(model.named_parameters(), *ONE).value.item() == pytest.approx(2.0 * math.sqrt(315))
     expected = torch.cat([p.detach().flatten() for p in model.parameters()]).norm().item()
     assert global_parameter_norm(model.named_parameters(), *ONE).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_no_gradient_at_all_is_norm_zero():
     model = nn.Linear(3, 2)
-    assert global_grad_norm(model.named_parameters(), *ONE).item() == 0.0
+    assert global_grad_norm(model.named_parameters(), *ONE).value.item() == 0.0
     assert count_zero_grads(model.named_parameters(), *ONE).item() == 0.0
-    clip_grads_(model.parameters(), torch.tensor(0.0), 1.0)
+    divide_grads_(model.parameters(), clip_divisor(torch.tensor(0.0), 1.0))
     assert model.weight.grad is None
 
 
 def test_bf16_gradients_are_summed_in_fp32():
     parameter = nn.Parameter(torch.zeros(100_000, dtype=torch.bfloat16))
     parameter.grad = torch.full_like(parameter, 0.5)
-    norm = global_grad_norm([("p", parameter)], *ONE).item()
+    norm = global_grad_norm([("p", parameter)], *ONE).value.item()
     assert norm == pytest.approx(0.5 * math.sqrt(100_000), rel=1e-6)
 
 
@@ -96,7 +106,7 @@ def test_the_square_of_a_large_norm_does_not_overflow():
     named = [(str(i), nn.Parameter(torch.zeros(1))) for i in range(2)]
     for _, parameter in named:
         parameter.grad = torch.full_like(parameter, 3e19)
-    assert global_grad_norm(named, *ONE).item() == pytest.approx(3e19 * math.sqrt(2))
+    assert global_grad_norm(named, *ONE).value.item() == pytest.approx(3e19 * math.sqrt(2))
 
 
 @pytest.mark.parametrize(
@@ -112,15 +122,16 @@ def test_the_square_of_a_large_norm_does_not_overflow():
 def test_the_factor_is_megatrons(norm: float, max_norm: float, divisor: float, factor: float):
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([1.0, -2.0, 0.0])
-    clipped = clip_grads_([parameter], torch.tensor(norm), max_norm, divisor=divisor)
+    by = clip_divisor(torch.tensor(norm), max_norm, divisor=divisor)
+    divide_grads_([parameter], by)
     torch.testing.assert_close(parameter.grad, torch.tensor([1.0, -2.0, 0.0]) * factor, rtol=3e-7, atol=0)
-    torch.testing.assert_close(clipped, torch.tensor(factor * divisor), rtol=3e-7, atol=0)  # what it returns
+    torch.testing.assert_close(by, torch.tensor(1.0 / factor), rtol=3e-7, atol=0)
 
 
 def test_clipping_by_nan_does_not_hide_it():
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
-    clip_grads_([parameter], torch.tensor(math.nan), 1.0)
+    divide_grads_([parameter], clip_divisor(torch.tensor(math.nan), 1.0))
     assert parameter.grad.isnan().all()
 
 
@@ -146,8 +157,8 @@ def test_on_cuda_the_host_waits_neither_for_the_norm_nor_for_the_clipping():
     expected = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        norm = global_grad_norm(model.named_parameters(), tp, shard)
-        clip_grads_(model.parameters(), norm, 1.0)
+        norm = global_grad_norm(model.named_parameters(), tp, shard).value
+        divide_grads_(model.parameters(), clip_divisor(norm, 1.0))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert float(norm) == pytest.approx(expected, rel=1e-6)

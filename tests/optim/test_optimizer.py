@@ -9,13 +9,17 @@ import torch
 from helpers.ranks import ranks
 from helpers.sharded import one_process_model, sharded_model
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from megazpp.optim.clip import divide_grads_
 from megazpp.optim.optimizer import (
     OptimizerConfig,
     build_optimizer,
     optimizer_backends,
     parameter_groups,
     set_rates_,
+    skips_on_device,
+    update_,
 )
 
 CPU = torch.device("cpu")
@@ -73,6 +77,112 @@ def test_the_optimizer_updates_shards_empty_ones_too_like_one_process(tp: int, r
         for name, parameter in model.named_parameters():
             # vector and scalar tails of the fused kernel may round differently
             torch.testing.assert_close(result[name], parameter.detach(), rtol=1e-6, atol=1e-7)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights and moments, in full; copies."""
+    found = {name: p.detach() for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return {key: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for key, x in found.items()}
+
+
+def compare_with_torch(tp: int, replicas: int) -> None:
+    """Both load what the other has saved, too: their states are the same."""
+    model, theirs = (sharded_model(tp, replicas)[0] for _ in range(2))
+    config = OptimizerConfig(weight_decay=0.1)
+    optimizer = build_optimizer(model.named_parameters(), config, CPU)
+    groups = parameter_groups(theirs.named_parameters(), 0.1)
+    reference = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-8, fused=True)
+    for swaps in (False, True):
+        if swaps:
+            saved = optimizer.state_dict()
+            optimizer.load_state_dict(reference.state_dict())
+            reference.load_state_dict(saved)
+        for each, step in ((model, optimizer), (theirs, reference)):
+            for parameter in each.parameters():
+                parameter.grad = parameter.detach().clone()
+            set_rates_(step, learning_rate=0.1, weight_decay=0.1)
+            step.step()
+        ours, expected = state_of(model, optimizer), state_of(theirs, reference)
+        assert list(ours) == list(expected)
+        assert all(torch.equal(ours[key], expected[key]) for key in ours)
+    moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    assert all(isinstance(moment, DTensor) for moment in moments)
+
+
+@pytest.mark.parametrize(("tp", "replicas"), [(2, 1), (4, 1), (1, 2)])
+def test_on_local_tensors_torch_s_update_has_the_same_bits_and_the_same_state(tp: int, replicas: int):
+    ranks(4).run(compare_with_torch, tp, replicas)
+
+
+def test_gradients_are_divided_by_grad_scale_like_before_the_step():
+    model, other = one_process_model(), one_process_model()
+    states = []
+    for each, inside in ((model, True), (other, False)):
+        optimizer = build_optimizer(each.named_parameters(), OptimizerConfig(), CPU)
+        for _ in range(STEPS):
+            for parameter in each.parameters():
+                parameter.grad = parameter.detach().clone()
+            set_rates_(optimizer, learning_rate=0.1, weight_decay=0.1)
+            by = torch.tensor(3.7)
+            if inside:
+                update_(optimizer, by)
+            else:
+                divide_grads_(each.parameters(), by)
+                optimizer.step()
+        states.append(state_of(each, optimizer))
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[1])
+
+
+def skip_by_found_inf() -> tuple[bool, bool]:
+    """Whether a step with found_inf changes nothing, and whether the next one goes on as if there had been none."""
+    ends = []
+    for skips in (True, False):
+        model, _ = sharded_model(2, 1)
+        optimizer = train(model, "adam")
+        before = state_of(model, optimizer)
+        if skips:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, float("nan"))
+            update_(optimizer, torch.tensor(float("nan")), torch.tensor(1.0))
+            after = state_of(model, optimizer)
+            unchanged = all(torch.equal(before[key], after[key]) for key in before)
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        update_(optimizer, torch.tensor(1.0), torch.tensor(0.0))
+        ends.append(state_of(model, optimizer))
+    return unchanged, all(torch.equal(ends[0][key], ends[1][key]) for key in ends[1])
+
+
+def test_with_found_inf_weights_moments_and_the_step_count_stay_as_they_are():
+    assert ranks(4).run(skip_by_found_inf) == [(True, True)] * 4
+
+
+def test_only_the_fused_adam_skips_without_the_host():
+    adam, sgd, unfused = (
+        build_optimizer(nn.Linear(2, 2).named_parameters(), OptimizerConfig(optimizer=kind), device)
+        for kind, device in (("adam", CPU), ("sgd", CPU), ("adam", torch.device("xpu")))
+    )
+    assert [skips_on_device(each) for each in (adam, sgd, unfused)] == [True, False, False]
+    for each in (sgd, unfused):
+        with pytest.raises(AssertionError, match="cannot skip a step by itself"):
+            update_(each, torch.tensor(1.0), torch.tensor(0.0))
+
+
+def test_without_fused_kernels_the_update_is_the_same_up_to_rounding():
+    states = []
+    for device in (CPU, torch.device("xpu")):  # the parameters are on the CPU either way
+        model = one_process_model()
+        optimizer = build_optimizer(model.named_parameters(), OptimizerConfig(), device)
+        for _ in range(STEPS):
+            for parameter in model.parameters():
+                parameter.grad = parameter.detach().clone()
+            set_rates_(optimizer, learning_rate=0.1, weight_decay=0.1)
+            update_(optimizer, torch.tensor(3.7))
+        states.append(state_of(model, optimizer))
+    for key, value in states[0].items():
+        torch.testing.assert_close(states[1][key], value, rtol=1e-5, atol=1e-6)
 
 
 def test_the_groups_are_megatrons_biases_and_one_dimensional_parameters_do_not_decay():
@@ -145,7 +255,8 @@ def test_the_row_names_the_class_and_the_path_that_is_built(kind: str, implement
     (_, found, _), *_ = optimizer_backends(config, "cpu")
     optimizer = build_optimizer(nn.Linear(2, 2).named_parameters(), config, torch.device("cpu"))
     path = next(name for name in ("fused", "foreach") if optimizer.defaults[name])
-    assert found == f"torch.optim.{type(optimizer).__name__}({path}=True)" == implementation
+    of_torch = next(c for c in type(optimizer).__mro__ if c.__module__.startswith("torch."))
+    assert found == f"torch.optim.{of_torch.__name__}({path}=True)" == implementation
 
 
 def test_a_device_without_fused_kernels_says_so():

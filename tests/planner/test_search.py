@@ -74,9 +74,10 @@ def test_what_does_not_fit_says_what_it_needs_and_more_recomputation_is_tried():
     roomy = {choice.name: choice for choice in found("--global-batch-size", "4", gigabytes=1.0)}[name]
     assert roomy.estimate is not None
     plain = roomy.estimate.gigabytes
-    choices = {choice.name: choice for choice in found("--global-batch-size", "4", gigabytes=0.95 * plain / 0.9)}
-    assert choices[name].verdict == f"needs {plain:.1f} GB, a rank has {0.95 * plain:.1f}"
-    assert name.replace("none", "full") in choices
+    for share, tried in ((0.95, ["selective"]), (0.5, ["selective", "full"])):
+        choices = {choice.name: choice for choice in found("--global-batch-size", "4", gigabytes=share * plain / 0.9)}
+        assert choices[name].verdict == f"needs {plain:.1f} GB, a rank has {share * plain:.1f}"
+        assert [word for word in ("selective", "full") if name.replace("none", word) in choices] == tried
 
 
 def test_the_fewest_memory_switches_that_let_a_run_fit_are_found():

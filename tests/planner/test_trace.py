@@ -57,6 +57,29 @@ def test_recomputation_adds_the_layers_forward_and_keeps_less():
     assert full.segments[FORWARD, 3].kept < plain.segments[FORWARD, 3].kept / 4
 
 
+def test_recomputing_norms_and_activation_adds_no_product_and_keeps_less():
+    for config in (GPT2_STYLE, LLAMA_STYLE):
+        plain, selective = trace(like(config)), trace(like(config, recompute_granularity="selective"))
+        assert flops(selective) == flops(plain)
+        assert selective.segments[FORWARD, 3].kept < 0.8 * plain.segments[FORWARD, 3].kept
+
+
+def test_with_sequence_parallelism_a_column_layer_keeps_its_slice_of_the_input():
+    """Bytes of a GPT layer in units of tokens x hidden at T = 8: 34 / 8 and a little (Korthikanti et al. 2022)."""
+    config = dataclasses.replace(GPT2_STYLE, hidden_size=512, num_attention_heads=8, ffn_hidden_size=None, num_layers=2)
+    for granularity, most in ((None, 4.5), ("selective", 3.0)):
+        found = trace_model(
+            dataclasses.replace(config, recompute_granularity=granularity),
+            vocab_size=VOCAB,
+            seq_length=64,
+            micro_batch_size=1,
+            tp=8,
+            sequence_parallel=True,
+            dtype=torch.bfloat16,
+        )
+        assert most - 1.0 < found.segments[FORWARD, 1].kept / (64 * 512) < most
+
+
 @pytest.mark.parametrize("again", [None, slow("full")])
 def test_rmsnorm_keeps_its_input_and_a_scale_per_row_as_the_kernel_of_cuda_does(again: str | None):
     """Of LayerNorm the kernel keeps one more fp32 per row, the mean, and its bias's gradient comes at the end."""

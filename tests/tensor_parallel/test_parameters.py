@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,8 @@ from helpers.tensor_parallel import CPU, tp_mesh
 from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
@@ -217,6 +219,45 @@ def local_of_a_dtensor() -> tuple[bool, torch.Tensor, bool]:
     inside = local(wrapped)
     (inside * 4.0).sum().backward()
     return not isinstance(inside, DTensor), wrapped.grad.to_local(), isinstance(wrapped.grad, DTensor)
+
+
+def gradients_through(read: Callable[[DTensor], torch.Tensor]) -> list[tuple[bool, Any, torch.Tensor]]:
+    """Of each placement: whether the gradient is contiguous, its placements, its local tensor."""
+    found = []
+    for placement in (Shard(0), Shard(1), Replicate()):
+        wrapped = nn.Parameter(DTensor.from_local(torch.arange(6.0).view(2, 3), tp_mesh(), [placement]))
+        for _ in range(2):  # a second backward adds to the first's gradient
+            inside = read(wrapped)
+            (inside.sum() + (inside.t() @ torch.full((2, 3), 4.0)).sum()).backward()  # expanded, and transposed
+            inside[0].sum().backward()
+        found.append((wrapped.grad._local_tensor.is_contiguous(), wrapped.grad.placements, wrapped.grad.to_local()))
+        frozen = wrapped.detach()
+        assert not read(frozen).requires_grad
+        with torch.no_grad():
+            assert not read(wrapped).requires_grad
+    return found
+
+
+def test_the_gradients_of_local_are_those_of_torch_s_to_local():
+    ours = ranks(2).run(gradients_through, local)
+    assert all(contiguous for found in ours for contiguous, _, _ in found)
+    for found, expected in zip(ours, ranks(2).run(gradients_through, DTensor.to_local), strict=True):
+        for (_, placements, grad), (_, their_placements, theirs) in zip(found, expected, strict=True):
+            assert placements == their_placements
+            assert torch.equal(grad, theirs)
+
+
+def specs_made() -> int:
+    """By a forward and a backward."""
+    wrapped = nn.Parameter(DTensor.from_local(torch.ones(2, 3), tp_mesh(), [Shard(0)]))
+    gradients_through(local)  # what torch remembers of operations
+    with mock.patch.object(DTensorSpec, "__post_init__", autospec=True, side_effect=DTensorSpec.__post_init__) as made:
+        local(wrapped).square().sum().backward()
+        return made.call_count
+
+
+def test_a_gradient_s_placement_is_its_parameter_s_and_not_worked_out_anew():
+    assert ranks(2).run(specs_made) == [0, 0]
 
 
 def weights_of_another_device_on_each_rank(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, int], bool]:

@@ -15,6 +15,7 @@ from helpers.tensor_parallel import counted, tp_axis
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel import regions
 
+REGIONS = ["copy_to_region", "reduce_from_region_", "gather_sequence", "reduce_scatter_sequence"]
 SHAPES = [(8, 3, 5), (4, 1, 1), (12, 7)]  # [S, ...]: S is a multiple of 4 ranks, the rest is odd
 
 
@@ -33,7 +34,8 @@ def run_region(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...],
     if strided:  # the same values in memory of another order
         x, grad = x.mT.contiguous().mT, grad.mT.contiguous().mT
     x.requires_grad_()
-    y, forward = counted(tp, lambda: getattr(regions, name)(x, tp))
+    given = x.clone(memory_format=torch.contiguous_format) if name.endswith("_") else x
+    y, forward = counted(tp, lambda: getattr(regions, name)(given, tp))
     _, backward = counted(tp, lambda: y.backward(grad))
     unchanged = torch.equal(x.detach(), integers(tp.rank, *in_shape))
     unchanged &= torch.equal(grad, integers(100 + tp.rank, *out_shape))
@@ -47,7 +49,7 @@ def expect(
     match name:
         case "copy_to_region":
             return xs[rank], sum(grads), ({}, {"all_reduce": 1})
-        case "reduce_from_region":
+        case "reduce_from_region_":
             return sum(xs), grads[rank], ({"all_reduce": 1}, {})
         case "gather_sequence":
             return torch.cat(xs), sliced(sum(grads), rank, size), ({"all_gather": 1}, {"reduce_scatter": 1})
@@ -59,7 +61,9 @@ def expect(
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ["copy_to_region", "reduce_from_region", "gather_sequence", "reduce_scatter_sequence"])
+@pytest.mark.parametrize(
+    "name", ["copy_to_region", "reduce_from_region_", "gather_sequence", "reduce_scatter_sequence"]
+)
 def test_a_region_does_what_its_row_of_the_table_says(name: str, size: int, shape: tuple[int, ...], strided: bool):
     slice_shape = (shape[0] // size, *shape[1:])
     in_shape = slice_shape if name == "gather_sequence" else shape
@@ -74,38 +78,19 @@ def test_a_region_does_what_its_row_of_the_table_says(name: str, size: int, shap
         assert result["unchanged"]
 
 
-def run_sum_gradients() -> list[Any]:
-    tp = tp_axis()
-    parameters = [integers(i, *shape).requires_grad_() for i, shape in enumerate([(5,), (3, 7), (1,)])]
-    (a, b, _unused), forward = counted(tp, lambda: regions.sum_gradients(tp, *parameters))
-    loss = (a * integers(50 + tp.rank, 5)).sum() + (b * integers(60 + tp.rank, 3, 7)).sum()
-    _, backward = counted(tp, loss.backward)
-    return [*(p.grad for p in parameters), torch.equal(a, parameters[0]), forward, backward]
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_sum_gradients_sums_all_gradients_in_one_all_reduce(size: int):
-    """An output that nothing used counts as zero."""
-    for a, b, unused, identity, forward, backward in ranks(size).run(run_sum_gradients):
-        assert torch.equal(a, sum(integers(50 + rank, 5) for rank in range(size)))
-        assert torch.equal(b, sum(integers(60 + rank, 3, 7) for rank in range(size)))
-        assert torch.equal(unused, torch.zeros(1))
-        assert identity
-        assert (forward, backward) == ({}, {"all_reduce": 1})
-
-
 def run_with_a_second_branch(name: str) -> dict[str, torch.Tensor]:
     """`a` goes through the region, `b` does not, and autograd hands one gradient tensor to both."""
     tp = tp_axis()
     a = integers(tp.rank, 8, 3).requires_grad_()
     b = integers(10 + tp.rank, 8, 3).requires_grad_()
     grad = integers(20 + tp.rank, 8, 3)
-    through = regions.sum_gradients(tp, a)[0] if name == "sum_gradients" else getattr(regions, name)(a, tp)
+    given = a.clone() if name.endswith("_") else a
+    through = getattr(regions, name)(given, tp)
     (through + b).backward(grad)
     return {"a": a.grad, "b": b.grad, "given": grad, "input": a.detach()}
 
 
-@pytest.mark.parametrize("name", ["copy_to_region", "sum_gradients", "reduce_from_region"])
+@pytest.mark.parametrize("name", ["copy_to_region", "reduce_from_region_"])
 def test_a_gradient_that_another_branch_shares_is_left_alone(name: str):
     """An all-reduce in place must not reach the gradient of the other branch, nor the forward's input."""
     results = ranks(2).run(run_with_a_second_branch, name)
@@ -115,14 +100,14 @@ def test_a_gradient_that_another_branch_shares_is_left_alone(name: str):
         assert torch.equal(result["b"], own)
         assert torch.equal(result["given"], own)
         assert torch.equal(result["input"], integers(rank, 8, 3))
-        assert torch.equal(result["a"], own if name == "reduce_from_region" else total)
+        assert torch.equal(result["a"], own if name == "reduce_from_region_" else total)
 
 
 def run_input_in_two_branches() -> tuple[torch.Tensor, torch.Tensor]:
     """x + reduce(2 x): the reduction must not overwrite what the other branch reads."""
     tp = tp_axis()
     x = integers(tp.rank, 4, 3).requires_grad_()
-    y = x + regions.reduce_from_region(x * 2, tp) + regions.copy_to_region(x, tp)
+    y = x + regions.reduce_from_region_(x * 2, tp) + regions.copy_to_region(x, tp)
     y.backward(integers(30, 4, 3))
     return y.detach(), x.grad
 
@@ -139,7 +124,7 @@ def test_on_an_axis_of_one_rank_a_region_returns_its_argument(sequence_parallel:
     alone, x = MeshAxis("tp"), integers(0, 8, 3)
     assert regions.enter_region(x, alone, sequence_parallel=sequence_parallel) is x
     assert regions.leave_region(x, alone, sequence_parallel=sequence_parallel) is x
-    for name in ("copy_to_region", "reduce_from_region", "gather_sequence", "reduce_scatter_sequence"):
+    for name in REGIONS:
         assert torch.equal(getattr(regions, name)(x, alone), x)
     assert not alone.counter.table()
 

@@ -44,6 +44,9 @@ def test_products_and_lookups_are_those_of_the_unpacked_matrix(
     for with_bias in (None, bias):
         expected = F.linear(x.double(), unpacked.double(), None if with_bias is None else with_bias.double())
         assert torch.allclose(F.linear(x, packed, with_bias).double(), expected, atol=1e-4)  # fp32 sums of 257
+    for rows in (slice(0, 29), slice(9, 10), slice(10, None)):
+        assert torch.allclose(F.linear(x, packed[rows]), F.linear(x, unpacked[rows]), atol=1e-4)
+        assert torch.allclose(F.linear(x, packed[rows][1:]), F.linear(x, unpacked[rows][1:]), atol=1e-4)
     ids = torch.tensor([[0, 30, 7], [30, 11, 0]])
     assert torch.equal(F.embedding(ids, packed), F.embedding(ids, unpacked))
 

@@ -36,7 +36,7 @@ from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.worker import Worker
 from megazpp.program import flags_of, program
 from megazpp.run import Job, run_on_ranks
-from megazpp.tensor_parallel.parameters import initialize_parameters_
+from megazpp.tensor_parallel.parameters import initialize_parameters_, partial_parameters, sum_partial_gradients_
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import open_datasets, open_loader
 from megazpp.zero import PrecisionConfig, ZeroConfig, shard_model
@@ -190,6 +190,8 @@ def _gradients(
             batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
         )
         ((losses * batch.loss_mask).sum() / tokens).backward()
+    partial = partial_parameters(model)
+    sum_partial_gradients_((p for name, p in model.named_parameters() if name in partial), dims.tp)
     gradients = [p.grad for p in parameters if p.grad is not None]
     model.zero_grad()
     return gradients

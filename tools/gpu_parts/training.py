@@ -31,6 +31,8 @@ from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.parallel.launch import LaunchConfig, Place
 from megazpp.parallel.worker import Worker, run_worker
 from megazpp.topology.cluster import Cluster
+from megazpp.training.anomalies import Guard, LossHistory, NotFinite
+from megazpp.training.batches import plan_batches
 from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
 
 LEARNING_RATE, WEIGHT_DECAY, BETAS, CLIP = 1e-4, 0.1, (0.9, 0.95), 1.0
@@ -163,10 +165,13 @@ def measure_case(case: TrainingCase, task: Task, report: Report, device: torch.d
 def build_ours(
     config: RunConfig, vocab_size: int, data: list[MicroBatch], device: torch.device
 ) -> Callable[[], object]:
-    """A step of the product on this data, as `pretrain_gpt.py` builds it."""
+    """A step of the product on this data, as `pretrain_gpt.py` builds it; it waits for the step before."""
     layout = plan_dims(config.parallel, Cluster(num_nodes=1, ranks_per_node=1), zero_stage=config.zero.stage)
-    step = build_step(config, ParallelDims(layout, device_type=device.type), vocab_size=vocab_size, device=device)
-    return functools.partial(step, data, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    dims = ParallelDims(layout, device_type=device.type)
+    step = build_step(config, dims, vocab_size=vocab_size, device=device)
+    not_finite = NotFinite(step.sharding, dims, plan_batches(config.batches, data_parallel_size=1), None)
+    step.guard = Guard(config.anomalies, not_finite, LossHistory(), dynamic_scale=False, log=print)
+    return functools.partial(step.launch, data, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
 
 class PeerBlock(nn.Module):

@@ -1,0 +1,318 @@
+"""The host reads a step's numbers one step later: the same bits, no wait before an update, and nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers.checkpoints import digest
+from helpers.pretended_run import Run
+from helpers.ranks import ranks
+from helpers.tiers import slow
+from helpers.training import Case, build_step
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from training.test_anomalies_not_finite import guarded, poison_gradient, poison_output
+
+from megazpp.checkpoint.record import TrainingProgress
+from megazpp.optim.clip import clip_divisor, global_grad_norm
+from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, set_rates_
+from megazpp.parallel.axis import MeshAxis
+from megazpp.training import step as step_module
+from megazpp.training.anomalies import NotFiniteError
+from megazpp.training.host_copy import HostCopy
+from megazpp.training.metrics import StepRecord
+from megazpp.training.step import LaunchedStep, TrainStep
+from megazpp.zero.config import ZeroConfig
+from megazpp.zero.precision import PrecisionConfig
+
+ZEROPP = ZeroConfig(zeropp=True)
+READS = ("_local_scalar_dense", "equal", "nonzero")  # operations whose result the host has to wait for
+
+
+def launch(step: TrainStep, case: Case, index: int) -> LaunchedStep:
+    size = case.global_batch // step.dims.data_size // case.micro_batches
+    firsts = [(m * step.dims.data_size + step.dims.data_rank) * size for m in range(case.micro_batches)]
+    batches = [case.batch(index, first, size) for first in firsts]
+    return step.launch(batches, learning_rate=1e-2, weight_decay=0.01, iteration=index + 1)
+
+
+def state(step: TrainStep) -> dict[str, str]:
+    """What every bit of this rank's weights and moments hashes to."""
+    found = {name: p.detach() for name, p in step.model.named_parameters()}
+    for name, parameter in step.model.named_parameters():
+        found |= {f"{name}.{key}": value for key, value in step.optimizer.state.get(parameter, {}).items()}
+    return {key: digest(x.to_local() if isinstance(x, DTensor) else x) for key, x in found.items()}
+
+
+class Events(TorchDispatchMode):
+    """What the host did, in order; numbers of a step count as one read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self._copies: list[HostCopy] = []
+        self._inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.split(".")[0] in READS:
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def watching(self, step: TrainStep) -> Iterator[None]:
+        wait, tolist, update, forward_backward = (
+            HostCopy.wait,
+            torch.Tensor.tolist,
+            step_module.update_,
+            step._forward_backward,
+        )
+
+        def seen_wait(copy: HostCopy) -> list[float]:
+            if copy not in self._copies:
+                self._copies.append(copy)
+                self.seen.append(f"numbers {len(self._copies)}")
+            self._inside = True
+            values = wait(copy)
+            self._inside = False
+            return values
+
+        def seen_tolist(tensor: torch.Tensor) -> Any:
+            if not self._inside:
+                self.seen.append("tolist")
+            return tolist(tensor)
+
+        def seen_update(*args: Any) -> None:
+            self.seen.append("update")
+            update(*args)
+
+        def seen_backward(*args: Any) -> Any:
+            result = forward_backward(*args)
+            self.seen.append("backward")
+            return result
+
+        with (
+            mock.patch.object(HostCopy, "wait", seen_wait),
+            mock.patch.object(torch.Tensor, "tolist", seen_tolist),
+            mock.patch.object(step_module, "update_", seen_update),
+            mock.patch.object(step, "_forward_backward", seen_backward),
+            self,
+        ):
+            yield
+
+
+def reads_of_the_host(case: Case, waits: bool) -> list[str]:
+    """From the first backward to the last update of three steps."""
+    step, _ = build_step(case)
+    guarded(step, case, None)
+    assert step.guard is not None
+    step.guard.config = dataclasses.replace(step.guard.config, loss_spike_sigma=1e6 if waits else None)
+    launch(step, case, 0).record()  # units check how torch lays their shards out once
+    events = Events()
+    with events.watching(step):
+        last = [launch(step, case, index) for index in (1, 2, 3)][-1]
+        seen = list(events.seen)
+        last.record()
+    return seen[seen.index("backward") :]
+
+
+@pytest.mark.parametrize(
+    "case", [{"nodes": 2, "zero": ZEROPP, "micro_batches": 2}, slow({"stage": 0}), {"tp": 2}], ids=["zeropp", "0", "tp"]
+)
+def test_between_backward_and_update_the_host_reads_only_the_numbers_of_the_step_before(case: dict[str, Any]):
+    for seen in ranks(2).run(reads_of_the_host, Case(**case), False):
+        assert seen == ["backward", "update", "backward", "numbers 1", "update", "backward", "numbers 2", "update"]
+
+
+def test_loss_spikes_are_looked_for_before_the_update():
+    for seen in ranks(2).run(reads_of_the_host, Case(), True):
+        assert seen == [x for step in (1, 2, 3) for x in ("backward", f"numbers {step}", "update")]
+
+
+def late_and_at_once(case: Case) -> bool:
+    """Whether both ways come to the same bits, records, weights and moments."""
+    ends = []
+    for waits in (False, True):
+        step, _ = build_step(case)
+        guarded(step, case, None)
+        assert step.guard is not None
+        step.guard.config = dataclasses.replace(step.guard.config, loss_spike_sigma=1e6 if waits else None)
+        step.count_zeros = True
+        launched = [launch(step, case, index) for index in range(4)]
+        assert [each.waits for each in launched] == [waits] * 4
+        ends.append(([each.record() for each in launched], state(step)))
+    return ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"nodes": 2, "zero": ZEROPP, "micro_batches": 2},
+        slow({"tp": 2, "stage": 2}),
+        slow({"stage": 0}),
+        {"nodes": 2, "zero": ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), "tp": 2},
+    ],
+    ids=["zeropp", "tp", "0", "differences"],
+)
+def test_late_numbers_and_numbers_at_once_make_the_same_steps(case: dict[str, Any]):
+    assert ranks(4).run(late_and_at_once, Case(**case)) == [True] * 4
+
+
+def fault_in_the_third_step(case: Case, where: str, rank: int, folder: Path) -> dict[str, Any]:
+    """Then a step without one, in which the message comes."""
+    step, dims = build_step(case)
+    guarded(step, case, folder)
+    launched = [launch(step, case, index) for index in range(2)]
+    before = state(step)
+    hooks: list[Any] = []
+    if dims.world.rank == rank:
+        module = step.model.layers[1].mlp.fc2
+        hooks.append(poison_gradient(module) if where == "gradient" else poison_output(step.model.final_norm, when=1))
+    bad = launch(step, case, 2)
+    assert not bad.skipped  # as far as the host knows
+    unchanged = state(step) == before
+    for hook in hooks:
+        hook.remove()
+    try:
+        launch(step, case, 3)
+        message = "no error"
+    except NotFiniteError as error:
+        message = str(error)
+    return {
+        "message": message,
+        "unchanged": (unchanged, state(step) == before),
+        "good": [each.record().skipped for each in launched],
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "rank"),
+    [({"nodes": 2, "zero": ZEROPP, "tp": 2}, 1), slow({"nodes": 2, "zero": ZEROPP}, 3), slow({"stage": 2}, 0)],
+    ids=["zeropp-tp", "zeropp", "stage2"],
+)
+def test_a_nan_leaves_weights_and_moments_alone_and_is_told_in_the_next_step_by_parameter_and_rank(
+    case: dict[str, Any], rank: int, tmp_path: Path
+):
+    results = ranks(4).run(fault_in_the_third_step, Case(micro_batches=2, **case), "gradient", rank, tmp_path)
+    assert all(result["unchanged"] == (True, True) and result["good"] == [False, False] for result in results)
+    (message,) = {result["message"] for result in results}
+    first, *lines = message.splitlines()
+    assert first.startswith("iteration 3: loss ")
+    assert first.endswith(", gradient norm nan; the job ends before the update, the weights are those of iteration 2")
+    file = tmp_path / "not-finite-3.json"
+    assert lines == [
+        f"layers.1.mlp.fc2.weight: the norm of the gradient is nan, from rank {rank}",
+        f"samples, losses and norms: {file}",
+    ]
+    assert file.exists()
+
+
+def test_a_nan_in_the_loss_is_told_late_with_the_samples_of_its_own_step(tmp_path: Path):
+    case = Case(micro_batches=2, nodes=2, zero=ZEROPP)
+    for result in ranks(4).run(fault_in_the_third_step, case, "output", 2, tmp_path):
+        assert result["unchanged"] == (True, True)
+        line = result["message"].splitlines()[1]
+        assert line == "the loss of micro-batch 0 (samples 36 to 37) is not finite on rank 2"
+
+
+def scaled(precision: PrecisionConfig) -> list[bool]:
+    case = Case(precision=precision)
+    step, _ = build_step(case)
+    guarded(step, case, None, dynamic_scale=precision.fp16)
+    return [launch(step, case, index).waits for index in range(2)]
+
+
+def test_a_dynamic_loss_scale_waits_because_it_has_to_know():
+    assert ranks(2).run(scaled, PrecisionConfig(fp16=True)) == [[True, True]] * 2
+    assert ranks(2).run(scaled, PrecisionConfig()) == [[False, False]] * 2
+
+
+@pytest.mark.gpu
+def test_on_cuda_norm_clipping_skip_and_update_wait_for_nothing_and_the_numbers_come_later():
+    parameter = torch.nn.Parameter(torch.ones(1000, device="cuda"))
+    named, axes = [("p", parameter)], (MeshAxis("tp"), MeshAxis("shard"))
+    optimizer = build_optimizer(named, OptimizerConfig(), parameter.device)
+    set_rates_(optimizer, learning_rate=1.0, weight_decay=0.0)
+    copies = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for value in (2.0, float("nan")):
+            parameter.grad = torch.full_like(parameter, value)
+            norm = global_grad_norm(named, *axes).value
+            found_inf = (~norm.isfinite()).float()
+            step_module.update_(optimizer, clip_divisor(norm, 1.0), found_inf)
+            copies.append(HostCopy(torch.stack((norm.double(), found_inf.double()))))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    (norm, taken), (_, skipped) = (copy.wait() for copy in copies)
+    assert (norm, taken, skipped) == (pytest.approx(2.0 * 1000**0.5), 0.0, 1.0)
+    torch.testing.assert_close(parameter.detach(), torch.zeros(1000, device="cuda"), rtol=0, atol=1e-4)
+    assert float(optimizer.state[parameter]["step"]) == 1.0
+
+
+# ---- the loop -------------------------------------------------------------------------------------------------------
+
+
+class LateSteps:
+    """Steps as `TrainStep.launch` gives them, and a folder of checkpoints, that write down what is asked of them.
+
+    Args:
+        bad: a step that is not finite.
+        save_interval: of the checkpoints.
+    """
+
+    def __init__(self, *, bad: int | None = None, save_interval: int = 3) -> None:
+        self.events: list[str] = []
+        self._bad, self._save_interval = bad, save_interval
+        self._known: set[int] = set()
+
+    def launch(self, record: StepRecord) -> Any:
+        self.events.append(f"launch {record.iteration}")
+        if record.iteration > 1:
+            self._check(record.iteration - 1)
+        check = functools.partial(self._check, record.iteration)
+        return SimpleNamespace(skipped=False, check=check, record=lambda: check() and record)
+
+    def _check(self, iteration: int) -> bool:
+        if iteration not in self._known:
+            self._known.add(iteration)
+            self.events.append(f"read {iteration}")
+            if iteration == self._bad:
+                raise NotFiniteError(f"iteration {iteration}")
+        return True
+
+    def due(self, iteration: int, *, last: bool) -> bool:
+        return last or iteration % self._save_interval == 0
+
+    def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
+        if self.due(progress.iteration, last=last):
+            self.events.append(f"save {progress.iteration}")
+
+
+def test_the_loop_reads_late_but_before_a_log_line_a_checkpoint_an_evaluation_and_the_end():
+    late = LateSteps()
+    run = Run([1.0] * 8, late=late.launch, checkpoints=late, log_interval=5, eval_interval=4)
+    assert late.events == [
+        *("launch 1", "launch 2", "read 1", "launch 3", "read 2", "read 3", "save 3"),
+        *("launch 4", "read 4", "launch 5", "read 5", "launch 6", "read 6", "save 6"),
+        *("launch 7", "launch 8", "read 7", "read 8", "save 8"),
+    ]
+    assert [(r["iteration"], r["steps"]) for r in run.tracker.records] == [(5, 5), (8, 3)]  # none is lost
+
+
+@pytest.mark.parametrize("bad", [2, 3, 6, 8])
+def test_a_step_that_is_not_finite_is_never_saved(bad: int):
+    late = LateSteps(bad=bad)
+    with pytest.raises(NotFiniteError, match=f"iteration {bad}"):
+        Run([1.0] * 8, late=late.launch, checkpoints=late, log_interval=100, eval_interval=100)
+    saves = [event for event in late.events if event.startswith("save")]
+    assert saves == [f"save {n}" for n in (3, 6, 8) if n < bad]
+    assert late.events[-1] == f"read {bad}"
