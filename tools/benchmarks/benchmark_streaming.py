@@ -5,7 +5,7 @@ sh -c 'cd /sys/fs/cgroup/memory; mkdir two; echo 2G > two/memory.limit_in_bytes;
     exec python tools/benchmarks/benchmark_streaming.py --folder big/'            everything within 2 GB
 
 A GPT-2 of gpt_1b3's shape gets random weights in bf16, and is converted to our checkpoint. Both programs then continue
-the same number of prompts of 16 tokens in fp32, in turn, each with a page cache that was dropped before (by root) and
+the same number of prompts of 4 tokens in fp32, in turn, each with a page cache that was dropped before (by root) and
 that the cgroup keeps small: else only the first pass reads from the disk. Loading is not counted.
 """
 
@@ -21,13 +21,14 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megazpp.errors import JobError
 from megazpp.formatting import GIGA
-from megazpp.program import flags_of, program
+from megazpp.program import flags_of, program, say
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPT_TOKENS, VOCABULARY = 16, 50257
+PROMPT_TOKENS, VOCABULARY = 4, 50257
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
@@ -53,11 +54,16 @@ def main(argv: list[str]) -> None:
     args.folder = args.folder.resolve()
     build_models(args)
     rates: dict[tuple[int, str], list[tuple[float, float, float]]] = defaultdict(list)
+
+    def note(batch: int, name: str, run: tuple[float, float, float]) -> None:
+        rates[batch, name].append(run)
+        say(f"{batch} sequences, {name}: {run[0]:.3f} tokens/s, bound {run[1]:.2f}, {run[2]:.3f} GB")
+
     for batch in args.batches:
         for _ in range(args.rounds):
-            rates[batch, "transformers"].append(measure_theirs(args, batch))
+            note(batch, "transformers", measure_theirs(args, batch))
             for bits in args.bits:
-                rates[batch, f"{bits} bits"].append(measure_ours(args, batch, bits))
+                note(batch, f"{bits} bits", measure_ours(args, batch, bits))
     print("| sequences | program | tokens/s, median | of transformers | of the bound | peak memory, GB |")
     print("|---|---|---|---|---|---|")
     for (batch, name), runs in rates.items():
@@ -109,7 +115,7 @@ def continue_with_offload(args: argparse.Namespace) -> None:
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         args.folder / "hf", dtype=torch.float32, device_map={"": "disk"}, offload_folder=args.folder / "offload"
     )
     prompts = torch.arange(args.theirs * PROMPT_TOKENS).view(args.theirs, -1)
