@@ -81,6 +81,7 @@ class Case:
     learning_rate: float = 1e-2
     zero: ZeroConfig | None = None
     float8: Float8Format | None = None  # emulated
+    scalar_head: bool = False
 
     @property
     def product(self) -> Product | None:
@@ -127,23 +128,31 @@ def train_plain(case: Case) -> dict[str, list[float]]:
     return {"loss": losses, "grad_norm": norms}
 
 
-def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
+def dims_on_ranks(case: Case) -> ParallelDims:
     world = torch.distributed.get_world_size()
     cluster = Cluster(num_nodes=case.nodes, ranks_per_node=world // case.nodes, order=case.order)
     config = ParallelConfig(tensor_model_parallel_size=case.tp, num_distributed_optimizer_instances=case.replicas)
     dims = ParallelDims(plan_dims(config, cluster, zero_stage=case.stage), device_type="cpu")
     seed_everything(case.seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
-    spec = ModelSpec(
+    return dims
+
+
+def spec_of(case: Case) -> ModelSpec:
+    return ModelSpec(
         config=case.model,
         vocab_size=case.vocab_size,
         sequence_parallel=case.sequence_parallel,
         zero=case.zero or ZeroConfig(zero_stage=case.stage),
         precision=case.precision,
         seed=case.seed,
+        scalar_head=case.scalar_head,
         product=case.product,
     )
-    built = build_model(spec, dims, CPU)
-    return *built, dims
+
+
+def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
+    dims = dims_on_ranks(case)
+    return *build_model(spec_of(case), dims, CPU), dims
 
 
 def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:
