@@ -229,15 +229,25 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> torch.Tensor:
         if cache is not None:
-            return self._run(x, inputs, cache)  # not compiled: every length would be compiled anew
+            return self._run(x, inputs, cache=cache)  # not compiled: every length would be compiled anew
         if not (self.recompute and self.training):
-            return self.run(x, inputs)
+            return self._drawn_and_run(x, inputs)
         contexts = noop_context_fn if self.shared is None else self.shared.checkpoint_contexts
-        return checkpoint(self.run, x, inputs, use_reentrant=False, context_fn=contexts)
+        return checkpoint(self._drawn_and_run, x, inputs, use_reentrant=False, context_fn=contexts)
 
-    def _run(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> torch.Tensor:
-        x = x + self.dropout(self.attention(x, inputs, cache, norm=self.attention_norm))
-        return x + self.dropout(self.mlp(x, norm=self.mlp_norm))
+    def _drawn_and_run(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+        masks = self.dropout.draw(x), self.dropout.draw(x)
+        return self.run(x, inputs, masks)
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        inputs: AttentionInputs,
+        masks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        x = x + self.dropout(self.attention(x, inputs, cache, norm=self.attention_norm), masks[0])
+        return x + self.dropout(self.mlp(x, norm=self.mlp_norm), masks[1])
 
 
 class Embedding(nn.Module):
