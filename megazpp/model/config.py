@@ -88,7 +88,11 @@ class GPTConfig:
     use_cpu_initialization: bool = flag(
         False, "draw the initial weights on the CPU, so that runs on other kinds of devices start with the same ones"
     )
-    compile: bool = flag(False, "torch.compile each layer (slower start, faster steps)")
+    compile: bool | None = flag(
+        None,
+        "torch.compile each layer and what is done with logits: the first step takes longer, the others less (default: "
+        "on CUDA, where its compilers are found)",
+    )
 
     def __post_init__(self) -> None:
         """What layers, hidden size and heads have to do with it is left out where they are not known yet."""

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles
 from megazpp.model.attention_kernels import DocumentKernel, attention_backend
+from megazpp.model.compilation import compiles_layers
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.kv_cache import KVCache, LayerCache
@@ -59,6 +60,7 @@ class GPTModel(nn.Module):
         shared_generator: where tp ranks draw the dropout masks they must agree on; None when there is no dropout.
         document_kernel: computes attention inside documents; None for a mask.
         scalar_head: also have a head that gives each token one number: a reward model's, or the values of PPO.
+        compiled: whether layers are; None: only with --compile.
     """
 
     def __init__(
@@ -71,17 +73,19 @@ class GPTModel(nn.Module):
         shared_generator: SharedGenerator | None = None,
         document_kernel: DocumentKernel | None = None,
         scalar_head: bool = False,
+        compiled: bool | None = None,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size, self.tp = config, vocab_size, tp
         self.document_kernel = document_kernel
+        self.compiled = config.compile is True if compiled is None else compiled
         self.sequence_parallel = sequence_parallel and tp.size > 1
         # tp ranks hold the same residual stream only without sequence parallelism
         shared = shared_generator if tp.size > 1 and not self.sequence_parallel else None
         self.shared_generator = shared
         self.embedding = Embedding(config, vocab_size, tp, self.sequence_parallel, shared)
         self.layers = nn.ModuleList(
-            TransformerLayer(config, index, tp, self.sequence_parallel, shared, document_kernel)
+            TransformerLayer(config, index, tp, self.sequence_parallel, shared, document_kernel, self.compiled)
             for index in range(config.layers)
         )
         self.final_norm = Norm(config, config.hidden, tp=tp, split=self.sequence_parallel)
@@ -150,7 +154,7 @@ class GPTModel(nn.Module):
             vocab_size=self.vocab_size,
             temperature=temperature,
             with_entropy=with_entropy,
-            fuse=self.config.compile,
+            fuse=self.compiled,
         )
         losses, entropy = self._multiplied(x, head)
         losses = losses.t().clone(memory_format=torch.contiguous_format)
@@ -207,6 +211,7 @@ class TransformerLayer(nn.Module):
         sequence_parallel: bool,
         shared: SharedGenerator | None,
         document_kernel: DocumentKernel | None,
+        compiled: bool,
     ) -> None:
         super().__init__()
         # Megatron's scaled init: the residual stream sums 2 x layers outputs
@@ -225,7 +230,7 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, output_std=output_std)
         self.dropout = Dropout(config.hidden_dropout, shared)
         # compiled below FSDP2's hooks and around no checkpoint, hence the inner function
-        self.run = torch.compile(self._run) if config.compile else self._run
+        self.run = torch.compile(self._run) if compiled else self._run
 
     def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> torch.Tensor:
         if cache is not None:
@@ -342,10 +347,11 @@ def model_backends(
     """
     norm = {"LayerNorm": "torch layer_norm", "RMSNorm": "torch rms_norm"}[config.normalization]
     loss = "linear and vocab-parallel cross entropy in chunks of the vocabulary"
+    compiled, because = compiles_layers(config, device.type)
     why = "logits are neither gathered nor kept in fp32, and never whole where they are large"
     return [
         ("attention", *attention_backend(config, device, dtype, documents=documents)),
         ("norms", norm, "one fused kernel per device"),
         ("cross entropy", loss, why),
-        ("layers", "torch.compile" if config.compile else "eager", f"--{'' if config.compile else 'no-'}compile"),
+        ("layers", "torch.compile" if compiled else "eager", because),
     ]

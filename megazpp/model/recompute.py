@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+
 def recomputed(
     cheap: Callable[..., Any], *args: object, then: Callable[..., Any] | None = None, when: bool, draws: bool = False
 ) -> Any:
