@@ -102,7 +102,14 @@ class SelfAttention(nn.Module):
         if cache is not None:
             assert inputs.places is not None, "a cache needs places"
             k, v = cache.extend((k, v), inputs.places, inputs.mask)
-        return self.proj(recomputed(self._core, q, k, v, inputs, when=self.recompute_core, draws=self.dropout > 0.0))
+        out: torch.Tensor = recomputed(
+            self._core,
+            *(q, k, v, inputs),
+            when=self.recompute_core,
+            draws=self.dropout > 0.0,
+            in_graph=self.qkv.tp.size == 1,
+        )
+        return self.proj(out)
 
     def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """[S, B, heads, D], 2 x [keys, B, groups, D] -> [S, B, heads x D]."""

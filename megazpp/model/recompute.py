@@ -16,13 +16,20 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(
-    cheap: Callable[..., Any], *args: object, then: Callable[..., Any] | None = None, when: bool, draws: bool = False
+    cheap: Callable[..., Any],
+    *args: object,
+    then: Callable[..., Any] | None = None,
+    when: bool,
+    draws: bool = False,
+    in_graph: bool = True,
 ) -> Any:
     """`then(cheap(*args))`; with `when`, backward computes again what it needs of that up to the input of `then`.
 
     Args:
         then: the product, which is not computed again; None for nothing more.
         draws: whether `cheap` draws random numbers from torch's default generator, which then has to be wound back.
+        in_graph: whether torch.compile may take `cheap` into its graph. Attention may not where parameters are
+            DTensors: to compute it again, torch 2.13 hands the generator's state on, and takes a DeviceMesh for it.
     """
 
     def both(*args: object) -> Any:
@@ -32,7 +39,7 @@ def recomputed(
     if not (when and torch.is_grad_enabled()):
         return both(*args)
     if torch.compiler.is_compiling():
-        found = (_outside if draws else _checkpointed)(cheap, *args, draws=draws)
+        found = (_checkpointed if in_graph else _outside)(cheap, *args, draws=draws)
         return found if then is None else then(found)
     return _checkpointed(both, *args, draws=draws)
 
@@ -41,5 +48,4 @@ def _checkpointed(function: Callable[..., Any], *args: object, draws: bool) -> A
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws)
 
 
-# torch 2.13 cannot wind a generator back inside a graph that has DTensors for inputs: it saves a DeviceMesh as a tensor
 _outside = torch.compiler.disable(_checkpointed)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from helpers.training import GPT2_STYLE
 
-from megazpp.model import compilation
+from megazpp.model import compilation, gpt
 from megazpp.model.compilation import compiles_layers, missing_compiler
-from megazpp.model.gpt import model_backends
 
 
 def choice(compile: bool | None, device: str) -> tuple[bool, str]:
@@ -30,11 +29,11 @@ def test_layers_are_compiled_on_cuda_unless_the_flag_says_otherwise(
     assert choice(flag, device) == expected
 
 
-def test_without_a_compiler_layers_are_eager_and_the_table_says_why(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_compiler_layers_are_eager_by_default_and_the_table_says_why(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compilation, "missing_compiler", lambda device_type: "there is no Triton")
     assert choice(None, "cuda") == (False, "cannot be compiled: there is no Triton")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    rows = model_backends(GPT2_STYLE, 1, device=torch.device("cuda"), dtype=torch.bfloat16, documents=False)
+    monkeypatch.setattr(gpt, "compiles_layers", lambda config, device_type: choice(None, "cuda"))
+    rows = gpt.model_backends(GPT2_STYLE, 1, device=torch.device("cpu"), dtype=torch.float32, documents=False)
     assert rows[-1] == ("layers", "eager", "cannot be compiled: there is no Triton")
 
 
