@@ -1,4 +1,4 @@
-"""Sizes of a block-quantized segment, in integers: what travels, before any tensor exists.
+"""Formats in integers, before any tensor exists: sizes of a quantized segment, and where segments lie in a message.
 
 A segment of n elements is cut into blocks of `block_size`; each block has one scale. The last block may be short in
 data, but it is whole on the wire: its missing elements are sent as zeros, so a segment of any length has a size that
@@ -7,10 +7,12 @@ both ends compute from n alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 SCALE_BYTES = 2  # bfloat16
+ALIGNMENT = 16  # of payloads in a message, in bytes
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 2048
 
 
@@ -67,3 +69,77 @@ class BlockFormat:
     def bits_per_element(self, n: int) -> float:
         """Bits on the wire per element of a segment of n elements, scales and padding included."""
         return 8 * (self.payload_bytes(n) + self.scale_bytes(n)) / n if n else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteRange:
+    """The bytes of a message that hold a run of neighbouring elements of the shard.
+
+    Attributes:
+        start, stop: elements of the shard.
+        payload: first byte and number of bytes of the quantized payload, or of the elements as they are.
+        scales: first byte and number of bytes of the scales; None for elements that are not quantized.
+    """
+
+    start: int
+    stop: int
+    payload: tuple[int, int]
+    scales: tuple[int, int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageLayout:
+    """Where one shard's elements lie in its message.
+
+    Attributes:
+        size: elements of the shard.
+        message_bytes: a multiple of 16.
+        ranges: quantized runs, then exact ones.
+        fmt: format of the quantized runs; None if nothing is quantized.
+    """
+
+    size: int
+    message_bytes: int
+    ranges: tuple[ByteRange, ...]
+    fmt: BlockFormat | None
+
+
+def place_quantized(segments: Iterable[tuple[int, int]], fmt: BlockFormat) -> tuple[list[ByteRange], int]:
+    """Where segments (first element, the one after the last) lie in a message: their payloads, then their scales.
+
+    Returns:
+        (ranges, the first byte after them)
+    """
+    payloads, ranges, offset = [], [], 0
+    for start, stop in segments:
+        payloads.append((start, stop, (offset, fmt.payload_bytes(stop - start))))
+        offset = align(offset + fmt.payload_bytes(stop - start))
+    for start, stop, payload in payloads:
+        scales = (offset, fmt.scale_bytes(stop - start))
+        ranges.append(ByteRange(start=start, stop=stop, payload=payload, scales=scales))
+        offset = sum(scales)
+    return ranges, offset
+
+
+def plan_row(n: int, fmt: BlockFormat) -> MessageLayout:
+    """A message of one quantized segment of n elements."""
+    ranges, size = place_quantized([(0, n)], fmt)
+    return MessageLayout(size=n, message_bytes=align(size), ranges=tuple(ranges), fmt=fmt)
+
+
+def feedback_format(fmt: BlockFormat) -> BlockFormat:
+    """The format in which the error of a message in `fmt` is kept."""
+    return BlockFormat(8, fmt.block_size)
+
+
+def feedback_layout(layout: MessageLayout) -> MessageLayout:
+    """Where the errors of the quantized segments of `layout` lie, in the same order."""
+    assert layout.fmt is not None, "nothing is lost where nothing is quantized"
+    fmt = feedback_format(layout.fmt)
+    ranges, size = place_quantized([(p.start, p.stop) for p in layout.ranges if p.scales is not None], fmt)
+    return MessageLayout(size=layout.size, message_bytes=align(size), ranges=tuple(ranges), fmt=fmt)
+
+
+def align(offset: int) -> int:
+    """The next multiple of 16 bytes."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -20,7 +20,6 @@ from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, find_weights, load_weights
 from megazpp.checkpoint.record import RunRecord
-from megazpp.checkpoint.together import open_axis
 from megazpp.checkpoint_flags import with_checkpoint_flags
 from megazpp.checks import ModelPlan, check_model_config
 from megazpp.data.dataset import build_tokenizer
@@ -37,9 +36,9 @@ from megazpp.parallel.worker import Worker, run_worker, seed_everything
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import detect_cluster, read_cluster
 from megazpp.training.context import Console
+from megazpp.training.frozen import open_frozen_place
 from megazpp.training.setup import build_model
 from megazpp.training.streamed import load_streamed_model
-from megazpp.zero.freeze import frozen_axis
 from megazpp.zero.streamed import StreamedUnits, WeightHandle
 
 LATE_SECONDS = 10.0  # that rank 0, which says what is wrong, may be behind; when it leaves, the launcher ends all
@@ -108,7 +107,6 @@ class Loaded(NamedTuple):
 
     Attributes:
         extra: the program's own config.
-        weights: where weights lie.
         built: the model and the handle on its weights.
         iteration: of the checkpoint.
         say: prints a line of progress on rank 0, to stderr.
@@ -116,7 +114,6 @@ class Loaded(NamedTuple):
 
     config: RunConfig
     extra: Any
-    weights: WeightsConfig
     built: tuple[GPTModel, WeightHandle]
     dims: ParallelDims
     tokenizer: Tokenizer
@@ -205,11 +202,10 @@ def _load_and_work(
         if weights.packs:
             if note := bf16_note(device, spec.precision.param_dtype):
                 say(f"note: {note}")
-            axis, files = frozen_axis(dims), open_axis(dims)
-            built = load_streamed_model(weights, spec, dims, axis, device, source, record, files, say=say)
+            built = load_streamed_model(weights, spec, open_frozen_place(dims, device, say=say), source, record)
             iteration = source.candidates()[0]
         else:
             sharded = built = build_model(spec, dims, device)
             size, identity = tokenizer.vocab_size, tokenizer.identity
             iteration = load_weights(*sharded, dims, source, record, vocab_size=size, tokenizer=identity, say=say)
-        work(Loaded(config, extra, weights, built, dims, tokenizer, iteration, device, say))
+        work(Loaded(config, extra, built, dims, tokenizer, iteration, device, say))

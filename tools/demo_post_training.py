@@ -20,6 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megazpp.errors import JobError
 from megazpp.program import flags_of, program, say
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
         places += ["--data-cache-path", str(folder / "cache")]
         command = [sys.executable, script, f"@configs/post_training/additions_{name}.args", *more, *places, *common]
         say(f"$ {' '.join(command)}")
-        subprocess.run(command, check=True, cwd=ROOT)
+        _run(command)
 
     pairs = ["--train-data-path", data["pairs"], "--valid-data-path", data["held_out_pairs"]]
     drawn = ["--train-data-path", data["sums"], "--valid-data-path", data["held_out"]]
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> int:
         run("grpo", *start, *drawn, "--reward-funcs", f"{Path(__file__).resolve()}:correct")
     runs = sorted((folder / "runs").iterdir())
     report = [sys.executable, "tools/report.py", *map(str, runs), "--output", str(folder / "report.html")]
-    subprocess.run(report, check=True, cwd=ROOT)
+    _run(report)
     lines = (folder / "runs" / objective / "validation.jsonl").read_text().splitlines()
     first, last = json.loads(lines[0]), json.loads(lines[-1])
     what = "loss of pairs" if objective == "dpo" else "mean reward of drawn completions"
@@ -101,6 +102,12 @@ def write_data(folder: Path, seed: int) -> None:
             {"prompt": f"{a:02d}+{b:02d}=", "chosen": f"{a + b:02d}", "rejected": f"{w:02d}"} for (a, b), w in rows
         ]
         _write(folder / f"{pairs}.jsonl", answers)
+
+
+def _run(command: Sequence[str]) -> None:
+    status = subprocess.run(command, cwd=ROOT).returncode
+    if status:
+        raise JobError(f"{command[1]} ended with status {status}")
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, object]]) -> None:

@@ -37,6 +37,9 @@ class GenerateConfig:
     prompts_at_once: int | Literal["auto"] = flag(
         8, "prompts of one batch; keys and values of all of them are kept; auto: as many as fit, at most 256"
     )
+    kv_on: Literal["device", "host"] = flag(
+        "device", "where keys and values lie; from the host those of one layer at a time are copied to the device"
+    )
     compare_without_cache: bool = flag(False, "generate again without the cache, and say how fast and whether equal")
 
     def __post_init__(self) -> None:
@@ -74,7 +77,7 @@ def run(loaded: Loaded) -> None:
         loaded.tokenizer,
         max_length=longest,
         seed=config.launch.seed,
-        cache_on_host=loaded.weights.kv_on == "host",
+        cache_on_host=loaded.extra.kv_on == "host",
     )
     speed, count = None, 0
     while prompts := world.share_object(next(batches, [])):
@@ -101,7 +104,7 @@ def with_batch_size(loaded: Loaded) -> GenerateConfig:
     extra: GenerateConfig = loaded.extra
     if extra.prompts_at_once != "auto":
         return extra
-    on_host = loaded.weights.kv_on == "host"
+    on_host = extra.kv_on == "host"
     fits = sequences_that_fit(loaded.built[0], loaded.config.data.seq_length or 1, loaded.device, on_host=on_host)
     loaded.say(f" {fits} prompts at once")
     return dataclasses.replace(extra, prompts_at_once=fits)

@@ -21,8 +21,16 @@ from megazpp.arguments import ParsedRun
 from megazpp.checks import check_run_config
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
 from megazpp.planner.report import plan_report
-from megazpp.post_training.dry_run import dry_run_lora
-from megazpp.post_training.start import check_post_training, find_start, parse_post_training, post_configs
+from megazpp.planner.variants import changed
+from megazpp.post_training.dry_run import dry_run_models
+from megazpp.post_training.memory import plan_models
+from megazpp.post_training.start import (
+    check_post_training,
+    find_start,
+    parse_post_training,
+    post_configs,
+    without_checkpoint,
+)
 from megazpp.post_training.trainer import PostTrainer
 from megazpp.program import program
 from megazpp.run import Job, announced_cluster, planned_cluster, run_on_ranks
@@ -56,20 +64,31 @@ def prepare(argv: list[str]) -> Job | int:
     plan = check_run_config(config, announced_cluster(config, place), device_type=device_type())
     check_post_training(config, post_configs(parsed), plan.batches)
     if show.plan:
-        print("the policy's training steps, without models beside it and without the keys and values of a generation:")
-        print(plan_report(config, planned_cluster(config), device_type=device_type(), price=show.price_per_gpu_hour))
+        show_plan(parsed, start.earlier.vocab_size)
         return 0
     work = functools.partial(run_training, PostTrainer, parsed, plan, start.source, start.earlier)
     return Job(place, config.launch, work)
 
 
+def show_plan(parsed: ParsedRun, vocab_size: int) -> None:
+    """Print the memory of all models together, and of a policy whose weights are all trained what pretraining plans."""
+    config, configs, cluster = parsed.config, post_configs(parsed), planned_cluster(parsed.config)
+    config = changed(config, tokenizer={"vocab_size": config.tokenizer.vocab_size or vocab_size})
+    plan = check_run_config(config, cluster, device_type=device_type())
+    on_cpu = cluster.device is None and device_type() == "cpu"
+    print("\n".join(plan_models(config, configs, plan, on_cpu=on_cpu).describe()))
+    if configs.training.draws:
+        print("drawing: the activations of the prompts come on top")
+    if configs.lora.lora_r is None:
+        print("\nthe policy's training steps alone, with a language model's loss:")
+        print(plan_report(config, cluster, device_type=device_type(), price=parsed.show.price_per_gpu_hour))
+
+
 def show_dry_run(parsed: ParsedRun) -> int:
-    """Print what a step of --lora-r sends and holds, beside one that trains all weights."""
-    lora = post_configs(parsed).lora
-    if lora.lora_r is None:
-        raise ValueError("--dry-run: without --lora-r a step is that of pretrain_gpt.py --dry-run")
+    """Print what an optimizer step of one rank sends and holds, as planned and as counted."""
+    parsed = without_checkpoint(parsed)
     cluster, rank = planned_cluster(parsed.config), parsed.show.dry_run_rank
-    print(dry_run_lora(parsed.config, lora, cluster, rank=rank).describe())
+    print(dry_run_models(parsed.config, post_configs(parsed), cluster, rank=rank).describe())
     return 0
 
 

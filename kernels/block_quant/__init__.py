@@ -1,10 +1,11 @@
-"""Block quantization of segments: what is checked, and who computes it.
+"""Block quantization of messages: what is checked, and who computes it.
 
-A segment is n consecutive elements; its quantized form is `payload` (uint8) and `scales` (bf16), see
-`kernels.formats.BlockFormat`. Every tensor may be a strided view whose last dim is contiguous, with up to two leading
-dims: the hops' permutation ([N, L, S] to [L, N, message]) is the strides of the views handed in, so nothing is copied
-before or after, and payload, scales and unquantized data can lie in one message per peer. Data may start anywhere;
-starts and strides that are multiples of 16 bytes are faster on CUDA.
+A row of data [n] travels as one message [M] of bytes. A `RangeTable` says which elements are quantized, in blocks, and
+where their integers and scales lie in it (`kernels.formats`), and which travel as they are. One call works on all
+segments of all rows: on CUDA it is one kernel, whatever their number. Data and messages may be strided views whose last
+dim is contiguous, with up to two leading dims: the hops' permutation ([N, L, S] to [L, N, M]) is the strides of the
+views handed in, so nothing is copied before or after. Data may start anywhere; starts and strides that are multiples of
+16 bytes are faster on CUDA. Bytes of a message in which nothing lies are not written.
 
 Three implementations agree bit for bit: `native` (C, on the CPU), `triton` (CUDA) and `reference` (readable torch). The
 reference also computes on a CPU without a C compiler: C is 3 to 11 times as fast there (one thread of an EPYC,
@@ -27,9 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 import kernels.block_quant.native as native
 import kernels.block_quant.reference as reference
 import kernels.block_quant.shapes as shapes
-from kernels.block_quant.feedback import Feedback, feedback_format, rescale_
+from kernels.block_quant.feedback import Feedback, rescale_
+from kernels.block_quant.range_table import RangeTable, range_table
 from kernels.c_library import CLibraryError
-from kernels.formats import BlockFormat
 
 if importlib.util.find_spec("triton") is not None:
     import kernels.block_quant.triton as _triton
@@ -41,103 +42,120 @@ else:
 __all__ = [
     "Feedback",
     "KernelBackend",
+    "RangeTable",
     "backend",
-    "dequantize_blockwise",
-    "dequantize_sum",
-    "feedback_format",
-    "quantize_blockwise",
+    "pack",
+    "range_table",
     "rescale_",
+    "unpack",
+    "unpack_onto",
+    "unpack_sum",
 ]
 
+MESSAGE_ALIGNMENT = 4  # bytes: of the widest element that travels as it is
 DATA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def quantize_blockwise(
+def pack(
     x: Tensor,
-    fmt: BlockFormat,
+    table: RangeTable,
     *,
-    payload: Tensor,
-    scales: Tensor,
-    feedback: Feedback | None = None,
+    messages: Tensor,
+    errors: Feedback | None = None,
     beta: float = 0.0,
     base: Tensor | None = None,
 ) -> None:
-    """Quantize every segment of `x`, or of its difference from `base`, into `payload` and `scales`.
+    """Write every row of `x` into its message.
 
     Args:
-        x: [..., n] fp32, bf16 or fp16; any n.
-        payload: [..., fmt.payload_bytes(n)] uint8, written.
-        scales: [..., fmt.num_blocks(n)] bf16, written.
-        feedback: the error of the last step; it is added to x before, and holds the new error after.
-        beta: share of what feedback held before in what it holds after (LoCo's moving average); the rest is the new
+        x: [..., n] fp32, bf16 or fp16; n of the table's layout.
+        messages: [..., M] uint8, written.
+        errors: what the last messages have lost (`Feedback.zeros` at first); it is added to the elements that are
+            quantized before, and holds the new error after.
+        beta: share of what `errors` held before in what they hold after (LoCo's moving average); the rest is the new
             error's. 0 <= beta < 1.
-        base: [..., n] fp32, bf16 or fp16, whatever the dtype of x; float(x) - float(base) is what is quantized. A
-            receiver that has `base` adds the message to it with `dequantize_sum(..., accumulate=True)`. Without
-            feedback: a base that receives what it sent holds the errors already.
+        base: [..., n] fp32, bf16 or fp16, whatever the dtype of x; of the elements that are quantized float(x) -
+            float(base) is, the others travel whole as ever. A receiver that has `base` takes the message in with
+            `unpack_onto`. Without errors: a base that receives what it sent holds them already.
     Errors:
         int8: |x - dequantized| <= scale / 2 (1 + 2^-15). int4: the same, but for elements of the sign opposite to the
         block's largest and more than 7.5/8 of it in size: they are clipped to 7 |scale|, at most 1.032 |scale| away.
         int2: the same, but for those of more than 1.5/2 of it: clipped to |scale|, at most 1.008 |scale| away.
     Raises:
-        ValueError: a shape, dtype, stride or device does not fit, or there are both feedback and base.
+        ValueError: a shape, dtype, stride or device does not fit, or there are both errors and a base.
     Source: ZeRO++ section 3.1 and 3.3 (qwZ, qgZ); rounding is half to even.
     """
-    implementation = _implementation("quantize_blockwise", x)
-    lead, n = x.shape[:-1], x.shape[-1]
-    _check_data("x", x)
-    _check_segments(fmt, lead, n, x.device, payload=payload, scales=scales)
-    if feedback is not None:
-        _check_feedback(feedback, fmt, lead, n, x.device)
-        feedback = Feedback(*(_two_leads(part) for part in feedback))
+    implementation = _implementation("pack", x)
+    _check_data("x", x, table)
+    lead = x.shape[:-1]
+    _check_messages("messages", messages, lead, table, x.device)
+    if errors is not None:
+        if errors.table is not table.of_errors:
+            raise ValueError(f"the errors are those of messages in another layout than {table.layout}")
+        if base is not None:
+            raise ValueError("a difference from a base is quantized without errors of earlier ones")
+        _check_messages("errors", errors.messages, lead, errors.table, x.device)
+        errors = Feedback(_two_leads(errors.messages), errors.table)
     if base is not None:
-        if feedback is not None:
-            raise ValueError("a difference from a base is quantized without feedback")
-        _check_data("base", base)
+        _check_data("base", base, table)
         if base.shape != x.shape or base.device != x.device:
             raise ValueError(f"base is {tuple(base.shape)} on {base.device}, but x is {tuple(x.shape)} on {x.device}")
         base = _two_leads(base)
     if x.numel():
-        implementation.quantize(_two_leads(x), fmt, _two_leads(payload), _two_leads(scales), feedback, base, beta)
+        implementation.pack(_two_leads(x), table, _two_leads(messages), errors, base, beta)
 
 
-def dequantize_blockwise(payload: Tensor, scales: Tensor, fmt: BlockFormat, *, out: Tensor) -> None:
-    """Dequantize every segment into `out`: integer times scale, in fp32, rounded once to the dtype of `out`.
+def unpack(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
+    """Read every row of `out` from its message: integer times scale, in fp32, rounded once to the dtype of `out`.
 
     Args:
-        payload, scales: as `quantize_blockwise` wrote them.
+        messages: [..., M] uint8, as `pack` wrote them.
         out: [..., n] fp32, bf16 or fp16, written.
     Raises:
         ValueError: a shape, dtype, stride or device does not fit.
     """
-    implementation = _implementation("dequantize_blockwise", out)
-    _check_data("out", out)
-    _check_segments(fmt, out.shape[:-1], out.shape[-1], out.device, payload=payload, scales=scales)
-    if out.numel():
-        implementation.dequantize(_two_leads(payload), _two_leads(scales), fmt, _two_leads(out))
+    _unpack("unpack", messages.unsqueeze(0), table, out, onto_quantized=False, onto_exact=False)
 
 
-def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, *, out: Tensor, accumulate: bool = False) -> None:
-    """Dequantize K segments and sum them, in the order 0..K-1, in fp32.
+def unpack_onto(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
+    """Receive differences (`base` of `pack`): add what was quantized, replace what was not.
 
-    With K = 1 and `accumulate` this is the receiving half of a difference (`base` of `quantize_blockwise`):
     out = round(float(out) + integer * scale), in one pass. The product is exact, so every receiver that held the same
     bits holds the same bits after it; an element that is NaN, or that a NaN arrives for, stays NaN.
 
     Args:
-        payload: [K, ..., fmt.payload_bytes(n)] uint8.
-        scales: [K, ..., fmt.num_blocks(n)] bf16.
+        messages: [..., M] uint8, as `pack` wrote them.
+        out: [..., n] fp32, bf16 or fp16, what it was written from.
+    Raises:
+        ValueError: a shape, dtype, stride or device does not fit.
+    """
+    _unpack("unpack_onto", messages.unsqueeze(0), table, out, onto_quantized=True, onto_exact=False)
+
+
+def unpack_sum(messages: Tensor, table: RangeTable, *, out: Tensor, accumulate: bool = False) -> None:
+    """Read K messages per row and sum them, in the order 0..K-1, in fp32.
+
+    Args:
+        messages: [K, ..., M] uint8.
         out: [..., n] fp32, bf16 or fp16, written (rounded once).
-        accumulate: start from what is in `out` instead of from segment 0.
+        accumulate: start from what is in `out` instead of from message 0.
     Raises:
         ValueError: K is 0, or a shape, dtype, stride or device does not fit.
     """
-    implementation = _implementation("dequantize_sum", out)
-    _check_data("out", out)
-    lead = (_num_summands(payload), *out.shape[:-1])
-    _check_segments(fmt, lead, out.shape[-1], out.device, payload=payload, scales=scales)
+    if messages.ndim < 2 or messages.shape[0] == 0:
+        raise ValueError(f"messages {tuple(messages.shape)} have nothing to sum: expected [K, ..., bytes] with K >= 1")
+    _unpack("unpack_sum", messages, table, out, onto_quantized=accumulate, onto_exact=accumulate)
+
+
+def _unpack(
+    function: str, messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool
+) -> None:
+    implementation = _implementation(function, out)
+    _check_data("out", out, table)
+    _check_messages("messages", messages, (messages.shape[0], *out.shape[:-1]), table, out.device)
     if out.numel():
-        implementation.dequantize_sum(
-            _two_leads(payload, after=1), _two_leads(scales, after=1), fmt, _two_leads(out), accumulate
+        implementation.unpack_sum(
+            _two_leads(messages, after=1), table, _two_leads(out), onto_quantized=onto_quantized, onto_exact=onto_exact
         )
 
 
@@ -183,40 +201,34 @@ def _implementation(function: str, tensor: Tensor) -> ModuleType:
     raise AssertionError(f"{function}: back end {device_type} exists but has no module")
 
 
-def _num_summands(payload: Tensor) -> int:
-    if payload.ndim < 2 or payload.shape[0] == 0:
-        raise ValueError(f"payload {tuple(payload.shape)} has nothing to sum: expected [K, ..., bytes] with K >= 1")
-    return payload.shape[0]
-
-
-def _check_data(name: str, x: Tensor) -> None:
+def _check_data(name: str, x: Tensor, table: RangeTable) -> None:
     if x.dtype not in DATA_DTYPES:
         raise ValueError(f"{name} is {x.dtype}; expected fp32, bf16 or fp16")
-    _check_rows(name, x, max_leads=2)
+    if not 1 <= x.ndim <= 3:
+        raise ValueError(f"{name} {tuple(x.shape)} has {x.ndim} dims; expected 1 to 3")
+    if x.shape[-1] != table.layout.size:
+        raise ValueError(f"{name} {tuple(x.shape)} has rows of another size than {table.layout.size}")
+    _check_rows(name, x)
 
 
-def _check_segments(
-    fmt: BlockFormat, lead: tuple[int, ...], n: int, device: torch.device, **payload_and_scales: Tensor
+def _check_messages(
+    name: str, messages: Tensor, lead: tuple[int, ...], table: RangeTable, device: torch.device
 ) -> None:
-    """Check the two tensors, payload first, of segments of n elements in `fmt`."""
-    sizes = (fmt.payload_bytes(n), torch.uint8), (fmt.num_blocks(n), torch.bfloat16)
-    for (name, tensor), (size, dtype) in zip(payload_and_scales.items(), sizes, strict=True):
-        if tensor.dtype != dtype or tensor.shape != (*lead, size) or tensor.device != device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; segments of {n} elements in {fmt}"
-                f" need {dtype} {(*lead, size)} on {device}"
-            )
-        _check_rows(name, tensor, max_leads=3)
+    expected = (*lead, table.layout.message_bytes)
+    if messages.dtype != torch.uint8 or messages.shape != expected or messages.device != device:
+        raise ValueError(
+            f"{name} is {messages.dtype} {tuple(messages.shape)} on {messages.device}; rows of {table.layout.size}"
+            f" elements in {table.layout.fmt} need torch.uint8 {expected} on {device}"
+        )
+    _check_rows(name, messages)
+    starts = messages.storage_offset()
+    for stride in messages.stride()[:-1]:
+        starts |= stride
+    if starts % MESSAGE_ALIGNMENT and messages.numel():
+        raise ValueError(f"{name} {tuple(messages.shape)} do not all start at a multiple of {MESSAGE_ALIGNMENT} bytes")
 
 
-def _check_feedback(feedback: Feedback, fmt: BlockFormat, lead: tuple[int, ...], n: int, device: torch.device) -> None:
-    parts = {"feedback.payload": feedback.payload, "feedback.scales": feedback.scales}
-    _check_segments(feedback_format(fmt), lead, n, device, **parts)
-
-
-def _check_rows(name: str, x: Tensor, *, max_leads: int) -> None:
-    if not 1 <= x.ndim <= max_leads + 1:
-        raise ValueError(f"{name} {tuple(x.shape)} has {x.ndim} dims; expected 1 to {max_leads + 1}")
+def _check_rows(name: str, x: Tensor) -> None:
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         raise ValueError(f"{name} {tuple(x.shape)} has stride {x.stride(-1)} in its last dim; it must be contiguous")
 

@@ -4,7 +4,7 @@ The arithmetic is that of reference.py, operation for operation. Every loop over
 by itself: no calls, no branches (a condition is a choice of two values), floats compared as integers where NaN must
 win. Compile without -ffast-math and with -ffp-contract=off: both change the rounding.
 
-A, B: the leading dims; K: segments that are summed. Layouts of structs are those in native.py: 8 bytes per field.
+A, B: the leading dims; K: messages that are summed. Layouts of structs are those in native.py: 8 bytes per field.
 */
 
 #include <float.h>
@@ -26,16 +26,25 @@ struct data {
     int64_t stride_a, stride_b, dtype;
 };
 
-/* Quantized segments [K, A, B]; strides in bytes. */
-struct segments {
-    char *payload;
-    int64_t payload_k, payload_a, payload_b;
-    char *scales;
-    int64_t scales_k, scales_a, scales_b, bits;
+/* Messages [K, A, B, M]; strides in bytes. */
+struct messages {
+    char *start;
+    int64_t stride_k, stride_a, stride_b;
 };
 
 struct shape {
-    int64_t k, a, b, n, block_size;
+    int64_t k, a, b;
+};
+
+/* A segment: its first element and their number; first byte in the message of its payload and scales (-1: as it is). */
+struct range {
+    int64_t start, size, payload, scales;
+};
+
+/* dtype: of what travels as it is. */
+struct table {
+    const struct range *ranges;
+    int64_t num_ranges, bits, block_size, dtype;
 };
 
 static inline uint32_t bits_of(float x) {
@@ -210,28 +219,31 @@ static inline float quantize_block(float *restrict values, int64_t bits, int siz
     return scale;
 }
 
-static inline int block_bytes(int64_t bits, int size) { return (int)(size * bits / 8); }
+static inline int64_t block_bytes(int64_t bits, int size) { return size * bits / 8; }
 
-static inline char *payload_row(const struct segments *x, int64_t k, int64_t a, int64_t b) {
-    return x->payload + k * x->payload_k + a * x->payload_a + b * x->payload_b;
+static inline int64_t element_bytes(int64_t dtype) { return dtype == FP32 ? 4 : 2; }
+
+static inline char *row(const struct messages *x, int64_t k, int64_t a, int64_t b) {
+    return x->start + k * x->stride_k + a * x->stride_a + b * x->stride_b;
 }
 
-static inline uint16_t *scales_row(const struct segments *x, int64_t k, int64_t a, int64_t b) {
-    return (uint16_t *)(x->scales + k * x->scales_k + a * x->scales_a + b * x->scales_b);
+static inline char *elements(const struct data *x, int64_t a, int64_t b, int64_t first) {
+    return x->start + a * x->stride_a + b * x->stride_b + first * element_bytes(x->dtype);
 }
 
-static inline char *data_row(const struct data *x, int64_t a, int64_t b) {
-    return x->start + a * x->stride_a + b * x->stride_b;
+static inline uint16_t *scales_in(char *message, const struct range *range) {
+    return (uint16_t *)(message + range->scales);
 }
 
-static inline int64_t element_bytes(const struct data *x) { return x->dtype == FP32 ? 4 : 2; }
-
-/* Every block: its `index` in its row, and its `first` element there. */
-#define FOR_EACH_BLOCK(shape)                                                                                          \
-    const int size = (int)((shape)->block_size / CHUNK) * CHUNK;                                                       \
+/* Every row, and every segment in it. */
+#define FOR_EACH_RANGE(shape, table)                                                                                   \
     for (int64_t a = 0; a < (shape)->a; a++)                                                                           \
         for (int64_t b = 0; b < (shape)->b; b++)                                                                       \
-            for (int64_t index = 0, first = 0; first < (shape)->n; index++, first += size)
+            for (const struct range *range = (table)->ranges; range < (table)->ranges + (table)->num_ranges; range++)
+
+/* Every block of a segment: its `index`, and its `first` element. */
+#define FOR_EACH_BLOCK(range)                                                                                          \
+    for (int64_t index = 0, first = 0; first < (range)->size; index++, first += size)
 
 /* values = values * share + earlier * earlier_share */
 LOOP void average(
@@ -240,58 +252,116 @@ LOOP void average(
     for (int i = 0; i < size; i++) values[i] = values[i] * share + earlier[i] * earlier_share;
 }
 
-/* Quantize x, x - base, or x + error, where the error becomes what this quantization loses, averaged with what the
-error was in the share beta; base and error may be NULL. */
-void megazpp_quantize(
-    const struct shape *shape, const struct data *x, const struct data *base, const struct segments *to,
-    const struct segments *error, float beta, float rest
-) {
-    float buffer[MAX_BLOCK_SIZE], other[MAX_BLOCK_SIZE];
-    FOR_EACH_BLOCK(shape) {
-        const int width = (int)(shape->n - first < size ? shape->n - first : size);
-        char *from = data_row(x, a, b) + first * element_bytes(x);
-        char *payload = payload_row(to, 0, a, b) + index * block_bytes(to->bits, size);
-        uint16_t *scale = scales_row(to, 0, a, b) + index;
-        const int in_place = x->dtype == FP32 && width == size && error == NULL; /* only read */
-        float *values = in_place ? (float *)from : buffer;
-        if (!in_place) load(from, x->dtype, width, size, buffer);
-        if (base != NULL) {
-            const char *subtracted = data_row(base, a, b) + first * element_bytes(base);
-            subtract(values, subtracted, base->dtype, width, size, other);
-            values = other;
-        }
-        if (error == NULL) {
-            *scale = (uint16_t)(bits_of(quantize_block(values, to->bits, size, payload, 0)) >> 16);
-            continue;
-        }
-        char *kept = payload_row(error, 0, a, b) + index * size;
-        uint16_t *kept_scale = scales_row(error, 0, a, b) + index;
-        dequantize(kept, *kept_scale, 8, size, 1, buffer);
-        *scale = (uint16_t)(bits_of(quantize_block(buffer, to->bits, size, payload, 1)) >> 16);
-        if (beta > 0) {
-            dequantize(kept, *kept_scale, 8, size, 0, other);
-            average(other, rest, beta, size, buffer);
-        }
-        const float error_scale = quantize_block(buffer, 8, size, kept, 0);
-        *kept_scale = error_scale == error_scale ? (uint16_t)(bits_of(error_scale) >> 16) : 0;
+/* Elements as they are, from one dtype to another. */
+static void move(const char *from, int64_t from_dtype, int64_t count, int64_t to_dtype, char *to) {
+    float buffer[MAX_BLOCK_SIZE];
+    const int size = MAX_BLOCK_SIZE;
+    if (from_dtype == to_dtype) {
+        memcpy(to, from, (size_t)(count * element_bytes(to_dtype)));
+        return;
+    }
+    for (int64_t first = 0; first < count; first += size) {
+        const int width = (int)(count - first < size ? count - first : size);
+        load(from + first * element_bytes(from_dtype), from_dtype, width, width, buffer);
+        store(buffer, to_dtype, width, to + first * element_bytes(to_dtype));
     }
 }
 
-/* Sum the K segments of every row in the order 0..K-1, onto what is in `out` with `accumulate`. */
-void megazpp_dequantize_sum(
-    const struct shape *shape, const struct segments *from, const struct data *out, int64_t accumulate
+LOOP void add(const float *restrict more, int size, float *restrict values) {
+    for (int i = 0; i < size; i++) values[i] += more[i];
+}
+
+/* A segment: x, x - base, or x + error, where the error becomes what this quantization loses, averaged with what the
+error was in the share beta; base and error may be NULL. */
+static void quantize_range(
+    const struct table *table, const struct range *range, const char *x, int64_t dtype, const char *base,
+    int64_t base_dtype, char *message, const struct range *kept, char *error, float beta, float rest
 ) {
-    float buffer[MAX_BLOCK_SIZE];
-    FOR_EACH_BLOCK(shape) {
-        const int width = (int)(shape->n - first < size ? shape->n - first : size);
-        char *to = data_row(out, a, b) + first * element_bytes(out);
-        const int in_place = out->dtype == FP32 && width == size;
-        float *values = in_place ? (float *)to : buffer;
-        if (accumulate && !in_place) load(to, out->dtype, width, size, buffer);
-        for (int64_t k = 0; k < shape->k; k++) {
-            const char *payload = payload_row(from, k, a, b) + index * block_bytes(from->bits, size);
-            dequantize(payload, scales_row(from, k, a, b)[index], from->bits, size, accumulate || k, values);
+    float buffer[MAX_BLOCK_SIZE], other[MAX_BLOCK_SIZE];
+    const int64_t bits = table->bits;
+    const int size = (int)(table->block_size / CHUNK) * CHUNK;
+    FOR_EACH_BLOCK(range) {
+        const int width = (int)(range->size - first < size ? range->size - first : size);
+        const char *from = x + first * element_bytes(dtype);
+        char *payload = message + range->payload + index * block_bytes(bits, size);
+        uint16_t *scale = scales_in(message, range) + index;
+        const int in_place = dtype == FP32 && width == size && error == NULL; /* only read */
+        float *values = in_place ? (float *)from : buffer;
+        if (!in_place) load(from, dtype, width, size, buffer);
+        if (base != NULL) {
+            subtract(values, base + first * element_bytes(base_dtype), base_dtype, width, size, other);
+            values = other;
         }
-        if (!in_place) store(buffer, out->dtype, width, to);
+        if (error == NULL) {
+            *scale = (uint16_t)(bits_of(quantize_block(values, bits, size, payload, 0)) >> 16);
+            continue;
+        }
+        char *lost = error + kept->payload + index * size;
+        uint16_t *lost_scale = scales_in(error, kept) + index;
+        dequantize(lost, *lost_scale, 8, size, 1, buffer);
+        *scale = (uint16_t)(bits_of(quantize_block(buffer, bits, size, payload, 1)) >> 16);
+        if (beta > 0) {
+            dequantize(lost, *lost_scale, 8, size, 0, other);
+            average(other, rest, beta, size, buffer);
+        }
+        const float error_scale = quantize_block(buffer, 8, size, lost, 0);
+        *lost_scale = error_scale == error_scale ? (uint16_t)(bits_of(error_scale) >> 16) : 0;
+    }
+}
+
+/* Rows into messages; base and errors may be NULL. */
+void megazpp_pack(
+    const struct shape *shape, const struct table *table, const struct data *x, const struct data *base,
+    const struct messages *to, const struct table *error_table, const struct messages *errors, float beta, float rest
+) {
+    FOR_EACH_RANGE(shape, table) {
+        const char *from = elements(x, a, b, range->start);
+        char *message = row(to, 0, a, b);
+        if (range->scales < 0) {
+            move(from, x->dtype, range->size, table->dtype, message + range->payload);
+            continue;
+        }
+        const char *subtracted = base == NULL ? NULL : elements(base, a, b, range->start);
+        const int64_t base_dtype = base == NULL ? FP32 : base->dtype;
+        const struct range *kept = errors == NULL ? NULL : error_table->ranges + (range - table->ranges);
+        char *error = errors == NULL ? NULL : row(errors, 0, a, b);
+        quantize_range(table, range, from, x->dtype, subtracted, base_dtype, message, kept, error, beta, rest);
+    }
+}
+
+/* Sum K messages of a row in the order 0..K-1, onto what is in `out` or from message 0. */
+void megazpp_unpack_sum(
+    const struct shape *shape, const struct table *table, const struct messages *from, const struct data *out,
+    int64_t onto_quantized, int64_t onto_exact
+) {
+    float buffer[MAX_BLOCK_SIZE], more[MAX_BLOCK_SIZE];
+    FOR_EACH_RANGE(shape, table) {
+        const int exact = range->scales < 0;
+        const int64_t onto = exact ? onto_exact : onto_quantized;
+        const int size = exact ? MAX_BLOCK_SIZE : (int)(table->block_size / CHUNK) * CHUNK;
+        if (exact && shape->k == 1 && !onto) {
+            const char *payload = row(from, 0, a, b) + range->payload;
+            move(payload, table->dtype, range->size, out->dtype, elements(out, a, b, range->start));
+            continue;
+        }
+        FOR_EACH_BLOCK(range) {
+            const int width = (int)(range->size - first < size ? range->size - first : size);
+            char *to = elements(out, a, b, range->start + first);
+            const int in_place = out->dtype == FP32 && width == size;
+            float *values = in_place ? (float *)to : buffer;
+            if (onto && !in_place) load(to, out->dtype, width, size, buffer);
+            for (int64_t k = 0; k < shape->k; k++) {
+                char *message = row(from, k, a, b), *payload = message + range->payload;
+                if (!exact) {
+                    payload += index * block_bytes(table->bits, size);
+                    dequantize(payload, scales_in(message, range)[index], table->bits, size, onto || k, values);
+                    continue;
+                }
+                payload += first * element_bytes(table->dtype);
+                load(payload, table->dtype, width, width, onto || k ? more : values);
+                if (onto || k) add(more, width, values);
+            }
+            if (!in_place) store(buffer, out->dtype, width, to);
+        }
     }
 }

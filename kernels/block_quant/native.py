@@ -1,21 +1,21 @@
 """Block quantization on the CPU in C: native.c, compiled at first use, called without the interpreter's lock.
 
-The C functions take pointers and strides in bytes, so any view that the public functions let through is computed on
-where it lies. One call runs on one thread; calls on several threads share nothing.
+The C functions take pointers and strides in bytes, and the table of segments, so any view that the public functions let
+through is computed on where it lies. One call runs on one thread; calls on several threads share nothing.
 """
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import CDLL, Structure, byref, c_float, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kernels.block_quant.feedback import Feedback, feedback_format
+from kernels.block_quant.feedback import Feedback
+from kernels.block_quant.range_table import RangeTable
 from kernels.c_library import CLibrary, CLibraryError, load_c_library
-from kernels.formats import BlockFormat
 
 SOURCE = Path(__file__).with_name("native.c")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -30,77 +30,74 @@ def library() -> CLibrary | CLibraryError:
         return error
 
 
-def quantize(
+def pack(
     x: Tensor,
-    fmt: BlockFormat,
-    payload: Tensor,
-    scales: Tensor,
-    feedback: Feedback | None = None,
+    table: RangeTable,
+    messages: Tensor,
+    errors: Feedback | None = None,
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> None:
-    """Quantize x [A, B, n]; see `kernels.block_quant.quantize_blockwise`."""
-    _functions().megazpp_quantize(
-        _shape(1, x.shape, fmt),
-        _data(x),
-        None if base is None else _data(base),
-        _segments(payload, scales, fmt),
-        None if feedback is None else _segments(*feedback, feedback_format(fmt)),
-        ctypes.c_float(beta),
-        ctypes.c_float(1 - beta),
+    """x [A, B, n] -> messages [A, B, M]; see `kernels.block_quant.pack`."""
+    _functions().megazpp_pack(
+        byref(_Shape(1, *x.shape[:2])),
+        byref(_table(table)),
+        byref(_data(x)),
+        None if base is None else byref(_data(base)),
+        byref(_messages(messages)),
+        None if errors is None else byref(_table(errors.table)),
+        None if errors is None else byref(_messages(errors.messages)),
+        c_float(beta),
+        c_float(1 - beta),
     )
 
 
-def dequantize(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tensor) -> None:
-    """Dequantize into out [A, B, n]; see `kernels.block_quant.dequantize_blockwise`."""
-    dequantize_sum(payload.unsqueeze(0), scales.unsqueeze(0), fmt, out, False)
-
-
-def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tensor, accumulate: bool) -> None:
-    """Sum payload [K, A, B, bytes] over K into out [A, B, n]; see `kernels.block_quant.dequantize_sum`."""
-    _functions().megazpp_dequantize_sum(
-        _shape(payload.shape[0], out.shape, fmt),
-        _segments(payload, scales, fmt),
-        _data(out),
-        ctypes.c_int64(accumulate),
+def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool) -> None:
+    """messages [K, A, B, M], summed over K, -> out [A, B, n], from what is there or from message 0."""
+    _functions().megazpp_unpack_sum(
+        byref(_Shape(messages.shape[0], *out.shape[:2])),
+        byref(_table(table)),
+        byref(_messages(messages)),
+        byref(_data(out)),
+        c_int64(onto_quantized),
+        c_int64(onto_exact),
     )
 
 
-class _Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("k", "a", "b", "n", "block_size")]
+class _Shape(Structure):
+    _fields_ = [(name, c_int64) for name in ("k", "a", "b")]
 
 
-class _Data(ctypes.Structure):
-    _fields_ = [("start", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("stride_a", "stride_b", "dtype"))]
+class _Table(Structure):
+    _fields_ = [("rows", c_void_p), *((name, c_int64) for name in ("num_rows", "bits", "block_size", "dtype"))]
 
 
-class _Segments(ctypes.Structure):
-    _fields_ = [
-        ("payload", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("payload_k", "payload_a", "payload_b")),
-        ("scales", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("scales_k", "scales_a", "scales_b", "bits")),
-    ]
+class _Data(Structure):
+    _fields_ = [("start", c_void_p), *((name, c_int64) for name in ("stride_a", "stride_b", "dtype"))]
 
 
-def _functions() -> ctypes.CDLL:
+class _Messages(Structure):
+    _fields_ = [("start", c_void_p), *((name, c_int64) for name in ("stride_k", "stride_a", "stride_b"))]
+
+
+def _functions() -> CDLL:
     loaded = library()
     if isinstance(loaded, CLibraryError):
         raise loaded
     return loaded.functions
 
 
-def _shape(num_parts: int, data_shape: tuple[int, ...] | torch.Size, fmt: BlockFormat) -> ctypes._CArgObject:
-    return ctypes.byref(_Shape(num_parts, *data_shape, fmt.block_size))
+def _table(table: RangeTable) -> _Table:
+    fmt = table.layout.fmt
+    bits, block_size = (0, 0) if fmt is None else (fmt.bits, fmt.block_size)
+    return _Table(table.address, table.num_ranges, bits, block_size, DTYPES[table.dtype])
 
 
-def _data(x: Tensor) -> ctypes._CArgObject:
-    size = x.element_size()
-    return ctypes.byref(_Data(x.data_ptr(), x.stride(0) * size, x.stride(1) * size, DTYPES[x.dtype]))
+def _data(x: Tensor) -> _Data:
+    size, strides = x.element_size(), x.stride()
+    return _Data(x.data_ptr(), strides[0] * size, strides[1] * size, DTYPES[x.dtype])
 
 
-def _segments(payload: Tensor, scales: Tensor, fmt: BlockFormat) -> ctypes._CArgObject:
-    """Segments [A, B] or [K, A, B]; K has stride 0 where it is missing."""
-    strides = (0, *payload.stride()[:-1])[-3:]
-    scale_strides = (2 * stride for stride in (0, *scales.stride()[:-1])[-3:])
-    return ctypes.byref(_Segments(payload.data_ptr(), *strides, scales.data_ptr(), *scale_strides, fmt.bits))
+def _messages(messages: Tensor) -> _Messages:
+    """Messages [A, B, M] or [K, A, B, M]; K has stride 0 where it is missing."""
+    return _Messages(messages.data_ptr(), *(0, *messages.stride()[:-1])[-3:])

@@ -1,7 +1,8 @@
 """Block quantization in plain torch: the definition that the other implementations must match bit for bit.
 
-Every function pads the segments to whole blocks, views them as [.., blocks, block_size] in fp32, and writes its results
-into the tensors it is given. Nothing here is fast.
+`pack` and `unpack_sum` take the segments of a message one by one; the functions behind them pad a segment to whole
+blocks, view it as [.., blocks, block_size] in fp32, and write their results into the tensors they are given. Nothing
+here is fast.
 """
 
 from __future__ import annotations
@@ -9,10 +10,61 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.block_quant.feedback import Feedback, feedback_format
-from kernels.formats import BlockFormat
+from kernels.block_quant.feedback import Feedback
+from kernels.block_quant.range_table import RangeTable
+from kernels.formats import BlockFormat, feedback_format
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+
+
+def pack(
+    x: Tensor,
+    table: RangeTable,
+    messages: Tensor,
+    errors: Feedback | None = None,
+    base: Tensor | None = None,
+    beta: float = 0.0,
+) -> None:
+    """x [.., n] -> messages [.., M]; see `kernels.block_quant.pack`."""
+    lost = [] if errors is None else errors.segments()
+    for index, part in enumerate(table.layout.ranges):
+        if part.start == part.stop:
+            continue
+        values = x[..., part.start : part.stop]
+        if part.scales is None:
+            _bytes(messages, part.payload).view(table.dtype).copy_(values)
+            continue
+        assert table.layout.fmt is not None
+        quantize(
+            values,
+            table.layout.fmt,
+            _bytes(messages, part.payload),
+            _bytes(messages, part.scales).view(torch.bfloat16),
+            lost[index] if lost else None,
+            None if base is None else base[..., part.start : part.stop],
+            beta,
+        )
+
+
+def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool) -> None:
+    """messages [K, .., M], summed over K, -> out [.., n], from what is there or from message 0."""
+    for part in table.layout.ranges:
+        if part.start == part.stop:
+            continue
+        target, payload = out[..., part.start : part.stop], _bytes(messages, part.payload)
+        if part.scales is not None:
+            assert table.layout.fmt is not None
+            scales = _bytes(messages, part.scales).view(torch.bfloat16)
+            dequantize_sum(payload, scales, table.layout.fmt, target, onto_quantized)
+            continue
+        rows = payload.view(table.dtype)
+        if len(rows) == 1 and not onto_exact:
+            target.copy_(rows[0])
+            continue
+        total = target.float() + rows[0].float() if onto_exact else rows[0].float()
+        for row in rows[1:]:
+            total = total + row.float()
+        target.copy_(total)
 
 
 def quantize(
@@ -20,37 +72,37 @@ def quantize(
     fmt: BlockFormat,
     payload: Tensor,
     scales: Tensor,
-    feedback: Feedback | None = None,
+    error: tuple[Tensor, Tensor] | None = None,
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> None:
-    """Quantize x [.., n]; see `kernels.block_quant.quantize_blockwise`."""
+    """Quantize segments x [.., n] into payload [.., bytes] and scales [.., blocks], as those of the error are."""
     values = _to_blocks(x, fmt)
     if base is not None:
         values = values - _to_blocks(base, fmt)
-    if feedback is not None:
+    if error is not None:
         stored = feedback_format(fmt)
-        earlier = _dequantize_blocks(*feedback, stored)
+        earlier = _dequantize_blocks(*error, stored)
         values = values + earlier
     integers, scale = _integers_and_scale(values, fmt)
     payload.copy_(_pack(integers, fmt))
     _store_scales(scales, scale)
-    if feedback is not None:
+    if error is not None:
         lost = values - integers * scale.unsqueeze(-1)
         if beta > 0:
             lost = lost * (1 - beta) + earlier * beta
-        error, error_scale = _integers_and_scale(lost, stored)
-        feedback.payload.copy_(_pack(error, stored))
-        _store_scales(feedback.scales, torch.where(error_scale.isnan(), 0.0, error_scale))
+        integers, scale = _integers_and_scale(lost, stored)
+        error[0].copy_(_pack(integers, stored))
+        _store_scales(error[1], torch.where(scale.isnan(), 0.0, scale))
 
 
 def dequantize(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tensor) -> None:
-    """Dequantize into out [.., n]; see `kernels.block_quant.dequantize_blockwise`."""
+    """Dequantize into out [.., n]: integer times scale, rounded once to the dtype of `out`."""
     out.copy_(_dequantize_blocks(payload, scales, fmt).flatten(-2)[..., : out.shape[-1]])
 
 
 def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tensor, accumulate: bool) -> None:
-    """Sum over the first dim into out [.., n]; see `kernels.block_quant.dequantize_sum`."""
+    """Sum over the first dim, in its order and in fp32, into out [.., n]; onto what is there with `accumulate`."""
     parts = list(_dequantize_blocks(payload, scales, fmt))
     if accumulate:
         parts.insert(0, _to_blocks(out, fmt))
@@ -116,6 +168,10 @@ def _dequantize_blocks(payload: Tensor, scales: Tensor, fmt: BlockFormat) -> Ten
 def _zero(fmt: BlockFormat) -> int:
     """What is added to the integers of less than 8 bits on the wire; integers lie in -zero..zero - 1."""
     return 1 << (fmt.bits - 1)
+
+
+def _bytes(messages: Tensor, span: tuple[int, int]) -> Tensor:
+    return messages[..., span[0] : span[0] + span[1]]
 
 
 def _to_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:

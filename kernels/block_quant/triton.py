@@ -1,7 +1,8 @@
 """Block quantization on CUDA: one Triton kernel per function, each byte read once and written once.
 
-A program computes one tile of one segment: grid axis 0 walks the tiles of a segment, axes 1 and 2 the segments, whose
-strides are the permutation of the hops. Whole tiles run without masks; the last tile of a segment is masked.
+A program computes one tile of one row: grid axis 0 walks the tiles of all segments, whose places a table on the device
+holds (range_table.py), axes 1 and 2 the rows, whose strides are the permutation of the hops. Whole tiles that start at
+a multiple of 16 elements run without masks, 16 bytes per access; others are masked.
 
 The launch configuration is fixed: tiles of 4096 elements and 4 warps give each thread 16 bytes per access and leave
 room for nine programs per SM. `enable_fp_fusion` is off because contracting a multiply and an add changes the rounding,
@@ -23,58 +24,53 @@ from torch import Tensor
 
 import kernels.block_quant.triton_tiles as tiles
 from kernels.block_quant.feedback import Feedback
+from kernels.block_quant.range_table import COLUMNS, RangeTable
 from kernels.block_quant.triton_tiles import TILE_ELEMENTS
-from kernels.formats import BlockFormat
 
 VERSION = triton.__version__
 NUM_WARPS = 4
 
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
 _TILE = tl.constexpr(TILE_ELEMENTS)
+_COLUMNS = tl.constexpr(COLUMNS)
 
 
-def quantize(
+def pack(
     x: Tensor,
-    fmt: BlockFormat,
-    payload: Tensor,
-    scales: Tensor,
-    feedback: Feedback | None = None,
+    table: RangeTable,
+    messages: Tensor,
+    errors: Feedback | None = None,
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> None:
-    """Quantize x [A, B, n]; see `kernels.block_quant.quantize_blockwise`."""
-    minus = x if base is None else base
-    error, error_scales = feedback or (payload, scales)
-    _quantize_kernel[_grid(x.shape)](
-        *(x, minus, payload, scales, error, error_scales),
-        *(x.shape[-1], *_strides(x), *_strides(minus)),
-        *(*_strides(payload), *_strides(scales), *_strides(error), *_strides(error_scales)),
+    """x [A, B, n] -> messages [A, B, M]; see `kernels.block_quant.pack`."""
+    minus, places = x if base is None else base, table.tiles(x.device, TILE_ELEMENTS)
+    lost, lost_places = messages, places
+    if errors is not None:
+        lost, lost_places = errors.messages, errors.table.tiles(x.device, TILE_ELEMENTS)
+    _pack_kernel[(len(places), x.shape[1], x.shape[0])](
+        *(x, minus, messages, lost, places, lost_places),
+        *(*_strides(x), *_strides(minus), *_strides(messages), *_strides(lost)),
         *(beta, 1 - beta),
-        **_constants(fmt),
+        **_constants(table),
         BASE=base is not None,
-        FEEDBACK=feedback is not None,
+        FEEDBACK=errors is not None,
         AVERAGE=beta > 0,
     )
 
 
-def dequantize(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tensor) -> None:
-    """Dequantize into out [A, B, n]; see `kernels.block_quant.dequantize_blockwise`."""
-    dequantize_sum(payload.unsqueeze(0), scales.unsqueeze(0), fmt, out, False)
-
-
-def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tensor, accumulate: bool) -> None:
-    """Sum payload [K, A, B, bytes] into out [A, B, n]; see `kernels.block_quant.dequantize_sum`."""
-    _dequantize_sum_kernel[_grid(out.shape)](
-        *(payload, scales, out),
-        *(out.shape[-1], *_strides(payload), *_strides(scales), *_strides(out)),
-        **_constants(fmt),
-        K=payload.shape[0],
-        ACCUMULATE=accumulate,
+def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool) -> None:
+    """messages [K, A, B, M], summed over K, -> out [A, B, n], from what is there or from message 0."""
+    places = table.tiles(out.device, TILE_ELEMENTS)
+    _unpack_sum_kernel[(len(places), out.shape[1], out.shape[0])](
+        *(messages, out, places),
+        *(*_strides(messages), *_strides(out)),
+        **_constants(table),
+        K=messages.shape[0],
+        ONTO_QUANTIZED=onto_quantized,
+        ONTO_EXACT=onto_exact,
     )
-
-
-def _grid(shape: tuple[int, ...] | torch.Size) -> tuple[int, int, int]:
-    """(tiles of a segment, B, A) of data [A, B, n]."""
-    return -(-shape[2] // TILE_ELEMENTS), shape[1], shape[0]
 
 
 def _strides(x: Tensor) -> list[int]:
@@ -82,60 +78,87 @@ def _strides(x: Tensor) -> list[int]:
     return [stride if size > 1 else 0 for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
 
 
-def _constants(fmt: BlockFormat) -> dict[str, int | bool]:
-    return {"BITS": fmt.bits, "BLOCK": fmt.block_size, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+def _constants(table: RangeTable) -> dict[str, object]:
+    fmt = table.layout.fmt
+    bits, block_size = (0, 0) if fmt is None else (fmt.bits, fmt.block_size)
+    return {
+        "BITS": bits,
+        "BLOCK": block_size,
+        "EXACT": DTYPES[table.dtype],
+        "num_warps": NUM_WARPS,
+        "enable_fp_fusion": False,
+    }
 
 
-# In the kernels: n elements of a segment; name_a, name_b and name_k are the strides of `name`, `left` the elements from
-# the tile to the end of the segment. Strides of scales are not specialized on: their alignment buys nothing.
-
-
-@triton.jit(do_not_specialize=["scales_a", "scales_b", "error_scales_a", "error_scales_b"])
-def _quantize_kernel(
-    x, base, payload, scales, error, error_scales,
-    n, x_a, x_b, base_a, base_b, payload_a, payload_b, scales_a, scales_b,
-    error_a, error_b, error_scales_a, error_scales_b, beta, rest,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr, AVERAGE: tl.constexpr,
-):  # fmt: skip
-    """Quantize one tile: x, or x - base where BASE, or x and the error of the last step where FEEDBACK.
-
-    With AVERAGE the new error has the share `rest` in what is kept, the last one `beta`.
-    """
-    a, b, tile, left = _place(n)
-    first = tile * (_TILE // BLOCK)
-    x += a * x_a + b * x_b + tile * _TILE
-    base += a * base_a + b * base_b + tile * _TILE
-    payload += a * payload_a + b * payload_b + first * (BLOCK * BITS // 8)
-    scales += a * scales_a + b * scales_b + first
-    error += a * error_a + b * error_b + first * BLOCK
-    error_scales += a * error_scales_a + b * error_scales_b + first
-    if left >= _TILE:
-        _quantize_tile(x, base, payload, scales, error, error_scales, left, beta, rest,
-                       BITS, BLOCK, BASE, FEEDBACK, AVERAGE, True)  # fmt: skip
-    else:
-        _quantize_tile(x, base, payload, scales, error, error_scales, left, beta, rest,
-                       BITS, BLOCK, BASE, FEEDBACK, AVERAGE, False)  # fmt: skip
+# In the kernels: name_a, name_b and name_k are the strides of `name`, in bytes for messages; `left` the elements from
+# the tile to the end of the segment. BITS is 0 where nothing is quantized.
 
 
 @triton.jit
-def _quantize_tile(
-    x, base, payload, scales, error, error_scales, left, beta, rest, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    BASE: tl.constexpr, FEEDBACK: tl.constexpr, AVERAGE: tl.constexpr, WHOLE: tl.constexpr,
+def _pack_kernel(
+    x, base, messages, errors, table, error_table,
+    x_a, x_b, base_a, base_b, messages_a, messages_b, errors_a, errors_b, beta, rest,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr,
+    AVERAGE: tl.constexpr,
 ):  # fmt: skip
-    low, high = tiles.load_data(x, left, BLOCK, WHOLE)
+    """Pack one tile: x, or x - base where BASE, or x and the error of the last step where FEEDBACK.
+
+    With AVERAGE the new error has the share `rest` in what is kept, the last one `beta`.
+    """
+    a, b = _row()
+    x += a * x_a + b * x_b
+    base += a * base_a + b * base_b
+    messages += a * messages_a + b * messages_b
+    errors += a * errors_a + b * errors_b
+    start, left, payload, scales = _place(table)
+    payload = _wide(payload)
+    is_wide = (left >= _TILE) & (start % 16 == 0)
+    if scales < 0:
+        if is_wide:
+            _pack_exact(x, messages, _wide(start), left, payload, EXACT, True)
+        else:
+            _pack_exact(x, messages, start, left, payload, EXACT, False)
+    elif BITS > 0:
+        lost, lost_scales = payload, scales
+        if FEEDBACK:
+            _, _, lost, lost_scales = _place(error_table)
+            lost = _wide(lost)
+        if is_wide:
+            _quantize(x, base, messages, errors, _wide(start), left, payload, scales, lost, lost_scales,
+                      beta, rest, BITS, BLOCK, BASE, FEEDBACK, AVERAGE, True)  # fmt: skip
+        else:
+            _quantize(x, base, messages, errors, start, left, payload, scales, lost, lost_scales,
+                      beta, rest, BITS, BLOCK, BASE, FEEDBACK, AVERAGE, False)  # fmt: skip
+
+
+@triton.jit
+def _pack_exact(x, messages, start, left, payload, EXACT: tl.constexpr, WHOLE: tl.constexpr):
+    out = (messages + payload).to(tl.pointer_type(EXACT))
+    for first in tl.range(0, _TILE, tiles.STRIP):
+        values = tiles.load_elements(x + start + first, left - first, WHOLE)
+        tiles.store_elements(out + first, values, left - first, WHOLE)
+
+
+@triton.jit
+def _quantize(
+    x, base, messages, errors, start, left, payload, scales, lost, lost_scales, beta, rest, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr, AVERAGE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    low, high = tiles.load_data(x + start, left, BLOCK, WHOLE)
     if BASE:
-        base_low, base_high = tiles.load_data(base, left, BLOCK, WHOLE)
+        base_low, base_high = tiles.load_data(base + start, left, BLOCK, WHOLE)
         low -= base_low
         high -= base_high
     if FEEDBACK:
+        error, error_scales = errors + lost, _bf16(errors + lost_scales)
         error_low, error_high = tiles.load_quantized(error, error_scales, left, 8, BLOCK, WHOLE)
         low += error_low
         high += error_high
     scale, inverse, finite = tiles.block_scales(low, high, BITS)
     shifted_low = tiles.round_shifted(low, inverse, BITS)
     shifted_high = tiles.round_shifted(high, inverse, BITS)
-    tiles.store_integers(payload, shifted_low, shifted_high, finite, left, BITS, BLOCK, WHOLE)
-    tiles.store_scales(scales, tl.where(finite, scale, float("nan")), left, BLOCK, WHOLE)
+    tiles.store_integers(messages + payload, shifted_low, shifted_high, finite, left, BITS, BLOCK, WHOLE)
+    tiles.store_scales(_bf16(messages + scales), tl.where(finite, scale, float("nan")), left, BLOCK, WHOLE)
     if FEEDBACK:
         low -= tiles.unshift(shifted_low, BITS) * scale[:, None]
         high -= tiles.unshift(shifted_high, BITS) * scale[:, None]
@@ -150,28 +173,83 @@ def _quantize_tile(
         tiles.store_scales(error_scales, tl.where(finite, scale, 0.0), left, BLOCK, WHOLE)
 
 
-@triton.jit(do_not_specialize=["scales_k", "scales_a", "scales_b"])
-def _dequantize_sum_kernel(
-    payload, scales, out,
-    n, payload_k, payload_a, payload_b, scales_k, scales_a, scales_b, out_a, out_b,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, ACCUMULATE: tl.constexpr,
+@triton.jit
+def _unpack_sum_kernel(
+    messages, out, table, messages_k, messages_a, messages_b, out_a, out_b,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, K: tl.constexpr, ONTO_QUANTIZED: tl.constexpr,
+    ONTO_EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Sum one tile over K segments, starting from `out` where ACCUMULATE."""
-    a, b, tile, left = _place(n)
-    first = tile * (_TILE // BLOCK)
-    payload += a * payload_a + b * payload_b + first * (BLOCK * BITS // 8)
-    scales += a * scales_a + b * scales_b + first
-    out += a * out_a + b * out_b + tile * _TILE
-    if left >= _TILE:
-        low, high = tiles.load_sum(payload, scales, out, payload_k, scales_k, left, BITS, BLOCK, K, ACCUMULATE, True)
-        tiles.store_data(out, low, high, left, BLOCK, True)
-    else:
-        low, high = tiles.load_sum(payload, scales, out, payload_k, scales_k, left, BITS, BLOCK, K, ACCUMULATE, False)
-        tiles.store_data(out, low, high, left, BLOCK, False)
+    """Sum one tile over K messages, starting from `out` where ONTO."""
+    a, b = _row()
+    messages += a * messages_a + b * messages_b
+    out += a * out_a + b * out_b
+    start, left, payload, scales = _place(table)
+    payload = _wide(payload)
+    is_wide = (left >= _TILE) & (start % 16 == 0)
+    if scales < 0:
+        if is_wide:
+            _sum_exact(messages, out, messages_k, _wide(start), left, payload, EXACT, K, ONTO_EXACT, True)
+        else:
+            _sum_exact(messages, out, messages_k, start, left, payload, EXACT, K, ONTO_EXACT, False)
+    elif BITS > 0:
+        if is_wide:
+            _sum_quantized(messages, out, messages_k, _wide(start), left, payload, scales,
+                           BITS, BLOCK, K, ONTO_QUANTIZED, True)  # fmt: skip
+        else:
+            _sum_quantized(messages, out, messages_k, start, left, payload, scales,
+                           BITS, BLOCK, K, ONTO_QUANTIZED, False)  # fmt: skip
 
 
 @triton.jit
-def _place(n):
-    """Leading indices of this program's segment, its tile in it, and the elements from there to the end."""
-    tile = tl.program_id(0).to(tl.int64)  # offsets may pass 2^31
-    return tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64), tile, n - tile * _TILE
+def _sum_exact(
+    messages, out, messages_k, start, left, payload, EXACT: tl.constexpr, K: tl.constexpr, ONTO: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    for first in tl.range(0, _TILE, tiles.STRIP):
+        rest, sums = left - first, out + start + first
+        row = messages + payload
+        values = tiles.load_elements(row.to(tl.pointer_type(EXACT)) + first, rest, WHOLE)
+        if K > 1 or ONTO:
+            values = tiles.to_float(values)
+            if ONTO:
+                values = tiles.to_float(tiles.load_elements(sums, rest, WHOLE)) + values
+            for _ in tl.range(1, K):
+                row += messages_k
+                values += tiles.to_float(tiles.load_elements(row.to(tl.pointer_type(EXACT)) + first, rest, WHOLE))
+        tiles.store_elements(sums, values, rest, WHOLE)
+
+
+@triton.jit
+def _sum_quantized(
+    messages, out, messages_k, start, left, payload, scales, BITS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr,
+    ONTO: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    low, high = tiles.load_sum(
+        messages + payload, _bf16(messages + scales), out + start, messages_k, messages_k // 2, left,
+        BITS, BLOCK, K, ONTO, WHOLE,
+    )  # fmt: skip
+    tiles.store_data(out + start, low, high, left, BLOCK, WHOLE)
+
+
+@triton.jit
+def _row():
+    """Leading indices of this program's row; offsets may pass 2^31."""
+    return tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+
+
+@triton.jit
+def _place(table):
+    """This program's row of the table of tiles."""
+    row = table + tl.program_id(0) * _COLUMNS
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+
+
+@triton.jit
+def _wide(offset):
+    """An offset that the compiler knows to be a multiple of 16, as it is where this is called."""
+    return offset // 16 * 16
+
+
+@triton.jit
+def _bf16(pointer):
+    return pointer.to(tl.pointer_type(tl.bfloat16))

@@ -28,6 +28,7 @@ import triton.language as tl
 TILE_ELEMENTS = 4096
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+STRIP = tl.constexpr(1024)  # elements that travel as they are are moved by: 16 bytes per thread
 _TILE = tl.constexpr(TILE_ELEMENTS)
 _UNROLL = tl.constexpr(4)
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits of the sum
@@ -63,7 +64,7 @@ def load_data(data, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """Low and high halves [ROWS, HALF] of data as fp32, zeros behind the end of the segment."""
     low = _offsets(BLOCK, BLOCK // 2, BLOCK)
     high = low + BLOCK // 2
-    return _to_float(_load(data + low, low < left, WHOLE)), _to_float(_load(data + high, high < left, WHOLE))
+    return to_float(_load(data + low, low < left, WHOLE)), to_float(_load(data + high, high < left, WHOLE))
 
 
 @triton.jit
@@ -76,10 +77,26 @@ def store_data(data, low_values, high_values, left, BLOCK: tl.constexpr, WHOLE: 
 
 
 @triton.jit
+def load_elements(data, left, WHOLE: tl.constexpr):
+    """A strip [STRIP] of a tile as it is, zeros behind the end of the segment."""
+    offset = tl.arange(0, STRIP)
+    return _load(data + offset, offset < left, WHOLE)
+
+
+@triton.jit
+def store_elements(data, values, left, WHOLE: tl.constexpr):
+    """Write a strip [STRIP], converted if data has another dtype, up to the end of the segment."""
+    offset = tl.arange(0, STRIP)
+    if values.dtype != data.dtype.element_ty:
+        values = _from_float(to_float(values), data.dtype.element_ty)
+    _store(data + offset, values, offset < left, WHOLE)
+
+
+@triton.jit
 def load_quantized(payload, scales, left, BITS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """Integers times scale, an exact product: low and high halves [ROWS, HALF] as fp32."""
     used = _used(left, BLOCK)
-    scale = _to_float(_load(scales + tl.arange(0, _TILE // BLOCK), used, WHOLE))[:, None]
+    scale = to_float(_load(scales + tl.arange(0, _TILE // BLOCK), used, WHOLE))[:, None]
     if BITS == 2:
         pairs = _load(payload + _offsets(BLOCK, BLOCK // 4, BLOCK // 4), used[:, None], WHOLE).to(tl.int32)
         pairs = tl.reshape(tl.join(pairs & 15, pairs >> 4), (_TILE // BLOCK, BLOCK // 2))
@@ -176,7 +193,7 @@ def _byte_to_float(byte, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _to_float(x):
+def to_float(x):
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:

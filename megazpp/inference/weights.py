@@ -27,7 +27,7 @@ MOST_SEQUENCES = 256  # of a batch that is chosen
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
-    """Where weights are while the model is used, and in how many bits."""
+    """Where the weights of a model that is only used are between uses, and in how many bits."""
 
     weights_on: Literal["device", "host", "disk"] = flag(
         "device", "where weights lie between uses; of host and disk the device holds the ends and a few layers"
@@ -39,9 +39,6 @@ class WeightsConfig:
         None, "folder of packed weights for --weights-on disk, written once (default: in the user's cache)"
     )
     prefetch_layers: int = flag(1, "layers that are fetched ahead of their use; each costs its packed bytes")
-    kv_on: Literal["device", "host"] = flag(
-        "device", "where keys and values lie; from the host those of one layer at a time are copied to the device"
-    )
 
     def __post_init__(self) -> None:
         check_not_negative(self, "prefetch_layers")

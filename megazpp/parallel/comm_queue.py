@@ -24,6 +24,7 @@ import torch
 from megazpp.parallel.timeline import Timeline
 
 T = TypeVar("T")
+Moment = Any  # what `CommQueue.moment` returns
 
 
 class Work(Generic[T]):
@@ -54,10 +55,17 @@ class CommQueue:
 
     blocks_host = True
 
-    def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = ()) -> Work[T]:
+    def moment(self) -> Moment:
+        """What the caller's current stream holds now; None where there are no streams."""
+        return None
+
+    def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
         """Run `task` without gradients when this queue's earlier tasks and the works of `after` are done.
 
         A task runs in inference mode if its caller does, because only then can it write to the caller's tensors.
+
+        Args:
+            since: on CUDA, what the task waits for in the place of all that the caller's current stream holds.
         """
         for work in after:
             work.join()
@@ -77,7 +85,7 @@ class ThreadQueue(CommQueue):
         self._name, self._timeline = name, timeline
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"megazpp-{name}")
 
-    def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = ()) -> Work[T]:
+    def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
         inference = torch.is_inference_mode_enabled()
 
         def run() -> T:
@@ -92,9 +100,10 @@ class ThreadQueue(CommQueue):
 class StreamQueue(CommQueue):
     """A queue that launches tasks on a CUDA stream of its own.
 
-    A task starts after what the caller's current stream holds. Memory that a task allocates belongs to the queue's
-    stream. The caller of `Work.wait` may use the tensor that it returns until the last reference is gone, because the
-    waiting stream is recorded. Other memory of a task, the caller's included, must live until its work was waited for.
+    A task starts after what the caller's current stream holds, or held at the `moment` that it is given. Memory that a
+    task allocates belongs to the queue's stream. The caller of `Work.wait` may use the tensor that it returns until the
+    last reference is gone, because the waiting stream is recorded. Other memory of a task, the caller's included, must
+    live until its work was waited for.
 
     Args:
         priority: of the stream; lower numbers first.
@@ -105,8 +114,14 @@ class StreamQueue(CommQueue):
     def __init__(self, *, priority: int = 0) -> None:
         self._stream = torch.cuda.Stream(priority=priority)
 
-    def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = ()) -> Work[T]:
-        self._stream.wait_stream(torch.cuda.current_stream())
+    def moment(self) -> Moment:
+        return torch.cuda.current_stream().record_event()
+
+    def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
+        if since is None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        else:
+            self._stream.wait_event(since)
         with torch.cuda.stream(self._stream), torch.no_grad():
             for work in after:
                 work.join()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from megazpp.parallel.comm_queue import CommQueue, Work
+from megazpp.parallel.comm_queue import CommQueue, Moment, Work
 from megazpp.planner.trace import Operation
 from megazpp.topology.cost import AxisCost, DeviceCost
 from megazpp.topology.layout import AXES, Layout
@@ -152,8 +152,11 @@ class SimulatedQueue(CommQueue):
         self.name, self._simulation, self._clock = name, simulation, simulation.new_clock()
         self.blocks_host = blocks_host
 
-    def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = ()) -> Work[T]:
-        self._clock.wait_until(self._simulation.running.now)
+    def moment(self) -> Moment:
+        return self._simulation.running.now
+
+    def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
+        self._clock.wait_until(self.moment() if since is None else since)
         with self._simulation.on(self._clock):
             for work in after:
                 work.join()

@@ -41,12 +41,27 @@ from megazpp.planner.step import SIMULATED_MICRO_BATCHES, TrafficTable, extended
 from megazpp.planner.trace import FusedNorm
 from megazpp.planner.variants import changed, for_planning
 from megazpp.topology.cluster import Cluster
+from megazpp.training.objective import Objective
 from megazpp.training.setup import Built, ModelSpec, shard_on_meta
 from megazpp.training.step import TrainStep
 from megazpp.zero.sharding import materialize
 
 CPU = torch.device("cpu")
 LOSS_BYTES = 4  # of each micro-batch, until the step ends
+
+
+class DryTask(NamedTuple):
+    """What the steps of a dry run are about.
+
+    Attributes:
+        batch: of each micro-batch.
+        objective: None: the language model's loss.
+        before_step: what is done before each step.
+    """
+
+    batch: Any
+    objective: Objective | None = None
+    before_step: Callable[[], object] = lambda: None
 
 
 class DryRun(NamedTuple):
@@ -137,44 +152,54 @@ def sharded_model(spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> 
     return built
 
 
+def language_model_task(config: RunConfig, plan: RunPlan, built: Built) -> DryTask:
+    """Pretraining's."""
+    seq_length = config.data.seq_length
+    assert seq_length is not None
+    samples = torch.zeros(plan.batches.micro_batch_size, seq_length + 1, dtype=torch.int64)
+    batch = make_micro_batch(samples, eod=None)
+    if config.data.reset_attention_mask:
+        ends = torch.arange(0, samples.shape[0] * seq_length + 1, seq_length, dtype=torch.int32)
+        batch = batch._replace(document_starts=ends)
+    return DryTask(batch)
+
+
 def count_step(
     config: RunConfig,
     plan: RunPlan,
     dims: ParallelDims,
     micro_batches: int,
     build: Callable[[ModelSpec, ParallelDims, FakeTensorMode], Built] = sharded_model,
+    make_task: Callable[[RunConfig, RunPlan, Built], DryTask] = language_model_task,
 ) -> tuple[TrafficTable, int]:
     """Build a model, and take a step: what it sends, and the most bytes that live.
 
     After a short one, which makes what later steps find: moments, error feedback, the order of use.
     """
-    seq_length, vocab_size = config.data.seq_length, config.tokenizer.vocab_size
-    assert seq_length is not None
+    vocab_size = config.tokenizer.vocab_size
     assert vocab_size is not None
     # there are no values to compare
     eager = changed(config, model={"compile": False}, zero={"zero_check_secondary": False})
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     built = build(eager.model_spec(vocab_size, plan.wire), dims, fake)
     with fake, FusedNorm(), _Answers(), PeakBytes() as live:
+        task = make_task(config, plan, built)
         step = TrainStep(
             *built,
             build_optimizer(list(built.model.named_parameters()), config.optimizer, CPU),
             build_loss_scaler(config.loss_scale, fp16=config.precision.fp16),
             dims,
             clip_grad=config.optimizer.clip_grad,
+            objective=task.objective,
         )
-        samples = torch.zeros(plan.batches.micro_batch_size, seq_length + 1, dtype=torch.int64)
-        batch = make_micro_batch(samples, eod=None)
-        if config.data.reset_attention_mask:
-            ends = torch.arange(0, samples.shape[0] * seq_length + 1, seq_length, dtype=torch.int32)
-            batch = batch._replace(document_starts=ends)
-        step([batch], learning_rate=1.0, weight_decay=0.0)
+        step([task.batch], learning_rate=1.0, weight_decay=0.0)
         rest, sent = max(micro_batches - SIMULATED_MICRO_BATCHES, 0), []
         for count in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES) if rest else (micro_batches,):
             before = dims.counter.table()
             gc.collect()  # building a model leaves cycles
             live.mark()
-            step([batch] * count, learning_rate=1.0, weight_decay=0.0)
+            task.before_step()
+            step([task.batch] * count, learning_rate=1.0, weight_decay=0.0)
             sent.append(traffic_between(before, dims.counter.table()))
     return extended(sent[0], sent[-1], rest), live.peak + rest * LOSS_BYTES
 

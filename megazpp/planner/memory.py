@@ -23,6 +23,11 @@ class Memory(StrEnum):
     WHOLE_GRADIENTS = "whole gradients"
     BUFFERS = "communication buffers"
     ACTIVATIONS = "activations"
+    FROZEN = "frozen base"
+    UNPACKED = "unpacked frozen weights"
+    REFERENCE = "reference model"
+    REWARD = "reward model"
+    KEYS_AND_VALUES = "keys and values"
 
 
 class Ledger:

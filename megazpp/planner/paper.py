@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from kernels.block_quant import Feedback
+from kernels.formats import MessageLayout
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.comm_queue import CommQueue
 from megazpp.topology.layout import Layout
@@ -20,10 +22,10 @@ from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.comms import CountedGather, SummingReduce
 from megazpp.zero.config import WirePlan, ZeroConfig
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.layout import MessageLayout, plan_segments
+from megazpp.zero.layout import plan_segments
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.units import Fingerprint, Unit, UnitParameter
-from megazpp.zero.wire import Codec, Errors
+from megazpp.zero.wire import Codec
 
 Parameters = Sequence[tuple[str, tuple[int, ...]]]  # name and shape on one tensor-parallel rank
 META = torch.device("meta")
@@ -103,8 +105,8 @@ class PaperUnit(Unit):
     """
 
     is_sharded = True
-    gather: TwoHopGather | CountedGather
-    reduce: SummingReduce
+    gather: TwoHopGather | CountedGather | None = None
+    reduce: SummingReduce | None = None
     gather_buffer = reduce_buffer = cross_buffer = secondary_bytes = partial_bytes = feedback_bytes = 0
 
     def __init__(self, parameters: Parameters, num_ranks: int) -> None:
@@ -114,12 +116,15 @@ class PaperUnit(Unit):
             for name, shape in parameters
         )
         super().__init__(modules=(_NOWHERE,), parameters=found, segments=segments, trained_segments=segments)
-        self.size, self.elements = segments[-1].stop, sum(math.prod(shape) for _, shape in parameters)
+        self.size = segments[-1].stop if segments else 0  # of nothing, where all of a unit is frozen
+        self.elements = sum(math.prod(shape) for _, shape in parameters)
         self.version, self.gathered = 0, False
         self.ready: float | None = None
 
     def connect(self, factory: CommFactory, axes: dict[str, PaperAxis], wire: WirePlan, zero: ZeroConfig) -> None:
         """Make its comms, and note what they hold."""
+        if not self.size:
+            return
         self.gather, self.reduce = factory.comms(self)
         nodes, peers = axes["cross"].size, axes["local"].size
         if isinstance(self.gather, TwoHopGather) and wire.gather is not None:
@@ -131,7 +136,8 @@ class PaperUnit(Unit):
             self.reduce_buffer = (2 if peers > 1 else 1) * peers * nodes * inside  # sent and received
             self.cross_buffer = 2 * nodes * across
             self.partial_bytes = nodes * self.size * (2 if zero.zero_accumulate_in_bf16 else 4)
-            self.feedback_bytes = sum(part.nbytes for error in self.reduce.errors(META) for part in error)
+            errors = self.reduce.errors(META)
+            self.feedback_bytes = 0 if errors is None else errors.messages.nbytes
 
     @property
     def is_frozen(self) -> bool:
@@ -165,11 +171,11 @@ class PaperCodec(Codec):
         shards: torch.Tensor,
         messages: torch.Tensor,
         *,
-        errors: Errors | None = None,
+        errors: Feedback | None = None,
         beta: float = 0.0,
         base: torch.Tensor | None = None,
     ) -> None:
-        fed_back = sum(2 * part.nbytes for error in errors or () for part in error)
+        fed_back = 0 if errors is None else 2 * errors.messages.nbytes
         beside = fed_back if base is None else base.nbytes
         self._touch(shards.nbytes + messages.nbytes + beside)
 

@@ -11,20 +11,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import Traffic, TrafficCounter
 from megazpp.planner.clock import Clock, Costs, SimulatedQueue, Simulation
 from megazpp.planner.memory import MASTER_BYTES, Ledger, Memory, own_elements
 from megazpp.planner.paper import META, PaperAxis, PaperCodec, PaperUnit
-from megazpp.planner.trace import BACKWARD, FORWARD, Documents, trace_model
+from megazpp.planner.trace import BACKWARD, FORWARD, Documents, Operation, trace_model
 from megazpp.topology.layout import AXES, Layout
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.config import plan_wire
+from megazpp.zero.freeze import frozen_bytes
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 
@@ -57,6 +60,7 @@ class PaperStep:
         rank: whose links are used and whose bytes are counted.
         on_cpu: whether the process itself computes.
         moments: of the optimizer, per parameter.
+        with_entropy, prepare: see `trace_model`; what is not trained is in frozen units.
 
     Attributes:
         trace: the model's work.
@@ -77,6 +81,8 @@ class PaperStep:
         rank: int = 0,
         on_cpu: bool = False,
         moments: int = 2,
+        with_entropy: bool = False,
+        prepare: Callable[[GPTModel], None] | None = None,
     ) -> None:
         zero, precision, self._on_cpu = spec.zero, spec.precision, on_cpu
         self._zero, self._precision = zero, precision
@@ -89,6 +95,8 @@ class PaperStep:
             sequence_parallel=spec.sequence_parallel and layout.tp > 1,
             dtype=precision.param_dtype,
             documents=documents,
+            with_entropy=with_entropy,
+            prepare=prepare,
         )
         self._moments, self._costs = moments, costs or Costs()
         self._simulation = Simulation(self._costs)
@@ -117,6 +125,11 @@ class PaperStep:
         self.units = [PaperUnit(parameters, self._shard.size) for parameters in self.trace.units]
         for unit in self.units:
             unit.connect(self._factory, self._axes, wire, zero)
+        peers = self._axes["local"].size
+        self._frozen = [
+            frozen_bytes(dict(parameters), peers, precision.param_dtype) for parameters in self.trace.frozen
+        ]
+        self._received: set[int] = set()  # frozen units that were gathered ahead of their use
         self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))
         self._copied_out = 0.0  # when the last gather's parameters had been
         self._copied_from = self._sent_from = 0  # bytes of the buffers of the last gather and of the last reduction
@@ -141,22 +154,32 @@ class PaperStep:
         traffic = traffic_between(before, self.counter.table())
         return SimulatedStep(traffic, self._simulation.compute.now - start, self._simulation.busy)
 
+    def ask(self) -> None:
+        """One forward, of a model of which nothing is trained."""
+        self._simulation.begin_step()
+        self._open_ledger()
+        self._forward()
+
     # ---- the model ------------------------------------------------------------------------------------------------
 
     def _forward(self) -> None:
         units, tied, head = self.units, self.trace.tied, self.trace.num_segments - 1
         for index in range(head + 1):
-            unit = units[min(index, len(units) - 1)]
+            number = min(index, len(units) - 1)
+            unit = units[number]
             first_use = not (tied and index == head)  # tied: the first unit is still gathered
             if first_use:
+                self._unpack(number, number + 1)
                 self._gather(unit)
                 self._wait_for_gather(unit, forward=True)
             self._keep(FORWARD, index)
             self._compute(FORWARD, index)
             if first_use and not (tied and index == 0):
                 self._release(unit, when=self._stage == 3)
+                self._free_unpacked(number)
         if tied:
             self._release(units[0], when=self._stage == 3)
+            self._free_unpacked(0)
         self.ledger.add(Memory.BUFFERS, -self._copied_from)  # the last gather's
         self._copied_from = 0
 
@@ -164,9 +187,13 @@ class PaperStep:
         tied = self.trace.tied
         for unit in self.units:
             unit.is_sharded = False
-        order = [self.units[0], *self.units[:0:-1]] if tied else self.units[::-1]
-        for index, unit in enumerate(order):
+        numbers = [0, *range(len(self.units) - 1, 0, -1)] if tied else list(range(len(self.units)))[::-1]
+        order = [self.units[number] for number in numbers]
+        for index, (number, unit) in enumerate(zip(numbers, order, strict=True)):
             segment = self.trace.num_segments - 1 - index
+            reached, next_reached = (bool(self._backward_work(each)) for each in (segment, segment - 1))
+            if reached:
+                self._unpack(number, numbers[index + 1] if index + 1 < len(numbers) and next_reached else -1)
             self._gather(unit)
             self._wait_for_gather(unit, forward=False)
             if index + 1 < len(order):
@@ -175,10 +202,13 @@ class PaperStep:
             self._compute(BACKWARD, segment)
             if not (tied and index == 0):
                 self._finish_unit(unit, first=first, last=last)
+                if reached:
+                    self._free_unpacked(number)
         if tied:
             self._keep(BACKWARD, 0)
             self._compute(BACKWARD, 0)
             self._finish_unit(order[0], first=first, last=last)
+            self._free_unpacked(0)
         for clock in (self._reductions, self._copies):  # the root's last hook waits for all reductions
             self._simulation.running.wait_until(clock.now)
         self._factory.reduce_schedule.end_backward()
@@ -223,11 +253,38 @@ class PaperStep:
             if gather is not None:
                 gather.after_step(keyframe=False)
 
+    @property
+    def unpacked_bytes(self) -> int:
+        """Of all frozen weights, as modules compute with them; 0 where they are kept so."""
+        return sum(unit.unpacked for unit in self._frozen)
+
+    # ---- frozen units ---------------------------------------------------------------------------------------------
+
+    def _unpack(self, number: int, following: int) -> None:
+        """`FrozenUnit.unpack`: the messages of all ranks become weights, while those of what follows are gathered."""
+        if not self._frozen[number].unpacked:
+            return
+        if number not in self._received:
+            self.ledger.add(Memory.UNPACKED, self._frozen[number].received)
+        self._received.discard(number)
+        self.ledger.add(Memory.UNPACKED, self._frozen[number].unpacked)
+        if 0 <= following < len(self._frozen):
+            self._received.add(following)
+            self.ledger.add(Memory.UNPACKED, self._frozen[following].received)
+        self.ledger.add(Memory.UNPACKED, -self._frozen[number].received)
+
+    def _backward_work(self, segment: int) -> Sequence[Operation]:
+        """[] where no gradient comes: below the first layer that has something trained."""
+        return self.trace.segments[BACKWARD, segment].operations if segment >= 0 else ()
+
+    def _free_unpacked(self, number: int) -> None:
+        self.ledger.add(Memory.UNPACKED, -self._frozen[number].unpacked)
+
     # ---- FSDP2 ----------------------------------------------------------------------------------------------------
 
     def _gather(self, unit: PaperUnit) -> None:
         """`unshard`: hand the shard to the gather, whose clock waits for it."""
-        if unit.gathered or unit.ready is not None:
+        if unit.gathered or unit.ready is not None or unit.gather is None:
             return
         clock = self._gathers
         if self._on_cpu:  # the process, or with overlap something that only the queues hold up
@@ -246,7 +303,7 @@ class PaperStep:
 
     def _wait_for_gather(self, unit: PaperUnit, *, forward: bool) -> None:
         """`wait_for_unshard`: copy out; the next gather but one may start after it in forward, the next in backward."""
-        if unit.gathered:
+        if unit.gathered or unit.gather is None:
             return
         assert unit.ready is not None
         compute, size = self._simulation.compute, self._whole(unit).nbytes
@@ -273,6 +330,8 @@ class PaperStep:
 
     def _finish_unit(self, unit: PaperUnit, *, first: bool, last: bool) -> None:
         """`post_backward`: reshard and reduce; one reduction at a time is in flight."""
+        if unit.reduce is None:
+            return
         self._release(unit, when=self._stage == 3 or last)
         unit.is_sharded = False
         computed = unit.elements * self._precision.param_dtype.itemsize
@@ -306,6 +365,7 @@ class PaperStep:
         self.ledger.add(Memory.PARAMETERS, MASTER_BYTES * sum(unit.size for unit in units))
         self.ledger.add(Memory.MOMENTS, self._moments * MASTER_BYTES * own)
         self.ledger.add(Memory.SECONDARY, sum(unit.secondary_bytes for unit in units))
+        self.ledger.add(Memory.FROZEN, sum(unit.kept for unit in self._frozen))
         self.ledger.add(Memory.FEEDBACK, sum(unit.feedback_bytes for unit in units))
         if self._partial_sums_wait:
             self.ledger.add(Memory.PARTIAL_SUMS, sum(unit.partial_bytes for unit in units))

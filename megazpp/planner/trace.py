@@ -3,7 +3,7 @@
 Forward and backward of one micro-batch run on tensors without memory, on a tensor-parallel axis on paper, so that work,
 traffic and activations are those of the code and not of a formula beside it. A recorder sees each operation and each
 storage, and files them under the part of the model (a segment: the embedding, a layer, the head; forward or backward)
-in which they happen. Layers are alike: at most two are run.
+in which they happen. Layers are alike: at most three are run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -78,13 +78,15 @@ class Trace(NamedTuple):
     """One micro-batch. Keys of the segments: (FORWARD or BACKWARD, index), embedding 0, layers 1 to n, head n + 1.
 
     Attributes:
-        units: parameters of each sharding unit, in the order of use.
+        units: trained parameters of each sharding unit, in the order of use.
+        frozen: its parameters that are not trained.
         partial: parameters of whose gradient each tp rank has a part.
         tied: the first unit holds embedding, final norm and output, and is in use from the first to the last segment.
     """
 
     segments: dict[tuple[str, int], TraceSegment]
     units: tuple[Parameters, ...]
+    frozen: tuple[Parameters, ...]
     partial: Parameters
     tied: bool
 
@@ -104,6 +106,8 @@ def trace_model(
     sequence_parallel: bool,
     dtype: torch.dtype,
     documents: Documents | None = None,
+    with_entropy: bool = False,
+    prepare: Callable[[GPTModel], None] | None = None,
 ) -> Trace:
     """Run one micro-batch on paper, or take what came of it before.
 
@@ -111,9 +115,13 @@ def trace_model(
         tp: degree of tensor parallelism.
         dtype: what the layers compute in.
         documents: how attention stays inside documents, each of which is as long as a sample; None if it need not.
+        with_entropy: also ask for the entropy of the predictions.
+        prepare: changes the model, or which of its parameters are trained; where none is there is no backward.
     """
     again = 1 if config.recompute_method == "block" else None  # the first layer is run again, the second is not
-    shape = dataclasses.replace(config, num_layers=min(config.layers, 2), recompute_num_layers=again)
+    # where something is frozen: no gradient leaves the first layer, and its input is freed in the second
+    most = 2 if prepare is None else 3
+    shape = dataclasses.replace(config, num_layers=min(config.layers, most), recompute_num_layers=again)
     recorder = TraceRecorder()
     layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp), tp=tp, replicas=1)
     axis = PaperAxis(layout, "tp", rank=0, counter=TrafficCounter(), cost=recorder.note)
@@ -125,20 +133,29 @@ def trace_model(
             tp=axis,
             sequence_parallel=sequence_parallel,
             document_kernel=attention.inside_documents if documents == "kernel" else None,
-        ).to(dtype)
+        )
+        if prepare is not None:
+            prepare(model)
+        model.to(dtype)
         starts = torch.empty(micro_batch_size + 1, dtype=torch.int32) if documents else None
         tokens = torch.empty(micro_batch_size, seq_length, dtype=torch.int64)
         mask = torch.empty(micro_batch_size, seq_length)
     recorder.watch(model)
     with recorder, attention, FusedNorm(recorder):
-        losses = model(tokens, tokens, document_starts=starts)
-        loss = (losses * mask).sum()
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        with torch.set_grad_enabled(trained):
+            found = model(tokens, tokens, document_starts=starts, with_entropy=with_entropy)
+            loss = ((found.losses if with_entropy else found) * mask).sum()
         recorder.enter((BACKWARD, shape.layers + 1))
-        loss.backward()
+        if trained:
+            loss.backward()
         recorder.enter((BACKWARD, -1))
-    units, partial = _units(model, config.layers), {_first_layer(name) for name in partial_parameters(model)}
-    twice = shape.layers == 2 and config.recompute_method == "block"  # the second stands for those not run again
+    units, frozen = (_units(model, config.layers, trained=trained) for trained in (True, False))
+    partial = {_first_layer(name) for name in partial_parameters(model)}
+    twice = shape.layers > 1 and config.recompute_method == "block"  # the second stands for those not run again
     like = [2 if twice and not config.recomputes_layer(index) else 1 for index in range(config.layers)]
+    if prepare is not None and not twice:
+        like = [min(index + 1, most) for index in range(config.layers)]
     return Trace(
         segments={
             (phase, index): recorder.segments[phase, traced]
@@ -146,6 +163,7 @@ def trace_model(
             for index, traced in enumerate((0, *like, shape.layers + 1))
         },
         units=units,
+        frozen=frozen,
         partial=[(name, shape) for unit in units for name, shape in unit if _first_layer(name) in partial],
         tied=config.tied,
     )
@@ -156,22 +174,26 @@ def _first_layer(name: str) -> str:
     return re.sub(r"^layers\.\d+\.", "layers.0.", name)
 
 
-def _units(model: GPTModel, num_layers: int) -> tuple[Parameters, ...]:
+def _units(model: GPTModel, num_layers: int, *, trained: bool) -> tuple[Parameters, ...]:
     """Parameters of the units in FSDP2's flat order, which is `named_parameters()`'s; the root's first."""
     rest = dict(model.named_parameters())
     names = {parameter: name for name, parameter in rest.items()}
     units: list[Parameters] = []
+
+    def chosen(parameters: Iterable[torch.nn.Parameter]) -> Parameters:
+        return [(names[p], tuple(p.shape)) for p in parameters if p.requires_grad == trained]
+
     for modules in model.sharding_units():
-        unit = [(names[p], tuple(p.shape)) for module in modules for p in module.parameters()]
-        for name, _ in unit:
-            del rest[name]
-        if unit[0][0].startswith("layers.0."):
+        parameters = [p for module in modules for p in module.parameters()]
+        unit, first = chosen(parameters), names[parameters[0]]
+        for p in parameters:
+            del rest[names[p]]
+        if first.startswith("layers.0."):
             for index in range(num_layers):
                 units.append([(name.replace("layers.0.", f"layers.{index}.", 1), shape) for name, shape in unit])
-        elif not unit[0][0].startswith("layers."):
+        elif not first.startswith("layers."):
             units.append(unit)
-    root = [(name, tuple(p.shape)) for name, p in rest.items()]
-    return (root, *units) if root else tuple(units)
+    return (chosen(rest.values()), *units) if rest else tuple(units)
 
 
 class TraceRecorder(TorchDispatchMode):
@@ -186,7 +208,7 @@ class TraceRecorder(TorchDispatchMode):
 
     def watch(self, model: GPTModel) -> None:
         """Call once, before `model` runs."""
-        for parameter in model.parameters():
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             parameter.register_post_accumulate_grad_hook(self._accumulated)
         for index, module in enumerate([model.embedding, *model.layers]):
             module.register_forward_pre_hook(functools.partial(self.enter, (FORWARD, index)))
@@ -210,7 +232,8 @@ class TraceRecorder(TorchDispatchMode):
     def _leaving(self, index: int) -> Callable[..., None]:
         def leave(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
             self.enter((FORWARD, index + 1))
-            output.register_hook(functools.partial(self.enter, (BACKWARD, index)))
+            if output.requires_grad:
+                output.register_hook(functools.partial(self.enter, (BACKWARD, index)))
 
         return leave
 

@@ -63,14 +63,8 @@ def weight_formats(config: RunConfig) -> dict[str, RunConfig]:
     """The run with every --zero-weight-bits for weights that nodes keep, but its own; {} where they keep none."""
     others = [bits for bits in TRIED_WEIGHT_BITS if bits != config.zero.weight_bits]
     named = {" ".join(map(str, bits)): changed(config, zero={"zero_weight_bits": bits}) for bits in others}
-    return named if keeps_weights(config) else {}
-
-
-def keeps_weights(config: RunConfig) -> bool:
-    """Whether nodes keep weights (hpZ), from which differences can be taken."""
-    zero = config.zero
-    size, quantized = zero.zero_hpz_partition_size, zero.zero_quantized_weights
-    return (zero.zeropp if size is None else size != "1") and (zero.zeropp if quantized is None else quantized)
+    kept = config.zero.hpz_partition_size != "1"  # from which differences can be taken
+    return named if kept and config.zero.quantizes_weights else {}
 
 
 def schemes(config: RunConfig) -> dict[str, RunConfig]:

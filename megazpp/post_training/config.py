@@ -48,7 +48,9 @@ class PostTrainingConfig:
     )
     label_smoothing: float = flag(0.0, "share of preferences that are taken to be wrong (dpo with the loss robust)")
     precompute_ref_log_probs: bool = flag(
-        False, "have the reference's log-probabilities of all pairs before training begins, and then drop it (dpo)"
+        False,
+        "have the reference's log-probabilities of all pairs before training begins, and then drop it (dpo); they are "
+        "kept in --data-cache-path for other runs",
     )
     num_generations: int = flag(8, "completions of each prompt (grpo); they may lie on several ranks")
     max_completion_length: int = flag(256, "tokens of a completion at most (grpo, ppo)")

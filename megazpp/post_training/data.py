@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -100,13 +101,18 @@ class SupervisedDataset:
 
 
 class PreferenceDataset:
-    """Pairs: [5, max_length + 1] int64, to be batched by `make_pair_batch`; arguments as for `SupervisedDataset`."""
+    """Pairs: [5, max_length + 1] int64, to be batched by `make_pair_batch`; arguments as for `SupervisedDataset`.
+
+    Attributes:
+        ref_logps: [pairs, 2] fp32, the reference's log-probabilities of both answers of each; None: they are not known.
+    """
 
     def __init__(
         self, examples: Examples, *, num_samples: int | None, seed: int | None, max_length: int, pad: int
     ) -> None:
         self._examples, self._max_length, self._pad = examples, max_length, pad
         self.num_pairs = (len(examples.starts) - 1) // 2
+        self.ref_logps: torch.Tensor | None = None
         self._order = EpochOrder(self.num_pairs, num_samples=num_samples, seed=seed)
 
     def __len__(self) -> int:
@@ -124,6 +130,13 @@ class PreferenceDataset:
             sample[2 * row : 2 * row + 2, : len(tokens)] = tokens, mask
         sample[4, 0] = number
         return sample
+
+    def digest(self) -> str:
+        """Names the tokens and masks of all pairs."""
+        found = hashlib.blake2b(digest_size=16)
+        for array in (self._examples.tokens, self._examples.mask, self._examples.starts):
+            found.update(np.ascontiguousarray(array).data)
+        return found.hexdigest()
 
     def token_counts(self, size: int) -> npt.NDArray[np.int64]:
         """How often each id below `size` occurs in one epoch: [size]."""

@@ -1,108 +1,221 @@
-"""`--dry-run` with LoRA: one optimizer step of one rank of a cluster that is not there, beside that of all weights.
+"""`--dry-run`: an optimizer step of one rank of a cluster that is not there, with all models beside the policy.
 
-Both are the program itself on tensors without memory (planner/dry_run.py), with the language model's loss.
+The program itself on tensors without memory (planner/dry_run.py): the policy or its adapters on a frozen base, the
+objective, and the forwards of reference and reward model. Completions are not drawn. With --lora-r a step of all
+weights is taken too, to compare.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels.formats import BlockFormat
 from megazpp.arguments import RunConfig
-from megazpp.checks import check_run_config
+from megazpp.checks import RunPlan, check_run_config
 from megazpp.formatting import MEGA, aligned
 from megazpp.model.dropout import SharedGenerator
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
-from megazpp.planner.dry_run import CPU, count_step, fake_ranks
+from megazpp.planner.dry_run import CPU, DryTask, count_step, fake_ranks, language_model_task
 from megazpp.planner.step import TrafficTable
 from megazpp.planner.variants import for_planning
+from megazpp.post_training.batch import PairBatch, RolloutBatch
 from megazpp.post_training.lora import LoraConfig, add_adapters
+from megazpp.post_training.memory import ModelsMemory, plan_models, rows_of
+from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss
+from megazpp.post_training.reference import BaseModel, FrozenModel
+from megazpp.post_training.start import PostConfigs
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
 from megazpp.training.setup import Built, ModelSpec, model_on_meta, shard_built
 from megazpp.zero.freeze import freeze, frozen_axis
+from megazpp.zero.frozen import FrozenUnits
 from megazpp.zero.sharding import materialize
 
 
-class LoraDryRun(NamedTuple):
+class PostDryRun(NamedTuple):
     """What one rank sends and holds in a step.
 
     Attributes:
-        adapters, everything: calls and bytes by (wire, axis, collective), where adapters are trained, and all weights.
-        live_bytes, everything_live_bytes: of tensors at the fullest moment.
-        base_bytes: of the frozen weights among them.
-        trained: adapters' parameters.
+        sent: calls and bytes by (wire, axis, collective).
+        live_bytes: of tensors at the fullest moment.
+        planned: what was expected of that; drawing is no part of a dry run.
+        all_weights: with --lora-r what a step of all weights sends, and holds.
+        base_bytes: of the frozen base.
+        trained: parameters.
     """
 
-    adapters: TrafficTable
-    everything: TrafficTable
+    sent: TrafficTable
     live_bytes: int
-    everything_live_bytes: int
+    planned: ModelsMemory
+    all_weights: tuple[TrafficTable, int] | None
     base_bytes: int
     trained: int
 
-    def sent(self, wire: str) -> tuple[int, int]:
-        """Bytes with adapters, and with all weights."""
-        adapters, everything = (
-            sum(traffic.sent_bytes for key, traffic in table.items() if key[0] == wire)
-            for table in (self.adapters, self.everything)
-        )
-        return adapters, everything
+    @property
+    def planned_bytes(self) -> int:
+        """Of what was run."""
+        return self.planned.total("asking", "training")
 
     def describe(self) -> str:
-        """A table of both."""
-        rows: list[tuple[str, ...]] = [("MB of one rank, one optimizer step", "LoRA", "all weights", "")]
-        both = {f"sent, {wire}": self.sent(wire) for wire in WIRES}
-        both["live at the fullest moment"] = self.live_bytes, self.everything_live_bytes
-        rows += [
-            (what, f"{one / MEGA:.3f}", f"{all_ / MEGA:.3f}", f"{100 * one / all_:.2f} %" if all_ else "")
-            for what, (one, all_) in both.items()
-        ]
-        note = f"{self.trained:,} parameters in adapters; {self.base_bytes / MEGA:.3f} MB of frozen weights"
-        return "\n".join([*aligned(rows), note])
+        """Tables of what is planned and what was counted."""
+        rows: list[tuple[str, ...]] = [("MB of one rank, one optimizer step", "counted")]
+        rows += [(f"sent, {wire}", f"{sent_on(self.sent, wire) / MEGA:.3f}") for wire in WIRES]
+        rows.append(("live at the fullest moment", f"{self.live_bytes / MEGA:.3f}"))
+        if self.all_weights is not None:
+            table, live_bytes = self.all_weights
+            others = [*(sent_on(table, wire) for wire in WIRES), live_bytes]
+            mine = [*(sent_on(self.sent, wire) for wire in WIRES), self.live_bytes]
+            shares = [f"{100 * one / all_:.2f} %" if all_ else "" for one, all_ in zip(mine, others, strict=True)]
+            more = [("all weights", ""), *((f"{n / MEGA:.3f}", s) for n, s in zip(others, shares, strict=True))]
+            rows = [(*row, *beside) for row, beside in zip(rows, more, strict=True)]
+        note = f"{self.trained:,} trained parameters" + (" in adapters" if self.all_weights is not None else "")
+        if self.base_bytes:
+            note += f"; {self.base_bytes / MEGA:.3f} MB of frozen weights"
+        off = 100 * (self.planned_bytes / self.live_bytes - 1)
+        return "\n".join(
+            [
+                *self.planned.describe(),
+                "",
+                *aligned(rows),
+                note,
+                f"planned: {self.planned_bytes / MEGA:.3f} MB at the fullest moment ({off:+.1f} %)",
+            ]
+        )
 
 
-def dry_run_lora(
-    config: RunConfig, lora: LoraConfig, cluster: Cluster, *, rank: int, fmt: BlockFormat | None = None
-) -> LoraDryRun:
-    """Take a step of adapters and a step of all weights.
+def sent_on(table: TrafficTable, wire: str) -> int:
+    """Bytes."""
+    return sum(traffic.sent_bytes for key, traffic in table.items() if key[0] == wire)
 
-    Args:
-        fmt: how frozen weights are kept.
+
+def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *, rank: int) -> PostDryRun:
+    """Plan the step of `rank`, and take it.
+
     Raises:
-        ValueError: flags that do not fit each other or the cluster, or no --vocab-size.
+        ValueError: flags that do not fit each other or the cluster, no --vocab-size, or weights that would be read.
     """
+    if configs.weights.packs:
+        raise ValueError("--dry-run reads no weights: --weights-on and --weight-bits are for --plan")
     config = for_planning(config, "--dry-run")
+    if not 0 <= rank < cluster.world_size:
+        raise ValueError(f"--dry-run-rank {rank} is not a rank of the cluster: it has 0 to {cluster.world_size - 1}")
     plan = check_run_config(config, cluster, device_type=CPU.type)
+    planned = plan_models(config, configs, plan, rank=rank, on_cpu=True)
     count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
-    sizes: list[int] = []
 
-    def adapted(spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> Built:
-        model = model_on_meta(spec, dims, CPU)
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    def run(models: _DryModels) -> tuple[TrafficTable, int]:
+        with fake_ranks(rank, cluster.world_size):
+            # a thread would not see the modes that make its tensors fake
+            dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
+            return count_step(config, plan, dims, count, models.build, models.task)
 
-        def load(name: str, rows: slice) -> torch.Tensor:
-            return torch.zeros(rows.stop - rows.start, *shapes[name][1:])
+    models, all_weights = _DryModels(configs), None
+    counted = run(models)
+    if configs.lora.lora_r is not None:
+        all_weights = run(_DryModels(configs._replace(lora=LoraConfig())))
+    base_bytes = 0 if models.base is None else models.base.kept_bytes
+    return PostDryRun(*counted, planned, all_weights, base_bytes, models.trained)
 
-        make = functools.partial(freeze, device=CPU, dtype=spec.precision.param_dtype, fmt=fmt)
-        with fake:
-            base = make(model, model.sharding_units(), frozen_axis(dims), load)
-        add_adapters(model, lora.settings(spec.config), SharedGenerator(CPU, seed=spec.seed, data_rank=dims.data_rank))
-        sizes.extend([base.kept_bytes, sum(parameter.numel() for parameter in model.parameters())])
+
+class _DryModels:
+    """All models of a run, on fake tensors.
+
+    Attributes:
+        base: the frozen weights of a policy with adapters.
+        trained: parameters of the policy.
+    """
+
+    def __init__(self, configs: PostConfigs) -> None:
+        self.post, self.lora = configs.training, configs.lora
+        self.base: FrozenUnits | None = None
+        self.trained = 0
+
+    def build(self, spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> Built:
+        post, self._dims = self.post, dims
+        axis = frozen_axis(dims)
+        self._reference = self._reward = None
+        if post.needs_reference and self.lora.lora_r is None and not post.precompute_ref_log_probs:
+            self._reference = FrozenModel(_frozen(spec, dims, axis, fake)[0])
+        if post.reward_load is not None:
+            self._reward = FrozenModel(_frozen(_with_head(spec, True), dims, axis, fake)[0])
+        spec = _with_head(spec, post.objective in ("reward", "ppo"))
+        if self.lora.lora_r is None:
+            model = model_on_meta(spec, dims, CPU)
+        else:
+            model, self.base = _frozen(spec, dims, axis, fake, trained="scalar_head.")
+            shared = SharedGenerator(CPU, seed=spec.seed, data_rank=dims.data_rank)
+            add_adapters(model, self.lora.settings(spec.config), shared)
+        self.trained = sum(parameter.numel() for parameter in model.parameters())
         built = shard_built(model, spec, dims)
         with fake:
             materialize(built.model, CPU)
         return built
 
-    with fake_ranks(rank, cluster.world_size):
-        # a thread would not see the modes that make its tensors fake
-        dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
-        adapters, live_bytes = count_step(config, plan, dims, count, adapted)
-    with fake_ranks(rank, cluster.world_size):
-        dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
-        everything, most = count_step(config, plan, dims, count)
-    return LoraDryRun(adapters, everything, live_bytes, most, *sizes)
+    def task(self, config: RunConfig, plan: RunPlan, built: Built) -> DryTask:
+        post, seq_length = self.post, config.data.seq_length
+        assert seq_length is not None
+        if post.objective == "sft":
+            return language_model_task(config, plan, built)
+        rows = rows_of(post, plan.batches.micro_batch_size)
+        tokens = torch.zeros(rows, seq_length, dtype=torch.int64)
+        numbers = torch.ones(rows, seq_length)
+        inputs = (tokens, tokens, numbers, tokens, None)
+        if not post.draws:
+            known = numbers[:, 0] if post.precompute_ref_log_probs else None
+            asked = BaseModel(built.model) if self.base is not None and known is None else self._reference
+            return DryTask(PairBatch(*inputs, known), _QuietPreferenceLoss(post, self._dims, asked))
+        ppo = post.objective == "ppo"
+        advantages = numbers if ppo else numbers[:, 0]
+        values = (numbers, numbers, numbers) if ppo else (None, None, None)
+        batch = RolloutBatch(*inputs, advantages, numbers, numbers if post.needs_reference else None, numbers, *values)
+        reference = BaseModel(built.model) if self.base is not None and post.needs_reference else self._reference
+
+        def ask() -> None:
+            if self._reward is not None:
+                self._reward.scores(batch)
+            if reference is not None:
+                reference.logps(batch)
+
+        return DryTask(batch, _QuietPolicyLoss(post, self._dims, temperature=1.0), ask)
+
+
+class _QuietPreferenceLoss(PreferenceLoss):
+    """There are no values that the host could have."""
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+
+class _QuietPolicyLoss(PolicyLoss):
+    """The same."""
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+
+def _frozen(
+    spec: ModelSpec, dims: ParallelDims, axis: MeshAxis, fake: FakeTensorMode, *, trained: str | None = None
+) -> tuple[GPTModel, FrozenUnits]:
+    """A model of frozen units, but for parameters whose names begin with `trained`."""
+    model = model_on_meta(spec, dims, CPU)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
+    def load(name: str, rows: slice) -> torch.Tensor:
+        return torch.zeros(rows.stop - rows.start, *shapes[name][1:])
+
+    def is_trained(name: str) -> bool:
+        return trained is not None and name.startswith(trained)
+
+    dtype = spec.precision.param_dtype
+    with fake:
+        return model, freeze(model, model.sharding_units(), axis, load, device=CPU, dtype=dtype, trained=is_trained)
+
+
+def _with_head(spec: ModelSpec, scalar_head: bool) -> ModelSpec:
+    return dataclasses.replace(spec, scalar_head=scalar_head)

@@ -2,53 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from megazpp.data.loader import BatchLoader
-from megazpp.model.gpt import GPTModel
-from megazpp.training.context import RunContext
+from megazpp.training.evaluate import Evaluator
 from megazpp.training.objective import Objective
-from megazpp.zero.sharding import Sharding
 
 
 @dataclass
-class ObjectiveEvaluator:
+class ObjectiveEvaluator(Evaluator):
     """Mean loss over the first global batches of a dataset, the same at every call; the metrics are logged.
 
     Args:
-        model, sharding: the model in training and its handle.
-        loader: batches of the held-out data.
-        iterations, batch_size: how many global batches of how many samples.
+        objective: whose denominators span a global batch.
+        log: told the metrics.
     """
 
-    model: GPTModel
-    sharding: Sharding
     objective: Objective
-    loader: BatchLoader
-    run: RunContext
-    _: KW_ONLY
-    iterations: int
-    batch_size: int
+    log: Callable[[str], None]
 
-    @torch.no_grad()
-    def __call__(self) -> float:
-        """The same number on all ranks; the model is in training mode afterwards and reads its shards anew."""
-        self.model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.run.device)
+    def mean_loss(self, steps: Iterable[Sequence[Any]]) -> float:
+        """The mean over the steps."""
+        total = torch.zeros((), dtype=torch.float64, device=self.model.embedding.word.weight.device)
         sums: dict[str, float] = {}
-        with self.run.dims.counter.paused():
-            for start in range(0, self.iterations * self.batch_size, self.batch_size):
-                batches = self.loader.step(start, self.batch_size)
-                self.objective.begin_step(batches)
-                for batch in batches:
-                    total += self.objective.loss(self.model, batch)
-                for name, value in self.objective.metrics().items():
-                    sums[name] = sums.get(name, 0.0) + value / self.iterations
-            self.run.dims.sum_over_data_(total)
-        self.sharding.free_gathered()
-        self.model.train()
+        for batches in steps:
+            self.objective.begin_step(batches)
+            for batch in batches:
+                total += self.objective.loss(self.model, batch)
+            for name, value in self.objective.metrics().items():
+                sums[name] = sums.get(name, 0.0) + value / self.iterations
         if sums:
-            self.run.log(" validation | " + " | ".join(f"{name}: {value:.4g}" for name, value in sums.items()) + " |")
-        return float(total) / self.iterations
+            self.log(" validation | " + " | ".join(f"{name}: {value:.4g}" for name, value in sums.items()) + " |")
+        return float(self.dims.sum_over_data_(total)) / self.iterations

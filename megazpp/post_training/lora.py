@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from kernels.formats import BlockFormat
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.record import RunRecord
 from megazpp.convert.peft import (
@@ -31,11 +30,10 @@ from megazpp.flags import check_positive, flag
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.gpt import GPTModel, TransformerLayer
-from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megazpp.tensor_parallel.lora import LowRankAdapter, QkvAdapter
-from megazpp.training.frozen import load_frozen_model
+from megazpp.training.frozen import FrozenPlace, load_frozen_model
 from megazpp.training.setup import Built, ModelSpec, fill, shard_built
 from megazpp.zero.frozen import FrozenUnits
 
@@ -84,16 +82,11 @@ class AdaptedPolicy(NamedTuple):
 def load_adapted(
     spec: ModelSpec,
     lora: LoraConfig,
-    dims: ParallelDims,
-    axis: MeshAxis,
-    device: torch.device,
+    place: FrozenPlace,
     source: LoadSource,
     record: RunRecord,
-    files: MeshAxis,
     *,
-    fmt: BlockFormat | None = None,
     trained: Callable[[str], bool] = lambda name: False,
-    say: Callable[[str], None] = lambda line: None,
 ) -> AdaptedPolicy:
     """The base of a checkpoint with new adapters, which change nothing yet; on all ranks.
 
@@ -102,7 +95,8 @@ def load_adapted(
     Otherwise as `load_frozen_model`.
     """
     settings = lora.settings(spec.config)
-    frozen = load_frozen_model(spec, dims, axis, device, source, record, files, fmt=fmt, trained=trained, say=say)
+    dims, device = place.dims, place.device
+    frozen = load_frozen_model(spec, place, source, record, trained=trained)
     settings = settings._replace(base=str(source.folder.path), checksum=frozen.checksum)
     shared = SharedGenerator(device, seed=spec.seed, data_rank=dims.data_rank)
     add_adapters(frozen.model, settings, shared)
@@ -110,11 +104,11 @@ def load_adapted(
     return AdaptedPolicy(built, frozen.units, settings)
 
 
-def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGenerator) -> None:
+def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGenerator | None) -> None:
     """Put adapters on the meta device beside the layers that `settings` names.
 
     Args:
-        shared: where tp ranks draw the dropout masks of inputs that all of them hold.
+        shared: where tp ranks draw the dropout masks of inputs that all of them hold; None where nothing is drawn.
     """
     by_linear: dict[str, list[Branch]] = {}
     for branch in find_branches(model.config, settings.targets):

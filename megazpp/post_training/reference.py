@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights
+from megazpp.inference.weights import WeightsConfig
 from megazpp.model.gpt import GPTModel, TokenOutputs
-from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelDims
-from megazpp.post_training.data import PreferenceDataset, make_pair_batch
-from megazpp.post_training.objectives import Scorer, scores_of
+from megazpp.post_training.objectives import scores_of
 from megazpp.tensor_parallel.lora import adapters_off
-from megazpp.training.frozen import load_frozen_model
+from megazpp.training.frozen import FrozenPlace, load_frozen_model
 from megazpp.training.setup import ModelSpec
+from megazpp.training.streamed import load_streamed_model
 
 
 class BaseModel:
@@ -34,15 +30,6 @@ class BaseModel:
             return -self._policy(
                 batch.tokens, batch.labels, position_ids=batch.position_ids, temperature=self._temperature
             )
-
-
-class FrozenPlace(NamedTuple):
-    """Where frozen models live: `frozen_axis(dims)` and `open_axis(dims)`, which all of a job share."""
-
-    dims: ParallelDims
-    device: torch.device
-    axis: MeshAxis
-    files: MeshAxis
 
 
 class FrozenModel:
@@ -71,13 +58,13 @@ class FrozenModel:
 def load_frozen(
     spec: ModelSpec,
     place: FrozenPlace,
+    weights: WeightsConfig,
     folder: CheckpointFolder,
     iteration: int | None,
     *,
     temperature: float = 1.0,
-    say: Callable[[str], None],
 ) -> FrozenModel:
-    """The model of a checkpoint in frozen units, on all ranks together.
+    """The model of a checkpoint, on all ranks together: in frozen units, or streamed from where `weights` says.
 
     Args:
         spec: of the policy; `scalar_head` says whether it has to have one.
@@ -88,32 +75,8 @@ def load_frozen(
     source, record = find_weights(folder, iteration)
     if spec.scalar_head and record.flags.get("objective") != "reward":
         raise ValueError(f"{folder.name} is no reward model: it has no scalar head (--objective reward trains one)")
-    dims, device, axis, files = place
-    found = load_frozen_model(dataclasses.replace(spec, wire=None), dims, axis, device, source, record, files, say=say)
-    return FrozenModel(found.model, temperature=temperature)
-
-
-@torch.no_grad()
-def reference_logps(
-    reference: Scorer,
-    dataset: PreferenceDataset,
-    dims: ParallelDims,
-    device: torch.device,
-    *,
-    micro_batch_size: int,
-) -> torch.Tensor:
-    """[pairs, 2] fp32 log-probabilities of both answers of all pairs of the files, on the CPU of every rank.
-
-    Each data rank takes every so manieth micro-batch; all of them run equally many.
-    """
-    found = torch.zeros(dataset.num_pairs, 2)
-    stride = micro_batch_size * dims.data_size
-    for first in range(dims.data_rank * micro_batch_size, -(-dataset.num_pairs // stride) * stride, stride):
-        numbers = [number % dataset.num_pairs for number in range(first, first + micro_batch_size)]
-        samples = np.stack([dataset.pair(number) for number in numbers])
-        batch = make_pair_batch(torch.from_numpy(samples)).to(device)
-        logps = (reference.logps(batch) * batch.loss_mask).sum(dim=1).view(2, -1).t().cpu()
-        for number, place, row in zip(numbers, range(first, first + micro_batch_size), logps, strict=True):
-            if place < dataset.num_pairs:
-                found[number] = row
-    return dims.sum_over_data_(found.to(device)).cpu()
+    if weights.packs:
+        model = load_streamed_model(weights, spec, place, source, record).model
+    else:
+        model = load_frozen_model(spec, place, source, record).model
+    return FrozenModel(model, temperature=temperature)

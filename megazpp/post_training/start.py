@@ -17,6 +17,7 @@ from megazpp.checkpoint.read import LoadSource, choose_source, peek, saves_where
 from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.checkpoint_flags import with_checkpoint_flags
 from megazpp.flags import DEFAULT
+from megazpp.inference.weights import WeightsConfig
 from megazpp.post_training.config import DEFAULT_RATE, PostTrainingConfig
 from megazpp.post_training.examples import DataFormatConfig
 from megazpp.post_training.lora import LoraConfig
@@ -34,9 +35,10 @@ class PostConfigs(NamedTuple):
     form: DataFormatConfig
     rewards: RewardConfig
     lora: LoraConfig
+    weights: WeightsConfig
 
 
-EXTRA: tuple[type, ...] = (PostTrainingConfig, DataFormatConfig, RewardConfig, LoraConfig)
+EXTRA: tuple[type, ...] = (PostTrainingConfig, DataFormatConfig, RewardConfig, LoraConfig, WeightsConfig)
 
 
 class Start(NamedTuple):
@@ -84,6 +86,26 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> Start:
     return Start(_completed(parsed, source, earlier), source, earlier)
 
 
+def without_checkpoint(parsed: ParsedRun) -> ParsedRun:
+    """`parsed` for a dry run, which opens no checkpoint: what post-training always sets.
+
+    Raises:
+        ValueError: --objective is missing, or the length of samples.
+    """
+    config, (post, form, rewards, lora, weights) = parsed.config, post_configs(parsed)
+    if post.objective is None:
+        raise ValueError("--objective is missing: sft, reward, dpo, grpo or ppo")
+    if "max_length" not in parsed.origins:
+        if config.data.seq_length is None:
+            raise ValueError(
+                "--max-length is missing: a dry run opens no checkpoint that would say how long samples are"
+            )
+        form = dataclasses.replace(form, max_length=config.data.seq_length)
+    fixed = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": form.max_length}
+    parts = {name: _with(getattr(config, name), fixed) for name in ("model", "data")}
+    return parsed._replace(config=dataclasses.replace(config, **parts), extra=(post, form, rewards, lora, weights))
+
+
 def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan) -> None:
     """Raises ValueError, by flags and values, for what lies between these configs and those of a run."""
     post, form = configs.training, configs.form
@@ -94,6 +116,12 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
             raise ValueError(f"{path} is not a file: post-training reads JSON lines or Parquet")
     if form.packing and post.objective != "sft":
         raise ValueError(f"--packing is for --objective sft, not {post.objective}")
+    streams = configs.weights.packs and not post.reward_load
+    if streams and (configs.lora.lora_r is not None or not post.needs_reference):
+        bits = f"--weight-bits {configs.weights.weight_bits}"
+        given = bits if configs.weights.weights_on == "device" else f"--weights-on {configs.weights.weights_on}"
+        why = "with --lora-r the reference is the base" if post.needs_reference else "there is no reference"
+        raise ValueError(f"{given} is for the weights of a reference or reward model: {why}, and no --reward-load")
     if not post.draws:
         if configs.rewards.reward_funcs or post.reward_load:
             raise ValueError(f"--reward-funcs and --reward-load are for grpo and ppo, not --objective {post.objective}")
@@ -124,7 +152,7 @@ def train_paths(config: RunConfig) -> tuple[str, ...]:
 
 def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> ParsedRun:
     """With defaults of the objective, and with the names of the models beside the policy."""
-    config, (post, form, rewards, lora) = parsed.config, post_configs(parsed)
+    config, (post, form, rewards, lora, weights) = parsed.config, post_configs(parsed)
     assert post.objective is not None
     if "seq_length" in parsed.origins:
         raise ValueError(f"--seq-length {config.data.seq_length}: post-training has --max-length")
@@ -155,7 +183,7 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> Par
     }
     return parsed._replace(
         config=dataclasses.replace(config, **parts),
-        extra=(_with(post, values), form, rewards, lora),
+        extra=(_with(post, values), form, rewards, lora, weights),
         origins=parsed.origins | origins,
     )
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, Literal
 
 from megazpp.arguments import ParsedRun
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, Resumed, find_weights
 from megazpp.checkpoint.record import TrainingProgress
-from megazpp.checkpoint.together import open_axis
+from megazpp.checkpoint.weight_store import checkpoint_digest
 from megazpp.checks import RunPlan
 from megazpp.data.dataset import Splits, cache_dir
 from megazpp.data.loader import BatchLoader
@@ -33,30 +32,30 @@ from megazpp.post_training.evaluate import ObjectiveEvaluator
 from megazpp.post_training.examples import read_pairs, read_prompts, read_supervised
 from megazpp.post_training.lora import AdaptedPolicy, load_adapted, save_adapter
 from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss, Scorer
-from megazpp.post_training.reference import BaseModel, FrozenModel, FrozenPlace, load_frozen, reference_logps
+from megazpp.post_training.precomputed import known_logps
+from megazpp.post_training.reference import BaseModel, FrozenModel, load_frozen
 from megazpp.post_training.rewards import load_reward_functions
 from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader, Shown
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.start import post_configs, reference_folder, train_paths
 from megazpp.trainer import ObjectiveSetup, Trainer
 from megazpp.training.context import RunContext
+from megazpp.training.frozen import FrozenPlace, open_frozen_place
 from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.recorder import Validation
 from megazpp.training.setup import Built, ModelSpec
 from megazpp.training.step import Loader
 from megazpp.training.stopping import StopConditions
 from megazpp.training.tracking import Tracker
-from megazpp.zero.freeze import frozen_axis
 
 
 class PostTrainer(Trainer):
     """The same for all objectives; see start.py for the flags."""
 
     def __init__(self, parsed: ParsedRun, plan: RunPlan, run: RunContext, tracker: Tracker | None) -> None:
-        self.post, self.form, self.rewards, self.lora = post_configs(parsed)
+        self.post, self.form, self.rewards, self.lora, self.weights = post_configs(parsed)
         self._adapted: AdaptedPolicy | None = None
         self.rollouts: RolloutLoader | None = None
-        self._known_logps: torch.Tensor | None = None
         super().__init__(parsed, plan, run, tracker)
         if self.post.draws:
             self.recorder.validation_metric = "reward"
@@ -85,18 +84,13 @@ class PostTrainer(Trainer):
         if self.lora.lora_r is None:
             return super().open_model()
         source, record = find_weights(reference_folder(self.post), self.post.ref_ckpt_step)
-        dims, device, axis, files = self._frozen_place
         self._adapted = load_adapted(
             self.model_spec(),
             self.lora,
-            dims,
-            axis,
-            device,
+            self._frozen_place,
             source,
             record,
-            files,
             trained=lambda name: name.startswith("scalar_head."),
-            say=self.run.log,
         )
         found, wanted = self._adapted.settings.checksum, self.post.ref_checksum
         if wanted not in (None, found):
@@ -135,15 +129,14 @@ class PostTrainer(Trainer):
 
     def open_objective(self) -> ObjectiveSetup:
         post, dims, temperature = self.post, self.run.dims, self.config.sample.sample_temperature
-        reference = self._open_reference() if post.needs_reference else None
+        known = post.precompute_ref_log_probs
+        reference = self._open_reference() if post.needs_reference and not known else None
         self._objective: Objective
         if post.objective == "sft":
             self._objective = LanguageModelLoss(dims)
         elif not post.draws:
-            if reference is not None and post.precompute_ref_log_probs and self.datasets.train is not None:
-                self._known_logps = self._precomputed(reference, self.datasets.train)
-                if self.datasets.valid is self.datasets.test is None:
-                    reference = None  # nobody will ask it again
+            if known:
+                self._look_up_reference()
             self._objective = PreferenceLoss(post, dims, reference)
         else:
             self.rollouts = self._open_rollouts(reference)
@@ -151,16 +144,15 @@ class PostTrainer(Trainer):
         return ObjectiveSetup(self._objective, self.rollouts)
 
     def open_batches(self, dataset: Any, *, ramp_up: bool) -> AbstractContextManager[Loader]:
-        return self.rollouts or self._open_loader(dataset, ramp_up=ramp_up, known_logps=self._known_logps)
+        return self.rollouts or self._open_loader(dataset, ramp_up=ramp_up)
 
     def open_evaluator(self, dataset: Any) -> Validation:
         iterations, size = self.config.evaluation.eval_iters, self.plan.batches.global_batch_size
         if self.rollouts is not None:
             return RewardEvaluator(self.rollouts, dataset, iterations=iterations, batch_size=size)
         loader = self._open_loader(dataset, ramp_up=False)
-        return ObjectiveEvaluator(
-            *self.built, self._objective, loader, self.run, iterations=iterations, batch_size=size
-        )
+        parts = (*self.built, loader, self.run.dims, self._objective, self.run.log)
+        return ObjectiveEvaluator(*parts, iterations=iterations, batch_size=size)
 
     def held_out_entropy(self) -> None:
         """Nothing here is a text of its own."""
@@ -185,7 +177,7 @@ class PostTrainer(Trainer):
             return SupervisedDataset(examples, **options, packing=self.form.packing)
         return PreferenceDataset(examples, **options)
 
-    def _open_loader(self, dataset: Any, *, ramp_up: bool, known_logps: torch.Tensor | None = None) -> BatchLoader:
+    def _open_loader(self, dataset: Any, *, ramp_up: bool) -> BatchLoader:
         plan, dims = self.plan.batches, self.run.dims
         return BatchLoader(
             dataset,
@@ -194,7 +186,7 @@ class PostTrainer(Trainer):
             data_size=dims.data_size,
             make_batch=functools.partial(make_supervised_batch, packing=self.form.packing)
             if self.post.objective == "sft"
-            else functools.partial(make_pair_batch, ref_logps=known_logps),
+            else functools.partial(make_pair_batch, ref_logps=dataset.ref_logps),
             device=self.run.device,
             num_workers=self.config.data.num_workers,
             batch_size_at=plan.batch_size_at if ramp_up else None,
@@ -204,7 +196,7 @@ class PostTrainer(Trainer):
         post, plan = self.post, self.plan.batches
         reward_model = None
         if post.reward_load is not None:
-            reward_model = self._frozen(CheckpointFolder(post.reward_load, "--reward-load"), None, True)
+            reward_model = self._frozen(CheckpointFolder(post.reward_load, "--reward-load"), None, "reward")
         sampler = PolicySampler(
             *self.built,
             self.run.dims,
@@ -232,27 +224,46 @@ class PostTrainer(Trainer):
         if self._adapted is not None:
             temperature = self.config.sample.sample_temperature if self.post.draws else 1.0
             return BaseModel(self.built.model, temperature=temperature)
-        return self._frozen(reference_folder(self.post), self.post.ref_ckpt_step, False)
+        return self._frozen(reference_folder(self.post), self.post.ref_ckpt_step, "reference")
 
-    def _frozen(self, folder: CheckpointFolder, iteration: int | None, scalar_head: bool) -> FrozenModel:
+    def _frozen(
+        self, folder: CheckpointFolder, iteration: int | None, role: Literal["reference", "reward"]
+    ) -> FrozenModel:
+        weights, store = self.weights, self.weights.weight_store
+        if store is not None:  # which may have to hold both
+            weights = dataclasses.replace(weights, weight_store=str(Path(store) / role))
         return load_frozen(
-            dataclasses.replace(super().model_spec(), scalar_head=scalar_head),
+            dataclasses.replace(super().model_spec(), scalar_head=role == "reward"),
             self._frozen_place,
+            weights,
             folder,
             iteration,
             temperature=self.config.sample.sample_temperature if self.post.draws else 1.0,
-            say=self.run.log,
         )
 
     @functools.cached_property
     def _frozen_place(self) -> FrozenPlace:
-        dims = self.run.dims
-        return FrozenPlace(dims, self.run.device, frozen_axis(dims), open_axis(dims))
+        return open_frozen_place(self.run.dims, self.run.device, say=self.run.log)
 
-    def _precomputed(self, reference: Scorer, dataset: PreferenceDataset) -> torch.Tensor:
-        self.run.log(f"the reference's log-probabilities of {dataset.num_pairs:,} pairs are computed")
-        size, dims = self.plan.batches.micro_batch_size, self.run.dims
-        return reference_logps(reference, dataset, dims, self.run.device, micro_batch_size=size)
+    def _look_up_reference(self) -> None:
+        """Give each data set the reference's log-probabilities of its pairs; the reference is gone afterwards."""
+        source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step)
+        weights, dtype = self.weights, self.config.precision.param_dtype
+        bits = f"{weights.bits} bits" if weights.packs else "its own bits"
+        digest = checkpoint_digest(source.folder.of(source.candidates()[0]))
+        open_once = functools.cache(self._open_reference)
+        for dataset in self.datasets:
+            if dataset is not None:
+                dataset.ref_logps = known_logps(
+                    dataset,
+                    open_once,
+                    self._frozen_place,
+                    reference=f"{digest} in {bits}, computed in {dtype}",
+                    folder=cache_dir(self.config.data) / "reference_logps",
+                    micro_batch_size=self.plan.batches.micro_batch_size,
+                )
+        open_once.cache_clear()
+        gc.collect()  # hooks make cycles of a model
 
     def _show(self, iteration: int, completions: list[Shown]) -> None:
         """Some completions of a generation, to the run folder, and with a log line to the console."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 
@@ -47,20 +50,24 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self) -> float:
-        """Nats per token, the same number on all ranks; NaN if no token counts.
+        """The same number on all ranks.
 
         The model is back in training mode afterwards, and its next forward reads the shards anew.
         """
         self.model.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.model.embedding.word.weight.device)  # loss, tokens
         with self.dims.counter.paused():  # the traffic of training steps is what is reported
-            for start in range(0, self.iterations * self.batch_size, self.batch_size):
-                for batch in self.loader.step(start, self.batch_size):
-                    totals += self._loss_and_tokens(batch)
-            self.dims.sum_over_data_(totals)
+            starts = range(0, self.iterations * self.batch_size, self.batch_size)
+            loss = self.mean_loss(self.loader.step(start, self.batch_size) for start in starts)
         self.sharding.free_gathered()
         self.model.train()
-        loss, tokens = totals.tolist()
+        return loss
+
+    def mean_loss(self, steps: Iterable[Sequence[Any]]) -> float:
+        """Nats per token of this rank's micro-batches of all steps, over all ranks; NaN if no token counts."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.model.embedding.word.weight.device)  # loss, tokens
+        for batch in itertools.chain.from_iterable(steps):
+            totals += self._loss_and_tokens(batch)
+        loss, tokens = self.dims.sum_over_data_(totals).tolist()
         return loss / tokens if tokens else math.nan
 
     def _loss_and_tokens(self, batch: MicroBatch) -> torch.Tensor:

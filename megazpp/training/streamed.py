@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import time
@@ -23,7 +24,7 @@ from megazpp.inference.weights import WeightsConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import ThreadQueue
-from megazpp.parallel.dims import ParallelDims
+from megazpp.training.frozen import FrozenPlace
 from megazpp.training.setup import ModelSpec, model_on_meta
 from megazpp.zero.packed import Bits
 from megazpp.zero.streamed import (
@@ -46,29 +47,20 @@ class Streamed(NamedTuple):
 
 
 def load_streamed_model(
-    config: WeightsConfig,
-    spec: ModelSpec,
-    dims: ParallelDims,
-    axis: MeshAxis,
-    device: torch.device,
-    source: LoadSource,
-    record: RunRecord,
-    files: MeshAxis,
-    *,
-    say: Callable[[str], None] = lambda line: None,
+    config: WeightsConfig, spec: ModelSpec, place: FrozenPlace, source: LoadSource, record: RunRecord
 ) -> Streamed:
     """Build a model whose layers come from where `config` says, on all ranks.
 
     Args:
-        spec: its shape and the dtype it computes in.
-        axis: `frozen_axis(dims)`.
+        spec: its shape and the dtype it computes in; nothing is compiled, and no sequence is split over tp.
         source, record: the checkpoint, see `find_weights`.
-        files: `open_axis(dims)`.
-        say: prints a line on rank 0.
     Raises:
         ValueError: checkpoint or store is damaged or another model's, or the disk is full; on every rank.
     """
-    model = model_on_meta(spec, dims, device)
+    (dims, device, axis, files), say = (place.dims, place.device, place.axis, place.files), place.say
+    # packed weights are no tensors that a compiler or the gradients of a split sequence could take
+    plain = dataclasses.replace(spec.config, compile=False)
+    model = model_on_meta(dataclasses.replace(spec, config=plain, sequence_parallel=False), dims, device)
     units: list[nn.Module] = list(model.layers)
     half = torch.float16 if spec.precision.fp16 else torch.bfloat16
     plan = plan_stream(model, units, axis.size, config.bits, half)

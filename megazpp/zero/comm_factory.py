@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from kernels.formats import BlockFormat
+from kernels.formats import BlockFormat, MessageLayout
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue
 from megazpp.zero.comms import CountedGather, CountedReduce, SummingReduce
 from megazpp.zero.config import GatherPlan, ReducePlan, WirePlan, ZeroConfig
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.layout import MessageLayout, plan_message
+from megazpp.zero.layout import plan_message
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.schedule import CommQueues, GatherSchedule, ReduceSchedule
@@ -61,7 +61,7 @@ class CommFactory:
         self.overlap_gather, self.overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps
         beside = self.overlap_gather or self.overlap_reduce
         self._queues = CommQueues(*(axis.queue if beside else CommQueue() for axis in (cross, local, shard)))
-        self._gather_schedule = GatherSchedule(overlap=self.overlap_gather, prefetch=blocks_host)
+        self._gather_schedule = GatherSchedule(overlap=self.overlap_gather, queue=self._queues.cross)
         self.reduce_schedule = ReduceSchedule(overlap=self.overlap_reduce, blocks_host=blocks_host)
         self.gathers: list[TwoHopGather] = []
         self.reduces: list[TwoHopReduce] = []

@@ -97,6 +97,16 @@ class ZeroConfig:
             return self.zero_stage
         return 1 if self.use_distributed_optimizer else 3
 
+    @property
+    def quantizes_weights(self) -> bool:
+        """qwZ, by itself or with --zeropp."""
+        return _default(self.zero_quantized_weights, self.zeropp)
+
+    @property
+    def hpz_partition_size(self) -> str:
+        """hpZ, by itself or with --zeropp."""
+        return _default(self.zero_hpz_partition_size, "auto" if self.zeropp else "1")
+
     def stage_over(self, num_ranks: int) -> int:
         """The stage in which shards of `num_ranks` ranks run.
 
@@ -177,7 +187,7 @@ def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
         ValueError: a combination of flags means nothing; the message names flags and values.
     """
     _check_values(config)
-    inside, across = config.weight_bits if _default(config.zero_quantized_weights, config.zeropp) else (16, 16)
+    inside, across = config.weight_bits if config.quantizes_weights else (16, 16)
     quantized_weights, quantized_gradients = across < 16, _default(config.zero_quantized_gradients, config.zeropp)
     keep = _keeps_secondary(config, layout)
     if across < 8 and not keep:
@@ -248,7 +258,7 @@ def wire_backends(plan: WirePlan, device_type: str) -> list[tuple[str, str, str]
 
 
 def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:
-    size = _default(config.zero_hpz_partition_size, "auto" if config.zeropp else "1")
+    size = config.hpz_partition_size
     if size == "auto":
         return True
     if not size.isdecimal() or int(size) not in (1, layout.local):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from kernels.formats import BlockFormat
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.frozen import FrozenUnit, FrozenUnits, FrozenWeight
-from megazpp.zero.layout import plan_message, plan_segments
+from megazpp.zero.layout import MessageLayout, plan_message, plan_segments
 from megazpp.zero.wire import Codec
 
 LoadRows = Callable[[str, slice], torch.Tensor]
@@ -84,6 +85,45 @@ def freeze(
     return frozen
 
 
+class FrozenBytes(NamedTuple):
+    """Bytes of a frozen unit on one rank.
+
+    Attributes:
+        kept: all the time.
+        received: of the messages of all ranks, from the gather until they are unpacked.
+        unpacked: of the weights around each use.
+    """
+
+    kept: int
+    received: int
+    unpacked: int
+
+
+def frozen_bytes(
+    shapes: Mapping[str, tuple[int, ...]], num_ranks: int, dtype: torch.dtype, fmt: BlockFormat | None = None
+) -> FrozenBytes:
+    """What a unit of these weights takes on each of `num_ranks` ranks of a node; arguments as for `freeze`."""
+    layouts = _layouts(shapes, num_ranks, dtype, fmt)
+    whole = num_ranks * sum(layout.size for layout in layouts) * dtype.itemsize
+    if not _packs(num_ranks, fmt):
+        return FrozenBytes(whole, 0, 0)
+    message = sum(layout.message_bytes for layout in layouts)
+    return FrozenBytes(message, num_ranks * message if num_ranks > 1 else 0, whole)
+
+
+def _packs(num_ranks: int, fmt: BlockFormat | None) -> bool:
+    """Whether weights are kept as a message; else they are whole, as modules use them."""
+    return num_ranks > 1 or fmt is not None
+
+
+def _layouts(
+    shapes: Mapping[str, tuple[int, ...]], num_ranks: int, dtype: torch.dtype, fmt: BlockFormat | None
+) -> list[MessageLayout]:
+    """Of each weight's part of a message."""
+    segments = [plan_segments([item], num_ranks) for item in shapes.items()]
+    return [plan_message(each, fmt, exact_itemsize=dtype.itemsize) for each in segments]
+
+
 def _pack(
     shapes: dict[str, tuple[int, ...]],
     axis: MeshAxis,
@@ -94,18 +134,16 @@ def _pack(
 ) -> tuple[list[FrozenWeight], torch.Tensor | None]:
     """The weights of a unit, without memory, and this rank's message of them; with memory where nothing is packed."""
     weights: list[FrozenWeight] = []
-    start, packs = 0, axis.size > 1 or fmt is not None
-    for name, shape in shapes.items():
-        (segment,) = plan_segments([(name, shape)], axis.size)
-        codec = Codec(plan_message([segment], fmt, exact_itemsize=dtype.itemsize), dtype)
-        rows = -(-shape[0] // axis.size)
+    start, packs = 0, _packs(axis.size, fmt)
+    for (name, shape), layout in zip(shapes.items(), _layouts(shapes, axis.size, dtype, fmt), strict=True):
+        codec, rows = Codec(layout, dtype), -(-shape[0] // axis.size)
         own = slice(min(axis.rank * rows, shape[0]), min((axis.rank + 1) * rows, shape[0]))
-        whole = torch.empty(axis.size * segment.size, dtype=dtype, device=device)
+        whole = torch.empty(axis.size * layout.size, dtype=dtype, device=device)
         weight = whole[: torch.Size(shape).numel()].view(shape)
         if packs:
             whole.untyped_storage().resize_(0)
         weights.append(FrozenWeight(name=name, rows=own, codec=codec, start=start, whole=whole, weight=weight))
-        start += codec.layout.message_bytes
+        start += layout.message_bytes
     message = torch.zeros(start if packs else 0, dtype=torch.uint8, device=device)
     for each in weights:
         loaded = load(each.name, each.rows)

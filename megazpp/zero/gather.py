@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megazpp.parallel.axis import MeshAxis, SilentAxis
-from megazpp.parallel.comm_queue import Work
+from megazpp.parallel.comm_queue import Moment, Work
 from megazpp.zero.comms import AllGather, FreshBuffers, Pending
 from megazpp.zero.schedule import CommQueues, GatherSchedule
 from megazpp.zero.secondary import Resident, Secondary
@@ -73,6 +73,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._schedule, self._codec, self._keep, self._check = schedule, secondary.codec, keep, check
         self._made_from: Fingerprint | None = None
         self._has_stepped = False  # since `_made_from`, which is of after the step
+        self._after_step: Fingerprint | None = None  # None if others may have written to the shards since
         self._crossed: Work[None] | None = None  # the cross hop
         self._received: Work[torch.Tensor] | None = None  # a local hop that was started ahead of its use
         self._used = False  # since the cross hop last started
@@ -82,10 +83,11 @@ class TwoHopGather(FreshBuffers, AllGather):
 
     def drop(self) -> None:
         """Have the next use send whole weights, because they have changed."""
-        self._made_from = self._received = None
+        self._made_from = self._received = self._after_step = None
 
     def before_step(self) -> None:
         """Call before an optimizer's step: what was written by others until now is not a step's difference."""
+        self._schedule.start_stale()  # the last step's, of units that were not used
         if not self.unit.is_sharded or self._made_from != self.unit.fingerprint():
             self.drop()
 
@@ -99,6 +101,9 @@ class TwoHopGather(FreshBuffers, AllGather):
             self.drop()
         elif not self.unit.is_frozen:
             self._made_from, self._has_stepped, self._received = self.unit.fingerprint(), True, None
+        self._schedule.forget_stale()
+        if self.unit.is_sharded:
+            self._after_step = self.unit.fingerprint()
 
     def next_crossing(self) -> Crossing:
         """What the next use sends; ask while the unit is sharded."""
@@ -111,14 +116,15 @@ class TwoHopGather(FreshBuffers, AllGather):
     ) -> Pending | None:
         size = self._codec.layout.size
         assert input_tensor.numel() == size, f"a shard of {input_tensor.numel()} elements, planned {size}"
-        messages = self._fresh_messages(input_tensor)
+        crossing = self.next_crossing()
+        messages = self._fresh_messages(crossing, input_tensor)
         self._count_crossing()
         self._used = True
         received = self._received or self._start_local_hop(messages)
         self._received = None
         done = self._queues.local.submit(functools.partial(self._unpack, received, output_tensor))
         if self._keep:
-            self._schedule.prefetch_after(self)
+            self._schedule.used(self, crossed=crossing != Crossing.NOTHING)
         else:
             self.secondary.free()
             self._made_from = None
@@ -158,7 +164,7 @@ class TwoHopGather(FreshBuffers, AllGather):
                 secondary.take_in(secondary.messages, shard, keyframe=keyframe)
         twin._unpack(Work(twin._hop_inside(secondary.messages)), output.view(-1))
 
-    def start_early(self) -> None:
+    def start_early(self, since: Moment) -> bool:
         """Start the cross hop ahead of use if the weights have changed and the modules hold the shards.
 
         With differences whether this unit is used or not, overlap or not: what the resident weights hold follows from
@@ -168,10 +174,12 @@ class TwoHopGather(FreshBuffers, AllGather):
         messages = self.secondary.messages if wanted else None
         shard = None if messages is None else self.unit.shard_reader(self._codec.dtype)
         if messages is None or shard is None:
-            return
+            return False
         crossing = self.next_crossing()
         if crossing != Crossing.NOTHING:
-            self._start_cross_hop(crossing, messages, shard)
+            untouched = self._after_step is not None and self._after_step == self.unit.fingerprint()
+            self._start_cross_hop(crossing, messages, shard, since if untouched else None)
+        return crossing != Crossing.NOTHING
 
     def prefetch(self) -> None:
         """Start the next use's local hop, if the secondary partition holds the current weights."""
@@ -203,8 +211,8 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._made_from, self._received = self.unit.fingerprint(), None
         self._has_stepped = crossing == Crossing.DIFFERENCE
 
-    def _fresh_messages(self, shard: torch.Tensor) -> torch.Tensor:
-        crossing, messages = self.next_crossing(), self.secondary.messages
+    def _fresh_messages(self, crossing: Crossing, shard: torch.Tensor) -> torch.Tensor:
+        messages = self.secondary.messages
         if crossing == Crossing.NOTHING:
             assert messages is not None
             if self._check:
@@ -217,17 +225,23 @@ class TwoHopGather(FreshBuffers, AllGather):
             self.unit.check_shard_reader(shard)
             self._compared = True
         self._start_cross_hop(crossing, messages, lambda: shard)
-        if self._keep:
-            self._schedule.stale(self)
         return messages
 
-    def _start_cross_hop(self, crossing: Crossing, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
+    def _start_cross_hop(
+        self,
+        crossing: Crossing,
+        messages: torch.Tensor,
+        shard: Callable[[], torch.Tensor],
+        since: Moment = None,
+    ) -> None:
         keyframe = crossing == Crossing.KEYFRAME
         self._received, self._used, self._has_stepped = None, False, False
         self._made_from = self.unit.fingerprint()
         paused, num_bytes = self._cross.counter.is_paused, self.secondary.crossing_bytes(keyframe=keyframe)
         self._uncounted = (self._cross.size - 1) * num_bytes if paused else 0
-        self._crossed = self._queues.cross.submit(lambda: self.secondary.take_in(messages, shard(), keyframe=keyframe))
+        self._crossed = self._queues.cross.submit(
+            lambda: self.secondary.take_in(messages, shard(), keyframe=keyframe), since=since
+        )
 
     def _count_crossing(self) -> None:
         """Weights that crossed for an evaluation, which counts nothing, are counted by the step that uses them."""

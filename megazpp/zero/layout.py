@@ -20,9 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kernels.formats import BlockFormat
-
-ALIGNMENT = 16
+from kernels.formats import BlockFormat, ByteRange, MessageLayout, align, place_quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,39 +60,6 @@ def plan_segments(parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: 
     return tuple(segments)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ByteRange:
-    """The bytes of a message that hold a run of neighbouring elements of the shard.
-
-    Attributes:
-        start, stop: elements of the shard.
-        payload: first byte and number of bytes of the quantized payload, or of the elements as they are.
-        scales: first byte and number of bytes of the scales; None for elements that are not quantized.
-    """
-
-    start: int
-    stop: int
-    payload: tuple[int, int]
-    scales: tuple[int, int] | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class MessageLayout:
-    """Where one shard's elements lie in its message.
-
-    Attributes:
-        size: elements of the shard.
-        message_bytes: a multiple of 16.
-        ranges: quantized runs, then exact ones.
-        fmt: format of the quantized runs; None if nothing is quantized.
-    """
-
-    size: int
-    message_bytes: int
-    ranges: tuple[ByteRange, ...]
-    fmt: BlockFormat | None
-
-
 def plan_message(segments: Sequence[Segment], fmt: BlockFormat | None, *, exact_itemsize: int) -> MessageLayout:
     """Lay a shard's segments out in a message.
 
@@ -108,23 +73,14 @@ def plan_message(segments: Sequence[Segment], fmt: BlockFormat | None, *, exact_
         pays = fmt is not None and _wire_bytes(fmt, segment.size) < segment.size * exact_itemsize
         (quantized if pays and not segment.exact else exact).append(segment)
 
-    ranges, offset = [], 0
-    if fmt is not None:
-        payloads = []
-        for segment in quantized:
-            payloads.append((offset, fmt.payload_bytes(segment.size)))
-            offset = _align(offset + fmt.payload_bytes(segment.size))
-        for segment, payload in zip(quantized, payloads, strict=True):
-            scales = (offset, fmt.scale_bytes(segment.size))
-            ranges.append(ByteRange(start=segment.start, stop=segment.stop, payload=payload, scales=scales))
-            offset += fmt.scale_bytes(segment.size)
+    ranges, offset = ([], 0) if fmt is None else place_quantized([(s.start, s.stop) for s in quantized], fmt)
     for start, stop in _runs(exact):
-        offset = _align(offset)
+        offset = align(offset)
         length = (stop - start) * exact_itemsize
         ranges.append(ByteRange(start=start, stop=stop, payload=(offset, length), scales=None))
         offset += length
     size = segments[-1].stop if segments else 0
-    return MessageLayout(size=size, message_bytes=_align(offset), ranges=tuple(ranges), fmt=fmt)
+    return MessageLayout(size=size, message_bytes=align(offset), ranges=tuple(ranges), fmt=fmt)
 
 
 def _wire_bytes(fmt: BlockFormat, size: int) -> int:
@@ -142,7 +98,3 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
         else:
             runs.append((segment.start, segment.stop))
     return runs
-
-
-def _align(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 import kernels.block_quant.reference as reference
-from kernels.block_quant import dequantize_blockwise, quantize_blockwise
-from kernels.formats import BlockFormat
-from megazpp.zero.layout import ALIGNMENT
+from kernels.block_quant import RangeTable, pack, range_table, unpack
+from kernels.formats import BlockFormat, align, plan_row
 
 Bits = Literal[16, 8, 4]
 
@@ -58,8 +58,7 @@ class RowFormat:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, a multiple of 16."""
-        used = self.payload_bytes + (0 if self.fmt is None else self.fmt.scale_bytes(self.columns))
-        return -(-used // ALIGNMENT) * ALIGNMENT
+        return align(self.payload_bytes) if self.fmt is None else self._table.layout.message_bytes
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
         """[rows, columns] fp32, bf16 or fp16 on the CPU -> [rows, row_bytes] uint8."""
@@ -71,26 +70,29 @@ class RowFormat:
             elif self.fmt.bits == 4:
                 _pack_with_best_scales(some.float(), self.fmt, *self._parts(to))
             else:
-                payload, scales = self._parts(to)
-                quantize_blockwise(some.contiguous(), self.fmt, payload=payload, scales=scales)
+                pack(some.contiguous(), self._table, messages=to)
         return packed
 
     def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """[rows, row_bytes] uint8 (any stride of rows) -> out [rows, columns]; returned."""
         if self.fmt is None:
             return out.copy_(self._exact(packed))
-        payload, scales = self._parts(packed)
-        dequantize_blockwise(payload, scales, self.fmt, out=out)
+        unpack(packed, self._table, out=out)
         return out
 
     def _exact(self, packed: torch.Tensor) -> torch.Tensor:
         return packed[:, : self.payload_bytes].view(self.dtype)
 
     def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (row,) = self._table.layout.ranges
+        assert row.scales is not None
+        first, num_bytes = row.scales
+        return packed[:, : self.payload_bytes], packed[:, first : first + num_bytes].view(torch.bfloat16)
+
+    @cached_property
+    def _table(self) -> RangeTable:
         assert self.fmt is not None
-        middle = self.payload_bytes
-        scales = packed[:, middle : middle + self.fmt.scale_bytes(self.columns)]
-        return packed[:, :middle], scales.view(torch.bfloat16)
+        return range_table(plan_row(self.columns, self.fmt), self.dtype)
 
 
 def plan_rows(columns: int, bits: Bits, dtype: torch.dtype = torch.bfloat16) -> RowFormat:

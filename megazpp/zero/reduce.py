@@ -18,12 +18,13 @@ from collections.abc import Hashable
 
 import torch
 
+from kernels.block_quant import Feedback
 from megazpp.parallel.axis import MeshAxis, SilentAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.zero.comms import SummingReduce
 from megazpp.zero.schedule import CommQueues, ReduceSchedule
 from megazpp.zero.units import Unit
-from megazpp.zero.wire import Codec, Errors
+from megazpp.zero.wire import Codec
 
 
 class TwoHopReduce(SummingReduce):
@@ -62,7 +63,7 @@ class TwoHopReduce(SummingReduce):
         self._partial_dtype, self._feedback, self._beta = partial_dtype, feedback, beta
         self._every_micro_batch = every_micro_batch
         self._partial_sums: torch.Tensor | None = None  # touched by the local queue only
-        self._errors: Errors | None = None  # touched by the cross queue, and between backwards by `Sharding.end_step`
+        self._errors: Feedback | None = None  # touched by the cross queue, and between backwards by `Sharding.end_step`
         self._last_micro_batch = True
 
     def begin_micro_batch(self, *, last: bool) -> None:
@@ -93,16 +94,16 @@ class TwoHopReduce(SummingReduce):
         """Bytes of one shard's message inside a node and across nodes."""
         return self._local_codec.layout.message_bytes, self._cross_codec.layout.message_bytes
 
-    def errors(self, device: torch.device) -> Errors:
-        """The errors of the cross hop's last quantization; [] without feedback. Call while no backward is running."""
+    def errors(self, device: torch.device) -> Feedback | None:
+        """The errors of the cross hop's last quantization; None without feedback. Call while no backward is running."""
         if self._feedback and self._errors is None:
             self._errors = self._cross_codec.new_errors(self._cross.size, device=device)
-        return self._errors or []
+        return self._errors
 
     @property
-    def kept_errors(self) -> Errors:
-        """What `errors` are now; [] also before the first quantization."""
-        return self._errors or []
+    def kept_errors(self) -> Feedback | None:
+        """What `errors` are now; None also before the first quantization."""
+        return self._errors
 
     @property
     def kind(self) -> Hashable:
@@ -139,7 +140,7 @@ class TwoHopReduce(SummingReduce):
         """[N, S] -> `result`, this rank's [S] summed over the nodes."""
         codec, partial_sums = self._cross_codec, inside.join()
         sent = codec.empty(self._cross.size, device=partial_sums.device)
-        codec.pack(partial_sums, sent, errors=self.errors(partial_sums.device) or None, beta=self._beta)
+        codec.pack(partial_sums, sent, errors=self.errors(partial_sums.device), beta=self._beta)
         received = self._cross.all_to_all(sent, of=self._unit.name)  # [N, M]
         codec.unpack_sum(received.unsqueeze(1), result.unsqueeze(0), accumulate=False)
         return result

@@ -1,7 +1,7 @@
 """The schedules that decide which hop runs when: slow hops once per optimizer step, fast hops once per use.
 
-    weights    first use after they changed:  cross hops of all units start, in the order of use, under the forward
-                                              (of differences all at that use, also without overlap, used or not)
+    weights    first use after they changed:  its own hops, then the others' cross hops, in the order of use, under
+                                              the forward (of differences also without overlap, used or not)
                every use:                     local hop, with the next unit's behind it
     gradients  every micro-batch:             local hop
                last micro-batch:              cross hop of a unit when its local hop is done, under the rest of backward
@@ -23,7 +23,7 @@ On CUDA, memory that one stream allocates and another one uses must not be hande
 | their copy for a checkpoint| compute   |                | made after the cross hop was waited for                 |
 | their row out of one       | compute   | cross          | waited for before it is freed                           |
 | checksum of what was sent  | cross     |                | one stream                                              |
-| shard that is read early   | cross     |                | one stream                                              |
+| shard that is read early   | cross     |                | one stream; what wrote to it is waited for              |
 | messages, sent or received | the queue |                | one stream: the queue that received them unpacks them   |
 | gradients of a unit        | compute   | local          | the reduce stream waits for that hop, FSDP2 for it      |
 | partial sums               | local     | cross, reduce  | recorded where their works are joined                   |
@@ -41,9 +41,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd import Variable
 
-from megazpp.parallel.comm_queue import CommQueue, Work
+from megazpp.parallel.comm_queue import CommQueue, Moment, Work
 
 UNITS_IN_FLIGHT = 2
+CROSS_HOPS_PER_USE = 2
 
 
 class CommQueues(NamedTuple):
@@ -57,8 +58,14 @@ class CommQueues(NamedTuple):
 class Startable(Protocol):
     """The part of a unit's gather that its schedule calls."""
 
-    def start_early(self) -> None:
-        """Start the cross hop ahead of use if that is wanted, the weights have changed, and the modules hold them."""
+    def start_early(self, since: Moment) -> bool:
+        """Start the cross hop ahead of use if that is wanted, the weights have changed, and the modules hold them.
+
+        Args:
+            since: a moment after the last step; enough to wait for, unless the weights were written to later.
+        Returns:
+            Whether it was started.
+        """
 
     def prefetch(self) -> None:
         """Start the next use's local hop."""
@@ -67,35 +74,56 @@ class Startable(Protocol):
 class GatherSchedule:
     """Starts gathers ahead of use, in the order in which units that keep a secondary partition were used before.
 
+    On CUDA the host launches what it submits, so every use starts only a few other units' cross hops, after its own
+    hops: the GPU does not wait at the beginning of a step until the host has launched them all. Yet the queue holds
+    one more with every use as long as a unit is stale, for a use needs one and adds `CROSS_HOPS_PER_USE`. They wait for
+    what the compute had been given at the first use after the weights changed, not for what it has been given since.
+    On the CPU submitting takes no time, and all start at once. Which use starts which hop does not depend on time, so
+    it is the same on every rank.
+
     Args:
         overlap: whether cross hops start before they are asked for.
-        prefetch: whether local hops do (on CUDA the host runs ahead, which has the same effect).
+        queue: the cross hops' queue.
     """
 
-    def __init__(self, *, overlap: bool, prefetch: bool) -> None:
-        self.overlap = overlap
-        self._prefetch = overlap and prefetch
+    def __init__(self, *, overlap: bool, queue: CommQueue) -> None:
+        self.overlap, self._queue = overlap, queue
+        self._prefetch = overlap and queue.blocks_host  # of local hops; on CUDA the host's running ahead does it
         self._order: list[Startable] = []
         self._all: list[Startable] = []
+        self._stale: deque[Startable] = deque()  # those whose cross hops may have to start
+        self._since: Moment = None
 
     def add(self, gather: Startable) -> None:
         """Know of `gather` before its first use."""
         self._all.append(gather)
 
-    def stale(self, gather: Startable) -> None:
-        """Start the other units' cross hops; call when `gather` has started its own because it was used."""
-        for other in dict.fromkeys([*self._order, *self._all]):
-            if other is not gather:
-                other.start_early()
+    def used(self, gather: Startable, *, crossed: bool) -> None:
+        """Start what follows the use of `gather`; call when its own hops have been submitted.
 
-    def prefetch_after(self, gather: Startable) -> None:
-        """Submit the local hop of the unit after `gather`, in a forward; call when its own has been submitted."""
+        Args:
+            crossed: whether its cross hop was among them, because the weights have changed.
+        """
+        if crossed:
+            self._stale = deque(other for other in dict.fromkeys([*self._order, *self._all]) if other is not gather)
+            self._since = self._queue.moment()
+        self.start_stale(None if self._queue.blocks_host else CROSS_HOPS_PER_USE)
         if gather not in self._order:
             self._order.append(gather)
         if self._prefetch and not in_backward():  # FSDP2 prefetches in backward itself
             following = self._order[self._order.index(gather) + 1 :]
             if following:
                 following[0].prefetch()
+
+    def forget_stale(self) -> None:
+        """Start none until the next use whose weights cross; call after a step."""
+        self._stale.clear()
+
+    def start_stale(self, limit: int | None = None) -> None:
+        """Start the cross hops of the units that are still stale, at most `limit` of them."""
+        started = 0
+        while self._stale and (limit is None or started < limit):
+            started += self._stale.popleft().start_early(self._since)
 
 
 class ReduceSchedule:

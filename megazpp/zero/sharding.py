@@ -124,7 +124,7 @@ class Sharding:
 
     def rescale_feedback(self, factor: torch.Tensor | float) -> None:
         """Multiply the error feedback by `factor`; `end_step` does it for whole steps."""
-        rescale_([error for reduce in self._reduces for error in reduce.kept_errors], factor)
+        rescale_([errors for reduce in self._reduces if (errors := reduce.kept_errors) is not None], factor)
 
     def compile_kernels(self, device: torch.device) -> None:
         """Compile the kernels of quantized messages for `device` now, and not in the first step.
@@ -259,9 +259,10 @@ class Sharding:
         """
         buffers: dict[str, torch.Tensor] = {}
         for reduce in self._reduces:
-            for index, errors in enumerate(reduce.errors(self._device)):
+            errors = reduce.errors(self._device)
+            for index, (payload, scales) in enumerate(() if errors is None else errors.segments()):
                 name = f"{reduce.unit_key}.{index}"
-                buffers |= {f"{name}.payload": errors.payload, f"{name}.scales": errors.scales}
+                buffers |= {f"{name}.payload": payload, f"{name}.scales": scales}
         return buffers
 
     def watch_gradients(self) -> None:

@@ -13,6 +13,7 @@ pass. The same arithmetic runs wherever the messages lie, so that the results ar
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ class Placed(NamedTuple):
     """A weight in a message.
 
     Attributes:
-        rows: format of a matrix; None for a vector, which is fp32.
+        rows: format of a matrix; None for a vector (or a matrix of one row), which is fp32.
         part_rows: rows of each rank's part; those of the last may be padding.
         start: its first byte.
     """
@@ -63,7 +64,7 @@ class Placed(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return self.part_rows * self.rows.row_bytes if self.rows is not None else 4 * self.shape[0]
+        return self.part_rows * self.rows.row_bytes if self.rows is not None else 4 * math.prod(self.shape)
 
     @property
     def stop(self) -> int:
@@ -95,6 +96,16 @@ class StreamPlan(NamedTuple):
         """Bytes that one rank fetches for one pass over the weights."""
         return sum(message.num_bytes for message in self.streamed)
 
+    def device_bytes(self, prefetch: int, *, fetched: bool) -> int:
+        """Bytes of weights on the device at most: what stays, the ring, and of several ranks that of gathered units.
+
+        Args:
+            fetched: from elsewhere; else all messages are there.
+        """
+        ahead, largest = min(prefetch, len(self.streamed) - 1), max(message.num_bytes for message in self.streamed)
+        ring, parts = (ahead + 1) * largest, self.streamed[0].num_parts
+        return self.kept.num_bytes + (ring if fetched else self.pass_bytes) + (parts * ring if parts > 1 else 0)
+
     @property
     def messages(self) -> tuple[MessagePlan, ...]:
         return (self.kept, *self.streamed)
@@ -116,7 +127,7 @@ def plan_stream(
     taken: set[nn.Parameter] = set()
     streamed = []
     for unit in units:
-        own = [p for p in dict.fromkeys(unit.parameters()) if p.dim() == 2 and p not in taken]
+        own = [p for p in dict.fromkeys(unit.parameters()) if p.dim() == 2 and len(p) > 1 and p not in taken]
         taken.update(own)
         shapes = {names[p]: tuple(p.shape) for p in own}
         streamed.append(_plan_message(titles[unit], shapes, num_parts, bits, dtype))
@@ -130,7 +141,7 @@ def _plan_message(
     placed, start = [], 0
     for each, shape in shapes.items():
         assert len(shape) in (1, 2), f"{each}: {shape}"
-        rows = plan_rows(shape[1], bits, dtype) if len(shape) == 2 else None
+        rows = plan_rows(shape[1], bits, dtype) if len(shape) == 2 and shape[0] > 1 else None
         weight = Placed(each, shape, rows, -(-shape[0] // num_parts), start)
         placed.append(weight)
         start = -(-weight.stop // 16) * 16
@@ -155,7 +166,7 @@ def pack_message(message: MessagePlan, load: LoadRows, part: int) -> Iterator[to
             loaded = load(weight.name, there)
             assert tuple(loaded.shape) == (there.stop - there.start, *weight.shape[1:]), weight.name
             if weight.rows is None:
-                yield loaded.float().contiguous().view(torch.uint8)
+                yield loaded.float().flatten().view(torch.uint8)
                 continue
             yield weight.rows.pack(loaded).view(-1)
             padding = stop - start - len(loaded)
@@ -293,7 +304,7 @@ class StreamedUnits:
         for weight in plan.kept.weights:
             part = kept[weight.start : weight.stop]
             if weight.rows is None:
-                place(weight, part.view(torch.float32).to(dtype, copy=True))
+                place(weight, part.view(torch.float32).to(dtype, copy=True).view(weight.shape))
             else:
                 matrix = self._matrix(weight)
                 matrix.parts = part.view(1, weight.part_rows, -1)
@@ -351,12 +362,8 @@ class StreamedUnits:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of weights on the device at most: what stays, the ring, and of several ranks that of gathered units."""
-        if isinstance(self._messages, KeptMessages):
-            return self.plan.kept.num_bytes + self.plan.pass_bytes + sum(ring.nbytes for ring in self._gathered)
-        largest = max(message.num_bytes for message in self.plan.streamed)
-        ring = (self._ahead + 1) * largest
-        return self.plan.kept.num_bytes + ring + sum(gathered.nbytes for gathered in self._gathered)
+        """Bytes of weights on the device at most."""
+        return self.plan.device_bytes(self._ahead, fetched=not isinstance(self._messages, KeptMessages))
 
     @property
     def waited_seconds(self) -> float:

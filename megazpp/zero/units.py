@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +69,7 @@ class Unit:
 
         Valid only while the unit `is_sharded`.
         """
-        marks: list[object] = []
-        for tensor in self._tensors():
-            marks += (id(tensor), tensor._version, tensor._local_tensor._version)
-        return tuple(marks)
+        return tuple([(id(tensor), tensor._version, tensor._local_tensor._version) for tensor in self._tensors()])
 
     @property
     def is_frozen(self) -> bool:
@@ -86,12 +83,11 @@ class Unit:
         """
         if not self.is_sharded:
             return None
-        shards = [tensor._local_tensor.detach() for tensor in self._tensors()]
+        shards = [tensor._local_tensor.detach().view(-1) for tensor in self._tensors()]
 
         def read() -> torch.Tensor:
             flat = torch.zeros(self.segments[-1].stop, dtype=dtype, device=shards[0].device)
-            for segment, shard in zip(self.segments, shards, strict=True):
-                flat[segment.start : segment.start + shard.numel()].copy_(shard.flatten())
+            torch._foreach_copy_(_parts_of(flat, self.segments, shards), shards)
             return flat
 
         return read
@@ -125,10 +121,9 @@ class Unit:
     def add_to_gradients(self, reduced: torch.Tensor) -> None:
         """Add the flat shard of gradients [S] to `.grad` of the trained parameters, which FSDP2 has set."""
         trained = [p for p in self.parameters if p.requires_grad]
+        gradients = [getattr(p.module, p.attribute).grad._local_tensor.view(-1) for p in trained]
         with torch.no_grad():
-            for segment, p in zip(self.trained_segments, trained, strict=True):
-                gradient = getattr(p.module, p.attribute).grad._local_tensor
-                gradient += reduced[segment.start : segment.start + gradient.numel()].view(gradient.shape)
+            torch._foreach_add_(gradients, _parts_of(reduced, self.trained_segments, gradients))
 
     def refuse_gradient_hooks(self) -> None:
         """Raises RuntimeError if a parameter has a hook that wants its gradient before the backward is over."""
@@ -140,7 +135,7 @@ class Unit:
                 )
 
     def _tensors(self) -> list[Any]:
-        return [getattr(p.module, p.attribute) for p in self.parameters]
+        return [p.module._parameters[p.attribute] for p in self.parameters]  # half of the time of `getattr`
 
 
 def find_units(model: nn.Module, dims: ParallelDims) -> list[Unit]:
@@ -171,6 +166,12 @@ def find_units(model: nn.Module, dims: ParallelDims) -> list[Unit]:
                 )
             )
     return units
+
+
+def _parts_of(flat: torch.Tensor, segments: Sequence[Segment], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of the segments of a flat shard [S], each as long as its 1-D tensor of `like`: without the padding."""
+    padded = flat.split([segment.size for segment in segments])
+    return [part if part.shape == other.shape else part[: len(other)] for part, other in zip(padded, like, strict=True)]
 
 
 def _segments(parameters: list[UnitParameter], dims: ParallelDims) -> tuple[Segment, ...]:

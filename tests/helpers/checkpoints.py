@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import hashlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from helpers.training import Case, build_step
+from helpers.training import CPU, Case, build_step
 from torch.distributed.tensor import DTensor
 
 from megazpp.checkpoint.checkpoints import Checkpoints
@@ -24,6 +25,8 @@ from megazpp.data.batch import MicroBatch
 from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
+from megazpp.training.frozen import FrozenPlace
+from megazpp.zero.freeze import frozen_axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +138,13 @@ def run_all(jobs: list[Job]) -> list[dict[str, Any]]:
 
 
 def template(job: Job) -> RunRecord:
+    flags = dataclasses.asdict(job.case.model) | {"optimizer": "adam", "optimizer_backend": "torch"}
     return RunRecord(
         progress=TrainingProgress(),
         scaler={},
         groups=[],
         schedule=schedule().state_dict(),
-        flags=dataclasses.asdict(job.case.model) | {"optimizer": "adam", "optimizer_backend": "torch"},
+        flags=flags | ({"objective": "reward"} if job.case.scalar_head else {}),
         vocab_size=job.case.vocab_size,
         tokenizer="ids",
         layout={},
@@ -156,6 +160,11 @@ def schedule() -> Schedule:
 @functools.cache
 def _axis() -> list[MeshAxis]:
     return []
+
+
+def frozen_place(dims: ParallelDims, say: Callable[[str], None] = lambda line: None) -> FrozenPlace:
+    """Where frozen models live, with the axis of checkpoints."""
+    return FrozenPlace(dims=dims, device=CPU, axis=frozen_axis(dims), files=shared_axis(dims), say=say)
 
 
 def shared_axis(dims: ParallelDims) -> MeshAxis:

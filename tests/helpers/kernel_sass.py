@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import triton as triton_package
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -22,20 +23,20 @@ from kernels.block_quant import triton
 
 DISASSEMBLER = Path(triton_package.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 DATA = ("x", "base", "out")
-BYTES = ("payload", "error")
-SCALES = ("scales", "error_scales")
+BYTES = ("messages", "errors")
+TABLES = ("table", "error_table")
 FLOATS = ("beta", "rest")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]+)")
 
 
-def instructions(kernel: Any, dtype: str, **constants: int) -> dict[str, int]:
+def instructions(kernel: Any, dtype: str, **constants: Any) -> dict[str, int]:
     """Instructions of `kernel` compiled for data of `dtype` on aligned segments."""
     names = kernel.arg_names
     types = dict.fromkeys(names, "i32")
-    types |= dict.fromkeys(DATA, f"*{dtype}") | dict.fromkeys(BYTES, "*u8") | dict.fromkeys(SCALES, "*bf16")
+    types |= dict.fromkeys(DATA, f"*{dtype}") | dict.fromkeys(BYTES, "*u8") | dict.fromkeys(TABLES, "*i64")
     types |= dict.fromkeys(FLOATS, "fp32")
     types |= dict.fromkeys(constants, "constexpr")
-    aligned = [name for name in names if name not in (*constants, *FLOATS, "n") and not name.startswith(SCALES)]
+    aligned = [name for name in names if name not in (*constants, *FLOATS)]
     source = ASTSource(
         kernel,
         {name: types[name] for name in names},
@@ -52,18 +53,27 @@ def instructions(kernel: Any, dtype: str, **constants: int) -> dict[str, int]:
 
 
 def main() -> None:
-    quantize, dequantize_sum = triton._quantize_kernel, triton._dequantize_sum_kernel
-    plain = {"BLOCK": 128, "BASE": 0, "FEEDBACK": 0, "AVERAGE": 0}
+    def pack(bits: int, base: int = 0, feedback: int = 0, average: int = 0) -> dict[str, int]:
+        switches = {"BASE": base, "FEEDBACK": feedback, "AVERAGE": average}
+        return instructions(triton._pack_kernel, "bf16", BITS=bits, BLOCK=128, EXACT=tl.bfloat16, **switches)
+
+    def unpack(bits: int, dtype: str, num_messages: int = 1, onto: int = 0) -> dict[str, int]:
+        switches = {"K": num_messages, "ONTO_QUANTIZED": onto, "ONTO_EXACT": 0}
+        exact = tl.float32 if dtype == "fp32" else tl.bfloat16
+        return instructions(triton._unpack_sum_kernel, dtype, BITS=bits, BLOCK=128, EXACT=exact, **switches)
+
     found = {
-        "quantize": instructions(quantize, "bf16", **plain, BITS=8),
-        "quantize_difference": instructions(quantize, "bf16", **{**plain, "BASE": 1}, BITS=4),
-        "dequantize": instructions(dequantize_sum, "bf16", BITS=8, BLOCK=128, K=1, ACCUMULATE=0),
-        "quantize_feedback": instructions(quantize, "bf16", **{**plain, "FEEDBACK": 1}, BITS=4),
-        "quantize_averaged": instructions(quantize, "bf16", **{**plain, "FEEDBACK": 1, "AVERAGE": 1}, BITS=4),
-        "dequantize_sum": instructions(dequantize_sum, "fp32", BITS=8, BLOCK=128, K=8, ACCUMULATE=0),
-        "add_difference": instructions(dequantize_sum, "bf16", BITS=4, BLOCK=128, K=1, ACCUMULATE=1),
-        "quantize_to_int2": instructions(quantize, "bf16", **{**plain, "BASE": 1}, BITS=2),
-        "add_int2": instructions(dequantize_sum, "bf16", BITS=2, BLOCK=128, K=1, ACCUMULATE=1),
+        "exact": pack(0),
+        "exact_sum": unpack(0, "fp32", 8),
+        "quantize": pack(8),
+        "quantize_difference": pack(4, base=1),
+        "dequantize": unpack(8, "bf16"),
+        "quantize_feedback": pack(4, feedback=1),
+        "quantize_averaged": pack(4, feedback=1, average=1),
+        "dequantize_sum": unpack(8, "fp32", 8),
+        "add_difference": unpack(4, "bf16", onto=1),
+        "quantize_to_int2": pack(2, base=1),
+        "add_int2": unpack(2, "bf16", onto=1),
     }
     json.dump(found, sys.stdout)
 

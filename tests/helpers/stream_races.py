@@ -217,7 +217,7 @@ def simulated_streams() -> Iterator[Streams]:
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: streams.record(tensor, stream))
         patch.setattr(torch.UntypedStorage, "resize_", resize_)
         patch.setattr(axis, "ThreadQueue", lambda name, timeline: StreamQueue())
-        for name in ("quantize_blockwise", "dequantize_blockwise", "dequantize_sum"):
+        for name in ("pack", "unpack", "unpack_onto", "unpack_sum"):
             patch.setattr(wire, name, note_kernel(streams, name, getattr(wire, name)))
         with streams:
             yield streams

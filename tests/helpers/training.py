@@ -78,6 +78,7 @@ class Case:
     seed: int = 5
     learning_rate: float = 1e-2
     zero: ZeroConfig | None = None
+    scalar_head: bool = False
 
     def batch(self, step: int, first: int, count: int) -> MicroBatch:
         """Samples `first` to `first + count` of the step's global batch."""
@@ -119,22 +120,30 @@ def train_plain(case: Case) -> dict[str, list[float]]:
     return {"loss": losses, "grad_norm": norms}
 
 
-def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
+def dims_on_ranks(case: Case) -> ParallelDims:
     world = torch.distributed.get_world_size()
     cluster = Cluster(num_nodes=case.nodes, ranks_per_node=world // case.nodes, order=case.order)
     config = ParallelConfig(tensor_model_parallel_size=case.tp, num_distributed_optimizer_instances=case.replicas)
     dims = ParallelDims(plan_dims(config, cluster, zero_stage=case.stage), device_type="cpu")
     seed_everything(case.seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
-    spec = ModelSpec(
+    return dims
+
+
+def spec_of(case: Case) -> ModelSpec:
+    return ModelSpec(
         config=case.model,
         vocab_size=case.vocab_size,
         sequence_parallel=case.sequence_parallel,
         zero=case.zero or ZeroConfig(zero_stage=case.stage),
         precision=case.precision,
         seed=case.seed,
+        scalar_head=case.scalar_head,
     )
-    built = build_model(spec, dims, CPU)
-    return *built, dims
+
+
+def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
+    dims = dims_on_ranks(case)
+    return *build_model(spec_of(case), dims, CPU), dims
 
 
 def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:

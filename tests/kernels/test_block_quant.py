@@ -7,46 +7,57 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers.block_quant import many_segments, segments
 from torch import Tensor
 
 from kernels import block_quant
 from kernels.block_quant import (
     Feedback,
+    RangeTable,
     backend,
-    dequantize_blockwise,
-    dequantize_sum,
     native,
-    quantize_blockwise,
+    pack,
+    range_table,
     reference,
+    unpack,
+    unpack_onto,
+    unpack_sum,
 )
 from kernels.c_library import CLibrary, CLibraryError
-from kernels.formats import BlockFormat
+from kernels.formats import BlockFormat, plan_row
 
 FMT = BlockFormat(8, 32)
 
 
-def quantized(*lead: int, n: int, fmt: BlockFormat = FMT) -> tuple[Tensor, Tensor]:
-    return (
-        torch.zeros(*lead, fmt.payload_bytes(n), dtype=torch.uint8),
-        torch.zeros(*lead, fmt.num_blocks(n), dtype=torch.bfloat16),
-    )
+def table_of(n: int, fmt: BlockFormat = FMT) -> RangeTable:
+    return range_table(plan_row(n, fmt), torch.float32)
+
+
+def empty(*lead: int, table: RangeTable) -> Tensor:
+    return torch.zeros(*lead, table.layout.message_bytes, dtype=torch.uint8)
+
+
+def largest_step(messages: Tensor, table: RangeTable) -> float:
+    if not messages.numel():
+        return 0.0
+    ((_, scales),) = segments(messages, table.layout)
+    return float(scales.float().abs().max())
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
 @pytest.mark.parametrize("n", [0, 1, 63, 257])
 def test_segments_of_any_length_with_up_to_two_leading_dims_make_the_round_trip(lead: tuple[int, ...], n: int):
-    x = torch.randn(*lead, n)
-    payload, scales = quantized(*lead, n=n)
-    feedback = Feedback.zeros(lead, n, FMT)
-    quantize_blockwise(x, FMT, payload=payload, scales=scales, feedback=feedback)
+    x, table = torch.randn(*lead, n), table_of(n)
+    messages = empty(*lead, table=table)
+    pack(x, table, messages=messages, errors=Feedback.zeros(lead, table))
     out = torch.full_like(x, float("nan"))
-    dequantize_blockwise(payload, scales, FMT, out=out)
-    torch.testing.assert_close(out, x, rtol=0, atol=float(scales.max()) if n else 0)
+    unpack(messages, table, out=out)
+    torch.testing.assert_close(out, x, rtol=0, atol=largest_step(messages, table))
     total = torch.full_like(x, float("nan"))
-    many = [t.expand(3, *t.shape).contiguous() for t in (payload, scales)]
-    dequantize_sum(*many, FMT, out=total)
+    many = messages.expand(3, *messages.shape).contiguous()
+    unpack_sum(many, table, out=total)
     assert torch.equal(total, out + out + out)
-    dequantize_sum(*many, FMT, out=total, accumulate=True)
+    unpack_sum(many, table, out=total, accumulate=True)
     assert torch.equal(total, out + out + out + out + out + out)
 
 
@@ -55,54 +66,69 @@ def test_segments_of_any_length_with_up_to_two_leading_dims_make_the_round_trip(
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_a_base_that_receives_every_difference_follows_what_is_sent(lead: tuple[int, ...], n: int, bits: int):
     """Both ends hold the same bits, and what one message loses is in the next: the error is that of one message."""
-    fmt, generator = BlockFormat(bits, 32), torch.Generator().manual_seed(n)
+    table, generator = table_of(n, BlockFormat(bits, 32)), torch.Generator().manual_seed(n)
     x = torch.randn(*lead, n, generator=generator)
     base = x.bfloat16()
     received = base.clone()
-    payload, scales = quantized(*lead, n=n, fmt=fmt)
+    messages = empty(*lead, table=table)
     for _ in range(10):
         x += 0.1 * torch.randn(*lead, n, generator=generator)
-        quantize_blockwise(x, fmt, payload=payload, scales=scales, base=base)
+        pack(x, table, messages=messages, base=base)
         for copy in (base, received):
-            dequantize_sum(payload[None], scales[None], fmt, out=copy, accumulate=True)
+            unpack_onto(messages, table, out=copy)
     assert torch.equal(base, received)
-    one_message = float(scales.float().abs().max()) if n else 0.0
     rounding = 2**-8 * float(base.abs().max()) if n else 0.0
-    torch.testing.assert_close(base.float(), x, rtol=0, atol=1.032 * one_message + rounding)
+    torch.testing.assert_close(base.float(), x, rtol=0, atol=1.032 * largest_step(messages, table) + rounding)
+
+
+def test_what_is_not_quantized_is_replaced_by_differences_and_summed_by_sums():
+    layout = many_segments([(40, True), (7, False)], FMT, 4)
+    table, x = range_table(layout, torch.float32), torch.randn(layout.size)
+    messages, base = empty(table=table), torch.randn(layout.size)
+    pack(x, table, messages=messages, base=base)
+    unpack_onto(messages, table, out=base)
+    assert torch.equal(base[40:], x[40:])
+    total = torch.ones(layout.size)
+    unpack_sum(messages.expand(2, -1), table, out=total, accumulate=True)
+    assert torch.equal(total[40:], 1 + x[40:] + x[40:])
 
 
 def test_a_leading_dim_of_size_zero_does_nothing():
-    payload, scales = quantized(0, n=40)
-    quantize_blockwise(torch.zeros(0, 40), FMT, payload=payload, scales=scales)
-    dequantize_blockwise(payload, scales, FMT, out=torch.zeros(0, 40))
+    table = table_of(40)
+    messages = empty(0, table=table)
+    pack(torch.zeros(0, 40), table, messages=messages)
+    unpack(messages, table, out=torch.zeros(0, 40))
 
 
 def test_what_does_not_fit_is_refused_with_its_name():
-    payload, scales = quantized(2, n=40)
-    x = torch.zeros(2, 40)
+    table, x = table_of(40), torch.zeros(2, 40)
+    messages = empty(2, table=table)
     with pytest.raises(ValueError, match=r"x is torch\.float64"):
-        quantize_blockwise(x.double(), FMT, payload=payload, scales=scales)
-    with pytest.raises(ValueError, match=r"payload is torch\.uint8"):
-        quantize_blockwise(torch.zeros(2, 65), FMT, payload=payload, scales=scales)
-    with pytest.raises(ValueError, match=r"payload is torch\.int8"):
-        quantize_blockwise(x, FMT, payload=payload.view(torch.int8), scales=scales)
-    with pytest.raises(ValueError, match=r"scales is torch\.float32"):
-        quantize_blockwise(x, FMT, payload=payload, scales=scales.float())
+        pack(x.double(), table, messages=messages)
+    with pytest.raises(ValueError, match=r"x \(2, 65\) has rows of another size than 40"):
+        pack(torch.zeros(2, 65), table, messages=messages)
+    with pytest.raises(ValueError, match=r"messages is torch\.int8"):
+        pack(x, table, messages=messages.view(torch.int8))
+    with pytest.raises(ValueError, match=r"messages is torch\.uint8 \(1, 80\)"):
+        pack(x, table, messages=messages[:1])
+    with pytest.raises(ValueError, match="start at a multiple of 4"):
+        pack(x, table, messages=torch.zeros(200, dtype=torch.uint8).as_strided((2, 80), (81, 1)))
     with pytest.raises(ValueError, match=r"x .* has stride 2 in its last dim"):
-        quantize_blockwise(torch.zeros(40, 2).t(), FMT, payload=payload, scales=scales)
+        pack(torch.zeros(40, 2).t(), table, messages=messages)
     with pytest.raises(ValueError, match="4 dims"):
-        quantize_blockwise(torch.zeros(1, 1, 2, 40), FMT, payload=payload, scales=scales)
-    wrong = Feedback(torch.zeros_like(payload), scales[:, :1])
-    with pytest.raises(ValueError, match=r"feedback\.scales"):
-        quantize_blockwise(x, FMT, payload=payload, scales=scales, feedback=wrong)
-    with pytest.raises(ValueError, match=r"base is \(2, 39\) on cpu, but x is \(2, 40\)"):
-        quantize_blockwise(x, FMT, payload=payload, scales=scales, base=x[:, 1:])
+        pack(torch.zeros(1, 1, 2, 40), table, messages=messages)
+    with pytest.raises(ValueError, match=r"errors is torch\.uint8"):
+        pack(x, table, messages=messages, errors=Feedback.zeros((3,), table))
+    with pytest.raises(ValueError, match="another layout"):
+        pack(x, table, messages=messages, errors=Feedback.zeros((2,), table_of(41)))
+    with pytest.raises(ValueError, match=r"base is \(2, 40\) on meta, but x is \(2, 40\) on cpu"):
+        pack(x, table, messages=messages, base=torch.zeros(2, 40, device="meta"))
     with pytest.raises(ValueError, match=r"base is torch\.float64"):
-        quantize_blockwise(x, FMT, payload=payload, scales=scales, base=x.double())
-    with pytest.raises(ValueError, match="without feedback"):
-        quantize_blockwise(x, FMT, payload=payload, scales=scales, base=x, feedback=Feedback.zeros((2,), 40, FMT))
+        pack(x, table, messages=messages, base=x.double())
+    with pytest.raises(ValueError, match="without errors"):
+        pack(x, table, messages=messages, base=x, errors=Feedback.zeros((2,), table))
     with pytest.raises(ValueError, match="nothing to sum"):
-        dequantize_sum(payload[None, :0].transpose(0, 1), scales[None, :0].transpose(0, 1), FMT, out=x[0])
+        unpack_sum(messages[None, :0].transpose(0, 1), table, out=x[0])
 
 
 def test_the_table_of_back_ends_names_what_runs_and_refuses_what_cannot(monkeypatch: pytest.MonkeyPatch):
@@ -116,22 +142,21 @@ def test_the_table_of_back_ends_names_what_runs_and_refuses_what_cannot(monkeypa
 
 
 def test_without_a_c_compiler_the_reference_computes_and_the_table_says_why(monkeypatch: pytest.MonkeyPatch):
-    x = torch.randn(3, 257)
-    expected, got = quantized(3, n=257), quantized(3, n=257)
-    reference.quantize(x, FMT, *expected, None)
+    x, table = torch.randn(3, 257), table_of(257)
+    expected, got = empty(3, table=table), empty(3, table=table)
+    reference.pack(x, table, expected)
     monkeypatch.setattr(native, "library", lambda: CLibraryError("no C compiler found"))
-    monkeypatch.delattr(native, "quantize")
+    monkeypatch.delattr(native, "pack")
     row = ("block quantization", "the reference in torch", "no C compiler found; compiled C is 3 to 11 times as fast")
     assert backend("cpu") == row
-    quantize_blockwise(x, FMT, payload=got[0], scales=got[1])
-    assert torch.equal(got[0], expected[0])
-    assert torch.equal(got[1], expected[1])
+    pack(x, table, messages=got)
+    assert torch.equal(got, expected)
 
 
 def test_a_tensor_on_a_device_without_an_implementation_is_an_error_not_a_slow_path():
-    payload, scales = quantized(2, n=40)
+    table = table_of(40)
     with pytest.raises(ValueError, match="no implementation for meta"):
-        quantize_blockwise(torch.zeros(2, 40, device="meta"), FMT, payload=payload, scales=scales)
+        pack(torch.zeros(2, 40, device="meta"), table, messages=empty(2, table=table))
 
 
 def test_threads_may_call_at_once():
@@ -139,10 +164,10 @@ def test_threads_may_call_at_once():
     inputs = [torch.randn(50_000, generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
 
     def run(x: Tensor) -> Tensor:
-        payload, scales = quantized(n=x.numel())
-        quantize_blockwise(x, FMT, payload=payload, scales=scales)
-        out = torch.empty_like(x)
-        dequantize_blockwise(payload, scales, FMT, out=out)
+        table = table_of(x.numel())
+        messages, out = empty(table=table), torch.empty_like(x)
+        pack(x, table, messages=messages)
+        unpack(messages, table, out=out)
         return out
 
     alone = [run(x) for x in inputs]

@@ -6,17 +6,30 @@ Triton runs on the GPU where there is one, else on CPU tensors under its interpr
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from helpers.block_quant import assert_same, difficult, messages, quantize_both, sum_both
+from helpers.block_quant import (
+    assert_same,
+    difficult,
+    many_segments,
+    messages,
+    one_segment,
+    pack_both,
+    quantize_both,
+    segments,
+    sum_both,
+    unpack_both,
+)
+from helpers.tiers import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import block_quant
-from kernels.block_quant import TRITON, reference
+from kernels.block_quant import TRITON, range_table, reference
 from kernels.c_library import CLibraryError
-from kernels.formats import BlockFormat
+from kernels.formats import BlockFormat, plan_row
 
 TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_SIZES = [32, 64, 128, 256, 512, 1024, 2048]
@@ -104,12 +117,13 @@ def test_a_difference_is_added_to_what_a_row_holds_and_rounded_once(
     generator = torch.Generator().manual_seed(bits)
     for n in (1, 63, 257, 4101):
         fmt = BlockFormat(bits, 128)
-        sent = messages((4, 2), n, fmt, "cpu", swapped=True)
-        sent.payload.random_(generator=generator)
-        sent.scales.copy_(torch.randn(sent.scales.shape, generator=generator) * 0.01)
-        sent.scales[1, 1, -1] = float("nan")
+        layout = one_segment(n, fmt)
+        ((payload, scales),) = segments(sent := messages((4, 2), layout, "cpu", swapped=True), layout)
+        payload.random_(generator=generator)
+        scales.copy_(torch.randn(scales.shape, generator=generator) * 0.01)
+        scales[1, 1, -1] = float("nan")
         product = torch.empty(4, 2, n)
-        reference.dequantize(sent.payload, sent.scales, fmt, product)  # exact in fp32
+        reference.dequantize(payload, scales, fmt, product)  # exact in fp32
 
         resident = torch.full((2, 4, n + 20), float("nan"), dtype=dtype)
         rows = resident.transpose(0, 1)[..., 3 : 3 + n]
@@ -118,11 +132,11 @@ def test_a_difference_is_added_to_what_a_row_holds_and_rounded_once(
         expected.transpose(0, 1)[..., 3 : 3 + n] = (rows.float() + product).to(dtype)
         stays_nan = rows.isnan() | product.isnan()
 
-        received = messages((4, 2), n, fmt, device, swapped=True)
-        received.message.copy_(sent.message)
+        received = messages((1, 4, 2), layout, device)
+        received.copy_(sent)
         resident = resident.to(device)
-        out = resident.transpose(0, 1)[..., 3 : 3 + n]
-        implementation.dequantize_sum(received.payload.unsqueeze(0), received.scales.unsqueeze(0), fmt, out, True)
+        out, table = resident.transpose(0, 1)[..., 3 : 3 + n], range_table(layout, dtype)
+        implementation.unpack_sum(received, table, out, onto_quantized=True, onto_exact=False)
         assert_same(f"{n} elements of {dtype} and beside them", resident, expected)
         assert out.cpu()[stays_nan].isnan().all()
         assert stays_nan.any() or n == 1
@@ -169,11 +183,13 @@ def test_native_rounds_products_and_sums_with_every_scale_like_the_reference(
     every_scale = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     near = every_scale[(torch.arange(2**16) + torch.randint(-300, 300, (2**16,), generator=generator)) % 2**16]
     scales = torch.stack([every_scale, near]).view(2, 1, 1, -1)
-    payload = torch.randint(256, (2, 1, 1, fmt.payload_bytes(2**21)), generator=generator, dtype=torch.uint8)
+    layout = plan_row(2**21, fmt)
+    sent = torch.randint(256, (2, 1, 1, layout.message_bytes), generator=generator, dtype=torch.uint8)
+    segments(sent, layout)[0][1].copy_(scales)
     for num_parts in (1, 2):
         expected, got = (torch.full((1, 1, 2**21), float("nan"), dtype=dtype) for _ in range(2))
-        reference.dequantize_sum(payload[:num_parts], scales[:num_parts], fmt, expected, False)
-        native.dequantize_sum(payload[:num_parts], scales[:num_parts], fmt, got, False)
+        for module, out in ((reference, expected), (native, got)):
+            module.unpack_sum(sent[:num_parts], range_table(layout, dtype), out, onto_quantized=False, onto_exact=False)
         assert_same(f"sum of {num_parts}", got, expected)
 
 
@@ -224,3 +240,78 @@ def test_triton_sums_like_the_reference(triton: ModuleType, num_parts: int, bits
     dtype = torch.bfloat16 if num_parts == 3 else torch.float32
     parts = difficult((num_parts, 2), 4101 if num_parts == 2 else 257, torch.float32, seed=5)
     sum_both(triton, parts, BlockFormat(bits, 128), TRITON_DEVICE, dtype)
+
+
+MANY = [
+    (300, True),
+    (33, False),
+    (4096, True),
+    (1, False),
+    (0, False),
+    (5000, True),
+    (0, True),
+    (4099, False),
+    (63, True),
+]
+
+
+def compare_many(
+    implementation: ModuleType, device: str, bits: int, dtype: torch.dtype, exact: torch.dtype, *layouts: Any
+) -> None:
+    """Segments that are quantized and segments that are not, in any order, empty ones too, wherever they start."""
+    for seed, sizes in enumerate(layouts):
+        layout = many_segments(sizes, BlockFormat(bits, 128), exact.itemsize)
+        x = difficult((2, 2), layout.size, dtype, seed=4 + 2 * seed)
+        base = difficult((2, 2), layout.size, torch.bfloat16, seed=seed + 1)
+        pack_both(implementation, x, layout, device, dtype=exact, swapped=seed % 2 == 0, offset=seed, steps=2)
+        pack_both(implementation, x, layout, device, dtype=exact, base=base)
+        parts = difficult((3, 2), layout.size, torch.float32, seed=seed)
+        for num_parts in (1, 3):
+            unpack_both(implementation, parts[:num_parts], layout, device, dtype, exact)
+
+
+@pytest.mark.parametrize("exact", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_native_packs_and_unpacks_many_segments_like_the_reference(
+    native: ModuleType, bits: int, dtype: torch.dtype, exact: torch.dtype
+):
+    compare_many(native, "cpu", bits, dtype, exact, MANY, MANY[::-1], [(70, False)])
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "exact"),
+    [
+        slow(8, torch.bfloat16, torch.bfloat16),
+        (4, torch.float32, torch.float32),
+        slow(4, torch.bfloat16, torch.float16),
+        slow(2, torch.float16, torch.float32),
+    ],
+)
+def test_triton_packs_and_unpacks_many_segments_like_the_reference(
+    triton: ModuleType, bits: int, dtype: torch.dtype, exact: torch.dtype
+):
+    few = [(33, False), (4170, True), (0, False), (5, True), (1050, False)]  # the interpreter is slow
+    compare_many(triton, TRITON_DEVICE, bits, dtype, exact, few)
+
+
+def test_triton_packs_and_unpacks_all_segments_in_one_launch_each(triton: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    launches: list[str] = []
+
+    class Counted:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(triton, name)
+
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            launches.append(self.name)
+            return self.kernel[grid]
+
+    for name in ("_pack_kernel", "_unpack_sum_kernel"):
+        monkeypatch.setattr(triton, name, Counted(name))
+    layout = many_segments([(300, True), (33, False), (64, True), (17, False)], BlockFormat(4, 32), 4)
+    parts = difficult((3, 2), layout.size, torch.float32)
+    pack_both(triton, parts, layout, TRITON_DEVICE, swapped=True, offset=1)
+    assert launches == ["_pack_kernel", "_unpack_sum_kernel", "_unpack_sum_kernel"]
+    launches.clear()
+    unpack_both(triton, parts, layout, TRITON_DEVICE, torch.float32, torch.float32)
+    assert launches == ["_unpack_sum_kernel"] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,20 +12,30 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.block_quant import reference
-from kernels.block_quant.feedback import Feedback, feedback_format
-from kernels.formats import BlockFormat
+from kernels.formats import BlockFormat, feedback_format
 
 INT8, INT4, INT2 = BlockFormat(8, 32), BlockFormat(4, 32), BlockFormat(2, 32)
 
 
-def quantize(x: Tensor, fmt: BlockFormat, feedback: Feedback | None = None) -> tuple[Tensor, Tensor]:
+class Segment(NamedTuple):
+    payload: Tensor
+    scales: Tensor
+
+
+def no_error(n: int, fmt: BlockFormat) -> Segment:
+    stored = feedback_format(fmt)
+    scales = torch.zeros(stored.num_blocks(n), dtype=torch.bfloat16)
+    return Segment(torch.zeros(stored.payload_bytes(n), dtype=torch.uint8), scales)
+
+
+def quantize(x: Tensor, fmt: BlockFormat, error: Segment | None = None) -> Segment:
     payload = torch.empty(*x.shape[:-1], fmt.payload_bytes(x.shape[-1]), dtype=torch.uint8)
     scales = torch.empty(*x.shape[:-1], fmt.num_blocks(x.shape[-1]), dtype=torch.bfloat16)
-    reference.quantize(x, fmt, payload, scales, feedback)
-    return payload, scales
+    reference.quantize(x, fmt, payload, scales, error)
+    return Segment(payload, scales)
 
 
-def there_and_back(x: Tensor, fmt: BlockFormat, feedback: Feedback | None = None) -> Tensor:
+def there_and_back(x: Tensor, fmt: BlockFormat, feedback: Segment | None = None) -> Tensor:
     out = torch.full_like(x, float("nan"))
     reference.dequantize(*quantize(x, fmt, feedback), fmt, out)
     return out
@@ -161,7 +172,7 @@ def test_error_feedback_returns_what_was_lost():
     generator = torch.Generator().manual_seed(0)
     steps = [torch.randn(1024, generator=generator) for _ in range(32)]
     total = sum(steps, torch.zeros(1024))
-    feedback = Feedback.zeros((), 1024, fmt)
+    feedback = no_error(1024, fmt)
     with_feedback = sum((there_and_back(x, fmt, feedback) for x in steps), torch.zeros(1024))
     without = sum((there_and_back(x, fmt) for x in steps), torch.zeros(1024))
     assert (with_feedback - total).norm() < 0.3 * (without - total).norm()
@@ -170,7 +181,7 @@ def test_error_feedback_returns_what_was_lost():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])
 def test_a_bad_step_leaves_no_error_behind(bad: float):
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
-    feedback = Feedback.zeros((), 64, INT4)
+    feedback = no_error(64, INT4)
     there_and_back(x, INT4, feedback)
     poisoned = x.clone()
     poisoned[3] = bad
@@ -187,7 +198,7 @@ def test_a_bad_step_leaves_no_error_behind(bad: float):
 def test_a_moving_average_keeps_the_share_beta_of_the_earlier_error(beta: float):
     """To half a step of the int8 blocks in which each of the three is kept, and their scales' rounding."""
     x, generator = torch.randn(256, generator=torch.Generator().manual_seed(3)), torch.Generator().manual_seed(4)
-    earlier, latest, averaged = (Feedback.zeros((), 256, INT4) for _ in range(3))
+    earlier, latest, averaged = (no_error(256, INT4) for _ in range(3))
     reference.quantize(0.1 * torch.randn(256, generator=generator), INT8, *earlier)
     for kept in (latest, averaged):
         for part, source in zip(kept, earlier, strict=True):
@@ -205,7 +216,7 @@ def test_a_moving_average_keeps_the_share_beta_of_the_earlier_error(beta: float)
 
 def test_a_feedback_buffer_that_is_itself_damaged_heals_after_one_step():
     x = torch.ones(32)
-    feedback = Feedback.zeros((), 32, INT8)
+    feedback = no_error(32, INT8)
     feedback.scales.fill_(float("nan"))
     assert there_and_back(x, INT8, feedback).isnan().all()
     assert torch.equal(there_and_back(x, INT8, feedback), there_and_back(x, INT8))

@@ -6,23 +6,22 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels.block_quant import Feedback, dequantize_blockwise, dequantize_sum, quantize_blockwise
-from kernels.formats import BlockFormat
+from kernels.block_quant import Feedback, pack, range_table, unpack, unpack_sum
+from kernels.formats import BlockFormat, plan_row
 
 INT8 = BlockFormat(8, 32)
 
 
 def test_fake_tensors_are_checked_and_nothing_else():
+    table = range_table(plan_row(70, INT8), torch.float32)
     with FakeTensorMode():
-        x, scales = torch.empty(3, 70), torch.empty(3, 3, dtype=torch.bfloat16)
-        payload = torch.empty(3, INT8.payload_bytes(70), dtype=torch.uint8)
-        feedback = Feedback.zeros((3,), 70, INT8, x.device)
-        quantize_blockwise(x, INT8, payload=payload, scales=scales, feedback=feedback)
+        x, messages = torch.empty(3, 70), torch.empty(3, table.layout.message_bytes, dtype=torch.uint8)
+        pack(x, table, messages=messages, errors=Feedback.zeros((3,), table, x.device))
         base = torch.empty(3, 70, dtype=torch.bfloat16)
-        quantize_blockwise(x, INT8, payload=payload, scales=scales, base=base)
-        dequantize_blockwise(payload, scales, INT8, out=x)
-        dequantize_sum(payload, scales, INT8, out=x[0])
-        with pytest.raises(ValueError, match="scales is"):
-            quantize_blockwise(x, INT8, payload=payload, scales=scales[:, :2])
-        with pytest.raises(ValueError, match="base is"):
-            quantize_blockwise(x, INT8, payload=payload, scales=scales, base=base[:, :69])
+        pack(x, table, messages=messages, base=base)
+        unpack(messages, table, out=x)
+        unpack_sum(messages, table, out=x[0])
+        with pytest.raises(ValueError, match="messages is"):
+            pack(x, table, messages=messages[:, :2])
+        with pytest.raises(ValueError, match=r"base .* has rows of another size"):
+            pack(x, table, messages=messages, base=base[:, :69])

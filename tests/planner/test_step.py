@@ -120,9 +120,9 @@ def real_order(case: Case) -> Order:
     for name in ("local", "cross", "shard"):
         queue = getattr(dims, name).queue
 
-        def submit(task: Any, *, after: Any = (), name: str = name, given: Any = queue.submit) -> Any:
+        def submit(task: Any, *, name: str = name, given: Any = queue.submit, **when: Any) -> Any:
             submitted.append(name)
-            return given(task, after=after)
+            return given(task, **when)
 
         queue.submit = submit
     sent = record(dims.counter)
@@ -136,9 +136,9 @@ def simulated_order(case: Case, monkeypatch: pytest.MonkeyPatch) -> Order:
     submitted: list[str] = []
     given = SimulatedQueue.submit
 
-    def submit(queue: SimulatedQueue, task: Any, *, after: Any = ()) -> Any:
+    def submit(queue: SimulatedQueue, task: Any, **when: Any) -> Any:
         submitted.append(queue.name)
-        return given(queue, task, after=after)
+        return given(queue, task, **when)
 
     monkeypatch.setattr(SimulatedQueue, "submit", submit)
     sent = record(step.counter)

@@ -24,6 +24,7 @@ ZERO_MEANS = {
     "--log-completions": "none",
     "--lora-dropout": "none",
     "--reward-weights": "a reward that is only logged",
+    "--prefetch-layers": "each layer is fetched when it is used",
 }
 NEGATIVE_MEANS = {"--reward-weights": "a penalty"}
 BESIDE = {"--reward-weights": ["--reward-funcs", "a:b"]}

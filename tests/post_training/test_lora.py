@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import Job, run, shared_axis
+from helpers.checkpoints import Job, frozen_place, run
 from helpers.ranks import ranks
 from helpers.tiers import slow
-from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks
+from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, dims_on_ranks, spec_of
 from helpers.training import train_on_ranks as train_all
 
 from megazpp.checkpoint.folder import CheckpointFolder
@@ -21,8 +21,7 @@ from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
-from megazpp.parallel.worker import seed_everything
+from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.lora import (
     AdaptedPolicy,
     LoraConfig,
@@ -33,11 +32,7 @@ from megazpp.post_training.lora import (
 )
 from megazpp.tensor_parallel.lora import adapters_off
 from megazpp.tensor_parallel.parameters import initialize_parameters_
-from megazpp.topology.cluster import Cluster
-from megazpp.training.setup import ModelSpec
 from megazpp.training.step import TrainStep
-from megazpp.zero.config import ZeroConfig
-from megazpp.zero.freeze import frozen_axis
 
 STEPS = 4
 ALL = LoraConfig(lora_r=3, lora_alpha=6.0, lora_target_modules=("all-linear",))
@@ -56,21 +51,9 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def adapt(case: Case, lora: LoraConfig, load: str) -> tuple[AdaptedPolicy, ParallelDims]:
-    world = torch.distributed.get_world_size()
-    cluster = Cluster(num_nodes=case.nodes, ranks_per_node=world // case.nodes)
-    config = ParallelConfig(tensor_model_parallel_size=case.tp)
-    dims = ParallelDims(plan_dims(config, cluster, zero_stage=case.stage), device_type="cpu")
-    seed_everything(case.seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
-    spec = ModelSpec(
-        config=case.model,
-        vocab_size=case.vocab_size,
-        sequence_parallel=case.sequence_parallel,
-        zero=case.zero or ZeroConfig(zero_stage=case.stage),
-        precision=case.precision,
-        seed=case.seed,
-    )
+    dims = dims_on_ranks(case)
     source, record = find_weights(CheckpointFolder(load, "--load"), None)
-    return load_adapted(spec, lora, dims, frozen_axis(dims), CPU, source, record, shared_axis(dims)), dims
+    return load_adapted(spec_of(case), lora, frozen_place(dims), source, record), dims
 
 
 def train(policy: AdaptedPolicy, dims: ParallelDims, case: Case) -> list[tuple[float, float]]:

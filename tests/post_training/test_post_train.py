@@ -85,19 +85,38 @@ def test_a_reward_model_serves_ppo(home: Path):
     ].keys()
     assert found[0]["clip_ratio"] == 0.0
     assert found[0]["sampling_logp_difference/max"] < 1e-4
+    resident, streamed = (
+        trained(home, name, f"{flags} {LAYOUT} --weight-bits 8 {where}")
+        for name, where in (("ppo-8", ""), ("ppo-disk", "--weights-on disk --weight-store stores"))
+    )
+    assert [untimed(row) for row in streamed] == [untimed(row) for row in resident]
+    assert streamed[0]["kl"] != found[0]["kl"]  # 8 bits are not 32
+    assert sorted(path.name for path in (home / "stores").iterdir()) == ["reference", "reward"]
     code, output = post_train(home, "ppo-2", f"--objective ppo {DRAWN} --reward-load base --train-iters 1 {LAYOUT}")
     assert code == 2
     assert "--reward-load base is no reward model" in output
 
 
+def untimed(row: dict[str, Any]) -> dict[str, Any]:
+    timed = ("step_seconds", "tokens_per_second", "peak_memory_bytes", "rollout/seconds", "rollout/tokens_per_second")
+    return {name: value for name, value in row.items() if name not in timed}
+
+
 def test_dpo_prefers_what_it_is_shown_and_a_reference_that_was_computed_before_changes_nothing(home: Path):
-    flags = f"--objective dpo --data-path pairs.jsonl --train-iters 10 {LAYOUT}"
+    flags = f"--objective dpo --train-data-path pairs.jsonl --train-iters 10 {LAYOUT}"
     online = trained(home, "dpo", flags)
     assert online[0]["lm_loss"] == pytest.approx(0.693147, abs=1e-5)
     assert online[-1]["rewards/accuracies"] > 0.9
     before = trained(home, "dpo-2", f"{flags} --precompute-ref-log-probs")
     for one, other in zip(online, before, strict=True):
         assert one["lm_loss"] == pytest.approx(other["lm_loss"], abs=1e-5)
+    held_out = "--valid-data-path pairs.jsonl --eval-iters 1 --eval-interval 10"
+    code, output = post_train(home, "dpo-3", f"{flags} --precompute-ref-log-probs {held_out}")
+    assert code == 0, output
+    assert "loading frozen weights" not in output  # both files are the same pairs, which are known
+    assert [untimed(row) for row in rows(home, "dpo-3")] == [untimed(row) for row in before]
+    (validation,) = rows(home, "dpo-3", "validation.jsonl")
+    assert validation["lm_loss"] < 0.6
 
 
 @pytest.mark.parametrize(
@@ -112,9 +131,7 @@ def test_a_run_that_goes_on_inside_a_buffer_repeats_the_straight_one_bit_for_bit
     (home / name / "latest_checkpointed_iteration.txt").write_text("3")
     again = trained(home, name, flags, load=name)
     assert [row["iteration"] for row in again] == [4, 5, 6]
-    timed = ("step_seconds", "tokens_per_second", "peak_memory_bytes", "rollout/seconds", "rollout/tokens_per_second")
-    for one, other in zip(straight[3:], again, strict=True):
-        assert {k: v for k, v in one.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
+    assert [untimed(row) for row in again] == [untimed(row) for row in straight[3:]]
     shown = rows(home, f"grpo{len(extra)}", "completions.jsonl")
     assert shown[0].keys() == {"iteration", "prompt", "completion", "rewards"}
 
@@ -144,6 +161,9 @@ def test_a_failing_reward_function_is_reported_with_its_sample(home: Path):
         ("--objective sft --load base --text-path chats.jsonl", "--text-path and --mock-data are for pretraining"),
         ("--objective sft --load base --hidden-size 64", "--hidden-size is 64, was 32"),
         ("--objective ppo --load base --reward-funcs a:b --temperature 0", "--sample-temperature 0.0"),
+        ("--objective sft --load base --weights-on disk", "--weights-on disk is for the weights of a reference or"),
+        ("--objective grpo --load base --reward-funcs a:b --weight-bits 8", "--weight-bits 8 is for the weights of a"),
+        ("--objective dpo --load base --lora-r 2 --weights-on host", "with --lora-r the reference is the base"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_workers_start(home: Path, flags: str, said: str):
@@ -156,11 +176,39 @@ def test_what_cannot_be_is_refused_in_one_line_before_workers_start(home: Path, 
     assert not (home / "never").exists()
 
 
-def test_a_dry_run_of_lora_needs_no_checkpoint(home: Path):
-    flags = "@configs/gpt_tiny.args --objective sft --lora-r 2 --dry-run --nproc 4 --emulate-nodes 2 --zeropp"
-    code, output = run_forked(str(Path(__file__).parents[2] / "tools/post_train.py"), *flags.split(), folder=home)
+TINY = "@configs/gpt_tiny.args --dry-run --nproc 4 --emulate-nodes 2 --zeropp"
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "said"),
+    [
+        ("--objective sft --lora-r 2", 0, "trained parameters in adapters"),
+        ("--objective ppo --reward-load r", 0, "MB at the fullest moment ("),
+        ("", 2, "--objective is missing"),
+        ("--objective dpo --weights-on disk", 2, "--dry-run reads no weights: --weights-on and --weight-bits are for"),
+        ("--objective dpo --dry-run-rank 4", 2, "--dry-run-rank 4 is not a rank of the cluster: it has 0 to 3"),
+    ],
+)
+def test_a_dry_run_needs_no_checkpoint(home: Path, flags: str, status: int, said: str):
+    tool = str(Path(__file__).parents[2] / "tools/post_train.py")
+    code, output = run_forked(tool, *f"{TINY} {flags}".split(), folder=home)
+    assert code == status, output
+    assert said in output
+
+
+@pytest.mark.parametrize("lora", ["", "--lora-r 4"])
+def test_a_plan_has_the_memory_of_all_models(home: Path, lora: str):
+    tool = str(Path(__file__).parents[2] / "tools/post_train.py")
+    flags = (
+        f"--objective ppo --reward-load base --load {home}/base --train-data-path prompts.jsonl --train-iters 1 --plan"
+    )
+    layout = "--nproc 4 --micro-batch-size 1 --max-completion-length 8 --weights-on disk --weight-bits 8"
+    code, output = run_forked(tool, *f"{flags} {layout} {lora}".split(), folder=home, cwd=home)
     assert code == 0, output
-    assert "parameters in adapters" in output
+    rows = {line.split("  ")[0] for line in output.splitlines()}
+    assert {"keys and values", "reward model", "total"} <= rows
+    assert ("frozen base" in rows) == bool(lora) == ("reference model" not in rows)
+    assert ("best with these flags" in output or "nothing says what is fastest" in output) == (not lora)
 
 
 def start(home: Path, flags: str) -> ParsedRun:

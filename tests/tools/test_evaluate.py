@@ -26,6 +26,33 @@ def test_the_numbers_are_those_that_the_training_ended_with(trained: Trained):
     assert output.count(" bits per byte: ") == 2
 
 
+def numbers(trained: Trained, *flags: str) -> tuple[list[str], list[float]]:
+    """The lines of losses, and bits per byte on both held-out sets."""
+    code, output = run_forked("tools/evaluate.py", "--load", str(trained.load), *flags, folder=trained.home)
+    assert code == 0, output
+    losses = [line for line in output.splitlines() if line.startswith(" validation loss at iteration 12")]
+    per_byte = [float(line.split(":")[1].split()[0]) for line in output.splitlines() if "bits per byte:" in line]
+    assert len(losses) == len(per_byte) == 2, output
+    assert (" passes over the weights fetched " in output) == ("--weight-bits" in flags)
+    return losses, per_byte
+
+
+@pytest.mark.slow
+def test_weights_on_disk_give_the_losses_of_resident_ones_in_the_same_bits(trained: Trained, tmp_path: Path):
+    """8 bits change a byte's share by little, 4 bits by more, none by much."""
+    _, exact = numbers(trained)
+    off = {}
+    for bits in ("8", "4"):
+        packed = ["--weight-bits", bits]
+        stored = ["--weights-on", "disk", "--weight-store", str(tmp_path / bits)]
+        resident, per_byte = numbers(trained, *packed)
+        assert numbers(trained, *packed, *stored) == (resident, per_byte)
+        assert numbers(trained, *packed, *stored, "--tensor-model-parallel-size", "1", "--nproc", "1")[1] == per_byte
+        off[bits] = max(abs(one - other) for one, other in zip(per_byte, exact, strict=True))
+    assert off["8"] < 0.01
+    assert off["8"] < off["4"] < 0.1
+
+
 def test_a_cpu_has_one_process_per_tensor_parallel_rank_unless_nproc_says_more(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ):

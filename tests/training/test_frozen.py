@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import Job, run, shared_axis
+from helpers.checkpoints import Job, frozen_place, run
 from helpers.ranks import ranks
 from helpers.tiers import slow
-from helpers.training import CPU, LLAMA_STYLE, Case, build_on_ranks
+from helpers.training import LLAMA_STYLE, Case, build_on_ranks, spec_of
 
 from kernels.formats import BlockFormat
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights, load_weights
 from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.parallel.dims import ParallelDims
 from megazpp.training.frozen import load_frozen_model
-from megazpp.training.setup import ModelSpec
-from megazpp.zero.freeze import frozen_axis
+from megazpp.zero.freeze import FrozenBytes, frozen_bytes
+from megazpp.zero.frozen import FrozenUnits
 
 # 101 rows of the vocabulary are padded to a multiple of 8 with one tp rank, and of 16 with two
 SAVED = Case(model=LLAMA_STYLE, tp=2, sequence_parallel=True)
@@ -33,16 +34,6 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
     ranks(4).run(run, Job(case=SAVED, steps=2, flags={"save": folder, "save_interval": 1}))
     return folder
-
-
-def spec_of(case: Case) -> ModelSpec:
-    return ModelSpec(
-        config=case.model,
-        vocab_size=case.vocab_size,
-        sequence_parallel=case.sequence_parallel,
-        precision=case.precision,
-        seed=case.seed,
-    )
 
 
 def compare(
@@ -61,7 +52,7 @@ def compare(
 
         patch.setattr(SafeReader, "read_box", counted)
         spec = dataclasses.replace(spec_of(case), vocab_size=vocab_size)
-        frozen = load_frozen_model(spec, dims, frozen_axis(dims), CPU, source, record, shared_axis(dims), fmt=fmt)
+        frozen = load_frozen_model(spec, frozen_place(dims), source, record, fmt=fmt)
     batch = case.batch(0, dims.data_rank, 1)
     with torch.no_grad():
         expected, found = (m.eval()(batch.tokens, batch.labels) for m in (model, frozen.model))
@@ -69,10 +60,17 @@ def compare(
         "equal": torch.equal(expected, found),
         "difference": float((expected - found).abs().max()),
         "checksum": frozen.checksum,
+        "kept": frozen.units.kept_bytes,
+        "planned": sum(planned.kept for planned in plan_units(frozen.units, dims, fmt)),
         "elements": sum(read),
         "whole": sum(p.numel() for p in model.parameters()),
         "cross": dims.counter.sent_bytes("cross"),
     }
+
+
+def plan_units(units: FrozenUnits, dims: ParallelDims, fmt: BlockFormat | None) -> list[FrozenBytes]:
+    shapes = [{weight.name: tuple(weight.weight.shape) for weight in unit.weights} for unit in units.units]
+    return [frozen_bytes(each, dims.local.size, torch.float32, fmt) for each in shapes]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +95,7 @@ def test_every_layout_reads_each_weight_once_per_node_and_computes_the_same_bits
     local = world // case.nodes // case.tp
     assert sum(result["elements"] for result in found) >= case.nodes * alone["elements"]
     for result in found:
+        assert result["kept"] == result["planned"]
         assert result["elements"] < result["whole"] / local / case.tp * 1.2  # norms are whole on each tp rank
 
 
@@ -109,6 +108,7 @@ def test_in_8_bits_the_losses_are_close(load: str):
     """int8 in blocks of 64: weights of std 0.02 to half a step of their block's largest over 127."""
     for result in ranks(4).run(compare, OTHER, load, BlockFormat(8, 64)):
         assert 0.0 < result["difference"] < 0.05
+        assert result["kept"] == result["planned"]
 
 
 def test_another_tokenizer_or_model_is_refused(load: str):
@@ -129,4 +129,4 @@ def test_a_damaged_file_is_named(load: str, tmp_path: Path):
 def damaged(load: str) -> None:
     _, _, dims = build_on_ranks(OTHER)
     source, record = find_weights(CheckpointFolder(load, "--load"), None)
-    load_frozen_model(spec_of(OTHER), dims, frozen_axis(dims), CPU, source, record, shared_axis(dims))
+    load_frozen_model(spec_of(OTHER), frozen_place(dims), source, record)

@@ -11,19 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import Job, run, shared_axis
+from helpers.checkpoints import Job, frozen_place, run
 from helpers.ranks import ranks
 from helpers.tiers import slow
-from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, dims_on_ranks, spec_of
 
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights, load_weights
 from megazpp.inference.generate import generate
 from megazpp.inference.sample import SampleConfig
 from megazpp.inference.weights import Speed, WeightsConfig
-from megazpp.training.setup import ModelSpec
 from megazpp.training.streamed import load_streamed_model
-from megazpp.zero.freeze import frozen_axis
+from megazpp.zero.streamed import FetchedMessages, StreamedUnits
 
 SAVED = Case(model=dataclasses.replace(LLAMA_STYLE, init_method_std=0.5), tp=2)
 TIED = Case(model=dataclasses.replace(GPT2_STYLE, init_method_std=0.5))
@@ -49,12 +48,10 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def streamed(case: Case, load: str, config: WeightsConfig, step: int | None = None) -> dict[str, Any]:
     """What one rank's streamed model generates, its losses, what it fetched, and the lines it says."""
-    _, _, dims = build_on_ranks(case)
-    spec = ModelSpec(config=case.model, vocab_size=case.vocab_size, precision=case.precision, seed=case.seed)
+    dims = dims_on_ranks(case)
     source, record = find_weights(CheckpointFolder(load, "--load"), step)
     lines: list[str] = []
-    parts = (dims, frozen_axis(dims), CPU, source, record, shared_axis(dims))
-    built = load_streamed_model(config, spec, *parts, say=lines.append)
+    built = load_streamed_model(config, spec_of(case), frozen_place(dims, lines.append), source, record)
     speed = Speed(built.sharding, len(PROMPTS))
     before = built.sharding.passes
     generated = generate(*built, dims, PROMPTS, GREEDY, max_length=16, seed=1)
@@ -71,7 +68,17 @@ def streamed(case: Case, load: str, config: WeightsConfig, step: int | None = No
         "cross": dims.counter.sent_bytes("cross"),
         "local": dims.counter.sent_bytes("local"),
         "pass_bytes": built.sharding.plan.pass_bytes,
+        "device_bytes": (built.sharding.device_bytes, live_bytes(built.sharding)),
     }
+
+
+def live_bytes(units: StreamedUnits) -> int:
+    """Of all storages that hold packed weights."""
+    messages = units._messages
+    held = messages._ring if isinstance(messages, FetchedMessages) else messages._messages
+    kept = [matrix.parts for matrix in units._kept]
+    storages = [tensor.untyped_storage() for tensor in (*held, *units._gathered, *kept)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def resident(case: Case, load: str) -> tuple[list[list[int]], torch.Tensor]:
@@ -105,7 +112,7 @@ def test_from_disk_come_the_same_tokens_and_losses_as_from_memory_on_every_layou
         ranks(world).run(streamed, case, load, config)
         for config in (
             WeightsConfig(weights_on="device", weight_bits=bits),
-            WeightsConfig(weights_on="host", weight_bits=bits, kv_on="host"),
+            WeightsConfig(weights_on="host", weight_bits=bits),
             WeightsConfig(weights_on="disk", weight_bits=bits, weight_store=store, prefetch_layers=0),
             WeightsConfig(weights_on="disk", weight_bits=bits, weight_store=store, prefetch_layers=5),
         )
@@ -117,6 +124,7 @@ def test_from_disk_come_the_same_tokens_and_losses_as_from_memory_on_every_layou
             assert found["cross"] == 0
             assert (found["local"] > 0) == (world // case.nodes // case.tp > 1)
             assert found["passes"] == GREEDY.sample_tokens
+            assert found["device_bytes"][0] == found["device_bytes"][1]
     assert " wrote " in "".join(others[1][0]["lines"])
     assert " wrote " not in "".join(others[2][0]["lines"])
     files = sorted(path.name for path in Path(store).glob("*.weights"))
@@ -230,10 +238,9 @@ def test_flags_that_contradict_each_other_are_refused():
 
 def interrupted(load: str, config: WeightsConfig) -> bool:
     """Whether the losses are the same after a forward that an exception has left, and after another measurement."""
-    _, _, dims = build_on_ranks(ALONE)
-    spec = ModelSpec(config=ALONE.model, vocab_size=101, precision=ALONE.precision, seed=1)
+    dims = dims_on_ranks(ALONE)
     source, record = find_weights(CheckpointFolder(load, "--load"), None)
-    model, units = load_streamed_model(config, spec, dims, frozen_axis(dims), CPU, source, record, shared_axis(dims))
+    model, units = load_streamed_model(config, spec_of(ALONE), frozen_place(dims), source, record)
     batch, found = ALONE.batch(0, 0, 2), []
     model.eval()
 

@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.formats import BlockFormat
-from megazpp.zero.layout import ALIGNMENT, MessageLayout, plan_message, plan_segments
+from kernels.formats import ALIGNMENT, BlockFormat, MessageLayout
+from megazpp.zero.layout import plan_message, plan_segments
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple), min_size=1, max_size=6)
 formats = st.sampled_from([None, BlockFormat(8, 32), BlockFormat(4, 32), BlockFormat(8, 256), BlockFormat(4, 128)])

@@ -9,9 +9,10 @@ import torch
 from helpers.ranks import ranks
 from helpers.stream_races import Stream, simulated_streams
 from helpers.tiers import slow
-from helpers.training import LLAMA_STYLE, Case, train_on_ranks
+from helpers.training import LLAMA_STYLE, Case, build_step, train_on_ranks
 from zero.test_schedule import ON, make
 
+from megazpp.model.config import GPTConfig
 from megazpp.parallel import comm_queue
 from megazpp.zero import schedule
 from megazpp.zero.config import ZeroConfig
@@ -96,6 +97,56 @@ def test_what_is_broken_is_found(breakage: str):
 def test_with_streams_the_results_are_those_without():
     case = Case(nodes=2, micro_batches=2, steps=2, zero=ALL)
     assert ranks(4).run(train, case)[0][1] == ranks(4).run(train_on_ranks, case)[0]
+
+
+def test_a_task_that_is_given_a_moment_waits_for_what_came_before_it_and_for_nothing_else():
+    with simulated_streams() as streams:
+        queue, before, after = comm_queue.StreamQueue(), torch.empty(4), torch.empty(4)
+        before.fill_(1.0)
+        moment = queue.moment()
+        after.fill_(1.0)
+        queue.submit(lambda: before * 2, since=moment)
+        assert streams.found == []
+        queue.submit(lambda: after * 2, since=moment)
+        assert len(streams.found) == 1
+
+
+def order_of_hops(case: Case) -> list[str]:
+    """The queues to which the second step's forward gives tasks."""
+    with simulated_streams():
+        step, dims = build_step(case)
+        batch = [case.batch(0, dims.data_rank * 4, 4)]
+        step(batch, learning_rate=1e-3, weight_decay=0.0)
+        submitted: list[str] = []
+        for name in ("cross", "local"):
+            queue = getattr(dims, name).queue
+
+            def submit(task: Any, *, name: str = name, given: Any = queue.submit, **when: Any) -> Any:
+                submitted.append(name)
+                return given(task, **when)
+
+            queue.submit = submit
+        forward: list[str] = []
+        step.model.register_forward_hook(lambda *_: forward.extend(submitted))
+        step(batch, learning_rate=1e-3, weight_decay=0.0)
+    return forward
+
+
+@pytest.mark.parametrize("zero", [ALL, slow(with_bits(16))])
+def test_a_use_launches_its_own_hops_and_then_a_few_others_and_the_cross_queue_is_never_empty(zero: ZeroConfig):
+    """The host launches: after the step's sync the GPU must not wait until it has launched every unit's cross hop."""
+    model = GPTConfig(**{**LLAMA_STYLE.__dict__, "num_layers": 6})
+    for forward in ranks(4).run(order_of_hops, Case(nodes=2, zero=zero, model=model)):
+        units, uses, crossing = 8, 0, 0
+        assert forward.count("cross") == units  # embedding, layers, output: each once
+        uses_of = "".join(name[0] for name in forward).split("ll")  # a use: its local hop, its unpacking
+        assert uses_of[0] == "c", "its own cross hop, which it waits for, goes first"
+        for started in uses_of:
+            assert len(started) <= schedule.CROSS_HOPS_PER_USE
+            crossing += len(started)
+            assert crossing == units or crossing > uses, "the unit in use needs one, and there is one more"
+            uses += 1
+        assert uses == units + 1
 
 
 def train_and_evaluate(flags: dict[str, Any]) -> list[str]:

@@ -337,7 +337,7 @@ def rehearsed(case: Case) -> dict[str, Any]:
     """Two steps without rehearsals, then with one before each: losses, and the calls of kernels that each made."""
     calls: set[Any] = set()
     patch = pytest.MonkeyPatch()
-    for name in ("quantize_blockwise", "dequantize_blockwise", "dequantize_sum"):
+    for name in ("pack", "unpack", "unpack_onto", "unpack_sum"):
         patch.setattr(wire, name, functools.partial(_noted, calls, name, getattr(wire, name)))
     results = []
     for rehearse in (False, True):

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.block_quant import Feedback, backend, dequantize_blockwise, dequantize_sum, quantize_blockwise
-from kernels.formats import BlockFormat
+from kernels.block_quant import Feedback, backend, pack, range_table, unpack, unpack_onto, unpack_sum
+from kernels.formats import BlockFormat, plan_row
 from megazpp.program import flags_of, program
 
 BUSY_CYCLES = 1_000_000  # half a millisecond: more than the host takes to launch a piece
@@ -58,34 +58,30 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
     base = torch.randn(n, device=device).to(torch.bfloat16)
     for fmt in (BlockFormat(8, block_size), BlockFormat(4, block_size), BlockFormat(2, block_size)):
         bits = fmt.bits
-        wire = fmt.bits_per_element(n) / 8
+        wire, table = fmt.bits_per_element(n) / 8, range_table(plan_row(n, fmt), torch.float32)
         for name, dtype in DTYPES.items():
             x = torch.randn(n, device=device).to(dtype)
-            payload, scales = quantized((), n, fmt, device)
+            messages = torch.zeros(table.layout.message_bytes, dtype=torch.uint8, device=device)
             moved = n * (x.element_size() + wire)
-            pack = partial(quantize_blockwise, x, fmt, payload=payload, scales=scales)
-            unpack = partial(dequantize_blockwise, payload, scales, fmt, out=x)
-            pieces.append(Piece(f"quantize {name} to int{bits}", n, moved, pack))
-            pieces.append(Piece(f"dequantize int{bits} to {name}", n, moved, unpack))
-            difference = partial(pack, base=base)
-            add = partial(dequantize_sum, payload[None], scales[None], fmt, out=x, accumulate=True)
+            quantize = partial(pack, x, table, messages=messages)
+            dequantize = partial(unpack, messages, table, out=x)
+            pieces.append(Piece(f"quantize {name} to int{bits}", n, moved, quantize))
+            pieces.append(Piece(f"dequantize int{bits} to {name}", n, moved, dequantize))
+            difference = partial(quantize, base=base)
+            add = partial(unpack_onto, messages, table, out=x)
             pieces.append(Piece(f"quantize {name} to int{bits}, base bf16", n, moved + 2 * n, difference))
             pieces.append(Piece(f"add int{bits} to {name}", n, moved + n * x.element_size(), add))
-        feedback, kept = Feedback.zeros((), n, fmt, device), 2 * n * (1 + 2 / block_size)
-        with_feedback = partial(pack, feedback=feedback)
+        errors, kept = Feedback.zeros((), table, device), 2 * n * (1 + 2 / block_size)
+        with_feedback = partial(quantize, errors=errors)
         pieces.append(Piece(f"quantize {name} to int{bits}, feedback", n, moved + kept, with_feedback))
 
-        payload, scales = quantized((peers,), n // peers, fmt, device)
-        quantize_blockwise(torch.randn(peers, n // peers, device=device), fmt, payload=payload, scales=scales)
-        add = partial(dequantize_sum, payload, scales, fmt, out=torch.empty(n // peers, device=device))
+        table = range_table(plan_row(n // peers, fmt), torch.float32)
+        received = torch.zeros(peers, table.layout.message_bytes, dtype=torch.uint8, device=device)
+        pack(torch.randn(peers, n // peers, device=device), table, messages=received)
+        add = partial(unpack_sum, received, table, out=torch.empty(n // peers, device=device))
         moved = n // peers * (peers * fmt.bits_per_element(n // peers) / 8 + 4)
         pieces.append(Piece(f"sum {peers} int{bits} to fp32", n // peers, moved, add))
     return pieces
-
-
-def quantized(lead: tuple[int, ...], n: int, fmt: BlockFormat, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    payload = torch.zeros(*lead, fmt.payload_bytes(n), dtype=torch.uint8, device=device)
-    return payload, torch.zeros(*lead, fmt.num_blocks(n), dtype=torch.bfloat16, device=device)
 
 
 def time_on(device: str, pieces: list[Piece], rounds: int, threads: int = 1) -> list[float]:

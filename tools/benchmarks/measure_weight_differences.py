@@ -25,8 +25,8 @@ from measure_gradient_noise import CPU, open_training, power
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.block_quant import dequantize_sum, quantize_blockwise
-from kernels.formats import BlockFormat
+from kernels.block_quant import RangeTable, pack, range_table, unpack, unpack_onto
+from kernels.formats import BlockFormat, plan_row
 from megazpp.arguments import ParsedRun, parse_run_config
 from megazpp.checks import RunPlan, check_run_config
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
@@ -112,24 +112,25 @@ def table(errors: dict[str, list[float]]) -> str:
 
 def _differences(fmt: BlockFormat) -> Receive:
     def receive(w: Tensor, r: Tensor) -> None:
-        payload, scales = _message(fmt, w.numel())
-        quantize_blockwise(w, fmt, payload=payload, scales=scales, base=r)
-        dequantize_sum(payload[None], scales[None], fmt, out=r, accumulate=True)
+        messages, table = _message(fmt, w)
+        pack(w, table, messages=messages, base=r)
+        unpack_onto(messages, table, out=r)
 
     return receive
 
 
 def _weights(fmt: BlockFormat) -> Receive:
     def receive(w: Tensor, r: Tensor) -> None:
-        payload, scales = _message(fmt, w.numel())
-        quantize_blockwise(w, fmt, payload=payload, scales=scales)
-        dequantize_sum(payload[None], scales[None], fmt, out=r)
+        messages, table = _message(fmt, w)
+        pack(w, table, messages=messages)
+        unpack(messages, table, out=r)
 
     return receive
 
 
-def _message(fmt: BlockFormat, n: int) -> tuple[Tensor, Tensor]:
-    return torch.empty(fmt.payload_bytes(n), dtype=torch.uint8), torch.empty(fmt.num_blocks(n), dtype=torch.bfloat16)
+def _message(fmt: BlockFormat, w: Tensor) -> tuple[Tensor, RangeTable]:
+    table = range_table(plan_row(w.numel(), fmt), w.dtype)
+    return torch.empty(table.layout.message_bytes, dtype=torch.uint8), table
 
 
 def _ternary(block_size: int, scale_of: Callable[[Tensor], Tensor]) -> Receive:

@@ -32,7 +32,7 @@ VARIANTS = {
     UNQUANTIZED: ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16)),
     ZERO_3: ZeroConfig(),
 }
-KERNELS = ("_quantize_kernel", "_dequantize_sum_kernel")
+KERNELS = ("_pack_kernel", "_unpack_sum_kernel")
 VOCAB = 512  # so that the layers are nearly everything
 CASES = ((6, "gpt_1b3", 1), (3, "gpt_6b7", 1), (8, "gpt_6b7", 8))  # layers of a config, split over TP ranks
 TOY_CASES = ((2, "gpt_1b3", 1), (1, "gpt_6b7", 2))

@@ -11,8 +11,9 @@ import sys
 import torch
 
 from gpu_parts.part import Report, Task, last_line, start
-from kernels.block_quant import Feedback, dequantize_sum, quantize_blockwise
+from kernels.block_quant import Feedback, pack, range_table, unpack_onto, unpack_sum
 from kernels.formats import BlockFormat
+from megazpp.zero.layout import plan_message, plan_segments
 
 TOOLS = {
     "memcheck": ["--report-api-errors", "no"],  # torch asks the driver for what it may not have
@@ -48,15 +49,17 @@ def measure(task: Task, report: Report) -> None:
 
 
 def run_kernels(device: str) -> None:
-    """Each kernel on whole and partial tiles, sums of several, with feedback, of differences."""
+    """Each kernel on whole and partial tiles of segments that are quantized and not: sums, feedback, differences."""
     for fmt in (BlockFormat(8, 128), BlockFormat(4, 128), BlockFormat(2, 128)):
         for n in (257, 4096, 10_000):
-            x = torch.randn(2, 3, n, device=device)
-            payload = torch.zeros(2, 3, fmt.payload_bytes(n), dtype=torch.uint8, device=device)
-            scales = torch.zeros(2, 3, fmt.num_blocks(n), dtype=torch.bfloat16, device=device)
-            quantize_blockwise(x, fmt, payload=payload, scales=scales, feedback=Feedback.zeros((2, 3), n, fmt, device))
-            quantize_blockwise(x, fmt, payload=payload, scales=scales, base=x.bfloat16())
-            dequantize_sum(payload, scales, fmt, out=torch.zeros(3, n, device=device))
+            segments = plan_segments([("weight", (n, 1)), ("norm", (n,)), ("head", (1, 8192)), ("bias", (5,))], 1)
+            table = range_table(plan_message(segments, fmt, exact_itemsize=4), torch.float32)
+            x = torch.randn(2, 3, table.layout.size, device=device)
+            messages = torch.zeros(2, 3, table.layout.message_bytes, dtype=torch.uint8, device=device)
+            pack(x, table, messages=messages, errors=Feedback.zeros((2, 3), table, device))
+            pack(x, table, messages=messages, base=x.bfloat16())
+            unpack_onto(messages, table, out=x)
+            unpack_sum(messages, table, out=torch.zeros_like(x[0]))
 
 
 if __name__ == "__main__":

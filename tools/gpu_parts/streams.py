@@ -21,7 +21,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,7 +168,7 @@ class Disturbance:
         """Disturb everything that is submitted to `queue` from now on."""
         submit = queue.submit
 
-        def disturbed(task: Callable[[], Any], *, after: Sequence[Work[Any]] = ()) -> Work[Any]:
+        def disturbed(task: Callable[[], Any], **when: Any) -> Work[Any]:
             def around() -> Any:
                 self.pause()
                 self.poison()
@@ -178,7 +178,7 @@ class Disturbance:
 
             self.poison()
             self.pause()
-            return submit(around, after=after)
+            return submit(around, **when)
 
         queue.submit = disturbed  # type: ignore[method-assign]
 

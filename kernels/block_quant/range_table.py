@@ -1,0 +1,88 @@
+"""Where the segments of a message lie, as integers in memory that a kernel reads, so that one call works on them all.
+
+A row per segment tells the C functions, and a row per tile the Triton programs:
+
+    start      first element in the row of data
+    size       elements from there to the end of the segment
+    payload    first byte in the message, of the integers or of the elements as they are; a multiple of 16
+    scales     first byte of the scales; -1 for elements that travel as they are
+
+Rows of quantized segments come first, so a row of them and of their errors (feedback.py) have the same number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, cached_property
+
+import torch
+
+from kernels.formats import ALIGNMENT, MessageLayout, feedback_layout
+
+COLUMNS = 4
+
+
+class RangeTable:
+    """The segments of a layout; make it with `range_table`, which makes one for all units of equal layout.
+
+    Args:
+        layout: where the elements of a row lie in its message.
+        dtype: dtype of the elements that are not quantized.
+
+    Attributes:
+        num_ranges: rows of the table of segments.
+        address: its first byte, on the host.
+    """
+
+    def __init__(self, layout: MessageLayout, dtype: torch.dtype) -> None:
+        self.layout, self.dtype = layout, dtype
+        rows = [_row(part.start, part.stop, part.payload, part.scales) for part in layout.ranges]
+        is_quantized = [scales >= 0 for *_, scales in rows]
+        assert is_quantized == sorted(is_quantized, reverse=True), f"quantized segments come first: {layout}"
+        assert not any(payload % ALIGNMENT for _, _, payload, _ in rows), f"payloads start anywhere: {layout}"
+        self.num_ranges = len(rows)
+        self._rows = (ctypes.c_int64 * (COLUMNS * len(rows)))(*(number for row in rows for number in row))
+        self.address = ctypes.addressof(self._rows)
+        self._tiles: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    @cached_property
+    def of_errors(self) -> RangeTable:
+        """The table of the errors that messages of this one leave behind (feedback.py)."""
+        return range_table(feedback_layout(self.layout), torch.float32)
+
+    def tiles(self, device: torch.device, size: int) -> torch.Tensor:
+        """The table of tiles of up to `size` elements, a multiple of the block size: [tiles, 4] int64 on `device`.
+
+        It is made at the first call and costs 32 bytes per tile, 0.008 bytes per element with tiles of 4096.
+        """
+        found = self._tiles.get((device, size))
+        if found is None:
+            with torch.inference_mode(False):  # it outlives the mode
+                found = self._tiles[device, size] = self._cut(size).to(device)
+        return found
+
+    def _cut(self, size: int) -> torch.Tensor:
+        rows, fmt = [], self.layout.fmt
+        for part in self.layout.ranges:
+            start, length, payload, scales = _row(part.start, part.stop, part.payload, part.scales)
+            index = torch.arange(-(-length // size), dtype=torch.int64)
+            step = size * self.dtype.itemsize
+            if scales >= 0:
+                assert fmt is not None
+                step, scale_step = fmt.payload_bytes(size), fmt.scale_bytes(size)
+                scales_of_tiles = scales + index * scale_step
+            else:
+                scales_of_tiles = torch.full_like(index, -1)
+            first = index * size
+            rows.append(torch.stack([start + first, length - first, payload + index * step, scales_of_tiles], dim=1))
+        return torch.cat(rows) if rows else torch.empty(0, COLUMNS, dtype=torch.int64)
+
+
+@cache
+def range_table(layout: MessageLayout, dtype: torch.dtype) -> RangeTable:
+    """The table of `layout`, whose elements that are not quantized have `dtype`."""
+    return RangeTable(layout, dtype)
+
+
+def _row(start: int, stop: int, payload: tuple[int, int], scales: tuple[int, int] | None) -> tuple[int, int, int, int]:
+    return start, stop - start, payload[0], -1 if scales is None else scales[0]

@@ -1,0 +1,164 @@
+"""Memory of all models of a post-training on one rank, on paper (planner/step.py): what each phase has at its fullest.
+
+    drawing    (grpo, ppo) the policy gathered as a whole, and keys and values; without a prompt's own activations
+    asking     a forward of the reference or reward model, without a backward
+    training   forward, backward and update of the policy, or of its adapters on a frozen base
+
+The policy's shards, moments and kept weights, and the frozen models, are there in all of them; of models that stream
+(--weights-on host or disk) what the device has of them. Of a policy's scalar head (reward, ppo) its shards are counted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from megazpp.arguments import RunConfig
+from megazpp.checks import RunPlan
+from megazpp.formatting import GIGA, aligned
+from megazpp.inference.weights import WeightsConfig
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import TrafficCounter
+from megazpp.planner.memory import MASTER_BYTES, Memory
+from megazpp.planner.paper import PaperAxis
+from megazpp.planner.step import PaperStep, measure
+from megazpp.post_training.config import PostTrainingConfig
+from megazpp.post_training.lora import LoraConfig, add_adapters
+from megazpp.post_training.start import PostConfigs
+from megazpp.zero.streamed import plan_stream
+
+STANDING = (Memory.PARAMETERS, Memory.MOMENTS, Memory.SECONDARY, Memory.FEEDBACK, Memory.FROZEN)
+
+
+class ModelsMemory(NamedTuple):
+    """Bytes of one rank by kind, at the fullest moment of each phase that there is."""
+
+    phases: dict[str, Counter[Memory]]
+
+    def total(self, *phases: str) -> int:
+        """Of the fullest of these phases, or of all."""
+        return max(kinds.total() for name, kinds in self.phases.items() if not phases or name in phases)
+
+    def describe(self) -> Iterator[str]:
+        """A table."""
+        rows: list[tuple[str, ...]] = [("GB of a rank at the fullest moment of", *self.phases)]
+        for kind in Memory:
+            if any(kinds[kind] for kinds in self.phases.values()):
+                rows.append((kind, *(f"{kinds[kind] / GIGA:.3f}" for kinds in self.phases.values())))
+        rows.append(("total", *(f"{kinds.total() / GIGA:.3f}" for kinds in self.phases.values())))
+        yield from aligned(rows)
+
+
+def plan_models(
+    config: RunConfig, configs: PostConfigs, plan: RunPlan, *, rank: int = 0, on_cpu: bool = False
+) -> ModelsMemory:
+    """What `rank` will need.
+
+    Args:
+        config: with sequence length and size of the vocabulary.
+        on_cpu: whether the process itself computes.
+    Raises:
+        ValueError: --lora-target-modules names no layers of the model.
+    """
+    post, lora, weights = configs.training, configs.lora, configs.weights
+    seq_length, vocab_size = config.data.seq_length, config.tokenizer.vocab_size
+    assert seq_length is not None
+    assert vocab_size is not None
+    spec = config.model_spec(vocab_size, plan.wire)
+    make = functools.partial(
+        PaperStep,
+        spec,
+        plan.layout,
+        seq_length=seq_length,
+        micro_batch_size=rows_of(post, plan.batches.micro_batch_size),
+        rank=rank,
+        on_cpu=on_cpu,
+    )
+    moments = 2 if config.optimizer.optimizer == "adam" else 1
+    values = config.model.hidden if post.objective in ("reward", "ppo") else 0
+    policy = make(moments=moments, with_entropy=post.draws, prepare=_prepared(config, lora))
+    measure(policy, plan.batches.num_micro_batches_at(plan.batches.rampup_samples))
+    training = policy.ledger.fullest.copy()
+    training += Counter({Memory.PARAMETERS: MASTER_BYTES * values, Memory.MOMENTS: moments * MASTER_BYTES * values})
+    standing = Counter({kind: training[kind] for kind in STANDING})
+
+    asked = make(prepare=_freeze)
+    asked.ask()
+    kept = asked.ledger.fullest[Memory.FROZEN]
+    if weights.packs:
+        kept = _streamed_bytes(config, weights, plan, rank=rank, on_cpu=on_cpu)
+    beside: Counter[Memory] = Counter()
+    if post.reward_load is not None:
+        beside[Memory.REWARD] = kept
+    reference = Counter({Memory.REFERENCE: kept}) if post.needs_reference and lora.lora_r is None else Counter()
+    phases = {}
+    if post.needs_reference or post.reward_load is not None:
+        comes = asked.ledger.fullest
+        once = {Memory.ACTIVATIONS: comes[Memory.ACTIVATIONS]}
+        if not weights.packs:
+            once[Memory.UNPACKED] = comes[Memory.UNPACKED]
+        if not post.draws:  # it is asked between micro-batches
+            once |= {kind: training[kind] for kind in (Memory.GRADIENTS, Memory.PARTIAL_SUMS)}
+        phases["asking"] = standing + beside + reference + Counter(once)
+    if not post.precompute_ref_log_probs:  # else it is gone by now
+        beside += reference
+    if post.draws:
+        phases["drawing"] = standing + beside + _drawing(config, configs, plan, policy)
+    return ModelsMemory(phases | {"training": training + beside})
+
+
+def rows_of(post: PostTrainingConfig, micro_batch_size: int) -> int:
+    """Rows of a micro-batch: a pair has two."""
+    return micro_batch_size * (2 if post.objective in ("dpo", "reward") else 1)
+
+
+def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: PaperStep) -> Counter[Memory]:
+    """All of the policy gathered, and keys and values of what a data rank draws at once."""
+    post, model, itemsize = configs.training, config.model, config.precision.param_dtype.itemsize
+    ranks, size = plan.layout.data, plan.batches.global_batch_size
+    count = post.rollouts_at_once or size * post.slices // ranks
+    per_token = 2 * model.layers * (model.query_groups // plan.layout.tp) * model.head_size * itemsize
+    shard = plan.layout.axis_size("shard")
+    whole = [unit.size * shard * itemsize for unit in policy.units]
+    copied = [2 * size + unit.gather_buffer for size, unit in zip(whole, policy.units, strict=True)]
+    return Counter(
+        {
+            Memory.GATHERED: sum(whole),
+            Memory.BUFFERS: max(copied) if shard > 1 else 0,  # of a gather, and of the one before it
+            Memory.UNPACKED: policy.unpacked_bytes,
+            Memory.KEYS_AND_VALUES: count * configs.form.max_length * per_token,
+        }
+    )
+
+
+def _streamed_bytes(config: RunConfig, weights: WeightsConfig, plan: RunPlan, *, rank: int, on_cpu: bool) -> int:
+    """What a model that streams has on the device; a CPU's memory is the host's."""
+    tp = PaperAxis(plan.layout, "tp", rank=rank, counter=TrafficCounter(), cost=lambda collective, sent_bytes: None)
+    assert config.tokenizer.vocab_size is not None
+    with torch.device("meta"):
+        model = GPTModel(config.model, vocab_size=config.tokenizer.vocab_size, tp=tp)
+    half = torch.float16 if config.precision.fp16 else torch.bfloat16
+    stream = plan_stream(model, list(model.layers), plan.layout.axis_size("local"), weights.bits, half)
+    fetched = weights.weights_on == "disk" or (weights.weights_on == "host" and not on_cpu)
+    return stream.device_bytes(weights.prefetch_layers, fetched=fetched)
+
+
+def _prepared(config: RunConfig, lora: LoraConfig) -> Callable[[GPTModel], None] | None:
+    """Adapters on a frozen base, if there are some."""
+    if lora.lora_r is None:
+        return None
+    settings = lora.settings(config.model)
+
+    def prepare(model: GPTModel) -> None:
+        _freeze(model)
+        add_adapters(model, settings, None)
+
+    return prepare
+
+
+def _freeze(model: GPTModel) -> None:
+    model.requires_grad_(False)

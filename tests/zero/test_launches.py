@@ -1,0 +1,133 @@
+"""How many kernels ZeRO++ launches for a layer in an optimizer step: on small batches launches are what a step costs.
+
+Counted on one rank that pretends, of 2, 16 and 64 nodes x 8 ranks: every operation of torch that would launch a kernel
+on CUDA, and every launch of the Triton back end. ZeRO-3's count of the same model is taken off, with FSDP2's own in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.stream_races import simulated_streams
+from helpers.tiers import slow
+from helpers.training import GPT2_STYLE, Case, build_step
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from kernels import block_quant
+from megazpp.model.config import GPTConfig
+from megazpp.parallel.axis import MeshAxis
+from megazpp.planner.dry_run import fake_ranks
+from megazpp.zero.config import ZeroConfig
+
+RANKS_PER_NODE = 8
+ZERO_3 = ZeroConfig(overlap_param_gather=False, overlap_grad_reduce=False)
+ZEROPP, DIFFERENCES = ZeroConfig(zeropp=True), ZeroConfig(zeropp=True, zero_weight_bits=(16, 4))
+
+
+class PretendedAxis(MeshAxis):
+    """An axis whose other ranks send zeros; nothing of it is counted."""
+
+    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
+        with _disable_current_modes():
+            return x.new_zeros((self.size * x.shape[0], *x.shape[1:])) if out is None else out.zero_()
+
+    def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
+        with _disable_current_modes():
+            return x.new_zeros((x.shape[0] // self.size, *x.shape[1:])) if out is None else out.zero_()
+
+    def all_to_all(self, x: torch.Tensor, *, of: str = "") -> torch.Tensor:
+        with _disable_current_modes():
+            return torch.zeros_like(x)
+
+    def _all_reduce_(self, x: torch.Tensor, op: Any) -> torch.Tensor:
+        return x
+
+
+class Launches(TorchDispatchMode):
+    """Counts by operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        if not is_view and "empty" not in func.__name__ and "detach" not in func.__name__:
+            self.found[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+    def kernel(self, name: str) -> Any:
+        """Stands for a Triton kernel: `kernel[grid](...)` is a launch, and computes nothing."""
+
+        def launched(grid: object) -> Any:
+            return lambda *args, **constants: self.found.update([name])
+
+        return type("Kernel", (), {"__getitem__": lambda kernel, grid: launched(grid)})()
+
+
+def launches_of_a_step(nodes: int, model: GPTConfig, zero: ZeroConfig, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Of the third step: by then everything that is made once is there."""
+    triton, native = block_quant.TRITON, block_quant.native
+    assert triton is not None
+
+    def both(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> None:
+            getattr(triton, name)(*args, **kwargs)  # counted
+            getattr(native, name)(*args, **kwargs)  # computes
+
+        return call
+
+    counted = SimpleNamespace(pack=both("pack"), unpack_sum=both("unpack_sum"))
+    launches = Launches()
+    with monkeypatch.context() as patch, fake_ranks(0, nodes * RANKS_PER_NODE), simulated_streams():
+        patch.setattr(block_quant, "_implementation", lambda function, tensor: counted)
+        for name in ("_pack_kernel", "_unpack_sum_kernel"):
+            patch.setattr(triton, name, launches.kernel(name))
+        case = Case(nodes=nodes, model=model, zero=zero, global_batch=nodes * RANKS_PER_NODE)
+        step, dims = build_step(case)
+        for axis in (dims.cross, dims.local, dims.shard):
+            axis.__class__ = PretendedAxis
+        batch = [case.batch(0, 0, 1)]
+        for _ in range(2):
+            step(batch, learning_rate=1e-3, weight_decay=0.0)
+        launches.found.clear()
+        with launches:
+            step(batch, learning_rate=1e-3, weight_decay=0.0)
+    return launches.found
+
+
+def launches_per_layer(nodes: int, style: GPTConfig, zero: ZeroConfig, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What one more layer adds with `zero` that it does not add with ZeRO-3."""
+
+    def of_a_layer(zero: ZeroConfig) -> Counter[str]:
+        many, few = (
+            launches_of_a_step(nodes, GPTConfig(**{**style.__dict__, "num_layers": layers}), zero, monkeypatch)
+            for layers in (3, 2)
+        )
+        many.subtract(few)
+        return many
+
+    added = of_a_layer(zero)
+    added.subtract(of_a_layer(ZERO_3))
+    return +added
+
+
+@pytest.mark.parametrize(
+    ("nodes", "zero"),
+    [
+        (2, ZEROPP),
+        *(slow(nodes, zero) for nodes, zero in ((16, ZEROPP), (64, ZEROPP), (2, DIFFERENCES), (64, DIFFERENCES))),
+    ],
+    ids=["2", "16", "64", "2, 16 4", "64, 16 4"],
+)
+def test_a_layer_of_twelve_parameters_launches_at_most_25_kernels_on_any_number_of_nodes(
+    nodes: int, zero: ZeroConfig, monkeypatch: pytest.MonkeyPatch
+):
+    launches = launches_per_layer(nodes, GPT2_STYLE, zero, monkeypatch)
+    assert launches["_pack_kernel"] == 3
+    assert launches["_unpack_sum_kernel"] == (4 if zero is ZEROPP else 5)
+    assert sum(launches.values()) <= 25, launches
