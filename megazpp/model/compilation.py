@@ -13,6 +13,7 @@ import shutil
 import torch
 
 from kernels.c_library import CLibraryError, find_compiler
+from megazpp.model.attention_kernels import capability
 from megazpp.model.config import GPTConfig
 
 FIRST_CAPABILITY = (7, 0)  # of CUDA devices that Triton compiles for
@@ -43,8 +44,9 @@ def missing_compiler(device_type: str) -> str | None:
         return None if shutil.which(compiler) else f"there is no C++ compiler ({compiler})"
     if importlib.util.find_spec("triton") is None:
         return "there is no Triton (pip install triton)"
-    if (capability := torch.cuda.get_device_capability()) < FIRST_CAPABILITY:
-        return f"Triton needs compute capability 7.0, not {capability[0]}.{capability[1]}"
+    found = capability(torch.device(device_type))
+    if found is not None and found < FIRST_CAPABILITY:
+        return f"Triton needs compute capability 7.0, not {found[0]}.{found[1]}"
     try:
         find_compiler()  # of the code that launches Triton's kernels
     except CLibraryError as error:

@@ -41,7 +41,7 @@ class Norm(nn.Module):
         weight, *bias = self.read_weights() if weights is None else weights
         if self.kind == "RMSNorm":
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
-        return F.layer_norm(x, weight.shape, weight, *bias, self.epsilon)
+        return F.layer_norm(x, weight.shape, weight, bias[0], self.epsilon)
 
     def read_weights(self) -> tuple[torch.Tensor, ...]:
         """Gain, and bias if there is one, as local tensors: a checkpoint in a compiled graph can hold no DTensor."""

@@ -73,7 +73,7 @@ def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> 
 
 
 def _enter_and_multiply(
-    x: torch.Tensor, tp: MeshAxis, split: bool, weights: list[torch.Tensor], biases: list[torch.Tensor | None]
+    x: torch.Tensor, tp: MeshAxis, split: bool, weights: list[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
     if torch.compiler.is_compiling():
         return tuple(_column_parallel_operator(x, weights, [b for b in biases if b is not None], split, tp.key))

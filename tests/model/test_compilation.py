@@ -55,9 +55,9 @@ def test_what_torch_compile_needs_on_cuda_is_triton_a_device_for_it_and_a_c_comp
     monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: None)
     assert missing_compiler("cuda") == "there is no Triton (pip install triton)"
     monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (6, 1))
+    monkeypatch.setattr(compilation, "capability", lambda device: (6, 1))
     assert missing_compiler("cuda") == "Triton needs compute capability 7.0, not 6.1"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(compilation, "capability", lambda device: (9, 0))
     monkeypatch.setenv("CC", "no-such-compiler")
     assert missing_compiler("cuda") == "CC=no-such-compiler is not found"
     monkeypatch.setenv("CC", "ls")
