@@ -41,7 +41,7 @@ def load_c_library(source: Path) -> CLibrary:
     Raises:
         CLibraryError: there is no compiler, it failed, or its output cannot be kept or loaded.
     """
-    compiler = _find_compiler()
+    compiler = find_compiler()
     try:
         with tempfile.TemporaryDirectory(prefix="megazpp-") as folder:
             macros = _run([*compiler, *FLAGS, "-dM", "-E", "-x", "c", os.devnull], Path(folder) / "macros.h")
@@ -55,7 +55,7 @@ def load_c_library(source: Path) -> CLibrary:
         raise CLibraryError(f"{source.name}: {error}") from error
 
 
-def _find_compiler() -> list[str]:
+def find_compiler() -> list[str]:
     """The command of $CC, else of the first compiler on the PATH."""
     asked = os.environ.get("CC")
     for command in [asked] if asked else COMPILERS:

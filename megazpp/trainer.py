@@ -313,13 +313,14 @@ def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
         run.log(layout.cluster.links.describe())
     run.log(plan.wire.describe())
     device_type = run.device.type
-    model = model_backends(
-        config.model,
-        layout.tp,
-        device=run.device,
-        dtype=config.precision.param_dtype,
-        documents=config.data.reset_attention_mask,
-    )
+    with user_errors():
+        model = model_backends(
+            config.model,
+            layout.tp,
+            device=run.device,
+            dtype=config.precision.param_dtype,
+            documents=config.data.reset_attention_mask,
+        )
     rows = [*optimizer_backends(config.optimizer, device_type), *model, *wire_backends(plan.wire, device_type)]
     run.log("\n".join(aligned([("piece", "implementation", "why"), *rows])))
 

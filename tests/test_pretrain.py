@@ -169,7 +169,7 @@ def test_summary_json_has_the_promised_fields_with_sane_values(main_job: Run):
     assert 5 < summary["validation_loss"] < 8
     assert 5 < summary["unigram_entropy"] < 7.62
     assert summary["tokens"] == 6 * 16 * 128
-    assert summary["tokens_per_second"] == pytest.approx(summary["tokens"] / summary["seconds"])
+    assert summary["tokens_per_second"] > 5 / 6 * summary["tokens"] / summary["seconds"]  # the first step is left out
     assert 1e-6 < summary["cpu_seconds_per_token"] < 1e-2
     assert 1e8 < summary["peak_memory_bytes"] < 1e10
     assert summary["cross_bytes_per_step"] == pytest.approx(main_job.metrics[0]["cross_bytes"], rel=0.01)

@@ -17,7 +17,7 @@ from torch import nn
 from megazpp.model.attention_kernels import DocumentKernel, masked_attention
 from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import LayerCache
-from megazpp.model.norms import Norm
+from megazpp.model.norms import Norm, normed
 from megazpp.model.recompute import recomputed
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowParallelLinear
@@ -93,7 +93,7 @@ class SelfAttention(nn.Module):
         self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None, *, norm: Norm | None = None
     ) -> torch.Tensor:
         """Of `norm(x)`, if there is a norm."""
-        qkv = recomputed(lambda x: self.qkv(x if norm is None else norm(x)), x, when=self.recompute_norm)
+        qkv = normed(norm, x, then=self.qkv, recompute=self.recompute_norm)
         seq, batch = qkv.shape[:2]
         heads = qkv.view(seq, batch, self.groups, self.queries_per_group + 2, self.head_size)
         q, k, v = heads.split((self.queries_per_group, 1, 1), dim=3)
@@ -105,7 +105,14 @@ class SelfAttention(nn.Module):
         if cache is not None:
             assert inputs.places is not None, "a cache needs places"
             k, v = cache.extend((k, v), inputs.places, inputs.mask)
-        return self.proj(recomputed(self._core, q, k, v, inputs, when=self.recompute_core, draws=self.dropout > 0.0))
+        out: torch.Tensor = recomputed(
+            self._core,
+            *(q, k, v, inputs),
+            when=self.recompute_core,
+            draws=self.dropout > 0.0,
+            in_graph=self.qkv.tp.size == 1,
+        )
+        return self.proj(out)
 
     def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """[S, B, heads, D], 2 x [keys, B, groups, D] -> [S, B, heads x D]."""

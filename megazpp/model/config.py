@@ -98,7 +98,11 @@ class GPTConfig:
     fp8_recipe: Literal["tensorwise"] = flag(
         "tensorwise", "how --fp8-format scales: each tensor by its largest element, found anew at each use"
     )
-    compile: bool = flag(False, "torch.compile each layer (slower start, faster steps)")
+    compile: bool | None = flag(
+        None,
+        "torch.compile each layer and what is done with logits: the first step takes longer, the others less (default: "
+        "on CUDA, where its compilers are found)",
+    )
 
     def __post_init__(self) -> None:
         """What layers, hidden size and heads have to do with it is left out where they are not known yet."""

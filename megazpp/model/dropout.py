@@ -55,13 +55,24 @@ class Dropout(nn.Module):
         super().__init__()
         self.rate, self.shared = rate, shared
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.shared is None or self.rate == 0.0 or not self.training:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """`mask`: what `draw` gave for it before; None draws one here."""
+        if not self._agrees():
             return F.dropout(x, self.rate, self.training)
-        return _shared_dropout(x, self.rate, self.shared.generator)
+        return x * (_draw(x, self.rate, self.shared) if mask is None else mask)
+
+    def draw(self, like: torch.Tensor) -> torch.Tensor | None:
+        """The next mask for a tensor such as `like`, outside of compiled code; None if forward uses torch's generator.
+
+        A mask's elements are 0 or 1 / (1 - rate). Compiled code draws none itself: it knows only torch's generator.
+        """
+        return _draw(like, self.rate, self.shared) if self._agrees() else None
+
+    def _agrees(self) -> bool:
+        return self.shared is not None and self.rate > 0.0 and self.training
 
 
 @torch.compiler.disable
-def _shared_dropout(x: torch.Tensor, rate: float, generator: torch.Generator) -> torch.Tensor:
-    keep = torch.empty_like(x).bernoulli_(1.0 - rate, generator=generator)
-    return x * keep.div_(1.0 - rate)
+def _draw(like: torch.Tensor, rate: float, shared: SharedGenerator | None) -> torch.Tensor:
+    assert shared is not None
+    return torch.empty_like(like).bernoulli_(1.0 - rate, generator=shared.generator).div_(1.0 - rate)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles
 from megazpp.model.attention_kernels import DocumentKernel, attention_backend
+from megazpp.model.compilation import compiles_layers
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.float8 import float8_backend
@@ -61,6 +62,7 @@ class GPTModel(nn.Module):
         document_kernel: computes attention inside documents; None for a mask.
         product: what the layers' linear layers multiply with; None for 16-bit products that hide tp's collectives.
         scalar_head: also have a head that gives each token one number: a reward model's, or the values of PPO.
+        compiled: whether layers are; None: only with --compile.
     """
 
     def __init__(
@@ -74,17 +76,19 @@ class GPTModel(nn.Module):
         document_kernel: DocumentKernel | None = None,
         product: Product | None = None,
         scalar_head: bool = False,
+        compiled: bool | None = None,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size, self.tp = config, vocab_size, tp
         self.document_kernel = document_kernel
+        self.compiled = config.compile is True if compiled is None else compiled
         self.sequence_parallel = sequence_parallel and tp.size > 1
         # tp ranks hold the same residual stream only without sequence parallelism
         shared = shared_generator if tp.size > 1 and not self.sequence_parallel else None
         self.shared_generator = shared
         self.embedding = Embedding(config, vocab_size, tp, self.sequence_parallel, shared)
         self.layers = nn.ModuleList(
-            TransformerLayer(config, index, tp, self.sequence_parallel, shared, document_kernel, product)
+            TransformerLayer(config, index, tp, self.sequence_parallel, shared, document_kernel, product, self.compiled)
             for index in range(config.layers)
         )
         self.final_norm = Norm(config, config.hidden, tp=tp, split=self.sequence_parallel)
@@ -153,7 +157,7 @@ class GPTModel(nn.Module):
             vocab_size=self.vocab_size,
             temperature=temperature,
             with_entropy=with_entropy,
-            fuse=self.config.compile,
+            fuse=self.compiled,
         )
         losses, entropy = self._multiplied(x, head)
         losses = losses.t().clone(memory_format=torch.contiguous_format)
@@ -211,6 +215,7 @@ class TransformerLayer(nn.Module):
         shared: SharedGenerator | None,
         document_kernel: DocumentKernel | None,
         product: Product | None,
+        compiled: bool,
     ) -> None:
         super().__init__()
         # Megatron's scaled init: the residual stream sums 2 x layers outputs
@@ -230,19 +235,29 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, output_std=output_std, product=product)
         self.dropout = Dropout(config.hidden_dropout, shared)
         # compiled below FSDP2's hooks and around no checkpoint, hence the inner function
-        self.run = torch.compile(self._run) if config.compile else self._run
+        self.run = torch.compile(self._run) if compiled else self._run
 
     def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> torch.Tensor:
         if cache is not None:
-            return self._run(x, inputs, cache)  # not compiled: every length would be compiled anew
+            return self._run(x, inputs, cache=cache)  # not compiled: every length would be compiled anew
         if not (self.recompute and self.training):
-            return self.run(x, inputs)
+            return self._drawn_and_run(x, inputs)
         contexts = noop_context_fn if self.shared is None else self.shared.checkpoint_contexts
-        return checkpoint(self.run, x, inputs, use_reentrant=False, context_fn=contexts)
+        return checkpoint(self._drawn_and_run, x, inputs, use_reentrant=False, context_fn=contexts)
 
-    def _run(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> torch.Tensor:
-        x = x + self.dropout(self.attention(x, inputs, cache, norm=self.attention_norm))
-        return x + self.dropout(self.mlp(x, norm=self.mlp_norm))
+    def _drawn_and_run(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+        masks = self.dropout.draw(x), self.dropout.draw(x)
+        return self.run(x, inputs, masks)
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        inputs: AttentionInputs,
+        masks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:
+        x = x + self.dropout(self.attention(x, inputs, cache, norm=self.attention_norm), masks[0])
+        return x + self.dropout(self.mlp(x, norm=self.mlp_norm), masks[1])
 
 
 class Embedding(nn.Module):
@@ -337,6 +352,7 @@ def model_backends(
     """
     norm = {"LayerNorm": "torch layer_norm", "RMSNorm": "torch rms_norm"}[config.normalization]
     loss = "linear and vocab-parallel cross entropy in chunks of the vocabulary"
+    compiled, because = compiles_layers(config, device.type)
     why = "logits are neither gathered nor kept in fp32, and never whole where they are large"
     linear = [] if config.fp8_format is None else [("linear layers", *float8_backend(config))]
     return [
@@ -344,5 +360,5 @@ def model_backends(
         *linear,
         ("norms", norm, "one fused kernel per device"),
         ("cross entropy", loss, why),
-        ("layers", "torch.compile" if config.compile else "eager", f"--{'' if config.compile else 'no-'}compile"),
+        ("layers", "torch.compile" if compiled else "eager", because),
     ]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megazpp.model.config import GPTConfig
-from megazpp.model.norms import Norm
+from megazpp.model.norms import Norm, normed
 from megazpp.model.recompute import recomputed
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowParallelLinear, column_parallel
@@ -59,8 +59,9 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor, *, norm: Norm | None = None) -> torch.Tensor:
         """Of `norm(x)`, if there is a norm."""
-        up, gate = recomputed(lambda x: self._up(x if norm is None else norm(x)), x, when=self.recompute_norm)
-        return recomputed(self._down, up, gate, when=self.recompute_activation)
+        up, gate = normed(norm, x, then=self._up, recompute=self.recompute_norm)
+        down: torch.Tensor = recomputed(self._inside, up, gate, then=self.fc2, when=self.recompute_activation)
+        return down
 
     def _up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[S, B, H] ([S/T, B, H]) -> 2 x [S, B, F/T]."""
@@ -69,9 +70,10 @@ class MLP(nn.Module):
         up, gate = column_parallel(x, [self.fc1, self.gate])
         return up, gate
 
-    def _down(self, up: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    def _inside(self, up: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        """2 x [S, B, F/T] -> [S, B, F/T], the activation."""
         if gate is not None:
-            return self.fc2(F.silu(gate) * up)
+            return F.silu(gate) * up
         if self.squared_relu:
-            return self.fc2(F.relu(up).square())
-        return self.fc2(F.gelu(up, approximate=self.gelu_approximation))
+            return F.relu(up).square()
+        return F.gelu(up, approximate=self.gelu_approximation)

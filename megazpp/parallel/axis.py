@@ -4,11 +4,16 @@ Everything that communicates is handed a `MeshAxis`. An axis of size 1 is the id
 so layers and collectives run (and are tested) in one process. Each call counts the bytes this rank puts on the
 wire, by what a bandwidth-optimal ring sends: (n-1)/n of the buffer for a gather or a scatter, twice that for an
 all-reduce.
+
+A graph of torch.compile names an axis by its `key` and calls these methods from operators of its own (`megazpp::...`),
+when it runs, so bytes and spans are counted there too; eager code does not go through them.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -93,6 +98,8 @@ class MeshAxis:
         self.size = len(ranks)
         self.counter = counter or TrafficCounter()
         self.timeline, self._queue = timeline or Timeline(), queue
+        self.key = f"{name} {next(_numbers)}"
+        _axes[self.key] = self
 
     @property
     def queue(self) -> CommQueue:
@@ -105,6 +112,9 @@ class MeshAxis:
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` in place over the axis and return it."""
+        if torch.compiler.is_compiling() and self.size > 1:
+            _all_reduce_operator(x, self.key)
+            return x
         return self._all_reduce_(x, dist.ReduceOp.SUM)
 
     def max_(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,6 +129,9 @@ class MeshAxis:
         """
         if self.size == 1:
             return x if out is None else out.copy_(x)
+        if torch.compiler.is_compiling():
+            assert out is None, "a compiled all-gather has an output of its own"
+            return _all_gather_operator(x, self.key)
         if out is None:
             out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         with self._span("all_gather", of):
@@ -130,6 +143,9 @@ class MeshAxis:
         """[size * n, ...] on each rank -> [n, ...], the sum over the axis of this rank's slice; `of` as above."""
         if self.size == 1:
             return x if out is None else out.copy_(x)
+        if torch.compiler.is_compiling():
+            assert out is None, "a compiled reduce-scatter has an output of its own"
+            return _reduce_scatter_operator(x, self.key)
         if out is None:
             out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         with self._span("reduce_scatter", of):
@@ -188,6 +204,42 @@ class MeshAxis:
 
     def count(self, collective: str, sent_bytes: int) -> None:
         self.counter.add(self.wire, self.name, collective, sent_bytes)
+
+
+_numbers = itertools.count()
+# An operator's arguments are tensors and plain values, so compiled code names its axis by a string; torch names process
+# groups so too. Written when an axis is made, read by these operators alone, and it keeps no axis alive.
+_axes: weakref.WeakValueDictionary[str, MeshAxis] = weakref.WeakValueDictionary()
+
+
+def axis_of_key(key: str) -> MeshAxis:
+    """The axis that an operator in a compiled graph was given by its `key`."""
+    return _axes[key]
+
+
+@torch.library.custom_op("megazpp::all_reduce_", mutates_args=("x",))
+def _all_reduce_operator(x: torch.Tensor, axis: str) -> None:
+    axis_of_key(axis).all_reduce_(x)
+
+
+@torch.library.custom_op("megazpp::all_gather", mutates_args=())
+def _all_gather_operator(x: torch.Tensor, axis: str) -> torch.Tensor:
+    return axis_of_key(axis).all_gather(x)
+
+
+@torch.library.custom_op("megazpp::reduce_scatter", mutates_args=())
+def _reduce_scatter_operator(x: torch.Tensor, axis: str) -> torch.Tensor:
+    return axis_of_key(axis).reduce_scatter(x)
+
+
+@_all_gather_operator.register_fake
+def _(x: torch.Tensor, axis: str) -> torch.Tensor:
+    return x.new_empty((axis_of_key(axis).size * x.shape[0], *x.shape[1:]))
+
+
+@_reduce_scatter_operator.register_fake
+def _(x: torch.Tensor, axis: str) -> torch.Tensor:
+    return x.new_empty((x.shape[0] // axis_of_key(axis).size, *x.shape[1:]))
 
 
 class SilentAxis(MeshAxis):

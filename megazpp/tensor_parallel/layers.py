@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.axis import MeshAxis, axis_of_key
 from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.tensor_parallel.lora import Adapter
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
@@ -78,10 +78,11 @@ def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> 
     return tuple(_adapted(y, x, layer.adapter) for y, layer in zip(products, layers, strict=True))
 
 
-@torch.compiler.disable
 def _enter_and_multiply(
-    x: torch.Tensor, tp: MeshAxis, split: bool, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    x: torch.Tensor, tp: MeshAxis, split: bool, weights: list[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
+    if torch.compiler.is_compiling():
+        return tuple(_column_parallel_operator(x, weights, [b for b in biases if b is not None], split, tp.key))
     kept = _Kept()
     x = _Keep.apply(x, kept, *[weight.detach() for weight in weights])
     return _ColumnParallel.apply(x, tp, split, kept, *weights, *biases)
@@ -120,28 +121,102 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, tp: MeshAxis, split: bool, kept: _Kept, *parameters: torch.Tensor | None
+        ctx: Any, x: torch.Tensor, tp: MeshAxis, split: bool, kept: _Kept, *parameters: Any
     ) -> tuple[torch.Tensor, ...]:
         count = len(parameters) // 2
-        weights, biases = parameters[:count], parameters[count:]
         ctx.tp, ctx.split, ctx.kept = tp, split, kept
-        inside = tp.all_gather(x) if split else x
-        return tuple(F.linear(inside, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        return tuple(_products(x, parameters[:count], parameters[count:], split, tp))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.kept.tensors()
-        tp, count, needed = ctx.tp, len(weights), ctx.needs_input_grad[4:]
-        queue = tp.queue if x.is_cuda else CommQueue()
-        whole = queue.submit(lambda: tp.all_gather(x)) if ctx.split and any(needed[:count]) else Work(x)
-        total = grads[0] @ weights[0]
-        for grad, weight in zip(grads[1:], weights[1:], strict=True):
-            total += grad @ weight
-        x_grad = queue.submit(lambda: tp.reduce_scatter(total) if ctx.split else tp.all_reduce_(total))
-        inside, rows = whole.wait().flatten(0, 1), [grad.flatten(0, 1) for grad in grads]
-        weight_grads = [g.t() @ inside if n else None for g, n in zip(rows, needed[:count], strict=True)]
-        bias_grads = [g.sum(dim=0) if n else None for g, n in zip(rows, needed[count:], strict=True)]
-        return x_grad.wait(), None, None, None, *weight_grads, *bias_grads
+        x_grad, *others = _gradients(grads, x, weights, ctx.needs_input_grad[4:], ctx.split, ctx.tp)
+        return x_grad, None, None, None, *others
+
+
+def _products(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    split: bool,
+    tp: MeshAxis,
+) -> list[torch.Tensor]:
+    inside = tp.all_gather(x) if split else x
+    return [F.linear(inside, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def _gradients(
+    grads: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    needed: Sequence[bool],
+    split: bool,
+    tp: MeshAxis,
+) -> list[torch.Tensor | None]:
+    """Of x, and of the weights and biases that are `needed`."""
+    count = len(weights)
+    queue = tp.queue if x.is_cuda else CommQueue()
+    whole = queue.submit(lambda: tp.all_gather(x)) if split and any(needed[:count]) else Work(x)
+    total = grads[0] @ weights[0]
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        total += grad @ weight
+    x_grad = queue.submit(lambda: tp.reduce_scatter(total) if split else tp.all_reduce_(total))
+    inside, rows = whole.wait().flatten(0, 1), [grad.flatten(0, 1) for grad in grads]
+    weight_grads = [g.t() @ inside if n else None for g, n in zip(rows, needed[:count], strict=True)]
+    bias_grads = [g.sum(dim=0) if n else None for g, n in zip(rows, needed[count:], strict=True)]
+    return [x_grad.wait(), *weight_grads, *bias_grads]
+
+
+# What torch.compile sees of these layers: one operator each way, so that a graph keeps x as it is and does not merge
+# the all-gather of backward with that of forward, and collectives run beside the products as in eager code.
+
+
+@torch.library.custom_op("megazpp::column_parallel", mutates_args=())
+def _column_parallel_operator(
+    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], split: bool, axis: str
+) -> list[torch.Tensor]:
+    return _products(x, weights, biases or [None] * len(weights), split, axis_of_key(axis))
+
+
+@_column_parallel_operator.register_fake
+def _(
+    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], split: bool, axis: str
+) -> list[torch.Tensor]:
+    seq = x.shape[0] * axis_of_key(axis).size if split else x.shape[0]
+    return [x.new_empty((seq, *x.shape[1:-1], weight.shape[0])) for weight in weights]
+
+
+@torch.library.custom_op("megazpp::column_parallel_backward", mutates_args=())
+def _column_parallel_backward(
+    grads: list[torch.Tensor], x: torch.Tensor, weights: list[torch.Tensor], needed: list[bool], split: bool, axis: str
+) -> list[torch.Tensor]:
+    found = _gradients(grads, x, weights, needed, split, axis_of_key(axis))
+    return [grad for grad in found if grad is not None]
+
+
+@_column_parallel_backward.register_fake
+def _(
+    grads: list[torch.Tensor], x: torch.Tensor, weights: list[torch.Tensor], needed: list[bool], split: bool, axis: str
+) -> list[torch.Tensor]:
+    shapes = [weight.shape for weight in weights] + [weight.shape[:1] for weight in weights]
+    return [torch.empty_like(x), *(x.new_empty(shape) for shape, n in zip(shapes, needed, strict=True) if n)]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x, weights, _, ctx.split, ctx.axis = inputs
+    ctx.save_for_backward(x, *weights)
+
+
+def _backward_of_products(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    of_weights, of_biases = ctx.needs_input_grad[1:3]
+    needed = [*of_weights, *(of_biases or [False] * len(weights))]
+    x_grad, *others = _column_parallel_backward(grads, x, weights, needed, ctx.split, ctx.axis)
+    found = iter(others)
+    return x_grad, *([next(found) if n else None for n in which] for which in (of_weights, of_biases)), None, None
+
+
+_column_parallel_operator.register_autograd(_backward_of_products, setup_context=_save_for_backward)
 
 
 class RowParallelLinear(nn.Module):

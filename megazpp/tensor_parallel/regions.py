@@ -36,25 +36,21 @@ def leave_region(x: torch.Tensor, tp: MeshAxis, *, sequence_parallel: bool) -> t
     return reduce_scatter_sequence(x, tp) if sequence_parallel else reduce_from_region_(x, tp)
 
 
-@torch.compiler.disable
 def copy_to_region(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
     """Identity forward; backward sums the gradient over tp (1 all-reduce)."""
     return _Copy.apply(x, tp)
 
 
-@torch.compiler.disable
 def reduce_from_region_(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
     """Sum over tp forward (1 all-reduce), in place: `x` is contiguous and no leaf; identity backward."""
     return _Reduce.apply(x, tp)
 
 
-@torch.compiler.disable
 def gather_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
     """[S/T, ...] -> [S, ...]; backward sums and scatters (1 all-gather, 1 reduce-scatter)."""
     return _Gather.apply(x, tp)
 
 
-@torch.compiler.disable
 def reduce_scatter_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
     """Partial [S, ...] -> this rank's slice of the sum [S/T, ...]; backward gathers."""
     return _ReduceScatter.apply(x, tp)
@@ -75,6 +71,8 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return tp.all_reduce_(x.clone())  # whether the clone can go, the compiler sees
         ctx.mark_dirty(x)
         return tp.all_reduce_(x)
 

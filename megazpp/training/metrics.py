@@ -227,10 +227,12 @@ class Meter:
         self._count, self._skipped, self._samples, self._wait_seconds = 0, 0, 0, 0.0
         self._sent_bytes = NOTHING_SENT
         self._steps: list[StepRecord] = []
+        self._first: StepRecord | None = None
 
     def add(self, step: StepRecord) -> None:
         """Count one step."""
         self._steps.append(step)
+        self._first = self._first or step
         self._count += 1
         self._skipped += step.skipped
         self._samples += step.global_batch_size
@@ -250,17 +252,23 @@ class Meter:
     def summary(self, *, cpu_seconds: float) -> dict[str, Any]:
         """What summary.json says about the training steps.
 
+        Tokens per second are those of the steps after the first, in which kernels and layers are compiled.
+
         Args:
             cpu_seconds: CPU time of the steps, summed over all ranks.
         """
         tokens, seconds = self._samples * self.shape.seq_length, self.seconds
+        timed_tokens, timed_seconds = tokens, seconds
+        if self._first is not None and self._count > 1:
+            timed_tokens -= self._first.global_batch_size * self.shape.seq_length
+            timed_seconds -= self._first.seconds
         sent_bytes = self._sent_bytes._asdict()
         return {
             "iterations": self._count,
             "skipped": self._skipped,
             "tokens": tokens,
             "seconds": seconds,
-            "tokens_per_second": tokens / seconds if seconds else 0.0,
+            "tokens_per_second": timed_tokens / timed_seconds if timed_seconds else 0.0,
             "cpu_seconds_per_token": cpu_seconds / tokens if tokens else 0.0,
             "data_wait_share": self._wait_seconds / seconds if seconds else 0.0,
             **{f"{wire}_bytes_per_step": sent // max(1, self._count) for wire, sent in sent_bytes.items()},

@@ -19,6 +19,7 @@ from megazpp.data.dataset import DataConfig, Dataset, Splits, batch_options, bui
 from megazpp.data.loader import BatchLoader
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.attention_kernels import find_document_kernel
+from megazpp.model.compilation import compiles_layers
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import SharedGenerator
 from megazpp.model.float8 import find_product
@@ -102,6 +103,7 @@ def model_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
             document_kernel=find_document_kernel(spec.config, device, spec.precision.param_dtype),
             product=product,
             scalar_head=spec.scalar_head,
+            compiled=compiles_layers(spec.config, device.type)[0],
         )
 
 

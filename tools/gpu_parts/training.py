@@ -114,7 +114,7 @@ def measure_cases(task: Task, report: Report, device: torch.device) -> None:
 def measure_case(case: TrainingCase, task: Task, report: Report, device: torch.device) -> None:
     """Build all sides, the peer last, and let them take turns."""
     vocab_size = task.size(50257, 300)
-    flags = f"@configs/{case.config}.args {task.size('', TOY)}{' --compile' * case.compiled}"
+    flags = f"@configs/{case.config}.args {task.size('', TOY)}{' --compile' if case.compiled else ' --no-compile'}"
     configs = [
         read_config(f"{flags} --zero-stage {stage} --recompute-granularity {recompute}")
         for stage, recompute in case.variants
