@@ -82,7 +82,7 @@ CALIBRATIONS = {
     "h100": Calibration(
         H100_SHARES,
         "h100: fitted to a published run of FSDP2 on 8 H100 of 500 W (Llama 8B, 16,384 tokens per GPU and "
-        "micro-batch); that on 128 GPUs comes out 2 % too fast (with h800's share of the network 4 % too slow), "
+        "micro-batch); that on 128 GPUs comes out 2.5 % too fast (with h800's share of the network 4 % too slow), "
         "and nothing else was compared",
         16384,
     ),
