@@ -56,7 +56,7 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str)
     if seq_length is None:
         raise ValueError("--seq-length is missing")
     check_model(config.model, layout.tp, seq_length)
-    float8 = _check_float8(config, layout.tp)
+    float8 = _check_float8(config, layout.tp, device_type)
     sequence_parallel = _check_sequence_parallel(config.parallel.sequence_parallel, layout.tp, seq_length)
     wire = plan_wire(config.zero, layout)
     wire_backends(wire, device_type)  # refuses a device that cannot quantize
@@ -154,7 +154,7 @@ def _check_sequence_parallel(asked: bool, tp_size: int, seq_length: int) -> tupl
     return ()
 
 
-def _check_float8(config: RunConfig, tp_size: int) -> tuple[str, ...]:
+def _check_float8(config: RunConfig, tp_size: int, device_type: str) -> tuple[str, ...]:
     """Whether the device has float8, its worker says: a plan is often for another."""
     model = config.model
     if model.fp8_format is None:
@@ -176,7 +176,8 @@ def _check_float8(config: RunConfig, tp_size: int) -> tuple[str, ...]:
     for name, size in sizes.items():
         if size % MULTIPLE:
             raise ValueError(f"{asked}: {name}: {size} rows or columns of a matrix are no multiple of {MULTIPLE}")
-    return () if model.compile else (f"{asked} without --compile: each cast to float8 is several passes over memory",)
+    compiles = device_type == "cuda" if model.compile is None else model.compile
+    return () if compiles else (f"{asked} without --compile: each cast to float8 is several passes over memory",)
 
 
 def _check_observers(config: RunConfig, total_iterations: int, world_size: int, device_type: str) -> None:
