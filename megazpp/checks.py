@@ -114,7 +114,7 @@ def _check_required(config: RunConfig) -> None:
 
 
 def _check_parallel(config: RunConfig, cluster: Cluster) -> Layout:
-    if config.parallel.hsdp and cluster.num_islands == 1:
+    if config.parallel.hsdp and cluster.num_local_domains == 1:
         raise ValueError("--hsdp makes one copy of the model per node, and there is only one node")
     if config.zero.use_distributed_optimizer and config.zero.stage == 0:
         raise ValueError("--use-distributed-optimizer shards the moments, --zero-stage 0 shards nothing")

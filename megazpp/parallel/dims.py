@@ -7,6 +7,7 @@
 | local     | the part of shard inside a node               | the fast hop of weights and gradients     |
 | cross     | the part of shard across nodes                | the slow hop, once per optimizer step     |
 | replicate | hold equal copies (HSDP, ZeRO-0)              | reduced gradients, once per optimizer step|
+| island    | hold the same shards of different models      | zero/diloco.py, once per synchronization  |
 
 A rank's index along shard is cross index x local size + local index. Each rank is in at most one group per axis (an
 axis of one rank has none), every group is made once, by all ranks in the same order, and the number of groups does not
@@ -32,7 +33,7 @@ from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
 
-MESH_AXES = ("replicate", "shard", "tp")
+MESH_AXES = ("island", "replicate", "shard", "tp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,31 +59,37 @@ class ParallelConfig:
         check_positive(self, "tensor_model_parallel_size", "num_distributed_optimizer_instances")
 
 
-def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int) -> Layout:
+def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, islands: int = 1) -> Layout:
     """The layout that the flags ask for on `cluster`; ZeRO stage 0 is one replica per data rank.
 
+    Args:
+        islands: parts of the cluster that train a model each.
     Raises:
         ValueError: naming the flags that do not fit the cluster or each other.
     """
     instances = config.num_distributed_optimizer_instances
     tp = config.tensor_model_parallel_size
-    if config.hsdp and instances not in (1, cluster.num_islands):
+    if islands > 1 and (config.hsdp or instances > 1 or zero_stage == 0):
+        asked = "--hsdp" if config.hsdp else f"--num-distributed-optimizer-instances {instances}"
+        asked = asked if config.hsdp or instances > 1 else "--zero-stage 0"
+        raise ValueError(f"{asked} with --diloco-steps: an island has one copy of the model, in shards over its ranks")
+    if config.hsdp and instances not in (1, cluster.num_local_domains):
         raise ValueError(
-            f"--hsdp makes one copy per node ({cluster.num_islands}), --num-distributed-optimizer-instances "
+            f"--hsdp makes one copy per node ({cluster.num_local_domains}), --num-distributed-optimizer-instances "
             f"asks for {instances}"
         )
-    if config.hsdp and tp > cluster.island_size:
+    if config.hsdp and tp > cluster.local_domain_size:
         raise ValueError(
-            f"--hsdp makes one copy per node of {cluster.island_size} ranks, and --tensor-model-parallel-size {tp} "
-            "spreads a copy over several"
+            f"--hsdp makes one copy per node of {cluster.local_domain_size} ranks, and --tensor-model-parallel-size "
+            f"{tp} spreads a copy over several"
         )
-    replicas = cluster.num_islands if config.hsdp else instances
+    replicas = cluster.num_local_domains if config.hsdp else instances
     if zero_stage == 0:
         if replicas != 1:
             asked = "--hsdp" if config.hsdp else f"--num-distributed-optimizer-instances {instances}"
             raise ValueError(f"{asked} needs --zero-stage 1 or more: stage 0 shards nothing")
         replicas = cluster.world_size // max(tp, 1)
-    layout = plan_layout(cluster, tp=tp, replicas=max(replicas, 1))
+    layout = plan_layout(cluster, tp=tp, replicas=max(replicas, 1), islands=islands)
     if not layout.groups_ascend and not can_order_groups():
         raise ValueError(
             f"ranks are placed in an order for which torch {torch.__version__} cannot make process groups (its "
@@ -101,8 +108,8 @@ class ParallelDims:
         threads: whether the hops of CPU tensors run in threads; False: at once, in the thread that submits them.
     Attributes:
         layout: the integers.
-        mesh: DeviceMesh [replicate, shard, tp], without replicate and tp where they have one rank.
-        tp, shard, local, cross, replicate: this rank's axes; they share `counter`.
+        mesh: DeviceMesh [island, replicate, shard, tp], of which only shard is there where it has one rank.
+        tp, shard, local, cross, replicate, island: this rank's axes; they share `counter`.
         timeline: where all axes record what they do.
         world: the axis of all ranks, for logging and barriers; it counts on the "world" wire.
     """
@@ -128,7 +135,7 @@ class ParallelDims:
         groups = [self._make_group(axis) for axis in names]
         self.mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
         self.tp, self.shard, self.replicate = (self._axis(name) for name in ("tp", "shard", "replicate"))
-        self.local, self.cross = (self._axis(name) for name in ("local", "cross"))
+        self.local, self.cross, self.island = (self._axis(name) for name in ("local", "cross", "island"))
         world = tuple(range(layout.cluster.world_size))
         self.world = MeshAxis(
             "world",
@@ -139,7 +146,7 @@ class ParallelDims:
             timeline=self.timeline,
         )
         if timeout is not None:
-            for axis in (self.tp, self.shard, self.local, self.cross, self.replicate):
+            for axis in (self.tp, self.shard, self.local, self.cross, self.replicate, self.island):
                 if axis.group is not None:
                     _set_pg_timeout(timeout, axis.group)  # new groups do not take it from the first one
 
@@ -187,22 +194,28 @@ class ParallelDims:
 
     def _make_group(self, name: str) -> dist.ProcessGroup:
         options = axis_options(name, self.layout, self._nccl)
-        return make_group(list(self.layout.axis_groups(name)), name, options)
+        # hops between islands run over many steps, so they never share the group of all ranks
+        backend = dist.get_backend() if name == "island" and options is None else None
+        return make_group(list(self.layout.axis_groups(name)), name, options, backend=backend)
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """What `fully_shard` takes: [shard], or [replicate, shard] when there are copies."""
+        """What `fully_shard` takes: [shard], or [replicate, shard] when there are copies; of this rank's island."""
         return self.mesh["replicate", "shard"] if self.layout.replicate > 1 else self.mesh["shard"]
 
     @property
     def data_rank(self) -> int:
         """Which slice of the samples this rank sees, 0 to data_size - 1."""
-        return self.replicate.rank * self.shard.size + self.shard.rank
+        return (self.island.rank * self.replicate.size + self.replicate.rank) * self.shard.size + self.shard.rank
 
     @property
     def data_size(self) -> int:
         return self.layout.data
 
     def sum_over_data_(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` in place over all data ranks."""
+        """Sum `x` in place over all data ranks that take a step together: those of this rank's island."""
         return self.replicate.all_reduce_(self.shard.all_reduce_(x))
+
+    def sum_over_islands_(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum `x` in place over all data ranks of all islands."""
+        return self.island.all_reduce_(self.sum_over_data_(x))

@@ -12,7 +12,7 @@ collectives; a step has none.
 | cross | normal        | flags'   | has a whole step's time; must not take SMs from matmuls for as long as it runs |
 | others| normal        | NCCL's   | plain ZeRO's ring over all data ranks, all-reduces between copies              |
 
-Where all data ranks share an island, the shard axis is the local one and is treated like it.
+Where all data ranks share a local domain, the shard axis is the local one and is treated like it.
 
 Groups of several axes have collectives in flight beside each other. Each holds SMs until its peers have come, so two
 GPUs that start two of them in another order can wait for each other for ever. NCCL_LAUNCH_ORDER_IMPLICIT (NCCL 2.26)

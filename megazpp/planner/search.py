@@ -114,7 +114,7 @@ def _recomputations(estimator: Estimator, config: RunConfig, size: int) -> list[
     tp, asked = config.parallel.tensor_model_parallel_size, config.batches.global_batch_size
     if size > 1 and asked is not None and size * estimator.cluster.world_size > asked * tp:
         return []
-    local, choices = max(estimator.cluster.island_size // tp, 1), []
+    local, choices = max(estimator.cluster.local_domain_size // tp, 1), []
     sized = with_batch(changed(config, batches={"micro_batch_size": size}), estimator.cluster)
     samples, name = sized.batches.global_batch_size, f"{scheme_name(config)}, tp {tp}, local domain {local}"
     name += f", micro-batch {size}" + (f" of batch {samples}" if samples != asked else "")

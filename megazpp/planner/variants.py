@@ -126,7 +126,7 @@ def nearest_run(config: RunConfig, cluster: Cluster, *, device_type: str) -> tup
         ValueError: what is wrong with the run as it is, where no other size would help.
     """
     asked = config.parallel.tensor_model_parallel_size
-    sizes = {asked, *nested_sizes(cluster.island_size, cluster.world_size)} if asked > 0 else set()
+    sizes = {asked, *nested_sizes(cluster.local_domain_size, cluster.world_size)} if asked > 0 else set()
     nearest = sorted(sizes, key=lambda size: (abs(math.log(size / asked)), size))
     problem: ValueError | None = None
     for run in (config, *(with_batch(config if tp == asked else with_tp(config, tp), cluster) for tp in nearest)):

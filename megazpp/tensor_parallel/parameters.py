@@ -141,17 +141,18 @@ def sum_partial_gradients_(parameters: Iterable[torch.Tensor], tp: MeshAxis) -> 
 
 
 @torch.no_grad()
-def share_parameters_(model: nn.Module, *, tp: MeshAxis, replicate: MeshAxis) -> None:
+def share_parameters_(model: nn.Module, *copies: MeshAxis, tp: MeshAxis) -> None:
     """Give every copy of a drawn parameter the values of its first rank; constants are the same by themselves.
 
-    A rank sends its shard over `replicate` once, and over `tp` what that axis does not split.
+    A rank sends its shard over the axes of `copies`, and over `tp` what that axis does not split.
     """
     for _, module, attribute, spec in owned_parameters(model):
         if spec.std > 0.0:
             values = local(getattr(module, attribute).detach())
             if spec.split is None:
                 tp.broadcast_(values)
-            replicate.broadcast_(values)
+            for axis in copies:
+                axis.broadcast_(values)
 
 
 def draw_parameter(

@@ -10,7 +10,7 @@ at each, so that a launcher may number ranks as it likes:
                node 0             node 1
 
 A domain may be smaller than a node (two GPUs on an NVLink bridge), a node (NVSwitch) or several nodes (an NVLink rack).
-The larger of node and domain is an island: traffic inside it is "local", between islands "cross".
+The larger of node and domain is the local domain: traffic inside it is "local", between them "cross".
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Cluster:
         return self.ranks_per_node if self.domain_size is None else self.domain_size
 
     @property
-    def island_size(self) -> int:
-        """Ranks of an island, inside which traffic is "local"."""
+    def local_domain_size(self) -> int:
+        """Ranks of a local domain, inside which traffic is "local"."""
         return max(self.ranks_per_domain, self.ranks_per_node)
 
     @property
-    def num_islands(self) -> int:
-        return self.world_size // self.island_size
+    def num_local_domains(self) -> int:
+        return self.world_size // self.local_domain_size
 
     @property
     def is_block_order(self) -> bool:
@@ -91,14 +91,14 @@ class Cluster:
     def domain_of(self, rank: int) -> int:
         return self.position_of(rank) // self.ranks_per_domain
 
-    def island_of(self, rank: int) -> int:
-        return self.position_of(rank) // self.island_size
+    def local_domain_of(self, rank: int) -> int:
+        return self.position_of(rank) // self.local_domain_size
 
     def link_between(self, rank: int, other: int) -> LinkKind:
         """The wire between two ranks: the fastest one that both are on."""
         if self.domain_of(rank) == self.domain_of(other):
             return "domain"
-        return "node" if self.island_of(rank) == self.island_of(other) else "network"
+        return "node" if self.local_domain_of(rank) == self.local_domain_of(other) else "network"
 
     @cached_property
     def _positions(self) -> dict[int, int]:

@@ -6,7 +6,7 @@ each brings its bytes there on a path of its own, first the one, then the other.
 
     ring        all-gather, reduce-scatter    n - 1 messages,        (n - 1)/n of the buffer
                 all-reduce                    2 (n - 1) messages,    twice that
-    tree        all-reduce                    up and down a chain inside each of m islands and a tree of log2(m) levels
+    tree        all-reduce                    up and down a chain inside each of m domains and a tree of log2(m) levels
                                               between them, twice that               whichever of both is faster
     pairwise    all-to-all                    n - 1 messages,        (n - 1)/n of the buffer
     two hops    an all-gather inside nodes behind one across them, or an all-to-all across behind one inside: two
@@ -81,11 +81,11 @@ class AxisCost:
         ranks = layout.axis_ranks(axis, 0)
         hops = Counter(layout.cluster.link_between(*pair) for pair in itertools.pairwise(ranks))
         self._ring = sum(hops[kind] * _latency(layout, kind, axis, RING_MICROSECONDS) for kind in hops)
-        islands = hops["network"] + 1
-        chain = self._size / islands - 1
+        domains = hops["network"] + 1
+        chain = self._size / domains - 1
         inside = max((_latency(layout, kind, axis, TREE_MICROSECONDS) for kind in hops if kind != "network"), default=0)
         across = _latency(layout, "network", axis, TREE_MICROSECONDS) if hops["network"] else 0.0
-        self._tree = chain * inside + math.log2(islands) * across
+        self._tree = chain * inside + math.log2(domains) * across
 
     def seconds(self, collective: str, sent_bytes: int) -> float:
         """A collective in which each rank sends `sent_bytes`."""

@@ -1,10 +1,11 @@
 """Who gets which rank: pure integers, from a cluster and the parallel degrees to mesh coordinates.
 
-Positions (topology/cluster.py) go island by island, node by node, domain by domain, so neighbours share the fastest
-wire. The innermost positions go to tensor parallelism, the rest of an island to the local axis, islands to the cross
-axis (ranks with the same local index: one rail), and groups of islands to replicas:
+Positions (topology/cluster.py) go node by node and domain by domain, so neighbours share the fastest wire. The
+innermost positions go to tensor parallelism, the rest of a local domain (node or fast domain, the larger) to the local
+axis, local domains to the cross axis (ranks with the same local index: one rail), groups of these to replicas, and
+groups of replicas to islands, which take local steps (zero/diloco.py):
 
-    position = ((replica * cross + island in replica) * local + local index) * tp + tp index
+    position = (((island * replicate + replica) * cross + domain in replica) * local + local index) * tp + tp index
 
     2 nodes x 4 ranks, tp 2      block order: node 0: [0 1] [2 3]     cyclic order: node 0: [0 2] [4 6]
                                               node 1: [4 5] [6 7]                   node 1: [1 3] [5 7]
@@ -14,7 +15,7 @@ axis (ranks with the same local index: one rail), and groups of islands to repli
         shard groups             {0 2 4 6} {1 3 5 7}                  {0 4 1 5} {2 6 3 7}     shard = cross x local
 
 A rank's index along shard is cross index x local size + local index, whatever the order (zero/gather.py relies on it).
-Tensor parallelism over more ranks than an island has takes whole islands; the local axis then has one rank.
+Tensor parallelism over more ranks than a local domain has takes whole ones; the local axis then has one rank.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from typing import Any
 
 from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind, nested_sizes
 
-AXES = ("tp", "local", "cross", "shard", "replicate")
+AXES = ("tp", "local", "cross", "shard", "replicate", "island")
 DATA_AXES = ("shard", "local", "cross")  # those that weights and gradients travel on, whole or in two hops
-WIRES = ("tp", "local", "cross")  # what bytes are counted by: those of "shard" and "replicate" go over one of these
-COORDINATES = ("replicate", "cross", "local", "tp")  # of a rank, outermost first
+WIRES = ("tp", "local", "cross")  # what bytes are counted by: those of other axes go over one of these
+COORDINATES = ("replicate", "cross", "local", "tp")  # of a rank in its island, outermost first
 CLUSTER_SIZES = ("num_nodes", "ranks_per_node", "domain_size")
 
 
@@ -42,6 +43,7 @@ class Layout:
     cross: int
     local: int
     tp: int
+    island: int = 1
 
     @property
     def shard(self) -> int:
@@ -51,7 +53,12 @@ class Layout:
     @property
     def data(self) -> int:
         """Ranks that see different samples."""
-        return self.replicate * self.shard
+        return self.island * self.replicate * self.shard
+
+    @property
+    def coordinates(self) -> tuple[str, ...]:
+        """The axes that tell ranks apart, outermost first."""
+        return ("island", *COORDINATES) if self.island > 1 else COORDINATES
 
     def axis_size(self, axis: str) -> int:
         return self._stride_and_size(axis)[1]
@@ -60,7 +67,7 @@ class Layout:
         """The global ranks of the group of `axis` that `rank` belongs to, in axis order.
 
         Args:
-            axis: "tp", "local", "cross", "shard" (cross x local) or "replicate".
+            axis: "tp", "local", "cross", "shard" (cross x local), "replicate" or "island".
         """
         return self._group(axis, self.cluster.position_of(rank))
 
@@ -98,7 +105,7 @@ class Layout:
         return {kind: counts[kind] for kind in LINK_KINDS if counts[kind]}
 
     def wire(self, axis: str, rank: int) -> str:
-        """How traffic from `rank` along the ring of `axis` is counted: "tp", "local" or, between islands, "cross"."""
+        """How traffic from `rank` along the ring of `axis` is counted: "tp", "local" or "cross" (between domains)."""
         if self.link(axis, rank) == "network":
             return "cross"
         return "tp" if axis == "tp" else "local"
@@ -113,11 +120,11 @@ class Layout:
             f"4 all-reduces per layer and micro-batch, so each rank sends {16 * (tp - 1) / tp:g} x --hidden-size bytes "
             "per token and layer in 16 bit"
         )
-        if tp > cluster.island_size:
-            islands = tp // cluster.island_size
+        if tp > cluster.local_domain_size:
+            domains = tp // cluster.local_domain_size
             return (
-                f"warning: --tensor-model-parallel-size {tp} spans {islands} {_islands(cluster)} of "
-                f"{cluster.island_size} ranks: {price}, and as much crosses each of their uplinks",
+                f"warning: --tensor-model-parallel-size {tp} spans {domains} {_local_domains(cluster)} of "
+                f"{cluster.local_domain_size} ranks: {price}, and as much crosses each of their uplinks",
             )
         return (
             f"--tensor-model-parallel-size {tp} does not fit into the {cluster.ranks_per_domain} ranks that share the "
@@ -132,7 +139,8 @@ class Layout:
         order = "" if c.is_block_order else f", ranks in the order {first}{more}"
         return (
             f"{c.num_nodes} node(s) x {c.ranks_per_node} rank(s){domains}{order}: tensor parallel {self.tp}, "
-            f"shards {self.shard} ({self.cross} across {_islands(c)} x {self.local} inside), replicas {self.replicate}"
+            f"shards {self.shard} ({self.cross} across {_local_domains(c)} x {self.local} inside), replicas "
+            f"{self.replicate}" + (f", islands {self.island}" if self.island > 1 else "")
         )
 
     def _group(self, axis: str, position: int) -> tuple[int, ...]:
@@ -150,44 +158,55 @@ class Layout:
             "cross": (self.tp * self.local, self.cross),
             "shard": (self.tp, self.shard),
             "replicate": (self.tp * self.shard, self.replicate),
+            "island": (self.tp * self.shard * self.replicate, self.island),
         }[axis]
 
 
-def plan_layout(cluster: Cluster, *, tp: int, replicas: int) -> Layout:
+def plan_layout(cluster: Cluster, *, tp: int, replicas: int, islands: int = 1) -> Layout:
     """Fit the degrees onto the cluster.
 
     Args:
         cluster: nodes and domains.
-        tp: tensor-parallel degree: divides an island, or is made of whole islands.
-        replicas: copies of the sharded model (HSDP); the world's data ranks for unsharded data parallelism.
+        tp: tensor-parallel degree: divides a local domain, or is made of whole ones.
+        replicas: copies of the sharded model in an island (HSDP); its data ranks for unsharded data parallelism.
+        islands: parts of the cluster that train a model each: whole local domains.
     Raises:
         ValueError: a degree does not divide what it splits; the message names the flag and what would fit.
     """
-    island, world = cluster.island_size, cluster.world_size
-    if tp < 1 or (island % tp and (tp % island or world % tp)):
+    domain, world = cluster.local_domain_size, cluster.world_size
+    if islands < 1 or cluster.num_local_domains % islands:
+        fitting = [count for count in range(2, cluster.num_local_domains + 1) if not cluster.num_local_domains % count]
         raise ValueError(
-            f"--tensor-model-parallel-size {tp} neither divides the {island} ranks of a {_islands(cluster)[:-1]} nor "
-            f"is it made of whole ones ({cluster.num_nodes} node(s) x {cluster.ranks_per_node} ranks); "
-            f"{_numbers(nested_sizes(island, world))} would fit"
+            f"--diloco-islands {islands} does not divide the {cluster.num_local_domains} {_local_domains(cluster)}; "
+            f"{_numbers(fitting) or 'no number of islands'} would fit"
+        )
+    of_island = world // islands
+    if tp < 1 or (domain % tp and (tp % domain or of_island % tp)):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} neither divides the {domain} ranks of a {_local_domains(cluster)[:-1]} "
+            f"nor is it made of whole ones ({cluster.num_nodes} node(s) x {cluster.ranks_per_node} ranks"
+            + (f", {islands} islands" if islands > 1 else "")
+            + f"); {_numbers(nested_sizes(domain, of_island))} would fit"
             + (f", or a multiple of {tp} ranks on each node (--nproc)" if tp > 1 else "")
         )
-    per_island = max(island // tp, 1)
-    data = world // tp
-    fitting = [data // size for size in reversed(nested_sizes(per_island, data))]
+    per_domain = max(domain // tp, 1)
+    data = of_island // tp
+    fitting = [data // size for size in reversed(nested_sizes(per_domain, data))]
     if replicas not in fitting:
         raise ValueError(
             f"--num-distributed-optimizer-instances {replicas} does not divide the {data} data ranks into equal copies "
-            f"that are whole {_islands(cluster)} or an even part of one ({per_island} data ranks each); "
+            f"that are whole {_local_domains(cluster)} or an even part of one ({per_domain} data ranks each); "
             f"{_numbers(fitting)} would fit"
         )
-    local = min(data // replicas, per_island)
-    return Layout(cluster=cluster, replicate=replicas, cross=data // replicas // local, local=local, tp=tp)
+    local = min(data // replicas, per_domain)
+    cross = data // replicas // local
+    return Layout(cluster=cluster, replicate=replicas, cross=cross, local=local, tp=tp, island=islands)
 
 
 def layout_record(layout: Layout) -> dict[str, Any]:
     """The integers that a layout follows from, as JSON has them; figures of links and devices are left out."""
     cluster = {name: getattr(layout.cluster, name) for name in (*CLUSTER_SIZES, "order")}
-    return cluster | {name: getattr(layout, name) for name in COORDINATES}
+    return cluster | {name: getattr(layout, name) for name in layout.coordinates}
 
 
 def layout_from_record(record: Mapping[str, Any]) -> Layout:
@@ -198,19 +217,20 @@ def layout_from_record(record: Mapping[str, Any]) -> Layout:
     """
     sizes: dict[str, Any] = {name: record.get(name) for name in (*CLUSTER_SIZES, *COORDINATES)}
     order = record.get("order")
+    sizes["island"] = record.get("island", 1)
     numbers = [number for name, number in sizes.items() if number is not None or name != "domain_size"]
     numbers += order if isinstance(order, list) else []
     if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(order, list | None):
         raise ValueError(f"{dict(record)} is no record of a layout")
     cluster = Cluster(**{name: sizes[name] for name in CLUSTER_SIZES}, order=None if order is None else tuple(order))
-    layout = Layout(cluster=cluster, **{name: sizes[name] for name in COORDINATES})
+    layout = Layout(cluster=cluster, **{name: sizes[name] for name in ("island", *COORDINATES)})
     if layout.data * layout.tp != cluster.world_size or not cluster.world_size:
         raise ValueError(f"axes of {layout.data} x {layout.tp} ranks are not the {cluster.world_size} of the cluster")
     return layout
 
 
-def _islands(cluster: Cluster) -> str:
-    return "nodes" if cluster.island_size == cluster.ranks_per_node else "domains"
+def _local_domains(cluster: Cluster) -> str:
+    return "nodes" if cluster.local_domain_size == cluster.ranks_per_node else "domains"
 
 
 def _numbers(values: list[int]) -> str:

@@ -9,8 +9,8 @@ tp         2      4       domain                  0 2          activations
 local      2      4       node                    0 4          the fast hop of weights and gradients
 ...
 
-The picture is a self-contained SVG: nodes with their ranks, and the groups of one rank in colour. Islands of one node
-stand below each other, so that a cross group is a column; islands of several nodes (NVLink racks) stand side by side
+The picture is a self-contained SVG: nodes with their ranks, and the groups of one rank in colour. Local domains of one
+node stand below each other, so that a cross group is a column; those of several nodes (NVLink racks) stand side by side
 with their nodes in rows.
 """
 
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from megazpp.formatting import aligned
 from megazpp.topology.cluster import LinkKind
-from megazpp.topology.layout import AXES, COORDINATES, Layout
+from megazpp.topology.layout import AXES, Layout
 
 CARRIES = {
     "tp": "activations, several times per layer",
@@ -30,17 +30,18 @@ CARRIES = {
     "cross": "ZeRO++: the slow hop, once per optimizer step",
     "shard": "ZeRO: weights and gradients, local and cross in one ring",
     "replicate": "gradients between copies",
+    "island": "local steps: outer gradients and outer weights, once per synchronization",
 }
 SENDER = {"domain": "rank", "node": "rank", "network": "node"}  # whom a link's figure is for
 MAX_NODES, MAX_RANKS = 16, 8  # of the text
-MAX_ISLANDS, MAX_NODES_OF_ISLAND, MAX_RANKS_OF_NODE = 12, 18, 16  # of the picture
-COLOURS = {"tp": "#d97706", "local": "#16a34a", "cross": "#2563eb", "replicate": "#9333ea"}
+MAX_DOMAINS, MAX_NODES_OF_DOMAIN, MAX_RANKS_OF_NODE = 12, 18, 16  # of the picture
+COLOURS = {"tp": "#d97706", "local": "#16a34a", "cross": "#2563eb", "replicate": "#9333ea", "island": "#dc2626"}
 CELL, HEIGHT, GAP, PAD, TITLE, MARGIN, LEGEND_LINE = 62, 38, 8, 12, 18, 20, 20  # pixels
 
 
 def topology_text(layout: Layout) -> str:
     """The whole map; of large clusters the first nodes."""
-    places = "who is where: rank (replica.cross.local.tp); [ ] shares the fastest wire"
+    places = f"who is where: rank ({_coordinates(layout)}); [ ] shares the fastest wire"
     notices = [f"note: {notice}" for notice in layout.notices]
     return "\n".join([layout.describe(), *notices, "", places, *_nodes(layout), "", *_axes(layout)])
 
@@ -59,9 +60,13 @@ def axis_wires(layout: Layout, axis: str) -> str:
     return ", ".join(f"{text(kind)} from {count} of {ranks} ranks" for kind, count in counts.items())
 
 
+def _coordinates(layout: Layout) -> str:
+    return ".".join("replica" if axis == "replicate" else axis for axis in layout.coordinates)
+
+
 def _place(layout: Layout, rank: int) -> str:
-    """The rank's index along replicate, cross, local and tp."""
-    return ".".join(str(layout.axis_ranks(axis, rank).index(rank)) for axis in COORDINATES)
+    """The rank's index along each of them."""
+    return ".".join(str(layout.axis_ranks(axis, rank).index(rank)) for axis in layout.coordinates)
 
 
 def _nodes(layout: Layout) -> Iterator[str]:
@@ -85,6 +90,8 @@ def _axes(layout: Layout) -> Iterator[str]:
     rows = [("axis", "ranks", "groups", "wire", "first group", "carries")]
     for axis in AXES:
         size = layout.axis_size(axis)
+        if axis == "island" and size == 1:
+            continue
         first = next(layout.axis_groups(axis))
         shown = " ".join(map(str, first[:MAX_RANKS])) + (" ..." if size > MAX_RANKS else "")
         groups = layout.cluster.world_size // size
@@ -102,7 +109,7 @@ class Box(NamedTuple):
 
 
 def topology_svg(layout: Layout, *, rank: int = 0) -> str:
-    """The picture; `rank` is the one whose groups are coloured. Of large clusters the first islands are drawn.
+    """The picture; `rank` is the one whose groups are coloured. Of large clusters the first domains are drawn.
 
     Raises:
         ValueError: there is no such rank.
@@ -110,27 +117,27 @@ def topology_svg(layout: Layout, *, rank: int = 0) -> str:
     cluster = layout.cluster
     if not 0 <= rank < cluster.world_size:
         raise ValueError(f"rank {rank} is not one of the {cluster.world_size} ranks of the cluster")
-    islands = min(cluster.num_islands, MAX_ISLANDS)
+    domains = min(cluster.num_local_domains, MAX_DOMAINS)
     ranks_of_node = min(cluster.ranks_per_node, MAX_RANKS_OF_NODE)
-    all_nodes_of_island = cluster.island_size // cluster.ranks_per_node
-    nodes_of_island = min(all_nodes_of_island, MAX_NODES_OF_ISLAND)
-    side_by_side = nodes_of_island > 1
+    all_nodes_of_domain = cluster.local_domain_size // cluster.ranks_per_node
+    nodes_of_domain = min(all_nodes_of_domain, MAX_NODES_OF_DOMAIN)
+    side_by_side = nodes_of_domain > 1
     node_width, node_height = 2 * PAD + ranks_of_node * (CELL + GAP) - GAP, TITLE + HEIGHT + PAD
-    island_width, island_height = node_width + 2 * PAD, TITLE + nodes_of_island * (node_height + GAP) + PAD - GAP
+    domain_width, domain_height = node_width + 2 * PAD, TITLE + nodes_of_domain * (node_height + GAP) + PAD - GAP
     legend = _legend(layout, rank)
     top = MARGIN + (len(legend) + 1) * LEGEND_LINE
     shapes, right, bottom = _draw_legend(legend), 0, 0
-    for island in range(islands):
-        x = MARGIN + (island * (island_width + 2 * GAP) if side_by_side else 0)
-        y = top + (0 if side_by_side else island * (node_height + 2 * GAP))
+    for domain in range(domains):
+        x = MARGIN + (domain * (domain_width + 2 * GAP) if side_by_side else 0)
+        y = top + (0 if side_by_side else domain * (node_height + 2 * GAP))
         if side_by_side:
-            shapes += _titled(Box(x, y, island_width, island_height), f"fast domain {island}", "#eef2ff", "#6366f1")
+            shapes += _titled(Box(x, y, domain_width, domain_height), f"fast domain {domain}", "#eef2ff", "#6366f1")
             x, y = x + PAD, y + TITLE
-        for row in range(nodes_of_island):
+        for row in range(nodes_of_domain):
             at = Box(x, y + row * (node_height + GAP), node_width, node_height)
-            shapes += _draw_node(layout, island * all_nodes_of_island + row, at, ranks_of_node, rank)
+            shapes += _draw_node(layout, domain * all_nodes_of_domain + row, at, ranks_of_node, rank)
             right, bottom = max(right, at.x + at.width), max(bottom, at.y + at.height)
-    left_out = cluster.world_size - islands * nodes_of_island * ranks_of_node
+    left_out = cluster.world_size - domains * nodes_of_domain * ranks_of_node
     if left_out:
         shapes.append(_text(MARGIN, bottom + 2 * LEGEND_LINE, f"... and {left_out} more ranks"))
     width = max(right + MARGIN + PAD, MARGIN + max(8 * len(text) for _, text in legend))
@@ -147,7 +154,7 @@ def _legend(layout: Layout, rank: int) -> list[tuple[str, str]]:
     """(colour, line) for the head of the picture."""
     lines = [
         ("", layout.describe()),
-        ("", "rank (replica.cross.local.tp); a bar joins ranks that share the fastest wire"),
+        ("", f"rank ({_coordinates(layout)}); a bar joins ranks that share the fastest wire"),
         ("", f"in colour: the groups of rank {rank}"),
     ]
     for axis, colour in COLOURS.items():

@@ -67,7 +67,7 @@ class Evaluator:
         totals = torch.zeros(2, dtype=torch.float64, device=self.model.embedding.word.weight.device)  # loss, tokens
         for batch in itertools.chain.from_iterable(steps):
             totals += self._loss_and_tokens(batch)
-        loss, tokens = self.dims.sum_over_data_(totals).tolist()
+        loss, tokens = self.dims.sum_over_islands_(totals).tolist()
         return loss / tokens if tokens else math.nan
 
     def _loss_and_tokens(self, batch: MicroBatch) -> torch.Tensor:

@@ -245,10 +245,10 @@ def zero3_traffic(
         f"M_w = {weights / MEGA:.3f} MB of weights, M_g = {gradients / MEGA:.3f} MB of gradients"
     )
     cross = micro_batches * (2 * weights + gradients) * (ranks - 1) // ranks
-    islands, nodes = layout.cross * layout.replicate, layout.cluster.num_nodes
-    if islands != nodes:  # NVLink racks, or tensor parallelism over nodes: several nodes share what a ring sends
-        formula += f", over {nodes // islands} nodes each"
-        cross = cross * islands // nodes
+    domains, nodes = layout.cross * layout.replicate, layout.cluster.num_nodes
+    if domains != nodes:  # NVLink racks, or tensor parallelism over nodes: several nodes share what a ring sends
+        formula += f", over {nodes // domains} nodes each"
+        cross = cross * domains // nodes
     return Zero3Traffic(weights, gradients, micro_batches, cross, formula)
 
 

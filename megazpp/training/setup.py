@@ -28,7 +28,6 @@ from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_, share_parameters_
-from megazpp.topology.layout import COORDINATES
 from megazpp.training.batches import BatchPlan
 from megazpp.training.context import RunContext
 from megazpp.training.evaluate import EvalConfig
@@ -81,7 +80,7 @@ def fill(built: Built, spec: ModelSpec, dims: ParallelDims, device: torch.device
     draw_device = torch.device("cpu") if spec.config.use_cpu_initialization else device
     initialize_parameters_(built.model, seed=spec.seed, draw_device=draw_device)
     with dims.counter.paused():  # no step sends this
-        share_parameters_(built.model, tp=dims.tp, replicate=dims.replicate)
+        share_parameters_(built.model, dims.replicate, dims.island, tp=dims.tp)
     return built
 
 
@@ -178,7 +177,7 @@ def open_checkpoints(
         flags=found_from_anywhere(flags),
         vocab_size=tokenizer.vocab_size,
         tokenizer=tokenizer.identity,
-        layout={name: dims.layout.axis_size(name) for name in COORDINATES},
+        layout={name: dims.layout.axis_size(name) for name in dims.layout.coordinates},
         run_dir=None if folder is None else str(folder.path.resolve()),
         wandb_run_id=folder.wandb_run_id() if folder is not None and flags["wandb_project"] else None,
         torch=torch.__version__,

@@ -22,6 +22,7 @@ a node. Source of the differences: SDP4Bit (arXiv 2410.15526), there from a whol
 from __future__ import annotations
 
 import copy
+from typing import Self
 
 import torch
 
@@ -86,7 +87,7 @@ class Secondary:
         """Bytes of the buffers."""
         return self.cross.size * self.codec.layout.message_bytes
 
-    def silent(self, device: torch.device) -> Secondary:
+    def silent(self, device: torch.device) -> Self:
         """One of the same kind with buffers of its own, which sends nothing."""
         twin = copy.copy(self)
         twin.cross = SilentAxis(self.cross)

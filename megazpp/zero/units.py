@@ -83,7 +83,7 @@ class Unit:
         """
         if not self.is_sharded:
             return None
-        shards = [tensor._local_tensor.detach().view(-1) for tensor in self._tensors()]
+        shards = [shard.view(-1) for shard in self.shards()]
 
         def read() -> torch.Tensor:
             flat = torch.zeros(self.segments[-1].stop, dtype=dtype, device=shards[0].device)
@@ -103,20 +103,23 @@ class Unit:
             if read is not None and not torch.equal(read().view(torch.uint8), expected.view(torch.uint8)):
                 raise RuntimeError(f"torch {torch.__version__} lays the shard of {self.key} out otherwise")
 
-    def as_parameters(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    def shards(self) -> list[torch.Tensor]:
+        """This rank's shard of each parameter, to read or to write in place, while the unit `is_sharded`."""
+        return [tensor._local_tensor.detach() for tensor in self._tensors()]
+
+    def as_dtensors(self, shards: Sequence[torch.Tensor]) -> dict[str, DTensor]:
+        """Tensors shaped like `shards` as DTensors sharded like the parameters, by name."""
+        found = {}
+        for shard, like, p in zip(shards, self._tensors(), self.parameters, strict=True):
+            whole = {"shape": like.shape, "stride": like.stride()}
+            found[p.name] = DTensor.from_local(shard, like.device_mesh, like.placements, run_check=False, **whole)
+        return found
+
+    def as_parameters(self, flat: torch.Tensor) -> dict[str, DTensor]:
         """Views of a flat shard [S] as DTensors sharded like the unit's parameters, by name, while it `is_sharded`."""
-        views: dict[str, torch.Tensor] = {}
-        for segment, tensor, p in zip(self.segments, self._tensors(), self.parameters, strict=True):
-            shard = tensor._local_tensor
-            views[p.name] = DTensor.from_local(
-                flat[segment.start : segment.start + shard.numel()].view(shard.shape),
-                tensor.device_mesh,
-                tensor.placements,
-                run_check=False,
-                shape=tensor.shape,
-                stride=tensor.stride(),
-            )
-        return views
+        shards = self.shards()
+        parts = _parts_of(flat, self.segments, [shard.view(-1) for shard in shards])
+        return self.as_dtensors([part.view(shard.shape) for part, shard in zip(parts, shards, strict=True)])
 
     def add_to_gradients(self, reduced: torch.Tensor) -> None:
         """Add the flat shard of gradients [S] to `.grad` of the trained parameters, which FSDP2 has set."""

@@ -80,7 +80,7 @@ def test_block_order_under_a_cyclic_layout_would_put_local_traffic_between_nodes
     assert cyclic.link_between(*layout.axis_ranks("local", 0)) == "domain"
 
 
-def test_hsdp_makes_one_copy_per_island():
+def test_hsdp_makes_one_copy_per_domain():
     racks = Cluster(num_nodes=4, ranks_per_node=2, domain_size=4)
     layout = plan_dims(ParallelConfig(hsdp=True), racks, zero_stage=3)
     assert (layout.replicate, layout.cross, layout.local) == (2, 1, 4)

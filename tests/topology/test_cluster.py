@@ -22,16 +22,16 @@ def test_the_docstring_example_puts_every_rank_into_its_node_and_domain():
     assert [cluster.link_between(0, rank) for rank in (2, 4, 1)] == ["domain", "node", "network"]
 
 
-def test_a_domain_of_several_nodes_is_an_island():
+def test_a_domain_of_several_nodes_is_the_local_domain():
     cluster = Cluster(num_nodes=4, ranks_per_node=2, domain_size=4)
-    assert (cluster.island_size, cluster.num_islands) == (4, 2)
+    assert (cluster.local_domain_size, cluster.num_local_domains) == (4, 2)
     assert [cluster.link_between(0, rank) for rank in (1, 3, 4)] == ["domain", "domain", "network"]
-    assert (cluster.node_of(3), cluster.island_of(3)) == (1, 0)
+    assert (cluster.node_of(3), cluster.local_domain_of(3)) == (1, 0)
 
 
 def test_a_plain_cluster_has_one_domain_per_node_and_its_ranks_in_order():
     cluster = Cluster(num_nodes=2, ranks_per_node=4)
-    assert (cluster.ranks_per_domain, cluster.island_size, cluster.is_block_order) == (4, 4, True)
+    assert (cluster.ranks_per_domain, cluster.local_domain_size, cluster.is_block_order) == (4, 4, True)
     assert Cluster(num_nodes=1, ranks_per_node=2, order=(0, 1)).is_block_order
     assert not Cluster(num_nodes=1, ranks_per_node=2, order=(1, 0)).is_block_order
 
@@ -145,4 +145,4 @@ def test_the_shipped_cluster_files_say_what_their_names_say():
     assert (dgx.num_nodes, dgx.ranks_per_node, dgx.ranks_per_domain) == (8, 8, 8)
     assert dgx.links is not None
     assert dgx.links.network == Link(12.5, None, "IEEE 802.3 100 Gbit/s Ethernet")
-    assert (rack.ranks_per_node, rack.island_size, pairs.ranks_per_domain) == (4, 72, 2)
+    assert (rack.ranks_per_node, rack.local_domain_size, pairs.ranks_per_domain) == (4, 72, 2)

@@ -35,9 +35,9 @@ def clusters(draw: st.DrawFn) -> Cluster:
 def layouts(draw: st.DrawFn) -> Layout:
     """Every tp and every number of replicas that fits."""
     cluster = draw(clusters())
-    tp = draw(st.sampled_from(nested_sizes(cluster.island_size, cluster.world_size)))
-    per_island, data = max(cluster.island_size // tp, 1), cluster.world_size // tp
-    return plan_layout(cluster, tp=tp, replicas=data // draw(st.sampled_from(nested_sizes(per_island, data))))
+    tp = draw(st.sampled_from(nested_sizes(cluster.local_domain_size, cluster.world_size)))
+    per_domain, data = max(cluster.local_domain_size // tp, 1), cluster.world_size // tp
+    return plan_layout(cluster, tp=tp, replicas=data // draw(st.sampled_from(nested_sizes(per_domain, data))))
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
@@ -95,21 +95,21 @@ def test_peers_are_as_near_as_the_cluster_allows(layout: Layout):
         tp = layout.axis_ranks("tp", rank)
         if cluster.ranks_per_domain % layout.tp == 0:
             assert {cluster.domain_of(peer) for peer in tp} == {cluster.domain_of(rank)}
-        assert len({cluster.island_of(peer) for peer in tp}) == -(-layout.tp // cluster.island_size)
-        assert {cluster.island_of(peer) for peer in layout.axis_ranks("local", rank)} == {cluster.island_of(rank)}
+        assert len({cluster.local_domain_of(peer) for peer in tp}) == -(-layout.tp // cluster.local_domain_size)
+        assert {cluster.local_domain_of(peer) for peer in layout.axis_ranks("local", rank)} == {cluster.local_domain_of(rank)}
         across = layout.axis_ranks("cross", rank)
-        assert len({cluster.island_of(peer) for peer in across}) == len(across)
-        assert len({cluster.position_of(peer) % cluster.island_size for peer in across}) == 1
+        assert len({cluster.local_domain_of(peer) for peer in across}) == len(across)
+        assert len({cluster.position_of(peer) % cluster.local_domain_size for peer in across}) == 1
 
 
 @settings(max_examples=50)
 @given(layouts())
-def test_only_links_between_islands_are_cross_and_a_notice_says_when_tp_leaves_the_fastest_wire(layout: Layout):
+def test_only_links_between_local_domains_are_cross_and_a_notice_says_when_tp_leaves_the_fastest_wire(layout: Layout):
     cluster = layout.cluster
     for axis in AXES:
         for group in layout.axis_groups(axis):
             for rank, successor in zip(group, (*group[1:], group[0]), strict=True):
-                leaves = cluster.island_of(rank) != cluster.island_of(successor)
+                leaves = cluster.local_domain_of(rank) != cluster.local_domain_of(successor)
                 inside = "tp" if axis == "tp" else "local"
                 assert layout.wire(axis, rank) == ("cross" if leaves else inside)
                 assert layout.link(axis, rank) == cluster.link_between(rank, successor)
@@ -160,7 +160,7 @@ def test_tp_stays_inside_a_pair_and_the_local_axis_takes_the_rest_of_the_node():
     assert "each rank sends 12 x --hidden-size bytes per token and layer" in notice
 
 
-def test_a_rack_is_one_island_so_tp_and_the_local_axis_reach_over_its_nodes():
+def test_a_rack_is_one_local_domain_so_tp_and_the_local_axis_reach_over_its_nodes():
     racks = Cluster(num_nodes=36, ranks_per_node=4, domain_size=72)
     layout = plan_layout(racks, tp=8, replicas=1)
     assert (layout.local, layout.cross, layout.notices) == (9, 2, ())
@@ -221,7 +221,7 @@ def test_degrees_that_do_not_fit_name_the_flag_and_what_would(tp: int, replicas:
 
 @given(clusters(), st.integers(1, 60))
 def test_what_the_message_says_would_fit_fits_and_nothing_else(cluster: Cluster, tp: int):
-    if tp in nested_sizes(cluster.island_size, cluster.world_size):
+    if tp in nested_sizes(cluster.local_domain_size, cluster.world_size):
         plan_layout(cluster, tp=tp, replicas=1)
     else:
         with pytest.raises(ValueError, match="would fit"):

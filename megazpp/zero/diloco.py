@@ -1,0 +1,569 @@
+"""DiLoCo: local steps on islands, which synchronize every H steps, on the hops that cross nodes.
+
+An island is a part of the cluster with a model of its own in shards: inside it every step is FSDP2's (or ZeRO++'s),
+between islands nothing travels. R is their common copy of the outer weights: fp32, the same bits on all. A sharding
+unit of fragment p, at a step of its own in every H:
+
+    delta  = R - inner                            on the island's shard
+    D      = mean of delta over islands           4-bit blocks with error feedback, to the owner of an outer shard
+    m      = mu m + D;  outer -= eta (D + mu m)   Nesterov, fp32, on the owner
+    R     += outer - R                            4-bit blocks, gathered over islands (secondary.py's differences)
+    inner  = alpha inner + (1 - alpha) R          `delay` steps later; inner moments are kept
+
+What crosses is started at the step of the synchronization and runs under the next `delay` steps. The mean is weighted
+by the tokens that each island has seen. Outer weights and momentum are spread over ALL ranks: each owns the part of its
+shard that its island's index names, so that the two hops of a unit are the cross hops of gather.py and reduce.py:
+
+    delta [I, S] --pack--> all-to-all, sum over I --> D [S] --> outer [S] --pack--> all-gather --> R [I, S]
+
+I islands, S elements of the part of a rank's shard that one island owns. This is another algorithm than data-parallel
+training, not another way to compute it. Sources: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512; its
+algorithm 2, fragments, delay, 4 bits). Outer states in shards, differences for R: ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from kernels.block_quant import Feedback
+from kernels.formats import BlockFormat, MessageLayout
+from megazpp.flags import check_not_negative, check_positive, flag, spelling
+from megazpp.parallel.axis import MeshAxis, SilentAxis
+from megazpp.parallel.comm_queue import CommQueue, Work
+from megazpp.parallel.dims import ParallelDims
+from megazpp.zero.config import DIFFERENCE_BLOCK, GRADIENT_BLOCK, ZeroConfig
+from megazpp.zero.layout import plan_message, plan_segments
+from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.secondary import Resident
+from megazpp.zero.sharding import Sharding
+from megazpp.zero.units import Unit, find_units
+from megazpp.zero.wire import Codec
+
+FEWEST = 200  # synchronizations, from which on outer momentum is chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class DilocoConfig:
+    """Local steps between islands (DiLoCo): another algorithm, for links too slow for a synchronization per step
+
+    An island is a node or several; inside it training is as ever, between islands weights meet every --diloco-steps
+    steps. Evaluation, conversion and generation use the outer weights.
+    """
+
+    diloco_steps: int | None = flag(None, "steps from one synchronization of a weight between islands to the next")
+    diloco_islands: int | None = flag(None, "islands, of equally many nodes (default: every node is one)")
+    diloco_outer_lr: float | None = flag(
+        None, f"outer learning rate (default: 0.7; 1 where the run plans fewer than {FEWEST} synchronizations)"
+    )
+    diloco_outer_momentum: float | None = flag(
+        None, f"outer Nesterov momentum (default: 0.9; 0 where the run plans fewer than {FEWEST} synchronizations)"
+    )
+    diloco_fragments: int = flag(
+        1, "parts of the model that synchronize one after the other within --diloco-steps; 1 is plain DiLoCo"
+    )
+    diloco_delay: int = flag(0, "steps under which a synchronization's messages travel before its result is merged")
+    diloco_merge_alpha: float | None = flag(
+        None, "share of an island's own weights in the merge (default: 0; with --diloco-delay 0.5)"
+    )
+    diloco_weight_bits: Literal[16, 8, 4] = flag(
+        4, "bits of what outer weights have changed by, between islands; 16 is the compute format"
+    )
+    diloco_gradient_bits: Literal[16, 8, 4] = flag(
+        4, "bits of an outer gradient between islands; 16 is the reduction format"
+    )
+
+    def __post_init__(self) -> None:
+        check_positive(self, "diloco_steps", "diloco_outer_lr", "diloco_fragments")
+        check_not_negative(self, "diloco_delay")
+        for name in ("diloco_outer_momentum", "diloco_merge_alpha"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 <= value < 1.0:
+                raise ValueError(f"{spelling(self, name)} {value} is not in [0, 1)")
+        if self.diloco_islands is not None and self.diloco_islands < 2:
+            raise ValueError(f"--diloco-islands {self.diloco_islands}: it takes two to synchronize")
+        steps = self.diloco_steps
+        if steps is None:
+            return
+        if self.diloco_delay >= steps:
+            raise ValueError(f"--diloco-delay {self.diloco_delay} is not less than --diloco-steps {steps}")
+        if steps % self.diloco_fragments:
+            raise ValueError(f"--diloco-steps {steps} is not divisible by --diloco-fragments {self.diloco_fragments}")
+
+
+class DilocoPlan(NamedTuple):
+    """What `plan_diloco` has made of the flags.
+
+    Attributes:
+        steps: H.
+        fragments, delay, merge_alpha: of the flags.
+        outer_lr, outer_momentum: eta and mu.
+        gradients, weights: block formats of outer gradients and of differences of outer weights; None: not quantized.
+        feedback: whether outer gradients have error feedback.
+        tokens: of an island, from one synchronization to the next, where none is masked.
+        notices: lines for the user.
+    """
+
+    steps: int
+    fragments: int
+    delay: int
+    merge_alpha: float
+    outer_lr: float
+    outer_momentum: float
+    gradients: BlockFormat | None
+    weights: BlockFormat | None
+    feedback: bool
+    tokens: float
+    notices: tuple[str, ...] = ()
+
+    def sends_at(self, iteration: int) -> int | None:
+        """The fragment whose messages start after `iteration`, if it is one's turn."""
+        turn, rest = divmod(iteration, self.steps // self.fragments)
+        return None if rest else (turn - 1) % self.fragments
+
+    def describe(self) -> str:
+        """One line for the log."""
+        parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""
+        late = f", merged {self.delay} steps later with alpha {self.merge_alpha:g}" if self.delay else ""
+        return (
+            f"islands synchronize every {self.steps} steps{parts}{late}: outer lr {self.outer_lr:g}, momentum "
+            f"{self.outer_momentum:g}, gradients {_spell(self.gradients)}, weights {_spell(self.weights)}"
+        )
+
+
+def _spell(fmt: BlockFormat | None) -> str:
+    return "not quantized" if fmt is None else f"int{fmt.bits}"
+
+
+def plan_diloco(
+    config: DilocoConfig, zero: ZeroConfig, *, iterations: int, num_layers: int, tokens_per_step: float
+) -> DilocoPlan | None:
+    """What the flags ask for; None without --diloco-steps.
+
+    Args:
+        iterations: of the run.
+        num_layers: of the model.
+        tokens_per_step: of an island.
+    Raises:
+        ValueError: flags that do not fit the run.
+    """
+    steps = config.diloco_steps
+    if steps is None:
+        return None
+    if config.diloco_fragments > num_layers:
+        raise ValueError(f"--diloco-fragments {config.diloco_fragments} is more than --num-layers {num_layers}")
+    few = iterations // steps < FEWEST
+    lr, momentum = config.diloco_outer_lr, config.diloco_outer_momentum
+    notices = []
+    if few and momentum is None:
+        notices.append(
+            f"fewer than {FEWEST} synchronizations are planned ({iterations // steps}): outer momentum is 0"
+            + (" and the outer learning rate 1" if lr is None else "")
+        )
+    alpha = config.diloco_merge_alpha
+    return DilocoPlan(
+        steps=steps,
+        fragments=config.diloco_fragments,
+        delay=config.diloco_delay,
+        merge_alpha=(0.5 if config.diloco_delay else 0.0) if alpha is None else alpha,
+        outer_lr=(1.0 if few else 0.7) if lr is None else lr,
+        outer_momentum=(0.0 if few else 0.9) if momentum is None else momentum,
+        gradients=_format(config.diloco_gradient_bits, zero.zero_block_size or GRADIENT_BLOCK),
+        weights=_format(config.diloco_weight_bits, zero.zero_block_size or DIFFERENCE_BLOCK),
+        feedback=zero.zero_error_feedback,
+        tokens=tokens_per_step * steps,
+        notices=tuple(notices),
+    )
+
+
+def _format(bits: Literal[16, 8, 4], block_size: int) -> BlockFormat | None:
+    return None if bits == 16 else BlockFormat(bits, block_size)
+
+
+class OuterUnit:
+    """A sharding unit's outer weights and momentum on this rank, and R.
+
+    Args:
+        unit: whose parameters these are; see `Unit.shards`.
+        shapes: of this rank's shard of each of its parameters.
+        axis: the islands.
+        plan: what is sent, and what is done with it.
+        precision: of what is not quantized.
+        queue: in which the hops run.
+        codec: makes the codec that packs messages.
+    Attributes:
+        outer: [S] fp32.
+        momentum: [S] fp32; None where mu is 0.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        shapes: Sequence[tuple[int, ...]],
+        axis: MeshAxis,
+        *,
+        plan: DilocoPlan,
+        precision: PrecisionConfig,
+        queue: CommQueue,
+        codec: Callable[[MessageLayout, torch.dtype], Codec] = Codec,
+    ) -> None:
+        self.unit, self._axis, self._plan, self._queue = unit, axis, plan, queue
+        named = [(p.name, shape) for p, shape in zip(unit.parameters, shapes, strict=True)]
+        self.segments = plan_segments(named, axis.size)
+
+        def made(fmt: BlockFormat | None, dtype: torch.dtype) -> Codec:
+            return codec(plan_message(self.segments, fmt, exact_itemsize=dtype.itemsize), dtype)
+
+        self._gradients = made(plan.gradients, precision.reduce_dtype)
+        exact = made(None, torch.float32)
+        self.common = Resident(
+            exact, axis, of=unit.name, exact=exact, differences=made(plan.weights, precision.param_dtype)
+        )
+        self._work: Work[None] | None = None
+        self._sent: torch.Tensor | None = None  # lives until the work was waited for
+        self._errors: Feedback | None = None
+
+    def allocate(self, device: torch.device) -> None:
+        """Make the buffers: R is whatever was there."""
+        self.common.allocate(device)
+        size = self._gradients.layout.size
+        self.outer = torch.zeros(size, device=device)
+        self.momentum = torch.zeros(size, device=device) if self._plan.outer_momentum else None
+        self._errors = self._gradients.new_errors(self._axis.size, device=device) if self._plan.feedback else None
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[I, S] R, complete."""
+        self.wait()
+        assert self.common.weights is not None
+        return self.common.weights
+
+    @property
+    def errors(self) -> Feedback | None:
+        """What rounding of outer gradients has lost; None where none is kept."""
+        return self._errors
+
+    @property
+    def kind(self) -> tuple[MessageLayout, MessageLayout]:
+        """A key of the compiled kernels."""
+        return self._gradients.layout, self.common.codec.layout
+
+    def wait(self) -> None:
+        """Wait for the messages under way."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._sent = None
+
+    def begin(self) -> None:
+        """Take R and the outer weights from the inner weights, which are the same on all islands."""
+        rows = self.rows.zero_()
+        for row, shard in self.pairs(rows):
+            row.copy_(shard)
+        self.outer.copy_(rows[self._axis.rank])
+
+    def spread(self) -> None:
+        """Make R anew of all islands' outer weights; call on all ranks."""
+        self.wait()
+        messages = self.common.messages
+        assert messages is not None
+        self._work = self._queue.submit(lambda: self.common.take_in(messages, self.outer, keyframe=True))
+        self.wait()
+
+    def send(self, weight: torch.Tensor, correction: Work[torch.Tensor]) -> None:
+        """Start the synchronization: what has changed since R goes to the other islands, and their new R comes back.
+
+        Args:
+            weight: of this island's change in the mean, a scalar.
+            correction: by what the sum over islands is multiplied, because weights do not add up to 1; a scalar.
+        """
+        rows = self.rows
+        delta = torch.zeros_like(rows)
+        for row, shard in self.pairs(delta):
+            row.copy_(shard)
+        torch.sub(rows, delta, out=delta).mul_(weight)
+        self._sent = self._gradients.empty(self._axis.size, device=rows.device)
+        self._gradients.pack(delta, self._sent, errors=self._errors)
+        self._work = self._queue.submit(functools.partial(self._cross, self._sent, correction))
+
+    def merge(self, alpha: float) -> None:
+        """inner = alpha inner + (1 - alpha) R."""
+        for row, shard in self.pairs(self.rows):
+            if alpha:
+                shard.lerp_(row, 1.0 - alpha)
+            else:
+                shard.copy_(row)
+
+    def swap(self) -> None:
+        """Exchange the inner weights and R."""
+        for row, shard in self.pairs(self.rows):
+            inner = shard.clone()
+            shard.copy_(row)
+            row.copy_(inner)
+
+    def pairs(
+        self, rows: torch.Tensor, shards: Sequence[torch.Tensor] | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of equal shape that together are rows [I, S], without padding, and this rank's shards.
+
+        Args:
+            shards: of all parameters; None for the model's own.
+        """
+        for segment, shard in zip(self.segments, self.unit.shards() if shards is None else shards, strict=True):
+            flat, size = shard.view(-1), segment.size
+            if size == 0:
+                continue
+            full = flat.numel() // size
+            if full:
+                yield rows[:full, segment.start : segment.stop], flat[: full * size].view(full, size)
+            if rest := flat.numel() - full * size:
+                yield rows[full, segment.start : segment.start + rest], flat[full * size :]
+
+    def rehearse(self, device: torch.device) -> None:
+        """Pack and unpack zeros as a synchronization does, to compile the kernels; nothing is sent."""
+        twin = copy.copy(self)
+        twin._axis, twin._queue = SilentAxis(self._axis), CommQueue()
+        twin.common = self.common.silent(device)
+        twin.outer, twin.momentum = torch.zeros_like(self.outer), None
+        sent, size = self._gradients.empty(self._axis.size, device=device), self._gradients.layout.size
+        errors = self._gradients.new_errors(self._axis.size, device=device)
+        self._gradients.pack(torch.zeros(self._axis.size, size, device=device), sent, errors=errors)
+        twin._cross(sent, Work(torch.ones((), device=device)))
+
+    def _cross(self, sent: torch.Tensor, correction: Work[torch.Tensor]) -> None:
+        """The hops, and the outer step between them."""
+        received = self._axis.all_to_all(sent, of=self.unit.name)
+        mean = torch.empty_like(self.outer)
+        self._gradients.unpack_sum(received.unsqueeze(1), mean.unsqueeze(0), accumulate=False)
+        mean *= correction.join()
+        lr, mu = self._plan.outer_lr, self._plan.outer_momentum
+        self.outer.add_(mean, alpha=-lr)
+        if self.momentum is not None:
+            self.momentum.mul_(mu).add_(mean)
+            self.outer.add_(self.momentum, alpha=-lr * mu)
+        assert self.common.messages is not None
+        self.common.take_in(self.common.messages, self.outer, keyframe=False)
+
+
+class DiLoCo:
+    """The islands' side of a sharded model. Every rank of every island calls every method, at the same iterations.
+
+    Args:
+        sharding: the model, which the outer weights start from.
+        dims: its axes, with two islands at least.
+        plan: what `plan_diloco` has made of the flags.
+        precision: of the model.
+    Attributes:
+        plan: as given.
+        fragments: the units of each.
+        merge_at: of each fragment the iteration at which its messages have arrived; 0 where none are under way.
+        synchronizations: of fragments, started by this process.
+    """
+
+    def __init__(self, sharding: Sharding, dims: ParallelDims, plan: DilocoPlan, precision: PrecisionConfig) -> None:
+        self.plan, self._sharding, self._dims, self._axis = plan, sharding, dims, dims.island
+        sharding.free_gathered()
+        units = find_units(sharding.model, dims)
+        device = next(sharding.model.parameters()).device
+        self._units = []
+        for unit in units:
+            shapes = [tuple(shard.shape) for shard in unit.shards()]
+            queue = dims.island.queue
+            outer = OuterUnit(unit, shapes, dims.island, plan=plan, precision=precision, queue=queue)
+            outer.allocate(device)
+            outer.begin()
+            self._units.append(outer)
+        self.fragments = [self._units[part :: plan.fragments] for part in range(plan.fragments)]
+        self.merge_at = [0] * plan.fragments
+        self._tokens = torch.zeros(plan.fragments, dtype=torch.float64, device=device)  # since each last sent
+        self._mesh = _mesh_of_all(dims)
+        self.synchronizations = 0
+
+    def meets_at(self, iteration: int) -> bool:
+        """Whether islands wait for each other after `iteration`: a merge is due then."""
+        sends = self.plan.delay == 0 and self.plan.sends_at(iteration) is not None
+        return sends or any(0 < due <= iteration for due in self.merge_at)
+
+    def count(self, tokens: torch.Tensor) -> None:
+        """Count the tokens that this island has just taken a step on, a scalar."""
+        self._tokens += tokens
+
+    def after_step(self, iteration: int) -> None:
+        """Merge what is due and send what is due; call after the optimizer's step, unless it was the last."""
+        plan = self.plan
+        sends = plan.sends_at(iteration)
+        merging = [fragment for fragment, due in enumerate(self.merge_at) if 0 < due <= iteration]
+        if merging or sends is not None:
+            self._sharding.free_gathered()
+        for fragment in merging:
+            self._merge(fragment, plan.merge_alpha)
+        if sends is not None:
+            self._send(sends)
+            self.merge_at[sends] = iteration + plan.delay
+            if plan.delay == 0:
+                self._merge(sends, plan.merge_alpha)
+
+    def finish(self) -> None:
+        """Synchronize everything, and have every island go on from R; call after the last step, not `after_step`."""
+        self._sharding.free_gathered()
+        for fragment, due in enumerate(self.merge_at):
+            if due:
+                self._merge(fragment, self.plan.merge_alpha)
+        for fragment in range(self.plan.fragments):
+            self._send(fragment)
+        for fragment in range(self.plan.fragments):
+            self._merge(fragment, 0.0)
+
+    @contextmanager
+    def outer_weights(self) -> Iterator[None]:
+        """The model computes with R inside, the same on all islands."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def compile_kernels(self, device: torch.device) -> None:
+        """Compile the kernels of the messages for `device` now, and not at the first synchronization."""
+        if device.type == "cuda":
+            one_of_each = {unit.kind: unit for unit in self._units}
+            with torch.no_grad():
+                for unit in one_of_each.values():
+                    unit.rehearse(device)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The outer weights themselves by parameter, DTensors over all ranks; call while the parameters are shards."""
+        return {name: weight for unit in self._units for name, weight in self._as_owned(unit, unit.outer)}
+
+    def common(self) -> dict[str, torch.Tensor]:
+        """A copy of R by parameter, sharded like it, the same on all islands."""
+        found: dict[str, torch.Tensor] = {}
+        for unit in self._units:
+            shards = [torch.empty_like(shard) for shard in unit.unit.shards()]
+            with torch.no_grad():
+                for row, shard in unit.pairs(unit.rows, shards):
+                    shard.copy_(row)
+            found |= unit.unit.as_dtensors(shards)
+        return found
+
+    def momentum(self) -> dict[str, torch.Tensor]:
+        """The outer momentum by parameter, like `weights`; {} where there is none."""
+        return {
+            name: moment
+            for unit in self._units
+            if unit.momentum is not None
+            for name, moment in self._as_owned(unit, unit.momentum)
+        }
+
+    def counts(self) -> torch.Tensor:
+        """[2, F] fp64: of each fragment when it merges, and the tokens of this island since it was last sent."""
+        return torch.stack((torch.tensor(self.merge_at, dtype=torch.float64), self._tokens.cpu()))
+
+    def error_feedback(self) -> dict[str, torch.Tensor]:
+        """This rank's buffers of error feedback, by name."""
+        found = {}
+        for unit in self._units:
+            unit.wait()
+            if unit.errors is not None:
+                found[f"outer.{unit.unit.key}"] = unit.errors.messages
+        return found
+
+    def restore(self, common: Mapping[str, torch.Tensor] | None, counts: torch.Tensor | None) -> bool:
+        """Go on from a checkpoint, whose outer weights and momentum have been loaded already; call on all ranks.
+
+        Args:
+            common, counts: as they were saved; None where islands were others.
+        Returns:
+            Whether inner weights may go on too; otherwise they have begun at the outer ones.
+        """
+        self._sharding.free_gathered()
+        same = common is not None and counts is not None and counts.shape == (2, self.plan.fragments)
+        self.merge_at = [0] * self.plan.fragments
+        self._tokens.zero_()
+        with torch.no_grad(), self._dims.counter.paused():
+            if same:
+                assert counts is not None
+                assert common is not None
+                self.merge_at = [int(due) for due in counts[0].tolist()]
+                self._tokens.copy_(counts[1])
+                for unit in self._units:
+                    shards = [_local(common[p.name]) for p in unit.unit.parameters]
+                    for row, shard in unit.pairs(unit.rows.zero_(), shards):
+                        row.copy_(shard)
+            else:
+                for unit in self._units:
+                    unit.spread()
+                    unit.merge(0.0)
+        return same
+
+    def _send(self, fragment: int) -> None:
+        """Start the messages of a fragment; the mean is weighted by the tokens since it was last sent."""
+        plan, islands = self.plan, self._axis.size
+        tokens = self._tokens[fragment].clone()
+        nominal = plan.tokens * islands
+        total = self._axis.queue.submit(
+            lambda: (nominal / self._axis.all_reduce_(tokens.clone()).clamp(min=1.0)).float()
+        )
+        with torch.no_grad():
+            for unit in self.fragments[fragment]:
+                unit.send((tokens / nominal).float(), total)
+        self._tokens[fragment] = 0.0
+        self.synchronizations += 1
+
+    def _merge(self, fragment: int, alpha: float) -> None:
+        with torch.no_grad():
+            for unit in self.fragments[fragment]:
+                unit.merge(alpha)
+        self.merge_at[fragment] = 0
+
+    def _swap(self) -> None:
+        self._sharding.free_gathered()
+        with torch.no_grad():
+            for unit in self._units:
+                unit.swap()
+
+    def _as_owned(self, unit: OuterUnit, owned: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Views of [S] as DTensors, each parameter's rows on this rank split once more, over islands."""
+        unit.wait()
+        islands, index = self._axis.size, self._axis.rank
+        for segment, shard, parameter in zip(
+            unit.segments, unit.unit.shards(), unit.unit.as_dtensors(unit.unit.shards()).values(), strict=True
+        ):
+            rows = -(-shard.shape[0] // islands)
+            own = max(min(rows, shard.shape[0] - index * rows), 0)
+            part = owned[segment.start : segment.start + own * math.prod(shard.shape[1:])]
+            placed = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True))
+            yield (
+                segment.name,
+                DTensor.from_local(
+                    part.view(own, *shard.shape[1:]),
+                    self._mesh,
+                    [placed["tp"] if name == "tp" else Shard(0) for name in self._mesh.mesh_dim_names or ()],
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                ),
+            )
+
+
+def _mesh_of_all(dims: ParallelDims) -> DeviceMesh:
+    """[tp, shard, island]: the order in which the rows of a parameter are split, so that each rank's are a run."""
+    mesh, names = dims.mesh, (dims.mesh.mesh_dim_names or ())[::-1]
+    ranks = torch.tensor(dims.layout.mesh_ranks()).view(mesh.shape).permute(*reversed(range(mesh.ndim))).contiguous()
+    return DeviceMesh.from_group(
+        [mesh.get_group(name) for name in names], mesh.device_type, ranks, mesh_dim_names=names
+    )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
