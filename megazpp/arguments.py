@@ -34,6 +34,7 @@ from megazpp.training.stopping import StopConfig
 from megazpp.training.timers import StragglerConfig, TimersConfig
 from megazpp.training.tracking import TrackingConfig
 from megazpp.zero.config import WirePlan, ZeroConfig
+from megazpp.zero.diloco import DilocoConfig
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.verify import VerifyConfig
 
@@ -54,6 +55,7 @@ class RunConfig:
     loss_scale: LossScaleConfig
     parallel: ParallelConfig
     zero: ZeroConfig
+    diloco: DilocoConfig
     cluster: ClusterConfig
     nccl: NcclConfig
     launch: LaunchConfig

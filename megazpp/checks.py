@@ -11,6 +11,7 @@ import dataclasses
 from typing import NamedTuple
 
 from megazpp.arguments import RunConfig
+from megazpp.flags import as_written
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import MULTIPLE
 from megazpp.optim.apex import check_apex
@@ -20,6 +21,7 @@ from megazpp.topology.cluster import Cluster, Links
 from megazpp.topology.layout import Layout
 from megazpp.training.batches import BatchPlan, plan_batches
 from megazpp.zero.config import WirePlan, plan_wire, wire_backends
+from megazpp.zero.diloco import DilocoConfig, DilocoPlan, plan_diloco
 
 
 class RunPlan(NamedTuple):
@@ -29,6 +31,7 @@ class RunPlan(NamedTuple):
     wire: WirePlan
     batches: BatchPlan
     schedule: Schedule
+    diloco: DilocoPlan | None
     notices: tuple[str, ...]
 
     def with_links(self, links: Links) -> RunPlan:
@@ -45,13 +48,15 @@ class ModelPlan(NamedTuple):
     notices: tuple[str, ...]
 
 
-def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str) -> ModelPlan:
+def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str, islands: int = 1) -> ModelPlan:
     """What `check_run_config` checks about the model, its layout and its wires.
 
+    Args:
+        islands: parts of the cluster that train a model each.
     Raises:
         ValueError: names the flags and their values.
     """
-    layout = _check_parallel(config, cluster)
+    layout = _check_parallel(config, cluster, islands)
     seq_length = config.data.seq_length
     if seq_length is None:
         raise ValueError("--seq-length is missing")
@@ -79,7 +84,8 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
         raise ValueError("--loss-spike-action rewind needs --save")
     if config.optimizer.optimizer_backend == "apex":
         check_apex(device_type)
-    layout, wire, notices = check_model_config(config, cluster, device_type=device_type)
+    islands = _check_islands(config, cluster)
+    layout, wire, notices = check_model_config(config, cluster, device_type=device_type, islands=islands)
     batches = plan_batches(config.batches, data_parallel_size=layout.data)
     _check_observers(config, batches.total_iterations, cluster.world_size, device_type)
     schedule = build_schedule(
@@ -89,7 +95,43 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
         train_samples=config.batches.train_samples,
         global_batch_size=batches.global_batch_size,
     )
-    return RunPlan(layout, wire, batches, schedule, notices)
+    assert config.model.num_layers is not None
+    assert config.data.seq_length is not None
+    diloco = plan_diloco(
+        config.diloco,
+        config.zero,
+        iterations=batches.total_iterations,
+        num_layers=config.model.num_layers,
+        tokens_per_step=batches.global_batch_size * config.data.seq_length / islands,
+    )
+    notices = (*notices, *(diloco.notices if diloco is not None else _without_islands(config.diloco)))
+    return RunPlan(layout, wire, batches, schedule, diloco, notices)
+
+
+def _check_islands(config: RunConfig, cluster: Cluster) -> int:
+    """How many islands there are; 1 where every step is synchronized."""
+    diloco = config.diloco
+    if diloco.diloco_steps is None:
+        return 1
+    if cluster.num_local_domains == 1:
+        raise ValueError(
+            f"--diloco-steps {diloco.diloco_steps} needs islands of whole nodes, and there is one node (--emulate-nodes)"
+        )
+    if config.verify.zero_verify_interval is not None:
+        raise ValueError(
+            f"--zero-verify-interval {config.verify.zero_verify_interval} compares weights over all ranks, and with "
+            "--diloco-steps islands have different ones"
+        )
+    return diloco.diloco_islands or cluster.num_local_domains
+
+
+def _without_islands(config: DilocoConfig) -> tuple[str, ...]:
+    """A line for each flag that was set and changes nothing."""
+    return tuple(
+        f"{as_written(config, field)} is ignored: islands synchronize every step (--diloco-steps)"
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != field.default
+    )
 
 
 def _check_required(config: RunConfig) -> None:
@@ -113,12 +155,12 @@ def _check_required(config: RunConfig) -> None:
         raise ValueError(f"required flags are missing: {', '.join(missing)}")
 
 
-def _check_parallel(config: RunConfig, cluster: Cluster) -> Layout:
+def _check_parallel(config: RunConfig, cluster: Cluster, islands: int) -> Layout:
     if config.parallel.hsdp and cluster.num_local_domains == 1:
         raise ValueError("--hsdp makes one copy of the model per node, and there is only one node")
     if config.zero.use_distributed_optimizer and config.zero.stage == 0:
         raise ValueError("--use-distributed-optimizer shards the moments, --zero-stage 0 shards nothing")
-    return plan_dims(config.parallel, cluster, zero_stage=config.zero.stage)
+    return plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, islands=islands)
 
 
 def check_model(model: GPTConfig, tp_size: int, seq_length: int) -> None:
