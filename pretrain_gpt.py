@@ -18,7 +18,7 @@ from pathlib import Path
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checkpoint.read import LoadSource, choose_source, peek
 from megazpp.checkpoint.record import RunRecord, check_same_model
-from megazpp.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer
+from megazpp.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer, with_outer_rates
 from megazpp.checks import check_run_config
 from megazpp.data.dataset import check_inputs
 from megazpp.errors import EXIT_ERROR
@@ -81,6 +81,7 @@ def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: RunRe
     if source is not None and earlier is not None:
         check_same_model(earlier.flags, parsed.config.model, source.folder.path)
         parsed = with_checkpoint_tokenizer(parsed, earlier, source.folder)
+        parsed = with_outer_rates(parsed, earlier if source.continues else None)
     if source is not None and not source.candidates():
         anew = f"{source.folder.name} has no checkpoint: training begins anew, with random weights"
         parsed = parsed._replace(notices=(*parsed.notices, anew))

@@ -14,6 +14,7 @@ from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.tokenizer import read_tokenizer
 from megazpp.data.tokenizer import names_tokenizer
 from megazpp.flags import spelling, wrong_types
+from megazpp.zero.diloco import CHOSEN
 
 # What a model is and was trained on. Where it runs now, and how it is spread there, is for this program to say.
 TAKEN = ("model", "batches", "data", "tokenizer", "precision", "evaluation")
@@ -66,6 +67,21 @@ def with_checkpoint_args(parsed: ParsedRun, record: RunRecord | None) -> ParsedR
         config=dataclasses.replace(config, model=dataclasses.replace(config.model, **shape)),
         origins=parsed.origins | dict.fromkeys(shape, "checkpoint"),
         notices=(*parsed.notices, *notices),
+    )
+
+
+def with_outer_rates(parsed: ParsedRun, record: RunRecord | None) -> ParsedRun:
+    """`parsed` with the outer learning rate and momentum that the run went on with, where flags do not give them.
+
+    They were chosen by the number of synchronizations that were planned then; a longer run does not flip the choice.
+    """
+    diloco = parsed.config.diloco
+    known = {} if record is None or diloco.diloco_steps is None else record.flags
+    taken = {name: known[name] for name in CHOSEN if name not in parsed.origins and known.get(name) is not None}
+    diloco = dataclasses.replace(diloco, **taken)
+    return parsed._replace(
+        config=dataclasses.replace(parsed.config, diloco=diloco),
+        origins=parsed.origins | dict.fromkeys(taken, "checkpoint"),
     )
 
 

@@ -115,7 +115,7 @@ def _check_islands(config: RunConfig, cluster: Cluster) -> int:
         return 1
     if cluster.num_local_domains == 1:
         raise ValueError(
-            f"--diloco-steps {diloco.diloco_steps} needs islands of whole nodes, and there is one node (--emulate-nodes)"
+            f"--diloco-steps {diloco.diloco_steps}: islands are whole nodes, and there is one node (--emulate-nodes 2)"
         )
     if config.verify.zero_verify_interval is not None:
         raise ValueError(

@@ -45,8 +45,9 @@ from megazpp.training.context import Console, RunContext
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.flops import device_name, mfu_convention, model_flops_per_token, peak_flops
 from megazpp.training.garbage import GarbageCollector
+from megazpp.training.local_steps import LocalSteps
 from megazpp.training.metrics import RunShape
-from megazpp.training.objective import Objective
+from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.profiler import Profiler
 from megazpp.training.recorder import MetricsRecorder, Validation, zero3_traffic
 from megazpp.training.run_folder import RunFolder, default_run_dir
@@ -57,6 +58,7 @@ from megazpp.training.stopping import StopConditions
 from megazpp.training.timers import Straggler, Timers
 from megazpp.training.tracking import Tracker, open_sinks, run_tags
 from megazpp.zero.config import wire_backends
+from megazpp.zero.diloco import CHOSEN, DiLoCo
 from megazpp.zero.verify import verify_weights
 
 
@@ -93,24 +95,39 @@ class Trainer:
         self.optimizer = build_optimizer(list(self.built.model.named_parameters()), config.optimizer, run.device)
         self.scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
         self.losses = LossHistory()
+        self.diloco: DiLoCo | None = None
+        if plan.diloco is not None:
+            self.diloco = DiLoCo(self.built.sharding, dims, plan.diloco, config.precision)
         with user_errors():
             setup = self.open_objective()
         state = TrainState(
-            *self.built, self.optimizer, self.scaler, dims, seed=seed, guard=self.losses, extra=setup.extra
+            *self.built,
+            self.optimizer,
+            self.scaler,
+            dims,
+            seed=seed,
+            guard=self.losses,
+            extra=setup.extra,
+            diloco=self.diloco,
         )
         self.checkpoints = open_checkpoints(
             config.checkpoint, state, run, flags=self.flags(), schedule=plan.schedule, tokenizer=self.tokenizer
         )
+        guard, objective = self._guard(), setup.objective or LanguageModelLoss(dims)
         self.step = TrainStep(
             *self.built,
             self.optimizer,
             self.scaler,
             dims,
             clip_grad=config.optimizer.clip_grad,
-            guard=self._guard(),
+            guard=guard,
             count_zeros=config.tracking.log_num_zeros_in_grad,
-            objective=setup.objective,
+            objective=objective,
         )
+        self.islands: LocalSteps | None = None
+        if self.diloco is not None:
+            assert isinstance(objective, LanguageModelLoss), "others are refused by check_post_training"
+            self.islands = LocalSteps(self.diloco, objective, guard, dims)
 
         self.timers = Timers(config.timers, dims)
         shape = self._shape()
@@ -119,7 +136,7 @@ class Trainer:
             config.tracking, run, shape, model=self.built.model, zero3=zero3, tracker=tracker, timers=self.timers
         )
         self.validation, self.test = (
-            None if dataset is None else self.open_evaluator(dataset)
+            None if dataset is None else self._of_outer_weights(self.open_evaluator(dataset))
             for dataset in (self.datasets.valid, self.datasets.test)
         )
         self.garbage = GarbageCollector(config.garbage)
@@ -146,6 +163,8 @@ class Trainer:
         folder = None if self.run.folder is None else self.run.folder.path
         watchdog = Watchdog(worker, self.run.dims, self.config.launch, folder)
         self.built.sharding.compile_kernels(self.run.device)
+        if self.diloco is not None:
+            self.diloco.compile_kernels(self.run.device)
         with self.open_batches(self.datasets.train, ramp_up=True) as batches, watchdog, self.profiler, self.garbage:
             progress = train(
                 self.step,
@@ -159,6 +178,7 @@ class Trainer:
                 evaluate=self.validation,
                 start=start,
                 checkpoints=self.checkpoints,
+                islands=self.islands,
             )
             self.step_recorder.close()
             self.checkpoints.finish()
@@ -176,9 +196,10 @@ class Trainer:
             return
         assert longest is not None
         prompts, seed = config.sample_prompt or ("",), self.config.launch.seed
-        texts, _ = continue_texts(
-            *self.built, self.run.dims, self.tokenizer, prompts, config, max_length=longest, seed=seed
-        )
+        with self.diloco.outer_weights() if self.diloco is not None else contextlib.nullcontext():
+            texts, _ = continue_texts(
+                *self.built, self.run.dims, self.tokenizer, prompts, config, max_length=longest, seed=seed
+            )
         for prompt, text in zip(prompts, texts, strict=True):
             self.run.log(f"a sample of text:\n{prompt}{text}")
 
@@ -196,6 +217,18 @@ class Trainer:
             peak_flops=peak_flops(device_name(self.run.device), self.config.precision.param_dtype),
         )
 
+    def _of_outer_weights(self, evaluate: Validation) -> Validation:
+        """The same question about the weights that all islands share."""
+        diloco = self.diloco
+        if diloco is None:
+            return evaluate
+
+        def ask() -> float:
+            with diloco.outer_weights():
+                return evaluate()
+
+        return ask
+
     def _guard(self) -> Guard:
         config, sharding, dims, checkpoints = self.config, self.built.sharding, self.run.dims, self.checkpoints
         rewinds = config.anomalies.loss_spike_action == "rewind"
@@ -208,6 +241,7 @@ class Trainer:
             rewind=(lambda: checkpoints.rewind().iteration) if rewinds else None,
             verify=functools.partial(verify_weights, sharding, dims),
             verify_interval=config.verify.zero_verify_interval,
+            islands=self.plan.diloco is not None,
         )
 
     # ---- what makes it pretraining ----------------------------------------------------------------------------
@@ -226,8 +260,10 @@ class Trainer:
         return build_model(self.model_spec(), self.run.dims, self.run.device)
 
     def flags(self) -> dict[str, Any]:
-        """What checkpoints say about the run."""
-        return self.parsed.values()
+        """What checkpoints say about the run; of the outer optimizer what was chosen for it, too."""
+        plan = self.plan.diloco
+        chosen = {} if plan is None else {name: getattr(plan, name.removeprefix("diloco_")) for name in CHOSEN}
+        return self.parsed.values() | chosen
 
     def open_objective(self) -> ObjectiveSetup:
         """What it is trained towards; called when data, model and optimizer are there."""
@@ -312,6 +348,8 @@ def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
     if layout.cluster.links is not None:
         run.log(layout.cluster.links.describe())
     run.log(plan.wire.describe())
+    if plan.diloco is not None:
+        run.log(plan.diloco.describe())
     device_type = run.device.type
     with user_errors():
         model = model_backends(

@@ -8,6 +8,19 @@
     rng.{data x tp}.{place}.{..}                           one rank's random generators: only the same layout reads it
     extra.{..}                                             what the objective keeps between steps: every rank reads all
 
+Islands that take local steps (zero/diloco.py) add:
+
+    model.{parameter}                                      is then the outer weight, spread over all ranks
+    diloco.momentum.{parameter}                            its momentum, spread alike
+    diloco.common.{parameter}                              R, sharded over an island's ranks, the same on all islands
+    island.{i}.inner.{parameter}                           island i's own weights, sharded like R
+    island.{i}.counts, island.{i}.values                   what its synchronizations count; its loss scale and losses
+    island.{i}.optimizer.., island.{i}.secondary..         as above, of every island but the first
+
+So any layout without islands reads the outer weights and the first island's moments. Other numbers of islands keep the
+outer weights and momentum: inner weights begin at the outer ones, and island j takes the moments of island j modulo the
+number there was.
+
 Keys are those of `torch.distributed.checkpoint.state_dict`. Sharded tensors are DTensors: how tensor parallelism and
 ZeRO spread them is known to torch, so that every layout reads what any layout has written. A rank's place is its
 coordinates, not its number: the same layout on hosts in another order is the same. What a key of this layout is missing
@@ -33,11 +46,13 @@ from megazpp.optim.loss_scale import LossScaler
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.worker import seed_everything
 from megazpp.tensor_parallel.parameters import owned_parameters, seed_for
-from megazpp.topology.layout import COORDINATES
+from megazpp.zero.diloco import DiLoCo
 from megazpp.zero.sharding import Sharding
 
 Saved = Mapping[str, TensorStorageMetadata]
 MODEL, OPTIMIZER, SECONDARY, EXTRA = "model.", "optimizer.state.", "secondary.", "extra."  # what keys begin with
+ISLAND, INNER, COUNTS, VALUES = "island.", "inner.", "counts", "values"
+COMMON, MOMENTUM = "diloco.common.", "diloco.momentum."
 SCALAR_HEAD = f"{MODEL}scalar_head."
 
 
@@ -68,20 +83,29 @@ class TrainState:
         seed: int,
         guard: Stateful | None = None,
         extra: ExtraState | None = None,
+        diloco: DiLoCo | None = None,
     ) -> None:
         self.model, self.dims, self.scaler, self.guard, self.extra = model, dims, scaler, guard, extra
-        self._sharding, self._optimizer, self._seed = sharding, optimizer, seed
+        self._sharding, self._optimizer, self._seed, self._diloco = sharding, optimizer, seed, diloco
+        self._source = 0  # the island of the checkpoint that this one's own state is read from
+        self._same_islands = True  # as the checkpoint's
 
     def tensors(self, *, optimizer: bool, rng: bool) -> dict[str, torch.Tensor]:
         """This rank's part of everything, by key; the tensors themselves, not copies."""
         self._sharding.free_gathered()  # parameters are shards from here on
         found = self.weights()
+        if self._diloco is not None:
+            found = {key: weight.clone() for key, weight in found.items()}  # --async-save takes no views
         if optimizer:
+            mine, own = island_prefix(self.dims.island.rank), dict[str, torch.Tensor]()
             for name, parameter in self.model.named_parameters():
                 moments = self._optimizer.state.get(parameter, {})
-                found |= {f"{OPTIMIZER}{name}.{moment}": value for moment, value in moments.items()}
+                own |= {f"{OPTIMIZER}{name}.{moment}": value for moment, value in moments.items()}
+            own |= {f"{SECONDARY}{name}": x for name, x in self._sharding.secondary_state().items()}
+            found |= {mine + key: value for key, value in own.items()}
             found |= self._rank_tensors()
-            found |= {f"{SECONDARY}{name}": x for name, x in self._sharding.secondary_state().items()}
+            if self._diloco is not None:
+                found |= self._island_tensors(self._diloco)
             if self.extra is not None:
                 found |= {EXTRA + key: value for key, value in self.extra.tensors().items()}
         if rng:
@@ -96,9 +120,12 @@ class TrainState:
             key: weight for key, weight in self.weights().items() if key in saved or not key.startswith(SCALAR_HEAD)
         }
         if optimizer:
-            parameters = dict(self.model.named_parameters())
+            islands = sum(key.startswith(ISLAND) and key.endswith(f".{COUNTS}") for key in saved)
+            self._source = self.dims.island.rank % max(islands, 1)
+            self._same_islands = islands == (0 if self._diloco is None else self.dims.island.size)
+            prefix, parameters = island_prefix(self._source), dict(self.model.named_parameters())
             for key, entry in saved.items():
-                name, moment = _split_moment(key)
+                name, moment = _split_moment(key.removeprefix(prefix)) if key.startswith(prefix) else ("", "")
                 if name in parameters:
                     own = self._optimizer.state.get(parameters[name], {})
                     targets[key] = own[moment] if moment in own else _like(entry, parameters[name])
@@ -106,9 +133,11 @@ class TrainState:
                 if key in saved and saved[key].size == value.shape:
                     targets[key] = value
             for name, value in self._sharding.secondary_targets().items():
-                key = f"{SECONDARY}{name}"
-                if key in saved and saved[key].properties.dtype == value.dtype:
+                key = f"{prefix}{SECONDARY}{name}"
+                if self._same_islands and key in saved and saved[key].properties.dtype == value.dtype:
                     targets[key] = value
+            if self._diloco is not None:
+                targets |= self._island_targets(self._diloco, saved)
             if self.extra is not None:
                 targets |= _empty(saved, EXTRA)
         if rng:
@@ -118,6 +147,8 @@ class TrainState:
     def accept(self, loaded: Mapping[str, torch.Tensor], *, optimizer: bool, rng: bool, iteration: int) -> list[str]:
         """Go on from `loaded`, the targets with their values; returns a line for each thing that begins anew."""
         notes = []
+        if self._diloco is not None:
+            notes += self._accept_islands(self._diloco, loaded, optimizer=optimizer)
         self._sharding.weights_changed()
         if any(key.startswith(SCALAR_HEAD) and key not in loaded for key in self.weights()):
             notes.append("the scalar head begins with random weights: the checkpoint has none")
@@ -130,7 +161,8 @@ class TrainState:
                 value.zero_()
             if missing:
                 notes.append("error feedback begins at zero: the checkpoint has none of this layout")
-            kept = {key.removeprefix(SECONDARY): x for key, x in loaded.items() if key.startswith(SECONDARY)}
+            prefix = f"{island_prefix(self._source)}{SECONDARY}"
+            kept = {key.removeprefix(prefix): x for key, x in loaded.items() if key.startswith(prefix)}
             if not self._sharding.load_secondary_state(kept):
                 notes.append("weights cross nodes whole at first: the checkpoint has no weights that nodes keep")
         if rng:
@@ -154,19 +186,24 @@ class TrainState:
         self._sharding.rescale_feedback(scale / float(saved.get("scale", scale)))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The parameters by key; shards of the whole tensor that their shape is of."""
+        """The parameters by key; shards of the whole tensor that their shape is of. Of islands the outer weights."""
+        if self._diloco is not None:
+            return {f"{MODEL}{name}": weight for name, weight in self._diloco.weights().items()}
         return {f"{MODEL}{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def padded(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
         """Keys of those of `tensors` that end in rows of padding."""
         names = {owned.name for owned in owned_parameters(self.model) if owned.spec.rows is not None}
-        whole = {f"{prefix}{name}" for name in names for prefix in (MODEL, SECONDARY)}
-        return {key for key, x in tensors.items() if x.ndim > 0 and (key in whole or _split_moment(key)[0] in names)}
+        whole = {f"{prefix}{name}" for name in names for prefix in (MODEL, SECONDARY, COMMON, MOMENTUM, INNER)}
+        plain = {key: _without_island(key) for key, x in tensors.items() if x.ndim > 0}
+        return {key for key, name in plain.items() if name in whole or _split_moment(name)[0] in names}
 
     def estimate_bytes(self, *, optimizer: bool) -> int:
         """About how large a checkpoint is: fp32 weights and moments, kept weights, and what ranks have of their own."""
         copies = 3 if optimizer and "betas" in self._optimizer.defaults else 2 if optimizer else 1
         weights = sum(parameter.numel() for parameter in self.model.parameters()) * 4
+        if optimizer and self._diloco is not None:  # outer weights, momentum and R, and each island's own
+            copies = 3 + copies * self.dims.island.size
         of_ranks = sum(x.nbytes for x in self._rank_tensors().values()) * self.dims.world.size
         of_ranks += self._sharding.secondary_state_bytes * self.dims.world.size // self.dims.replicate.size
         return copies * weights + (of_ranks if optimizer else 0)
@@ -179,17 +216,54 @@ class TrainState:
 
     def set_values(self, record: RunRecord) -> None:
         """Go on from `values` of an earlier run; raises KeyError, TypeError or ValueError if they are damaged."""
-        self.scaler.load_state_dict(record.scaler)
-        if self.guard is not None and record.guard:
-            self.guard.load_state_dict(record.guard)
-        for group, own in zip(self._optimizer.param_groups, record.groups, strict=True):
+        self._set_values(record.scaler, record.guard, record.groups)
+
+    def _set_values(self, scaler: dict[str, Any], guard: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+        self.scaler.load_state_dict(scaler)
+        if self.guard is not None and guard:
+            self.guard.load_state_dict(guard)
+        for group, own in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(own)
 
     def _rank_tensors(self) -> dict[str, torch.Tensor]:
         """What each rank of one layout has for itself, by key; a run on another layout begins with zeros."""
-        axes = [getattr(self.dims, name) for name in COORDINATES]
+        axes = [getattr(self.dims, name) for name in self.dims.layout.coordinates]
         layout, place = ("x".join(str(getattr(axis, part)) for axis in axes) for part in ("size", "rank"))
-        return {f"feedback.{layout}.{place}.{key}": x for key, x in self._sharding.error_feedback().items()}
+        feedback = self._sharding.error_feedback()
+        if self._diloco is not None:
+            feedback |= self._diloco.error_feedback()
+        return {f"feedback.{layout}.{place}.{key}": x for key, x in feedback.items()}
+
+    # ---- islands --------------------------------------------------------------------------------------------------
+
+    def _island_tensors(self, diloco: DiLoCo) -> dict[str, torch.Tensor]:
+        island = f"{ISLAND}{self.dims.island.rank}."
+        found = {f"{island}{INNER}{name}": p.detach() for name, p in self.model.named_parameters()}
+        found |= {f"{COMMON}{name}": weight for name, weight in diloco.common().items()}
+        found |= {f"{MOMENTUM}{name}": moment.clone() for name, moment in diloco.momentum().items()}
+        return found | {f"{island}{COUNTS}": diloco.counts(), f"{island}{VALUES}": _as_tensor(self.values())}
+
+    def _island_targets(self, diloco: DiLoCo, saved: Saved) -> dict[str, torch.Tensor]:
+        targets = {f"{MOMENTUM}{name}": moment.zero_() for name, moment in diloco.momentum().items()}
+        if self._same_islands:
+            island = f"{ISLAND}{self.dims.island.rank}."
+            targets |= {f"{island}{INNER}{name}": p.detach() for name, p in self.model.named_parameters()}
+            targets |= {f"{COMMON}{name}": weight for name, weight in diloco.common().items()}
+            targets |= _empty(saved, f"{island}{COUNTS}") | _empty(saved, f"{island}{VALUES}")
+        return {key: value for key, value in targets.items() if key in saved}
+
+    def _accept_islands(self, diloco: DiLoCo, loaded: Mapping[str, torch.Tensor], *, optimizer: bool) -> list[str]:
+        """Before anything that depends on the inner weights."""
+        island = f"{ISLAND}{self.dims.island.rank}."
+        if not optimizer or not self._same_islands:
+            diloco.restore(None, None)
+            return ["islands begin at the outer weights: the checkpoint has other islands' own, or none"] * optimizer
+        common = {key.removeprefix(COMMON): x for key, x in loaded.items() if key.startswith(COMMON)}
+        values = _from_tensor(loaded[f"{island}{VALUES}"])
+        self._set_values(values["scaler"], values["guard"], values["groups"])
+        if diloco.restore(common, loaded.get(f"{island}{COUNTS}")):
+            return []
+        return ["islands begin at the outer weights: the checkpoint is of another --diloco-fragments"]
 
     def _load_optimizer(self, loaded: Mapping[str, torch.Tensor]) -> None:
         """Through the optimizer's own method, which puts each tensor on the device where it is used."""
@@ -197,8 +271,9 @@ class TrainState:
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         indices = {names[parameter]: index for index, parameter in enumerate(parameters)}
         moments: dict[int, dict[str, torch.Tensor]] = {}
+        prefix = island_prefix(self._source)
         for key, value in loaded.items():
-            name, moment = _split_moment(key)
+            name, moment = _split_moment(key.removeprefix(prefix)) if key.startswith(prefix) else ("", "")
             if name in indices:
                 moments.setdefault(indices[name], {})[moment] = value
         self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": moments})
@@ -211,6 +286,15 @@ class TrainState:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+
+def island_prefix(island: int) -> str:
+    """What keys of an island's own optimizer begin with."""
+    return f"{ISLAND}{island}." if island else ""
+
+
+def _without_island(key: str) -> str:
+    return key.split(".", 2)[2] if key.startswith(ISLAND) else key
 
 
 def _split_moment(key: str) -> tuple[str, str]:

@@ -63,6 +63,10 @@ class TrafficCounter:
         """Bytes sent so far on one wire: "tp", "local" or "cross"."""
         return sum(t.sent_bytes for (w, _, _), t in self._traffic.items() if w == wire)
 
+    def sent_on_axis(self, axis: str) -> int:
+        """Bytes sent so far along one axis, whatever the wire."""
+        return sum(t.sent_bytes for (_, a, _), t in self._traffic.items() if a == axis)
+
     def table(self) -> dict[tuple[str, str, str], Traffic]:
         return dict(self._traffic)
 

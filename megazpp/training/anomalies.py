@@ -92,6 +92,7 @@ class Guard:
             None: a spike is only skipped.
         verify: raises if ranks have gathered different weights.
         verify_interval: steps between two calls of it; None: never.
+        islands: each decides for itself whether it takes a step; what ends the job or goes back waits for `settle`.
     """
 
     config: AnomalyConfig
@@ -103,6 +104,11 @@ class Guard:
     rewind: Callable[[], int] | None = None
     verify: Callable[[], None] | None = None
     verify_interval: int | None = None
+    islands: bool = False
+
+    def __post_init__(self) -> None:
+        self._failure: Failure | None = None
+        self._wants_back = False
 
     def begin_step(self) -> None:
         """Before the forward."""
@@ -133,8 +139,42 @@ class Guard:
             self.verify()  # first, because it would explain what else is wrong
         finite = math.isfinite(loss) and (math.isfinite(norm) or self.dynamic_scale)
         if self.config.check_for_nan_in_loss_and_grad and not finite:
-            self.not_finite.report(iteration, loss, norm, evidence)
+            failure = Failure(iteration, loss, norm, evidence)
+            if not self.islands:
+                self.not_finite.report(failure)
+            self._failure = self._failure or failure
+            return False
         return math.isfinite(norm) and not self._is_spike(iteration, loss)
+
+    @property
+    def found(self) -> tuple[bool, bool]:
+        """Whether this island has seen what is not finite, and whether it wants to go back, since `settle`."""
+        return self._failure is not None, self._wants_back
+
+    def settle(self, *, failed: bool, back: bool) -> bool:
+        """End the job, or go back, because some island has to; called on all ranks of all islands.
+
+        Returns:
+            Whether all have gone back to a checkpoint.
+        Raises:
+            NotFiniteError: some island has `failed`.
+        """
+        if failed:
+            self.not_finite.report(self._failure)
+        self._wants_back = False
+        if back:
+            self.log(f"a loss has jumped: {self._go_back()}")
+        return back
+
+    def _go_back(self) -> str:
+        assert self.rewind is not None
+        losses = self.history.state_dict()  # a checkpoint's would not know the latest
+        try:
+            return f"the weights go back to those of iteration {self.rewind()}"
+        except ValueError as error:  # no checkpoint yet
+            return f"the weights cannot go back ({error})"
+        finally:
+            self.history.load_state_dict(losses)
 
     def _is_spike(self, iteration: int, loss: float) -> bool:
         """Also counts the loss among those that the next one is compared with.
@@ -152,13 +192,11 @@ class Guard:
         if loss <= mean + sigma * deviation:
             return False
         what = "the step is skipped"
-        if self.rewind is not None:
-            losses = self.history.state_dict()  # a checkpoint's would not know this one
-            try:
-                what += f", and the weights go back to those of iteration {self.rewind()}"
-            except ValueError as error:  # no checkpoint yet
-                what += f" ({error})"
-            self.history.load_state_dict(losses)
+        if self.rewind is not None and self.islands:
+            self._wants_back = True
+            what += ", and the weights of all islands go back when they synchronize"
+        elif self.rewind is not None:
+            what += f", and {self._go_back()}"
         self.log(
             f"iteration {iteration}: the loss is {loss:.4f}, after {mean:.4f} +- {deviation:.4f} over {len(before)} "
             f"steps; {what}"
@@ -182,6 +220,15 @@ class Evidence(NamedTuple):
     losses: torch.Tensor
     norm: GradNorm
     own: OwnGradients | None
+
+
+class Failure(NamedTuple):
+    """A step whose loss or gradient norm is not finite."""
+
+    iteration: int
+    loss: float
+    norm: float
+    evidence: Evidence
 
 
 class Found(NamedTuple):
@@ -222,18 +269,28 @@ class NotFinite:
         """What was seen since `watch`."""
         return self.sharding.own_gradients()
 
-    def report(self, iteration: int, loss: float, norm: float, evidence: Evidence) -> None:
+    def report(self, failure: Failure | None) -> None:
         """Gather, write and raise; called on all ranks.
 
+        Args:
+            failure: the same on all ranks of an island; None on one whose steps were finite.
         Raises:
-            NotFiniteError: the same message on all ranks.
+            NotFiniteError: the same message on all ranks, about the first island that has failed.
         """
-        norms = grad_norms(evidence.norm, self.dims.tp, self.dims.shard)
-        suspects = None if evidence.own is None else evidence.own.not_finite()
-        mine = Found(self.dims.data_rank, evidence.losses.tolist(), suspects)
-        found = self.dims.world.gather_objects(mine)
+        norms, mine = dict[str, float](), Found(self.dims.data_rank, [], [])
+        if failure is not None:
+            evidence = failure.evidence
+            norms = grad_norms(evidence.norm, self.dims.tp, self.dims.shard)
+            suspects = None if evidence.own is None else evidence.own.not_finite()
+            mine = Found(self.dims.data_rank, evidence.losses.tolist(), suspects)
+        told = self.dims.world.gather_objects((mine, failure and failure[:3], norms))
         message = None
-        if found:
+        if told:
+            (iteration, loss, norm), norms = next((step, norms) for _, step, norms in told if step is not None)
+            found = [
+                each if step is not None and step[0] == iteration else Found(each.data_rank, [], [])
+                for each, step, _ in told
+            ]
             first, size = self.plan.consumed_samples_at(iteration - 1), self.plan.micro_batch_size
             message = describe(found, norms, iteration, loss, norm, first, size)
             if self.folder is not None:

@@ -21,14 +21,16 @@ import torch
 from megazpp.formatting import GIGA, MEGA, TERA
 
 MEBI = 1024 * 1024
+INNER_LOSS = "inner_loss"  # where islands synchronize: the mean over islands and over the steps since they last did
 
 
 class SentBytes(NamedTuple):
-    """Bytes sent over each wire."""
+    """Bytes sent over each wire; `island` is what of `cross` went between islands that take local steps."""
 
     tp: int = 0
     cross: int = 0
     local: int = 0
+    island: int = 0
 
     def plus(self, other: SentBytes) -> SentBytes:
         return SentBytes(*map(sum, zip(self, other, strict=True)))
@@ -183,6 +185,7 @@ class IntervalRecord:
             "tp_bytes": self.sent_bytes.tp,
             "cross_bytes": self.sent_bytes.cross,
             "local_bytes": self.sent_bytes.local,
+            **({"island_bytes": self.sent_bytes.island} if self.sent_bytes.island else {}),
             "peak_memory_bytes": self.peak_memory_bytes,
             **self.metrics,
         }
@@ -228,6 +231,7 @@ class Meter:
         self._sent_bytes = NOTHING_SENT
         self._steps: list[StepRecord] = []
         self._first: StepRecord | None = None
+        self._inner_losses: list[float] = []
 
     def add(self, step: StepRecord) -> None:
         """Count one step."""
@@ -235,6 +239,7 @@ class Meter:
         self._first = self._first or step
         self._count += 1
         self._skipped += step.skipped
+        self._inner_losses += [step.metrics[INNER_LOSS]] if INNER_LOSS in step.metrics else []
         self._samples += step.global_batch_size
         self.seconds += step.seconds
         self._wait_seconds += step.wait_seconds
@@ -263,6 +268,9 @@ class Meter:
             timed_tokens -= self._first.global_batch_size * self.shape.seq_length
             timed_seconds -= self._first.seconds
         sent_bytes = self._sent_bytes._asdict()
+        islands: dict[str, Any] = {}
+        if self._inner_losses:
+            islands = {"synchronizations": len(self._inner_losses), INNER_LOSS: self._inner_losses[-1]}
         return {
             "iterations": self._count,
             "skipped": self._skipped,
@@ -271,7 +279,12 @@ class Meter:
             "tokens_per_second": timed_tokens / timed_seconds if timed_seconds else 0.0,
             "cpu_seconds_per_token": cpu_seconds / tokens if tokens else 0.0,
             "data_wait_share": self._wait_seconds / seconds if seconds else 0.0,
-            **{f"{wire}_bytes_per_step": sent // max(1, self._count) for wire, sent in sent_bytes.items()},
+            **{
+                f"{wire}_bytes_per_step": sent // max(1, self._count)
+                for wire, sent in sent_bytes.items()
+                if sent or wire != "island"
+            },
+            **islands,
         }
 
 
@@ -306,6 +319,12 @@ def closing_lines(summary: Mapping[str, Any], *, trained: bool) -> str:
             f"{summary['tokens_per_second']:.0f} tokens/s, {summary['cpu_seconds_per_token'] * 1e6:.1f} CPU "
             f"microseconds per token, {summary['data_wait_share']:.1%} of the time waiting for data"
         )
+        if "synchronizations" in summary:
+            lines.append(
+                f"islands synchronized {summary['synchronizations']} times, "
+                f"{summary.get('island_bytes_per_step', 0) / MEGA:.3f} MB per node and step between them; inner loss "
+                f"{summary[INNER_LOSS]:.4f}"
+            )
         lines.append(f"training loss of the last log interval: {summary['final_loss']:.4f} nats per token")
     if summary["validation_loss"] is not None:
         entropy = summary["unigram_entropy"]

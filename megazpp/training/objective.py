@@ -31,15 +31,23 @@ class Objective(Protocol):
 
 
 class LanguageModelLoss:
-    """Negative log-likelihood of the next token, the mean over all tokens of the global batch that count."""
+    """Negative log-likelihood of the next token, the mean over all tokens of the global batch that count.
+
+    With local steps it is the mean over those of this rank's island.
+
+    Attributes:
+        tokens: of the last step that count, a scalar.
+    """
 
     def __init__(self, dims: ParallelDims) -> None:
         self._dims = dims
+        self.tokens = torch.zeros((), dtype=torch.float64)
         self._per_token = torch.tensor(1.0)
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> None:
-        tokens = self._dims.sum_over_data_(torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum())
-        self._per_token = (1.0 / tokens.clamp(min=1.0)).float()
+        mine = torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum()
+        self.tokens = self._dims.sum_over_data_(mine)
+        self._per_token = (1.0 / self.tokens.clamp(min=1.0)).float()
 
     def loss(self, model: GPTModel, batch: MicroBatch) -> torch.Tensor:
         losses = model(

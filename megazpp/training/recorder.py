@@ -170,12 +170,21 @@ class MetricsRecorder:
             self.tracker.interval(interval)
 
     def _sent_bytes_per_node(self) -> SentBytes:
-        """Bytes sent since the last call by all ranks together, divided by the number of nodes."""
-        now = SentBytes(*(self.run.dims.counter.sent_bytes(wire) for wire in SentBytes._fields))
+        """Bytes sent since the last call by all ranks together, divided by the number of nodes.
+
+        With local steps by those of this rank's island: others are not asked.
+        """
+        dims = self.run.dims
+        counter, nodes = dims.counter, dims.layout.cluster.num_nodes
+        now = SentBytes(**{wire: counter.sent_bytes(wire) for wire in WIRES}, island=counter.sent_on_axis("island"))
         since = torch.tensor(now, dtype=torch.int64) - torch.tensor(self._sent_before, dtype=torch.int64)
         self._sent_before = now
-        total = self.run.dims.world.all_reduce_(since.to(self.run.device))
-        return SentBytes(*(total // self.run.dims.layout.cluster.num_nodes).tolist())
+        since = since.to(self.run.device)
+        if dims.island.size == 1:
+            return SentBytes(*(dims.world.all_reduce_(since) // nodes).tolist())
+        with counter.paused():
+            total = dims.sum_over_data_(dims.tp.all_reduce_(since))
+        return SentBytes(*(total * dims.island.size // nodes).tolist())
 
 
 class TrafficRow(NamedTuple):
@@ -235,17 +244,17 @@ def zero3_traffic(
         micro_batches: of all training steps together.
     """
     layout = dims.layout
-    if layout.cross == 1:
+    if layout.cross * layout.island == 1:
         return None
     elements = shard_elements * layout.shard * layout.tp
     weights, gradients = elements * precision.param_dtype.itemsize, elements * precision.reduce_dtype.itemsize
-    ranks = layout.shard
+    ranks = layout.shard * layout.island
     formula = (
         f"(W - 1)/W x k x (2 M_w + M_g) with W = {ranks} data ranks, k = {micro_batches} micro-batches in all, "
         f"M_w = {weights / MEGA:.3f} MB of weights, M_g = {gradients / MEGA:.3f} MB of gradients"
     )
     cross = micro_batches * (2 * weights + gradients) * (ranks - 1) // ranks
-    domains, nodes = layout.cross * layout.replicate, layout.cluster.num_nodes
+    domains, nodes = layout.cross * layout.replicate * layout.island, layout.cluster.num_nodes
     if domains != nodes:  # NVLink racks, or tensor parallelism over nodes: several nodes share what a ring sends
         formula += f", over {nodes // domains} nodes each"
         cross = cross * domains // nodes

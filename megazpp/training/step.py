@@ -113,6 +113,7 @@ class TrainStep:
                 StepRecord(
                     iteration=iteration, loss=math.nan, grad_norm=None, learning_rate=learning_rate, loss_scale=scale
                 ),
+                loss,
                 HostCopy(torch.stack(numbers)),
                 self.guard,
                 None if self.guard is None else self.guard.evidence(local_losses, norm),
@@ -165,6 +166,7 @@ class LaunchedStep:
 
     Args:
         record: what is known of it already.
+        loss: on the device.
         numbers: its loss, norm of the gradients and, if they are counted, zeros.
         guard: decides by them; None: a norm that is not finite skips the step.
         evidence: for the guard.
@@ -174,9 +176,17 @@ class LaunchedStep:
     """
 
     def __init__(
-        self, record: StepRecord, numbers: HostCopy, guard: Guard | None, evidence: Evidence | None, *, waits: bool
+        self,
+        record: StepRecord,
+        loss: torch.Tensor,
+        numbers: HostCopy,
+        guard: Guard | None,
+        evidence: Evidence | None,
+        *,
+        waits: bool,
     ) -> None:
-        self._record, self._numbers, self._guard, self._evidence, self.waits = record, numbers, guard, evidence, waits
+        self.loss, self.waits = loss, waits
+        self._record, self._numbers, self._guard, self._evidence = record, numbers, guard, evidence
         self._taken: bool | None = None
         self.metrics: Mapping[str, float] = {}
 
@@ -228,6 +238,13 @@ class Loader(Protocol):
         """This rank's micro-batches of the step that begins at `consumed_samples`, on the device."""
 
 
+class Islands(Protocol):
+    """What synchronizes islands that take local steps (local_steps.py)."""
+
+    def after_step(self, launched: LaunchedStep, iteration: int, *, last: bool) -> bool:
+        """Whether all islands have waited for each other after `iteration`."""
+
+
 class Observer(Protocol):
     """Looks at steps; every rank has the same ones."""
 
@@ -248,6 +265,7 @@ def train(
     evaluate: Validation | None,
     start: TrainingProgress,
     checkpoints: Checkpoints | None = None,
+    islands: Islands | None = None,
 ) -> TrainingProgress:
     """Train until `plan` is fulfilled or `stops` says so.
 
@@ -256,6 +274,7 @@ def train(
         evaluate: the validation, called every `eval_interval` iterations; None for no evaluation.
         start: where to begin.
         checkpoints: saves when it is time and after the last step.
+        islands: synchronizes them; None where every step is synchronized.
     """
     progress = start
     if progress.iteration >= plan.total_iterations:
@@ -276,15 +295,18 @@ def train(
                 weight_decay=schedule.weight_decay(progress.scheduled_samples),
                 iteration=iteration,
             )
+            final = iteration == plan.total_iterations
+            met = islands is None or islands.after_step(launched, iteration, last=final)
         micro_batches = plan.num_micro_batches_at(progress.consumed_samples)
         progress = progress._replace(
             iteration=iteration,
             consumed_samples=progress.consumed_samples + batch_size,
-            scheduled_samples=progress.scheduled_samples + (0 if launched.skipped else batch_size),
+            # islands skip steps on their own, but share a schedule
+            scheduled_samples=progress.scheduled_samples + (0 if islands is None and launched.skipped else batch_size),
             micro_batches=progress.micro_batches + micro_batches,
-            stop_reason=stops.reason(iteration, step.dims),
+            stop_reason=stops.reason(iteration, step.dims, agree=met, at_once=islands is not None),
         )
-        last = progress.stop_reason is not None or iteration == plan.total_iterations
+        last = progress.stop_reason is not None or final
         evaluates = evaluate is not None and iteration % eval_interval == 0 and not stops.hurried
         saves = checkpoints is not None and checkpoints.due(iteration, last=last)
         at_once = last or evaluates or saves or recorder.logs(iteration)

@@ -56,15 +56,20 @@ class StopConditions:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 
-    def reason(self, iteration: int, dims: ParallelDims) -> str | None:
+    def reason(self, iteration: int, dims: ParallelDims, *, agree: bool = True, at_once: bool = False) -> str | None:
         """Why to stop after `iteration`, or None. One all-reduce of two integers over all ranks.
 
         Signals may reach one rank only, and clocks differ: what one rank knows holds for all. Several ranks on CUDA
         stop one step later: they look at what they agreed on a step ago, for which no device has to stand still.
+
+        Args:
+            agree: whether ranks ask each other; what only some of them know waits until they do.
+            at_once: whether CUDA waits for the answer.
         """
         config, minutes = self._config, self._config.exit_duration_in_mins
         over = minutes is not None and time.monotonic() - self._began > 60 * minutes
-        caught, some_over = self._agree([self._caught, int(over)], dims)
+        mine = [self._caught, int(over)]
+        caught, some_over = self._agree(mine, dims, at_once=at_once) if agree else (0, 0)
         if caught:
             self.hurried = True
             return signal.Signals(caught).name
@@ -72,12 +77,12 @@ class StopConditions:
             return f"--exit-interval {config.exit_interval}"
         return f"--exit-duration-in-mins {minutes}" if some_over else None
 
-    def _agree(self, mine: list[int], dims: ParallelDims) -> list[int]:
-        """The largest of each number over all ranks; on CUDA of those that the last call was given."""
+    def _agree(self, mine: list[int], dims: ParallelDims, *, at_once: bool) -> list[int]:
+        """The largest of each number over all ranks; on CUDA, if not `at_once`, of those of the last call."""
         if dims.world.size == 1:
             return mine
-        if dims.mesh.device_type != "cuda":
-            return dims.world.max_(torch.tensor(mine, dtype=torch.int32)).tolist()
+        if at_once or dims.mesh.device_type != "cuda":
+            return dims.world.max_(torch.tensor(mine, dtype=torch.int32, device=dims.mesh.device_type)).tolist()
         largest = dims.world.max_(torch.tensor(mine, dtype=torch.int32).pin_memory().to("cuda", non_blocking=True))
         before, self._agreed = self._agreed, HostCopy(largest)
         return [0] * len(mine) if before is None else [int(number) for number in before.wait()]

@@ -49,6 +49,7 @@ from megazpp.zero.sharding import Sharding
 from megazpp.zero.units import Unit, find_units
 from megazpp.zero.wire import Codec
 
+CHOSEN = ("diloco_outer_lr", "diloco_outer_momentum")  # flags whose defaults depend on the run
 FEWEST = 200  # synchronizations, from which on outer momentum is chosen
 
 
