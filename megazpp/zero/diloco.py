@@ -364,6 +364,7 @@ class DiLoCo:
         precision: of the model.
     Attributes:
         plan: as given.
+        units: in the order of `find_units`.
         fragments: the units of each.
         merge_at: of each fragment the iteration at which its messages have arrived; 0 where none are under way.
         synchronizations: of fragments, started by this process.
@@ -374,17 +375,18 @@ class DiLoCo:
         sharding.free_gathered()
         units = find_units(sharding.model, dims)
         device = next(sharding.model.parameters()).device
-        self._units = []
+        self.units = []
         for unit in units:
             shapes = [tuple(shard.shape) for shard in unit.shards()]
             queue = dims.island.queue
             outer = OuterUnit(unit, shapes, dims.island, plan=plan, precision=precision, queue=queue)
             outer.allocate(device)
             outer.begin()
-            self._units.append(outer)
-        self.fragments = [self._units[part :: plan.fragments] for part in range(plan.fragments)]
+            self.units.append(outer)
+        self.fragments = [self.units[part :: plan.fragments] for part in range(plan.fragments)]
         self.merge_at = [0] * plan.fragments
         self._tokens = torch.zeros(plan.fragments, dtype=torch.float64, device=device)  # since each last sent
+        self._told: dict[int, torch.Tensor] = {}  # those that were sent last, which live until that is over
         self._mesh = _mesh_of_all(dims)
         self.synchronizations = 0
 
@@ -435,7 +437,7 @@ class DiLoCo:
     def compile_kernels(self, device: torch.device) -> None:
         """Compile the kernels of the messages for `device` now, and not at the first synchronization."""
         if device.type == "cuda":
-            one_of_each = {unit.kind: unit for unit in self._units}
+            one_of_each = {unit.kind: unit for unit in self.units}
             with torch.no_grad():
                 for unit in one_of_each.values():
                     unit.rehearse(device)
@@ -444,12 +446,12 @@ class DiLoCo:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The outer weights themselves by parameter, DTensors over all ranks; call while the parameters are shards."""
-        return {name: weight for unit in self._units for name, weight in self._as_owned(unit, unit.outer)}
+        return {name: weight for unit in self.units for name, weight in self._as_owned(unit, unit.outer)}
 
     def common(self) -> dict[str, torch.Tensor]:
         """A copy of R by parameter, sharded like it, the same on all islands."""
         found: dict[str, torch.Tensor] = {}
-        for unit in self._units:
+        for unit in self.units:
             shards = [torch.empty_like(shard) for shard in unit.unit.shards()]
             with torch.no_grad():
                 for row, shard in unit.pairs(unit.rows, shards):
@@ -461,7 +463,7 @@ class DiLoCo:
         """The outer momentum by parameter, like `weights`; {} where there is none."""
         return {
             name: moment
-            for unit in self._units
+            for unit in self.units
             if unit.momentum is not None
             for name, moment in self._as_owned(unit, unit.momentum)
         }
@@ -473,7 +475,7 @@ class DiLoCo:
     def error_feedback(self) -> dict[str, torch.Tensor]:
         """This rank's buffers of error feedback, by name."""
         found = {}
-        for unit in self._units:
+        for unit in self.units:
             unit.wait()
             if unit.errors is not None:
                 found[f"outer.{unit.unit.key}"] = unit.errors.messages
@@ -497,27 +499,25 @@ class DiLoCo:
                 assert common is not None
                 self.merge_at = [int(due) for due in counts[0].tolist()]
                 self._tokens.copy_(counts[1])
-                for unit in self._units:
+                for unit in self.units:
                     shards = [_local(common[p.name]) for p in unit.unit.parameters]
                     for row, shard in unit.pairs(unit.rows.zero_(), shards):
                         row.copy_(shard)
             else:
-                for unit in self._units:
+                for unit in self.units:
                     unit.spread()
                     unit.merge(0.0)
         return same
 
     def _send(self, fragment: int) -> None:
         """Start the messages of a fragment; the mean is weighted by the tokens since it was last sent."""
-        plan, islands = self.plan, self._axis.size
-        tokens = self._tokens[fragment].clone()
-        nominal = plan.tokens * islands
-        total = self._axis.queue.submit(
-            lambda: (nominal / self._axis.all_reduce_(tokens.clone()).clamp(min=1.0)).float()
-        )
+        nominal = self.plan.tokens * self._axis.size
+        tokens = self._told[fragment] = self._tokens[fragment].clone()
+        weight = (tokens / nominal).float()
+        correction = self._axis.queue.submit(lambda: (nominal / self._axis.all_reduce_(tokens).clamp(min=1.0)).float())
         with torch.no_grad():
             for unit in self.fragments[fragment]:
-                unit.send((tokens / nominal).float(), total)
+                unit.send(weight, correction)
         self._tokens[fragment] = 0.0
         self.synchronizations += 1
 
@@ -530,7 +530,7 @@ class DiLoCo:
     def _swap(self) -> None:
         self._sharding.free_gathered()
         with torch.no_grad():
-            for unit in self._units:
+            for unit in self.units:
                 unit.swap()
 
     def _as_owned(self, unit: OuterUnit, owned: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers.training import CPU, Case, build_step
+from helpers.training import CPU, Case, build_diloco, build_step
 from torch.distributed.tensor import DTensor
 
 from megazpp.checkpoint.checkpoints import Checkpoints
@@ -57,7 +57,8 @@ class Attempt:
         self.step, self.dims = build_step(case)
         self.lines: list[str] = []
         parts = (self.step.model, self.step.sharding, self.step.optimizer, self.step.scaler, self.dims)
-        self.state = TrainState(*parts, seed=case.seed)
+        self.diloco = build_diloco(case, self.step, self.dims)
+        self.state = TrainState(*parts, seed=case.seed, diloco=self.diloco)
         self.checkpoints = Checkpoints(job.config, self.state, template(job), shared_axis(self.dims), self.lines.append)
 
     def load(self, *, restarted: bool = False) -> TrainingProgress:
@@ -76,6 +77,9 @@ class Attempt:
             batches = [case.batch(index, first, size) for first in firsts]
             result = self.step(batches, learning_rate=case.learning_rate, weight_decay=0.01)
             results.append((result.loss, result.grad_norm))
+            if self.diloco is not None:
+                self.diloco.count(sum(batch.loss_mask.sum() for batch in batches) * self.dims.shard.size)
+                self.diloco.after_step(index + 1)
             random.random(), np.random.rand()
             done = case.global_batch * (index + 1)
             progress = progress._replace(iteration=index + 1, consumed_samples=done, scheduled_samples=done)

@@ -23,6 +23,7 @@ from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec, build_model
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import ZeroConfig
+from megazpp.zero.diloco import DiLoCo, DilocoConfig, plan_diloco
 from megazpp.zero.precision import PrecisionConfig
 
 EOD = 3
@@ -82,6 +83,11 @@ class Case:
     zero: ZeroConfig | None = None
     float8: Float8Format | None = None  # emulated
     scalar_head: bool = False
+    diloco: DilocoConfig = field(default_factory=DilocoConfig)
+
+    @property
+    def islands(self) -> int:
+        return 1 if self.diloco.diloco_steps is None else self.diloco.diloco_islands or self.nodes
 
     @property
     def product(self) -> Product | None:
@@ -132,7 +138,7 @@ def dims_on_ranks(case: Case) -> ParallelDims:
     world = torch.distributed.get_world_size()
     cluster = Cluster(num_nodes=case.nodes, ranks_per_node=world // case.nodes, order=case.order)
     config = ParallelConfig(tensor_model_parallel_size=case.tp, num_distributed_optimizer_instances=case.replicas)
-    dims = ParallelDims(plan_dims(config, cluster, zero_stage=case.stage), device_type="cpu")
+    dims = ParallelDims(plan_dims(config, cluster, zero_stage=case.stage, islands=case.islands), device_type="cpu")
     seed_everything(case.seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
     return dims
 
@@ -160,6 +166,19 @@ def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:
     optimizer = build_optimizer(list(model.named_parameters()), OptimizerConfig(), CPU)
     scaler = build_loss_scaler(LossScaleConfig(initial_loss_scale=2.0**12), fp16=case.precision.fp16)
     return TrainStep(model, sharding, optimizer, scaler, dims, clip_grad=CLIP), dims
+
+
+def build_diloco(case: Case, step: TrainStep, dims: ParallelDims) -> DiLoCo | None:
+    """The islands of a model; None where every step is synchronized."""
+    assert case.model.num_layers is not None
+    plan = plan_diloco(
+        case.diloco,
+        case.zero or ZeroConfig(),
+        iterations=case.steps,
+        num_layers=case.model.num_layers,
+        tokens_per_step=case.global_batch * case.seq_length / case.islands,
+    )
+    return None if plan is None else DiLoCo(step.sharding, dims, plan, case.precision)
 
 
 def train_on_ranks(case: Case) -> dict[str, Any]:

@@ -96,7 +96,9 @@ def test_peers_are_as_near_as_the_cluster_allows(layout: Layout):
         if cluster.ranks_per_domain % layout.tp == 0:
             assert {cluster.domain_of(peer) for peer in tp} == {cluster.domain_of(rank)}
         assert len({cluster.local_domain_of(peer) for peer in tp}) == -(-layout.tp // cluster.local_domain_size)
-        assert {cluster.local_domain_of(peer) for peer in layout.axis_ranks("local", rank)} == {cluster.local_domain_of(rank)}
+        assert {cluster.local_domain_of(peer) for peer in layout.axis_ranks("local", rank)} == {
+            cluster.local_domain_of(rank)
+        }
         across = layout.axis_ranks("cross", rank)
         assert len({cluster.local_domain_of(peer) for peer in across}) == len(across)
         assert len({cluster.position_of(peer) % cluster.local_domain_size for peer in across}) == 1

@@ -124,18 +124,17 @@ class Islands:
             The fragments that were sent.
         """
         settings, sent = self.settings, []
-        keep = 0.0 if last else settings.keep
         for index, counted in enumerate(self._tokens):
             self._tokens[index] = [before + new for before, new in zip(counted, tokens, strict=True)]
             due = self._merge_at[index]
             if due is not None and (last or due == iteration):
-                self._merge(index, keep)
+                self._merge(index, settings.keep)
             if last or settings.sends(index, len(self.fragments), iteration):
                 self._send(index)
                 sent.append(index)
                 self._merge_at[index] = iteration + settings.delay
                 if last or settings.delay == 0:
-                    self._merge(index, keep)
+                    self._merge(index, 0.0 if last else settings.keep)
         return sent
 
     def continued_by(self, models: Sequence[nn.Module]) -> Islands:
