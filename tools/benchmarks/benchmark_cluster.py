@@ -2,13 +2,15 @@
 
     python tools/benchmarks/benchmark_cluster.py --out runs/cluster                 2 nodes x 4 ranks, all rates, k = 1
     python tools/benchmarks/benchmark_cluster.py --out runs/cluster --rates 100mbit --micro-batches 8 --samples 3
+    python tools/benchmarks/benchmark_cluster.py --out runs/islands --variants zero3 diloco-10 --rates 100mbit unlimited
     python tools/benchmarks/benchmark_cluster.py --out runs/local --local --samples 20  for CPU seconds per token
 
 One set of rank processes holds the models of all variants and runs their steps in turn, so that whatever else the
-machine does falls on all of them; medians count, and ratios are medians of ratios within a round. Rates change between
-rounds, under the running processes. Bytes are read from the interfaces and compared with our own counters. Samples are
-written after every round to --out/samples.json, from which the same command goes on when it was interrupted, and from
-which the tables and the plot are made. Needs root and iproute2, except with --local.
+machine does falls on all of them; medians count, and ratios are medians of ratios within a round, which has all rates.
+Rates change under the running processes. What is measured of local steps is a whole cycle, from one synchronization
+between islands to the next, and reported per step. Bytes are read from the interfaces and compared with our own
+counters. Samples are written after every round to --out/samples.json, from which the same command goes on when it was
+interrupted, and from which the tables and the plot are made. Needs root and iproute2, except with --local.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ SHAPE = (
 
 
 class BenchmarkCase(NamedTuple):
-    """What a round measures: every variant once."""
+    """What is measured in every round: every variant once."""
 
     tp: int
     micro_batches: int
@@ -110,7 +112,7 @@ class Driver:
             self._job.stop()
 
     def step(self, variant: str, micro_batches: int) -> dict[str, Any]:
-        """Have all ranks run one optimizer step."""
+        """Have all ranks run one optimizer step or cycle."""
         self._pipe.send((variant, micro_batches))
         return self.receive()
 
@@ -134,7 +136,7 @@ def measure(args: argparse.Namespace, results: Results) -> None:
     with cluster or contextlib.nullcontext():
         for tp in args.tp:
             cases = [BenchmarkCase(tp, *rest) for rest in itertools.product(args.micro_batches, rates)]
-            rounds = [(case, index) for case in cases for index in range(args.samples)]
+            rounds = [(case, index) for index in range(args.samples) for case in cases]
             rounds = [r for r in rounds if results.missing(*r, args.variants)]
             if not rounds:
                 continue
@@ -164,7 +166,8 @@ def run_round(
         before = cluster.uplink_bytes() if cluster else []
         answer = driver.step(name, case.micro_batches)
         after = cluster.uplink_bytes() if cluster else []
-        uplinks = [now.sent - then.sent for now, then in zip(after, before, strict=True)]
+        steps = VARIANTS[name].steps
+        uplinks = [(now.sent - then.sent) // steps for now, then in zip(after, before, strict=True)]
         results.samples.append(Sample(*case, round=index, variant=name, uplink_bytes=uplinks, **answer))
         say(
             f"tp {case.tp}, k {case.micro_batches}, {case.rate}, round {index + 1}: {name} {answer['seconds']:.2f} s, "
@@ -188,7 +191,8 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1], help="micro-batches per optimizer step")
     parser.add_argument("--tp", type=int, nargs="+", default=[1], help="tensor-parallel degrees")
     parser.add_argument("--samples", type=int, default=5, help="rounds per rate and number of micro-batches")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), help="what to compare")
+    default = [name for name, variant in VARIANTS.items() if variant.steps == 1]
+    parser.add_argument("--variants", nargs="+", default=default, choices=list(VARIANTS), help="what to compare")
     parser.add_argument("--hidden-size", type=int, default=512, help="width of the model")
     parser.add_argument("--num-layers", type=int, default=8, help="layers of the model")
     parser.add_argument("--vocab-size", type=int, default=512, help="tokens that the model knows")
@@ -198,6 +202,11 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.rollout_tokens < 0:
         raise ValueError(f"--rollout-tokens {args.rollout_tokens} is negative")
+    local = [name for name in args.variants if VARIANTS[name].steps > 1]
+    if args.rollout_tokens and local:
+        raise ValueError(f"--rollout-tokens {args.rollout_tokens} is of single steps: leave out {' '.join(local)}")
+    if args.nodes == 1 and local:
+        raise ValueError(f"--nodes 1 has no islands: leave out {' '.join(local)}")
     for rate in args.rates:
         parse_rate(rate)
     for name in (*SHAPE[:-1], "samples"):

@@ -1,9 +1,11 @@
 """One rank of benchmark_cluster.py: holds the models of all variants and runs a step of whichever it is told.
 
 Rank 0 takes orders from the benchmark through a pipe and passes them on; every order is one optimizer step, timed
-between two barriers. Everything is the product's own (`build_model`, `TrainStep`) but two baselines: plain FSDP2, and
-a ring in place of gloo's reduce-scatter, with which ZeRO-3 would put 3.5 instead of 2.6 model sizes on an uplink of two
-nodes x 4 ranks. That is gloo's doing, not ZeRO-3's, and would flatter what is compared with it.
+between two barriers, or with local steps a whole cycle of them: H steps, of which the first follows a merge and the
+last ends with the next, so that nothing is under way when another variant's turn comes. Everything is the product's own
+(`build_model`, `TrainStep`) but two baselines: plain FSDP2, and a ring in place of gloo's reduce-scatter, with which
+ZeRO-3 would put 3.5 instead of 2.6 model sizes on an uplink of two nodes x 4 ranks. That is gloo's doing, not ZeRO-3's,
+and would flatter what is compared with it.
 
 Weights and gradients are bf16 on every wire where a variant does not quantize them; the shards are fp32.
 """
@@ -38,10 +40,12 @@ from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.worker import Worker, run_worker, seed_everything
 from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_
 from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import Layout
 from megazpp.training.metrics import cpu_seconds
 from megazpp.training.setup import Built, ModelSpec, build_model
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import ZeroConfig
+from megazpp.zero.diloco import DiLoCo, DilocoConfig, plan_diloco
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import Sharding, materialize
 from megazpp.zero.units import find_units
@@ -49,6 +53,7 @@ from megazpp.zero.units import find_units
 SEED, LEARNING_RATE = 1234, 1e-4
 TIMEOUT_MINUTES = 60  # a step of 8 micro-batches takes minutes on the slowest links
 PRECISION = PrecisionConfig(bf16=True, grad_reduce_in_bf16=True)
+LONG = 10**6  # iterations of the run that a variant with local steps pretends to be part of
 
 
 class Variant(NamedTuple):
@@ -59,12 +64,25 @@ class Variant(NamedTuple):
         zero: None for FSDP2 as it is.
         hsdp: one sharded copy of the model per node.
         per_token: completions are drawn without keeping the gathered weights from token to token.
+        local: local steps, an island per node; by default every step is synchronized.
     """
 
     label: str
     zero: ZeroConfig | None
     hsdp: bool = False
     per_token: bool = False
+    local: DilocoConfig = DilocoConfig()
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps from one synchronization to the next."""
+        return self.local.diloco_steps or 1
+
+
+def local_steps(steps: int, delay: int) -> Variant:
+    """ZeRO-3 on every node, and outer momentum, whose state is the largest."""
+    config = DilocoConfig(diloco_steps=steps, diloco_delay=delay, diloco_outer_momentum=0.9)
+    return Variant(f"local steps, H = {steps}" + (f", delay {delay}" if delay else ""), ZeroConfig(), local=config)
 
 
 VARIANTS = {
@@ -84,6 +102,10 @@ VARIANTS = {
     "weights-8-4": Variant("weights 8 4", ZeroConfig(zeropp=True, zero_weight_bits=(8, 4))),
     "weights-16-4": Variant("weights 16 4", ZeroConfig(zeropp=True, zero_weight_bits=(16, 4))),
     "weights-16-2": Variant("weights 16 2", ZeroConfig(zeropp=True, zero_weight_bits=(16, 2))),
+    "diloco-10": local_steps(10, 0),
+    "diloco-10-delay": local_steps(10, 2),
+    "diloco-50": local_steps(50, 0),
+    "diloco-50-delay": local_steps(50, 10),
 }
 
 
@@ -172,8 +194,10 @@ class Bench:
     def __init__(self, settings: BenchmarkSettings) -> None:
         cluster = Cluster(num_nodes=settings.nodes, ranks_per_node=settings.ranks_per_node)
         self.settings, self.cluster = settings, cluster
-        self._dims: dict[bool, ParallelDims] = {}
+        self._dims: dict[Layout, ParallelDims] = {}
         self._steps = {name: self._build(VARIANTS[name]) for name in settings.variants}
+        self._islands = {name: self._split(VARIANTS[name], self._steps[name]) for name in settings.variants}
+        self._iterations = {name: VARIANTS[name].local.diloco_delay for name in settings.variants}
         self.num_parameters = sum(p.numel() for p in next(iter(self._steps.values())).model.parameters())
         some_dims = next(iter(self._dims.values()))
         generator = torch.Generator().manual_seed(SEED + some_dims.data_rank)
@@ -182,11 +206,12 @@ class Bench:
         self.world = some_dims.world
 
     def run(self, variant: str, micro_batches: int) -> dict[str, Any]:
-        """A rollout, if there are any, and one optimizer step of one variant on all ranks.
+        """A rollout, if there are any, and one optimizer step or cycle of one variant on all ranks.
 
         Returns:
-            rollout_seconds and rollout_cross_bytes, 0 and None without one; seconds of the step between two barriers;
-            cpu_seconds of all ranks together and cross_bytes, per node as our counters have it, of both; the loss.
+            rollout_seconds and rollout_cross_bytes, 0 and None without one; seconds per step between two barriers;
+            cpu_seconds of all ranks together and cross_bytes, per node as our counters have it, of both, per step; the
+            last loss.
         """
         before = self._counted()
         dist.barrier()
@@ -198,11 +223,26 @@ class Bench:
             seconds = time.perf_counter() - started
             rollout = {"rollout_seconds": seconds, "rollout_cross_bytes": self._per_node(before)[1]}
             started = time.perf_counter()
-        result = self._steps[variant]([self._batch] * micro_batches, learning_rate=LEARNING_RATE, weight_decay=0.0)
+        steps = VARIANTS[variant].steps
+        for _ in range(steps):
+            loss = self._step(variant, micro_batches)
         dist.barrier()
-        seconds = time.perf_counter() - started
+        seconds = (time.perf_counter() - started) / steps
         cpu, sent = self._per_node(before)
-        return {"seconds": seconds, "cpu_seconds": sum(cpu), "cross_bytes": sent, "loss": result.loss, **rollout}
+        of_steps = {"cpu_seconds": sum(cpu) / steps, "cross_bytes": [all_sent // steps for all_sent in sent]}
+        return {"seconds": seconds, "loss": loss, **of_steps, **rollout}
+
+    def _step(self, variant: str, micro_batches: int) -> float:
+        """One optimizer step, and what islands do after it; returns the loss."""
+        step, islands = self._steps[variant], self._islands[variant]
+        batches = [self._batch] * micro_batches
+        loss = step(batches, learning_rate=LEARNING_RATE, weight_decay=0.0).loss
+        if islands is not None:
+            self._iterations[variant] += 1
+            tokens = torch.tensor(self._batch.tokens.numel() * micro_batches * step.dims.shard.size)
+            islands.count(tokens.double())
+            islands.after_step(self._iterations[variant])
+        return loss
 
     def _draw(self, variant: str, micro_batches: int) -> None:
         """A completion of one random token for each of this rank's samples of a step."""
@@ -230,12 +270,13 @@ class Bench:
 
     def _build(self, variant: Variant) -> TrainStep:
         settings, cpu = self.settings, torch.device("cpu")
-        if variant.hsdp not in self._dims:
-            config = ParallelConfig(tensor_model_parallel_size=settings.tp, hsdp=variant.hsdp)
-            made = ParallelDims(plan_dims(config, self.cluster, zero_stage=3), device_type="cpu")
-            use_ring_(made)
-            self._dims[variant.hsdp] = made
-        dims = self._dims[variant.hsdp]
+        config = ParallelConfig(tensor_model_parallel_size=settings.tp, hsdp=variant.hsdp)
+        islands = 1 if variant.local.diloco_steps is None else settings.nodes
+        layout = plan_dims(config, self.cluster, zero_stage=3, islands=islands)
+        if layout not in self._dims:
+            self._dims[layout] = ParallelDims(layout, device_type="cpu")
+            use_ring_(self._dims[layout])
+        dims = self._dims[layout]
         seed_everything(SEED, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
         if variant.zero is None:
             built = build_plain(settings, dims)
@@ -245,6 +286,14 @@ class Bench:
             built = build_model(spec, dims, cpu)
         optimizer = build_optimizer(list(built.model.named_parameters()), OptimizerConfig(), cpu)
         return TrainStep(*built, optimizer, build_loss_scaler(LossScaleConfig(), fp16=False), dims, clip_grad=1.0)
+
+    def _split(self, variant: Variant, step: TrainStep) -> DiLoCo | None:
+        """The islands of a variant with local steps."""
+        settings = self.settings
+        tokens = step.dims.shard.size * settings.micro_batch_size * settings.seq_length
+        options = {"num_layers": settings.num_layers, "tokens_per_step": tokens}
+        plan = plan_diloco(variant.local, ZeroConfig(), iterations=LONG, **options)
+        return None if plan is None else DiLoCo(step.sharding, step.dims, plan, PRECISION)
 
 
 def build_plain(settings: BenchmarkSettings, dims: ParallelDims) -> Built:

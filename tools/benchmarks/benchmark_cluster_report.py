@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from emulate_cluster import parse_rate
+from emulate_cluster import UNLIMITED, parse_rate
 
 from megazpp.formatting import MEGA
 
@@ -16,7 +16,7 @@ NONE = "-"
 
 
 class Sample(NamedTuple):
-    """One optimizer step.
+    """One optimizer step; with local steps the mean of a cycle of them, but for the loss.
 
     Attributes:
         tp, micro_batches, rate, round, variant: which.
@@ -70,6 +70,9 @@ def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int,
         names = [name for name in labels if any(s.variant == name for s in part)]
         text += ["", f"### {_title(tp, k)}", ""]
         text += _speed_table(part, names, labels, "seconds")
+        if len(_rates(part)) > 1 and UNLIMITED in _rates(part):
+            text += ["", "Share of the tokens per second without a limit, median over rounds:", ""]
+            text += _share_table(part, names, labels)
         if any(s.rollout_seconds for s in part):
             text += ["", "Drawing the completions:", "", *_speed_table(part, names, labels, "rollout_seconds")]
             text += ["", "Both together:", "", *_speed_table(part, names, labels, "update_seconds")]
@@ -86,7 +89,7 @@ def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int,
 
 
 def paired_ratio(samples: Iterable[Sample], over: str, under: str, field: str) -> float | None:
-    """The median over rounds of one variant's `field` over another's; None where no round has both."""
+    """The median over rounds of one variant's `field` over another's at the same rate; None where no round has both."""
     values: dict[str, dict[tuple[int, int, str, int], float]] = {over: {}, under: {}}
     for s in samples:
         if s.variant in values:
@@ -142,6 +145,20 @@ def _speed_table(samples: list[Sample], names: list[str], labels: Mapping[str, s
         most = max(sum(s.variant == name for s in here) for name in names)
         rows.append([rate, *cells, str(most)])
     return _markdown(["uplink", *(labels[name] for name in names), "rounds"], rows)
+
+
+def _share_table(samples: list[Sample], names: list[str], labels: Mapping[str, str]) -> list[str]:
+    """What the links leave of each variant's speed."""
+    seconds = {(s.variant, s.rate, s.round): s.seconds for s in samples}
+    rows = []
+    for rate in _rates(samples)[:-1]:
+        cells = []
+        for name in names:
+            rounds = {i for (n, r, i) in seconds if (n, r) == (name, rate) and (name, UNLIMITED, i) in seconds}
+            shares = [seconds[name, UNLIMITED, i] / seconds[name, rate, i] for i in rounds]
+            cells.append(f"{statistics.median(shares):.3f}" if shares else NONE)
+        rows.append([rate, *cells])
+    return _markdown(["uplink", *(labels[name] for name in names)], rows)
 
 
 def _bytes_table(samples: list[Sample], names: list[str], labels: Mapping[str, str], parameters: int) -> list[str]:

@@ -33,6 +33,8 @@ VARIANTS = {
     "--zeropp, weights 8 4": ["--zeropp", "--zero-weight-bits", "8", "4"],
     "--zeropp, weights 16 4": ["--zeropp", "--zero-weight-bits", "16", "4"],
     "--zeropp, weights 16 2": ["--zeropp", "--zero-weight-bits", "16", "2"],
+    "local steps, H = 10": ["--diloco-steps", "10"],
+    "local steps, H = 30": ["--diloco-steps", "30"],
 }
 
 
@@ -63,11 +65,14 @@ def train(folder: Path, flags: list[str]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Mean training loss of the last steps, validation loss, MB between nodes per step, CPU seconds per token."""
+    """Mean training loss of the last steps, validation loss, MB between nodes per step, CPU seconds per token.
+
+    With local steps training losses are those of one island's own weights, which compare with nothing: they are None.
+    """
     summary = json.loads((folder / "summary.json").read_text())
     losses = [json.loads(line)["lm_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
-        "train": statistics.mean(losses[-LAST_STEPS:]),
+        "train": None if "synchronizations" in summary else statistics.mean(losses[-LAST_STEPS:]),
         "valid": summary["validation_loss"],
         "cross": summary["cross_bytes_per_step"] / 1e6,
         "cpu": summary["cpu_seconds_per_token"],
@@ -84,8 +89,9 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     for name, runs in results.items():
         differences = [run["valid"] - base["valid"] for run, base in zip(runs, baseline, strict=True)]
         valid = statistics.mean(run["valid"] for run in runs)
+        train = "-" if runs[0]["train"] is None else f"{statistics.mean(run['train'] for run in runs):.4f}"
         lines.append(
-            f"| {name} | {statistics.mean(run['train'] for run in runs):.4f} | {valid:.4f} "
+            f"| {name} | {train} | {valid:.4f} "
             f"| {mean_and_error(differences)} ({100 * statistics.mean(differences) / valid:+.2f} %) "
             f"| {statistics.mean(run['cross'] for run in runs):.3f} |"
         )

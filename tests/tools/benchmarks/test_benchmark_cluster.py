@@ -65,6 +65,25 @@ def test_the_table_compares_interface_bytes_with_our_counters():
     assert "| FSDP2 | 0.007 | 3.500 | - | - |" in lines  # our counters do not see FSDP2's own collectives
 
 
+def test_the_table_shows_what_links_leave_of_the_speed_without_a_limit():
+    rounds = {"zero3": ((4.0, 1.0), (9.0, 3.0), (5.0, 1.0)), "zeropp": ((2.0, 1.5), (4.0, 3.0), (8.0, 6.4))}
+    samples = [
+        sample(name, seconds, rate=rate, index=index)
+        for name, pairs in rounds.items()
+        for index, pair in enumerate(pairs)
+        for rate, seconds in zip(("20mbit", "unlimited"), pair, strict=True)
+    ]
+    samples.append(sample("fsdp2", 1.0, rate="20mbit"))
+    lines = tables(samples, SHAPE_OF_TWO, 1000, LABELS).splitlines()
+    start = lines.index("Share of the tokens per second without a limit, median over rounds:")
+    assert lines[start + 2 : start + 6] == [
+        "| uplink | FSDP2 | ZeRO-3 | --zeropp |",
+        "| --- | --- | --- | --- |",
+        "| 20mbit | - | 0.250 | 0.750 |",
+        "",
+    ]
+
+
 def test_cpu_time_is_per_token_of_all_ranks_and_shown_where_no_link_is_waited_for():
     samples = [sample(name, 1.0, rate=LOCAL, cpu_seconds=cpu) for name, cpu in (("zero3", 2.0), ("zeropp", 2.4))]
     lines = tables(samples, SHAPE_OF_TWO, 1000, LABELS).splitlines()
@@ -101,6 +120,11 @@ def test_samples_of_another_model_are_not_mixed_in(tmp_path: Path):
         ("--tp 3", "--tp 3 does not divide --ranks-per-node 4"),
         ("--samples 0", "--samples 0 is not positive"),
         ("--micro-batches 1 0", "--micro-batches 0 is not positive"),
+        (
+            "--rollout-tokens 4 --variants zero3 diloco-10",
+            "--rollout-tokens 4 is of single steps: leave out diloco-10",
+        ),
+        ("--nodes 1 --variants zero3 diloco-10", "--nodes 1 has no islands: leave out diloco-10"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(flags: str, message: str):
@@ -148,7 +172,7 @@ def test_all_variants_train_alike_on_emulated_nodes_of_one_machine(tmp_path: Pat
     code, output = run_program(*command, folder=tmp_path)
     assert code == 0, output
     samples = [Sample(**s) for s in json.loads((tmp_path / "out" / "samples.json").read_text())["samples"]]
-    assert [s.variant for s in samples] == list(VARIANTS)
+    assert [s.variant for s in samples] == [name for name, variant in VARIANTS.items() if variant.steps == 1]
     losses = {s.variant: s.loss for s in samples}
     # every variant has made one step before; bf16 and 4-bit gradients move the second loss by less than a step does
     rough = losses.pop("weights-16-2")
@@ -157,6 +181,26 @@ def test_all_variants_train_alike_on_emulated_nodes_of_one_machine(tmp_path: Pat
     cross = {s.variant: s.cross_bytes[0] for s in samples}
     assert cross["zeropp"] == cross["zeropp-overlap"] < cross["hsdp"] < cross["qgz"] < cross["zero3"]
     assert "| --zeropp |" in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_local_steps_are_measured_by_the_cycle_with_or_without_a_delay(tmp_path: Path):
+    flags = "--local --nodes 2 --ranks-per-node 2 --hidden-size 64 --num-layers 1 --vocab-size 64 --seq-length 8"
+    names = ["zero3", "diloco-10", "diloco-10-delay"]
+    out = tmp_path / "out"
+    command = [TOOL, "--out", str(out), *flags.split(), "--samples", "2", "--variants", *names]
+    code, output = run_program(*command, folder=tmp_path)
+    assert code == 0, output
+    results = json.loads((out / "samples.json").read_text())
+    samples = [Sample(**s) for s in results["samples"]]
+    assert [s.variant for s in samples] == [*names, *names]
+    cross = {(s.variant, s.round): s.cross_bytes for s in samples}
+    # a cycle sends all that a synchronization does, and nothing of it is left to the next one's
+    assert len({tuple(sent) for (name, _), sent in cross.items() if name != "zero3"}) == 1
+    message = results["parameters"] / 2 * (1 / 2 + 1 / 2)  # 4 bits, half of them to the other island, and back
+    assert message < 10 * cross["diloco-10", 0][0] < 1.5 * message  # scales, and norms and biases in 16 and 32 bits
+    last = {s.variant: s.loss for s in samples}
+    assert last["diloco-10"] < last["zero3"] - 0.01  # 30 steps have been taken, not 3
+    assert abs(last["diloco-10"] - last["diloco-10-delay"]) < 0.1 * (last["zero3"] - last["diloco-10"])
 
 
 def test_what_a_rollout_sends_depends_on_its_length_only_where_weights_are_gathered_per_token(tmp_path: Path):
