@@ -27,7 +27,7 @@ class Met(NamedTuple):
         met: the steps after which islands had waited for each other.
         inner_losses: that the step records of these say.
         losses: of its own island.
-        asked: calls between islands or over all ranks, in steps after which they did not meet and nothing was under way.
+        asked: calls between islands or over all ranks, in steps with nothing under way after which they did not meet.
         weights: a number for the weights of this island after each step.
         error: that ended it.
         stopped: why training stopped, by step.
