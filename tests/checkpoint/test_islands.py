@@ -107,7 +107,22 @@ def test_other_fragments_begin_at_the_outer_weights(tmp_path: Path):
         loaded = result["loaded"]
         assert part(loaded, "model.") == part(first[0]["end"], "model.")
         assert part(loaded, f"island.{result['island']}.inner.") == part(loaded, "model.")
-    assert (
-        "note: islands begin at the outer weights: the checkpoint is of another --diloco-fragments"
-        in second[0]["lines"]
-    )
+    line = "note: islands begin at the outer weights: the checkpoint is of another --diloco-fragments"
+    assert line in second[0]["lines"]
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, {"tp": 2, "nodes": 2}), slow({"tp": 2, "nodes": 2}, {})])
+def test_as_many_islands_of_other_shapes_go_on_with_all_they_had(
+    tmp_path: Path, before: dict[str, int], after: dict[str, int]
+):
+    case, flags = Case(nodes=4), {"save": str(tmp_path)}
+    first = run(dataclasses.replace(case, **before), TWO, 4, **flags)
+    second = run(dataclasses.replace(case, **after), TWO, 4, load=str(tmp_path))
+    of_island = {result["island"]: result["end"] for result in first}
+    for result in second:
+        loaded, island = result["loaded"], result["island"]
+        for prefix in ("model.", "diloco.", f"island.{island}.inner.", f"island.{island}.counts"):
+            assert part(loaded, prefix) == part(of_island[island], prefix) != {}
+        assert moments(loaded, island) == moments(of_island[island], island)
+    notes = [line for line in second[0]["lines"] if "note:" in line]
+    assert len(notes) == 2  # error feedback and random generators are of a layout
