@@ -131,6 +131,17 @@ class DilocoPlan(NamedTuple):
         turn, rest = divmod(iteration, self.steps // self.fragments)
         return None if rest else (turn - 1) % self.fragments
 
+    def state_bytes(self, parameters: int, ranks: int, islands: int) -> int:
+        """What a rank keeps of a model whatever is computed: fp32 weights, gradients, two moments, R, outer states.
+
+        Args:
+            parameters: of a tensor-parallel rank.
+            ranks: over which an island shards them.
+        """
+        outer = (8 if self.outer_momentum else 4) / islands
+        feedback = 1 if self.feedback and self.gradients is not None else 0
+        return round(parameters / ranks * (16 + 4 + feedback + outer))
+
     def describe(self) -> str:
         """One line for the log."""
         parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""

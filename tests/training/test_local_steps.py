@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 import pytest
 from helpers.ranks import ranks
 from helpers.tiers import slow
-from helpers.training import Case, build_diloco, build_step
+from helpers.training import CPU, Case, build_diloco, build_step, spec_of
 from training.test_anomalies_not_finite import guarded, poison_gradient
 
 from megazpp.parallel.axis import MeshAxis
+from megazpp.training import setup
 from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.local_steps import LocalSteps
 from megazpp.training.objective import LanguageModelLoss
+from megazpp.training.setup import check_island_holds
 from megazpp.training.stopping import StopConditions, StopConfig
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.diloco import DilocoConfig
@@ -146,3 +148,24 @@ def test_what_every_rank_knows_stops_at_once():
     stops = StopConditions(StopConfig(exit_interval=4))
     dims: Any = None  # nobody is asked
     assert [stops.reason(i, dims, agree=False) for i in (3, 4)] == [None, "--exit-interval 4"]
+
+
+def check_against(available: int) -> str:
+    case = Case(nodes=2, tp=2, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9))
+    step, dims = build_step(case)
+    diloco = build_diloco(case, step, dims)
+    assert diloco is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "device_bytes", lambda device: available)
+        try:
+            check_island_holds(spec_of(case), dims, CPU, diloco.plan)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_a_model_whose_states_do_not_fit_an_island_is_refused():
+    enough = 12 << 10 << 10
+    assert set(ranks(4).run(check_against, enough)) == {""}
+    (message,) = set(ranks(4).run(check_against, enough // 100))
+    assert message.startswith("--diloco-steps 2: each of the 2 islands has a whole model on its 2 ranks, whose states")
