@@ -77,7 +77,7 @@ def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Bu
 
 
 def check_island_holds(spec: ModelSpec, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:
-    """Raises ValueError where the states of an island's model are larger than a rank's memory; on a CPU nobody knows."""
+    """Raises ValueError where the states of an island's model are larger than a GPU's memory; of a CPU nobody knows."""
     available = device_bytes(device)
     parameters = sum(parameter.numel() for parameter in model_on_meta(spec, dims, device).parameters())
     needed = plan.state_bytes(parameters, dims.shard.size, dims.island.size)
