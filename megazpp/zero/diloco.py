@@ -254,6 +254,11 @@ class OuterUnit:
         return self._errors
 
     @property
+    def sent_bytes(self) -> int:
+        """Of the outer gradients' messages, which are kept from `send` until the result is waited for."""
+        return self._axis.size * self._gradients.layout.message_bytes
+
+    @property
     def kind(self) -> tuple[MessageLayout, MessageLayout]:
         """A key of the compiled kernels."""
         return self._gradients.layout, self.common.codec.layout
@@ -352,6 +357,23 @@ class OuterUnit:
             self.outer.add_(self.momentum, alpha=-lr * mu)
         assert self.common.messages is not None
         self.common.take_in(self.common.messages, self.outer, keyframe=False)
+
+
+def send_fragment(units: Sequence[OuterUnit], axis: MeshAxis, plan: DilocoPlan, tokens: torch.Tensor) -> None:
+    """Start the messages of a fragment.
+
+    Args:
+        units: of the fragment.
+        axis: the islands.
+        tokens: that this island has seen since the fragment was last sent, its weight in the mean: a scalar, which the
+            sum over islands replaces, and which lives until that is over.
+    """
+    nominal = plan.tokens * axis.size
+    weight = (tokens / nominal).float()
+    correction = axis.queue.submit(lambda: (nominal / axis.all_reduce_(tokens).clamp(min=1.0)).float())
+    with torch.no_grad():
+        for unit in units:
+            unit.send(weight, correction)
 
 
 class DiLoCo:
@@ -510,14 +532,8 @@ class DiLoCo:
         return same
 
     def _send(self, fragment: int) -> None:
-        """Start the messages of a fragment; the mean is weighted by the tokens since it was last sent."""
-        nominal = self.plan.tokens * self._axis.size
         tokens = self._told[fragment] = self._tokens[fragment].clone()
-        weight = (tokens / nominal).float()
-        correction = self._axis.queue.submit(lambda: (nominal / self._axis.all_reduce_(tokens).clamp(min=1.0)).float())
-        with torch.no_grad():
-            for unit in self.fragments[fragment]:
-                unit.send(weight, correction)
+        send_fragment(self.fragments[fragment], self._axis, self.plan, tokens)
         self._tokens[fragment] = 0.0
         self.synchronizations += 1
 
