@@ -131,6 +131,11 @@ class DilocoPlan(NamedTuple):
         turn, rest = divmod(iteration, self.steps // self.fragments)
         return None if rest else (turn - 1) % self.fragments
 
+    @property
+    def hiding_steps(self) -> int:
+        """Steps under which the messages of a fragment travel, before those of the next one do."""
+        return min(self.delay, self.steps // self.fragments)
+
     def describe(self) -> str:
         """One line for the log."""
         parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""
@@ -409,7 +414,6 @@ class DiLoCo:
         self.merge_at = [0] * plan.fragments
         self._tokens = torch.zeros(plan.fragments, dtype=torch.float64, device=device)  # since each last sent
         self._told: dict[int, torch.Tensor] = {}  # those that were sent last, which live until that is over
-        self._mesh = _mesh_of_all(dims)
         self.synchronizations = 0
 
     def meets_at(self, iteration: int) -> bool:
@@ -463,6 +467,10 @@ class DiLoCo:
             with torch.no_grad():
                 for unit in one_of_each.values():
                     unit.rehearse(device)
+
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh:  # a dry run's fake tensors cannot make one
+        return _mesh_of_all(self._dims)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
