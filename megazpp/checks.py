@@ -84,7 +84,7 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
         raise ValueError("--loss-spike-action rewind needs --save")
     if config.optimizer.optimizer_backend == "apex":
         check_apex(device_type)
-    islands = _check_islands(config, cluster)
+    islands = check_islands(config, cluster)
     layout, wire, notices = check_model_config(config, cluster, device_type=device_type, islands=islands)
     batches = plan_batches(config.batches, data_parallel_size=layout.data)
     _check_observers(config, batches.total_iterations, cluster.world_size, device_type)
@@ -108,7 +108,7 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
     return RunPlan(layout, wire, batches, schedule, diloco, notices)
 
 
-def _check_islands(config: RunConfig, cluster: Cluster) -> int:
+def check_islands(config: RunConfig, cluster: Cluster) -> int:
     """How many islands there are; 1 where every step is synchronized."""
     diloco = config.diloco
     if diloco.diloco_steps is None:

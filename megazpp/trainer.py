@@ -51,7 +51,15 @@ from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.profiler import Profiler
 from megazpp.training.recorder import MetricsRecorder, Validation, zero3_traffic
 from megazpp.training.run_folder import RunFolder, default_run_dir
-from megazpp.training.setup import Built, ModelSpec, build_model, open_checkpoints, open_datasets, open_loader
+from megazpp.training.setup import (
+    Built,
+    ModelSpec,
+    build_model,
+    check_island_holds,
+    open_checkpoints,
+    open_datasets,
+    open_loader,
+)
 from megazpp.training.step import Loader, TrainStep, train
 from megazpp.training.step_timeline import StepRecorder, StepTimeline
 from megazpp.training.stopping import StopConditions
@@ -90,7 +98,8 @@ class Trainer:
         with user_errors():
             self.tokenizer = build_tokenizer(config.tokenizer, config.data, log=run.log)
             self.datasets = self.open_data()
-
+            if plan.diloco is not None:
+                check_island_holds(self.model_spec(), dims, run.device, plan.diloco)
             self.built = self.open_model()
         self.optimizer = build_optimizer(list(self.built.model.named_parameters()), config.optimizer, run.device)
         self.scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)

@@ -64,11 +64,12 @@ def runs(tmp_path: Path) -> Runs:
     return Runs(tmp_path)
 
 
+@pytest.mark.parametrize("islands", [(), ("--diloco-steps", "4", "--diloco-delay", "2")])
 def test_ranks_killed_at_random_moments_cost_nothing_but_the_steps_since_the_last_checkpoint(
-    runs: Runs, tmp_path_factory: pytest.TempPathFactory
+    runs: Runs, tmp_path_factory: pytest.TempPathFactory, islands: tuple[str, ...]
 ):
     """While starting and loading, in steps and in saves; every loss ever logged is that of a run without faults."""
-    length = (*OURS, "--train-iters", str(20 * KILLS))
+    length = (*OURS, *islands, "--train-iters", str(20 * KILLS))
     calm = Runs(tmp_path_factory.mktemp("calm"))
     reference = calm.start(*length)
     reference.wait_for(" iteration        1/")

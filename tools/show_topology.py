@@ -14,6 +14,7 @@ import argparse
 from pathlib import Path
 
 from megazpp.arguments import parse_run_config
+from megazpp.checks import check_islands
 from megazpp.parallel.dims import plan_dims
 from megazpp.program import flags_of, program
 from megazpp.topology.cluster import Cluster
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> None:
     args, run_flags = parser.parse_known_args(argv)
     config = parse_run_config(run_flags, ROOT, program="show_topology.py").config
     cluster = choose_cluster(args, config.cluster.cluster_file)
-    layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage)
+    layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, islands=check_islands(config, cluster))
     picture = topology_svg(layout, rank=args.rank)
     print(topology_text(layout))
     if args.svg is not None:

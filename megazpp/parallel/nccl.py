@@ -10,6 +10,7 @@ collectives; a step has none.
 | tp    | high priority | NCCL's   | the next matmul waits for it, several times per layer                          |
 | local | high priority | NCCL's   | just in time for the next layer                                                |
 | cross | normal        | flags'   | has a whole step's time; must not take SMs from matmuls for as long as it runs |
+| island| normal        | flags'   | the same, and the time of several steps                                        |
 | others| normal        | NCCL's   | plain ZeRO's ring over all data ranks, all-reduces between copies              |
 
 Where all data ranks share a local domain, the shard axis is the local one and is treated like it.
@@ -87,7 +88,7 @@ def axis_options(axis: str, layout: Layout, config: NcclConfig) -> Any:
         return None
     inside = axis in ("tp", "local") or (axis == "shard" and layout.cross == 1)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=inside and config.nccl_high_priority)
-    if axis == "cross":
+    if axis in ("cross", "island"):
         for name in ("min_ctas", "max_ctas", "cga_cluster_size"):
             value = getattr(config, f"nccl_cross_{name}")
             if value is not None:

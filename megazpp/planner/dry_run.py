@@ -2,6 +2,8 @@
 
 What runs is what trains: the mesh and its groups, the model, FSDP2 with our comms installed, and one optimizer step.
 Of many micro-batches a first, a middle and a last one are run: the others are like the middle one and count as it does.
+With --diloco-steps a synchronization of all fragments follows.
+
 Only two things are pretended. The process groups are torch's back end "fake", of any size in one process, which sends
 nothing; our axes count what they hand it as ever. And tensors have shapes and no memory (FakeTensorMode on top of the
 meta device, because FSDP2 refuses parameters that are on it), so a step of any model fits anywhere, and the values that
@@ -38,13 +40,21 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.memory import Memory
 from megazpp.planner.report import describe_plan
-from megazpp.planner.step import SIMULATED_MICRO_BATCHES, TrafficTable, extended, measure, traffic_between
+from megazpp.planner.step import (
+    SIMULATED_MICRO_BATCHES,
+    TrafficTable,
+    extended,
+    measure,
+    most_under_way,
+    traffic_between,
+)
 from megazpp.planner.trace import FLOAT8_ON_PAPER, FusedNorm
 from megazpp.planner.variants import changed, for_planning
 from megazpp.topology.cluster import Cluster
 from megazpp.training.objective import Objective
 from megazpp.training.setup import Built, ModelSpec, shard_on_meta
 from megazpp.training.step import TrainStep
+from megazpp.zero.diloco import DiLoCo
 from megazpp.zero.sharding import materialize
 
 CPU = torch.device("cpu")
@@ -65,12 +75,24 @@ class DryTask(NamedTuple):
     before_step: Callable[[], object] = lambda: None
 
 
+class Sent(NamedTuple):
+    """Calls and bytes of one rank, by (wire, axis, collective).
+
+    Attributes:
+        step: of an optimizer step.
+        synchronization: of one of all that islands have; {} without local steps.
+    """
+
+    step: TrafficTable
+    synchronization: TrafficTable
+
+
 class DryRun(NamedTuple):
-    """One optimizer step of one rank.
+    """One optimizer step of one rank, and with local steps a synchronization.
 
     Attributes:
         plan, rank, micro_batches: of the run, whose step, of the step.
-        planned, counted: calls and bytes of this rank, by (wire, axis, collective).
+        planned, counted: what this rank sends.
         memory: planned for this rank.
         live_bytes: of the tensors that live at the fullest moment, counted.
     """
@@ -78,8 +100,8 @@ class DryRun(NamedTuple):
     plan: RunPlan
     rank: int
     micro_batches: int
-    planned: TrafficTable
-    counted: TrafficTable
+    planned: Sent
+    counted: Sent
     memory: Counter[Memory]
     live_bytes: int
 
@@ -90,27 +112,37 @@ class DryRun(NamedTuple):
 
     def describe(self) -> str:
         """The plan, and both tables side by side."""
-        header = ("wire", "axis", "collective", "calls planned", "counted", "bytes planned", "counted", "")
-        rows: list[tuple[str, ...]] = [header]
-        none, memory = Traffic(0, 0), self.memory.total()
-        for key in sorted(self.planned | self.counted):
-            planned, counted = self.planned.get(key, none), self.counted.get(key, none)
-            calls, sizes = (tuple(map(str, pair)) for pair in zip(planned, counted, strict=True))
-            rows.append((*key, *calls, *sizes, "" if planned == counted else "DIFFERS"))
-        sent = sum(traffic.sent_bytes for traffic in self.counted.values())
-        rest = self.micro_batches - SIMULATED_MICRO_BATCHES
+        rest, memory = self.micro_batches - SIMULATED_MICRO_BATCHES, self.memory.total()
         note = f" ({SIMULATED_MICRO_BATCHES} micro-batches run, the middle one counts {rest + 1} times)"
+        islands: tuple[str, ...] = ()
+        if self.plan.diloco is not None:
+            table = _compared(self.planned.synchronization, self.counted.synchronization)
+            islands = (f"and one synchronization of all fragments, every {self.plan.diloco.steps} steps:", *table)
         return "\n".join(
             [
                 *describe_plan(self.plan, self.micro_batches),
                 "",
                 f"rank {self.rank} of {self.plan.layout.cluster.world_size}, one optimizer step{note * (rest > 0)}:",
-                *aligned(rows),
-                f"{sent / MEGA:.3f} MB: " + ("as planned" if self.agrees else "NOT AS PLANNED"),
+                *_compared(self.planned.step, self.counted.step),
+                *islands,
                 f"tensors live at the fullest moment: {self.live_bytes / MEGA:.3f} MB, planned "
                 f"{memory / MEGA:.3f} MB ({100 * (memory / self.live_bytes - 1):+.1f} %)",
             ]
         )
+
+
+def _compared(planned: TrafficTable, counted: TrafficTable) -> Iterator[str]:
+    """Both tables side by side, and whether they are equal."""
+    header = ("wire", "axis", "collective", "calls planned", "counted", "bytes planned", "counted", "")
+    rows: list[tuple[str, ...]] = [header]
+    none = Traffic(0, 0)
+    for key in sorted(planned | counted):
+        ours, theirs = planned.get(key, none), counted.get(key, none)
+        calls, sizes = (tuple(map(str, pair)) for pair in zip(ours, theirs, strict=True))
+        rows.append((*key, *calls, *sizes, "" if ours == theirs else "DIFFERS"))
+    yield from aligned(rows)
+    sent = sum(traffic.sent_bytes for traffic in counted.values())
+    yield f"{sent / MEGA:.3f} MB: " + ("as planned" if planned == counted else "NOT AS PLANNED")
 
 
 def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
@@ -125,7 +157,7 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
     plan = check_run_config(config, cluster, device_type=CPU.type)
     count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
     paper = Estimator(cluster, device_type=CPU.type).paper_step(config, plan, rank=rank, on_cpu=True)
-    planned = measure(paper, count).traffic
+    planned = Sent(measure(paper, count).traffic, paper.synchronize().traffic)
     with fake_ranks(rank, cluster.world_size):
         # a thread would not see the modes that make its tensors fake
         dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
@@ -172,10 +204,10 @@ def count_step(
     micro_batches: int,
     build: Callable[[ModelSpec, ParallelDims, FakeTensorMode], Built] = sharded_model,
     make_task: Callable[[RunConfig, RunPlan, Built], DryTask] = language_model_task,
-) -> tuple[TrafficTable, int]:
-    """Build a model, and take a step: what it sends, and the most bytes that live.
+) -> tuple[Sent, int]:
+    """Build a model, take a step, and synchronize islands: what is sent, and the most bytes that live.
 
-    After a short one, which makes what later steps find: moments, error feedback, the order of use.
+    After a short step, which makes what later ones find: moments, error feedback, the order of use.
     """
     vocab_size = config.tokenizer.vocab_size
     assert vocab_size is not None
@@ -187,6 +219,9 @@ def count_step(
         spec = dataclasses.replace(spec, product=FLOAT8_ON_PAPER)
     built = build(spec, dims, fake)
     with fake, FusedNorm(), _Answers(), PeakBytes() as live:
+        diloco = None
+        if plan.diloco is not None:
+            diloco = DiLoCo(built.sharding, dims, plan.diloco, config.precision)
         task = make_task(config, plan, built)
         step = TrainStep(
             *built,
@@ -197,6 +232,8 @@ def count_step(
             objective=task.objective,
         )
         step([task.batch], learning_rate=1.0, weight_decay=0.0)
+        if diloco is not None:
+            _send_what_is_under_way(diloco)
         rest, sent = max(micro_batches - SIMULATED_MICRO_BATCHES, 0), []
         for count in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES) if rest else (micro_batches,):
             before = dims.counter.table()
@@ -205,7 +242,20 @@ def count_step(
             task.before_step()
             step([task.batch] * count, learning_rate=1.0, weight_decay=0.0)
             sent.append(traffic_between(before, dims.counter.table()))
-    return extended(sent[0], sent[-1], rest), live.peak + rest * LOSS_BYTES
+        before = dims.counter.table()
+        if diloco is not None:
+            diloco.finish()
+        synchronization = traffic_between(before, dims.counter.table())
+    return Sent(extended(sent[0], sent[-1], rest), synchronization), live.peak + rest * LOSS_BYTES
+
+
+def _send_what_is_under_way(diloco: DiLoCo) -> None:
+    """Have as many messages under way as there are at most during a step."""
+    plan = diloco.plan
+    if plan.delay:
+        _, last = most_under_way(diloco.fragments, plan)
+        for turn in range(1, plan.fragments + last + 2):  # all fragments, and then those up to the last of them
+            diloco.after_step(turn * plan.steps // plan.fragments)
 
 
 class _Answers(TorchDispatchMode):

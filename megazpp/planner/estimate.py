@@ -13,27 +13,30 @@ from megazpp.checks import RunPlan, check_run_config
 from megazpp.model.attention_kernels import FIRST_CAPABILITY, capability, mask_reason
 from megazpp.planner.clock import ClusterCosts, Costs
 from megazpp.planner.memory import Memory
-from megazpp.planner.step import PaperStep, measure
+from megazpp.planner.step import PaperStep, SimulatedStep, TrafficTable, measure
 from megazpp.planner.trace import Documents
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import WIRES
+from megazpp.topology.layout import WIRES, Layout
 from megazpp.topology.shares import Shares, calibration_for
 from megazpp.training.flops import model_flops_per_token
 
+EXPOSED = 0.05  # of the steps' time that a synchronization of islands may take
 USABLE_MEMORY = 0.9  # assumed: the rest is for CUDA's context, NCCL's buffers and what the allocator cannot use
 BEFORE_AMPERE = ("P100", "V100", "T4", "RTX 20", "TITAN")  # how the names of devices without flash attention begin
 
 
 class Estimate(NamedTuple):
-    """What a run will need and do.
+    """What a run will need and do. With local steps, bytes and times are means over steps and a synchronization.
 
     Attributes:
         config, plan: the run.
         memory: of rank 0, where it is most.
         wires: bytes that rank 0 sends per optimizer step, by wire.
         node_cross_bytes: bytes that all ranks of a node send to other nodes per optimizer step.
+        node_island_bytes: of one synchronization of all that islands have, as many; 0 without local steps.
         micro_batches: of a step.
         seconds: of a step; None where the cluster file does not say enough. So are those below.
+        held_up: seconds by which a synchronization holds the steps up; 0 without local steps.
         busy: seconds by axis, and of the compute.
         exposed: seconds that the step would be shorter if an axis took no time, by axis; {} if not asked for.
     """
@@ -41,10 +44,12 @@ class Estimate(NamedTuple):
     config: RunConfig
     plan: RunPlan
     memory: Counter[Memory]
-    wires: dict[str, int]
-    node_cross_bytes: int
+    wires: dict[str, float]
+    node_cross_bytes: float
+    node_island_bytes: int
     micro_batches: int
     seconds: float | None
+    held_up: float
     busy: dict[str, float]
     exposed: dict[str, float]
 
@@ -88,10 +93,15 @@ class Estimate(NamedTuple):
     def sufficient_gigabits(self) -> float:
         """Of a node's links to others, each way: from there on sending takes no longer than the compute of a step.
 
+        With local steps a synchronization takes no longer than the steps that hide it, or than EXPOSED of all steps.
         0 where the times are not known.
         """
-        compute = self.busy.get("compute", 0.0)
-        return 8e-9 * self.node_cross_bytes / compute if compute else 0.0
+        compute, diloco = self.busy.get("compute", 0.0), self.plan.diloco
+        sent = self.node_cross_bytes
+        if diloco is not None:
+            steps = diloco.fragments * diloco.hiding_steps or EXPOSED * diloco.steps
+            sent += self.node_island_bytes * (1 / steps - 1 / diloco.steps)
+        return 8e-9 * sent / compute if compute else 0.0
 
     @property
     def flops_per_token(self) -> int:
@@ -138,25 +148,25 @@ class Estimator:
         layout, shares = plan.layout, shares or self.calibration.shares
         count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
         timed = self.cluster.device is not None and self.cluster.links is not None
-        step = self.paper_step(config, plan, ClusterCosts(layout, shares) if timed else None)
-        traffic, seconds, busy = measure(step, count)
+        paper = self.paper_step(config, plan, ClusterCosts(layout, shares) if timed else None)
+        means = _measure(paper, plan, count)
+        step, meeting = means.step.traffic, means.synchronization.traffic
         hidden = {}
         if exposed and timed:
-            for axis in sorted({axis for _, axis, _ in traffic}):
-                free = ClusterCosts(layout, shares, free=(axis,))
-                hidden[axis] = seconds - measure(self.paper_step(config, plan, free), count).seconds
-        wires = {wire: sum(t.sent_bytes for key, t in traffic.items() if key[0] == wire) for wire in WIRES}
-        # counted on rank 0's axes: every rank sends as much on an axis, over the network those whose link is one
-        senders = {axis: layout.links(axis).get("network", 0) / self.cluster.num_nodes for _, axis, _ in traffic}
+            for axis in sorted({axis for _, axis, _ in step | meeting}):
+                free = self.paper_step(config, plan, ClusterCosts(layout, shares, free=(axis,)))
+                hidden[axis] = means.seconds - _measure(free, plan, count).seconds
         return Estimate(
             config=config,
             plan=plan,
-            memory=step.ledger.fullest,
-            wires=wires,
-            node_cross_bytes=round(sum(senders[axis] * t.sent_bytes for (_, axis, _), t in traffic.items())),
+            memory=paper.ledger.fullest,
+            wires={wire: _on_wire(step, wire) + _on_wire(meeting, wire) / means.every for wire in WIRES},
+            node_cross_bytes=_of_node(step, layout) + _of_node(meeting, layout) / means.every,
+            node_island_bytes=_of_node(meeting, layout),
             micro_batches=count,
-            seconds=seconds if timed else None,
-            busy=busy if timed else {},
+            seconds=means.seconds if timed else None,
+            held_up=means.synchronization.seconds,
+            busy=means.busy if timed else {},
             exposed=hidden,
         )
 
@@ -176,6 +186,7 @@ class Estimator:
             rank=rank,
             on_cpu=on_cpu,
             moments=2 if config.optimizer.optimizer == "adam" else 1,
+            diloco=plan.diloco,
         )
 
     def _documents(self, config: RunConfig, *, on_cpu: bool) -> Documents | None:
@@ -191,3 +202,40 @@ class Estimator:
         if not mask_reason(config.model, capability=found, dtype=config.precision.param_dtype):
             return "kernel"
         return "CPU's mask" if on_cpu else "mask"
+
+
+class _Means(NamedTuple):
+    """A step, and the synchronization of islands that there is one of in `every` steps."""
+
+    step: SimulatedStep
+    synchronization: SimulatedStep
+    every: int
+
+    @property
+    def seconds(self) -> float:
+        """Of a step with its share of the synchronization."""
+        return self.step.seconds + self.synchronization.seconds / self.every
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """The same by axis, and of the compute."""
+        step, meeting = self.step.busy, self.synchronization.busy
+        return {key: step.get(key, 0.0) + meeting.get(key, 0.0) / self.every for key in step | meeting}
+
+
+def _measure(paper: PaperStep, plan: RunPlan, micro_batches: int) -> _Means:
+    step = measure(paper, micro_batches)
+    return _Means(step, paper.synchronize(step.seconds), 1 if plan.diloco is None else plan.diloco.steps)
+
+
+def _on_wire(table: TrafficTable, wire: str) -> int:
+    return sum(t.sent_bytes for key, t in table.items() if key[0] == wire)
+
+
+def _of_node(table: TrafficTable, layout: Layout) -> int:
+    """Bytes that all ranks of a node send to others.
+
+    Counted on rank 0's axes: no rank sends more on an axis, over the network those do whose link is one.
+    """
+    senders = {axis: layout.links(axis).get("network", 0) / layout.cluster.num_nodes for _, axis, _ in table}
+    return round(sum(senders[axis] * t.sent_bytes for (_, axis, _), t in table.items()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
 MASTER_BYTES = 4  # parameters, their gradients and moments are fp32
@@ -19,6 +19,10 @@ class Memory(StrEnum):
     SECONDARY = "secondary partition"
     PARTIAL_SUMS = "partial sums"
     FEEDBACK = "error feedback"
+    COMMON = "outer weights, common copy"
+    OUTER = "outer weights and momentum"
+    OUTER_FEEDBACK = "outer feedback"
+    OUTER_MESSAGES = "outer messages"
     GATHERED = "gathered weights"
     WHOLE_GRADIENTS = "whole gradients"
     BUFFERS = "communication buffers"
@@ -57,11 +61,16 @@ class Ledger:
         self.add(kind, -size)
 
 
-def own_elements(parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: int, rank: int) -> int:
-    """Elements of this shard that are not padding: of dim 0, rows rank x c to (rank + 1) x c, c the most of any."""
-    total = 0
+def own_shapes(
+    parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: int, rank: int
+) -> Iterator[tuple[int, ...]]:
+    """Shapes of this rank's shards without padding: of dim 0, rows rank x c to (rank + 1) x c, c the most of any."""
     for _, shape in parameters:
         rows = shape[0] if shape else 1
         chunk = -(-rows // num_ranks)
-        total += max(min(chunk, rows - rank * chunk), 0) * math.prod(shape[1:])
-    return total
+        yield max(min(chunk, rows - rank * chunk), 0), *shape[1:]
+
+
+def own_elements(parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: int, rank: int) -> int:
+    """Elements of these."""
+    return sum(math.prod(shape) for shape in own_shapes(parameters, num_ranks, rank))

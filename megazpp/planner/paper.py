@@ -17,6 +17,7 @@ from kernels.block_quant import Feedback
 from kernels.formats import MessageLayout
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.comm_queue import CommQueue
+from megazpp.planner.memory import own_shapes
 from megazpp.topology.layout import Layout
 from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.comms import CountedGather, SummingReduce
@@ -88,11 +89,16 @@ class PaperAxis(MeshAxis):
 
 
 class PaperUnit(Unit):
-    """A unit whose shards, over `num_ranks` ranks, are described and not there; FSDP2's state of it; and its comms.
+    """A unit whose shards are described and not there; FSDP2's state of it; and its comms.
+
+    Args:
+        parameters: names and shapes, not sharded.
+        num_ranks, rank: over how many they are, and whose shards these are.
 
     Attributes:
         size: elements of one rank's shard.
         elements: of its parameters, without padding.
+        shapes: of this rank's shard of each parameter, without padding.
         version: stands for the contents of its weights.
         is_sharded: what the hops are told.
         gathered: whether its parameters are there.
@@ -109,7 +115,7 @@ class PaperUnit(Unit):
     reduce: SummingReduce | None = None
     gather_buffer = reduce_buffer = cross_buffer = secondary_bytes = partial_bytes = feedback_bytes = 0
 
-    def __init__(self, parameters: Parameters, num_ranks: int) -> None:
+    def __init__(self, parameters: Parameters, num_ranks: int, rank: int = 0) -> None:
         segments = plan_segments(parameters, num_ranks)
         found = tuple(
             UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape, requires_grad=True)
@@ -118,6 +124,7 @@ class PaperUnit(Unit):
         super().__init__(modules=(_NOWHERE,), parameters=found, segments=segments, trained_segments=segments)
         self.size = segments[-1].stop if segments else 0  # of nothing, where all of a unit is frozen
         self.elements = sum(math.prod(shape) for _, shape in parameters)
+        self.shapes = tuple(own_shapes(parameters, num_ranks, rank))
         self.version, self.gathered = 0, False
         self.ready: float | None = None
 
@@ -145,6 +152,9 @@ class PaperUnit(Unit):
 
     def fingerprint(self) -> Fingerprint:
         return (self.version,)
+
+    def shards(self) -> list[torch.Tensor]:
+        return [torch.empty(shape, device=META) for shape in self.shapes]
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
         return (lambda: torch.empty(self.size, dtype=dtype, device=META)) if self.is_sharded else None

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from megazpp.arguments import RunConfig
 from megazpp.checks import RunPlan
 from megazpp.formatting import GIGA, MEGA, aligned
-from megazpp.planner.estimate import Estimate, Estimator
+from megazpp.planner.estimate import EXPOSED, Estimate, Estimator
 from megazpp.planner.memory import Memory
 from megazpp.planner.search import memory_switches, search
 from megazpp.planner.variants import (
     RECOMPUTE,
     for_planning,
+    local_steps,
     nearest_run,
     schemes,
     weight_formats,
@@ -21,6 +22,7 @@ from megazpp.planner.variants import (
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
 from megazpp.topology.shares import CALIBRATIONS, LEAST
+from megazpp.zero.diloco import DilocoPlan
 
 PAYS = 1.02  # ZeRO++ is said to pay from this much faster than the next scheme on
 SHOWN = 10  # candidates of the search
@@ -56,6 +58,8 @@ def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str, price:
 def describe_plan(plan: RunPlan, micro_batches: int) -> Iterator[str]:
     """Layout, notes and batches of a run."""
     yield f"{plan.layout.describe()}; {plan.wire.describe()}"
+    if plan.diloco is not None:
+        yield plan.diloco.describe()
     yield from (f"note: {notice}" for notice in plan.notices)
     yield (
         f"{plan.batches.global_batch_size} samples per optimizer step, per data rank in {micro_batches} "
@@ -82,6 +86,12 @@ def _memory(estimator: Estimator, config: RunConfig) -> Iterator[str]:
 def _this_run(own: Estimate, estimator: Estimator, price: float | None) -> Iterator[str]:
     sent = ", ".join(f"{wire} {own.wires[wire] / MEGA:.3f} MB" for wire in WIRES)
     yield f"a rank sends per optimizer step: {sent}; a node to others {own.node_cross_bytes / MEGA:.3f} MB"
+    diloco = own.plan.diloco
+    if diloco is not None:
+        yield (
+            f"these are means: every {diloco.steps} steps a node sends {own.node_island_bytes / MEGA:.3f} MB to other "
+            f"islands, {own.node_island_bytes / diloco.steps / MEGA:.3f} MB per step"
+        )
     if own.seconds is None:
         yield "no times: the cluster file names no links or no device"
         return
@@ -101,6 +111,12 @@ def _this_run(own: Estimate, estimator: Estimator, price: float | None) -> Itera
         f"a step takes {_range([e.seconds or 0.0 for e in ends], '.3f')} s, of which "
         f"{_range([e.busy.get('compute', 0.0) for e in ends], '.3f')} s compute"
     )
+    if diloco is not None:
+        yield (
+            f"of these, {_range([e.held_up / diloco.steps for e in ends], '.3f')} s are the mean of a synchronization, "
+            f"which holds every {diloco.steps} steps up by {_range([e.held_up for e in ends], '.3f')} s; from "
+            f"{_range([e.sufficient_gigabits for e in ends], '.3g')} Gbit/s of a node's links on it {_takes(diloco)}"
+        )
     rows = [("axis", "busy", "hidden", "exposed")]
     for axis, exposed in own.exposed.items():
         busy = own.busy.get(axis, 0.0)
@@ -115,6 +131,11 @@ def _this_run(own: Estimate, estimator: Estimator, price: float | None) -> Itera
     )
 
 
+def _takes(diloco: DilocoPlan) -> str:
+    """What a synchronization does where links have `sufficient_gigabits`."""
+    return "hides under the steps of its delay" if diloco.delay else f"takes at most {100 * EXPOSED:g} % of the time"
+
+
 def _range(values: Sequence[float], form: str) -> str:
     """One figure, or the least and the most."""
     least, most = f"{min(values):{form}}", f"{max(values):{form}}"
@@ -122,20 +143,23 @@ def _range(values: Sequence[float], form: str) -> str:
 
 
 def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
-    """Every scheme with the same batch, and whether ZeRO++ pays."""
+    """Every scheme with the same batch, whether ZeRO++ pays, and local steps beside them."""
     rows = [
         ("scheme", "MB between nodes", "GB", "s per step", "tokens/s", "TFLOP/s per GPU", "MFU", "to ZeRO-3", "Gbit/s*")
     ]
     named = schemes(config)
     weights = {f"  weights {bits}": run for bits, run in weight_formats(named["--zeropp"]).items()}
     device, speeds, fitting = estimator.cluster.device, dict[str, list[float]](), dict[str, list[float]]()
-    for name, other in (named | weights).items():
+    islands, plans = local_steps(config, estimator.cluster), dict[str, DilocoPlan]()
+    for name, other in (named | weights | islands).items():
         try:
             ends = estimator.estimates(other)
         except ValueError as error:
             rows.append((name, str(error), "", "", "", "", "", "", ""))
             continue
         estimate, times = ends[0], ("-",) * 6
+        if estimate.plan.diloco is not None:
+            plans[name] = estimate.plan.diloco
         if estimate.seconds is not None and device is not None:
             speeds[name] = [end.tokens_per_second for end in ends]
             if estimate.fits and name in named:
@@ -151,8 +175,16 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
         size = f"{estimate.gigabytes:.1f}" + ("" if estimate.fits else " (too much)")
         rows.append((name, f"{estimate.node_cross_bytes / MEGA:.1f}", size, *times))
     yield from aligned(rows)
+    for name in plans:
+        yield (
+            f"{name} is another algorithm, not the same training faster: between synchronizations every island trains "
+            "a model of its own; bytes and seconds are means that include them"
+        )
     if speeds and device is not None:
-        yield "* of a node's links to others, each way: from there on they are not what a step waits for most"
+        yield (
+            "* of a node's links to others, each way: from there on they are not what a step waits for most"
+            + "".join(f" ({name}: a synchronization {_takes(plan)})" for name, plan in plans.items())
+        )
         yield (
             "TFLOP/s and MFU count what the model needs: forward and backward once, half of the attention matrix, no "
             f"recomputation; MFU is their share of {device.teraflops:g} TFLOP/s, the device's dense 16-bit peak"

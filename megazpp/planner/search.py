@@ -2,16 +2,19 @@
 
 The local domain is not a choice of its own: a layout (topology/layout.py) gives tensor parallelism the innermost ranks
 of a node or NVLink domain and the local axis all that are left, and the flags have no other. So it varies with tensor
-parallelism, and each candidate says which it has. Speeds are those of the calibration's own shares.
+parallelism, and each candidate says which it has. Local steps are no choice either: all candidates have the run's own.
+Speeds are those of the calibration's own shares.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any, NamedTuple
 
 from megazpp.arguments import RunConfig
+from megazpp.checks import RunPlan
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.variants import (
     RECOMPUTE,
@@ -75,9 +78,10 @@ def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
         if choice.estimate is not None:
             size = choice.estimate.plan.batches.micro_batch_size
             named = schemes(with_tp(config, choice.estimate.plan.layout.tp))
-            for scheme in COMPARED:
+            for scheme in _compared(choice.estimate.plan):
                 if scheme != scheme_name(config):
-                    choices += _recomputations(estimator, named[scheme], size)
+                    varied = dataclasses.replace(named[scheme], diloco=config.diloco)
+                    choices += _recomputations(estimator, varied, size)
     best = _fastest(choices)
     if best is not None and best.estimate is not None and best.estimate.plan.wire.reduce is not None:
         for bits in GRADIENT_BITS:
@@ -109,6 +113,13 @@ def memory_switches(estimator: Estimator, config: RunConfig) -> tuple[str, Estim
     return found
 
 
+def _compared(plan: RunPlan) -> tuple[str, ...]:
+    """Schemes that differ from each other on the run's islands, each of which has one copy of the model."""
+    if plan.diloco is None:
+        return COMPARED
+    return ("ZeRO-3", "--zeropp") if plan.layout.cross > 1 else ()
+
+
 def _recomputations(estimator: Estimator, config: RunConfig, size: int) -> list[Choice]:
     """Without recomputation, and with more and more of it where that does not fit."""
     tp, asked = config.parallel.tensor_model_parallel_size, config.batches.global_batch_size
@@ -116,7 +127,8 @@ def _recomputations(estimator: Estimator, config: RunConfig, size: int) -> list[
         return []
     local, choices = max(estimator.cluster.local_domain_size // tp, 1), []
     sized = with_batch(changed(config, batches={"micro_batch_size": size}), estimator.cluster)
-    samples, name = sized.batches.global_batch_size, f"{scheme_name(config)}, tp {tp}, local domain {local}"
+    samples, steps = sized.batches.global_batch_size, config.diloco.diloco_steps
+    name = scheme_name(config) + (f", --diloco-steps {steps}" if steps else "") + f", tp {tp}, local domain {local}"
     name += f", micro-batch {size}" + (f" of batch {samples}" if samples != asked else "")
     for recompute in RECOMPUTE:
         choices.append(_try(estimator, with_recompute(sized, recompute), f"{name}, recompute {recompute or 'none'}"))

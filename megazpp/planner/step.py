@@ -4,13 +4,14 @@ TwoHopGather, TwoHopReduce, FSDP2's counted collectives and both schedules run a
 tensors, so which hop goes when is decided by the code that decides it in a run. The one thing that is written down a
 second time is FSDP2's own part: when it gathers, prefetches, waits, reduces and frees (torch 2.13,
 _fsdp_param_group.py). On CUDA the host runs ahead and streams keep the order; on a CPU the process does everything that
-no queue does.
+no queue does. A synchronization of islands that take local steps stands apart: zero/diloco.py's OuterUnit on paper.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from megazpp.topology.layout import AXES, Layout
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.config import plan_wire
+from megazpp.zero.diloco import DilocoPlan, OuterUnit, send_fragment
 from megazpp.zero.freeze import frozen_bytes
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
@@ -36,11 +38,11 @@ TrafficTable = dict[tuple[str, str, str], Traffic]  # by (wire, axis, collective
 
 
 class SimulatedStep(NamedTuple):
-    """One optimizer step on paper.
+    """One optimizer step on paper, or one synchronization of islands.
 
     Attributes:
         traffic: calls and bytes of this rank, exact.
-        seconds: of the step.
+        seconds: of the step, or by which a synchronization holds steps up.
         busy: seconds by axis that collectives take, and under "compute" what the compute's clock does beside them.
     """
 
@@ -61,12 +63,14 @@ class PaperStep:
         on_cpu: whether the process itself computes.
         moments: of the optimizer, per parameter.
         with_entropy, prepare: see `trace_model`; what is not trained is in frozen units.
+        diloco: local steps, on the islands of the layout; None where every step is synchronized.
 
     Attributes:
         trace: the model's work.
         counter: bytes of this rank by (wire, axis, collective), as a run counts them.
         units: in the order of use.
-        ledger: memory of the last step.
+        fragments: outer weights, by what synchronizes together; [] where every step is synchronized.
+        ledger: memory of the last step, and of what has followed it.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class PaperStep:
         moments: int = 2,
         with_entropy: bool = False,
         prepare: Callable[[GPTModel], None] | None = None,
+        diloco: DilocoPlan | None = None,
     ) -> None:
         zero, precision, self._on_cpu = spec.zero, spec.precision, on_cpu
         self._zero, self._precision = zero, precision
@@ -122,9 +127,10 @@ class PaperStep:
             precision=precision,
             codec=functools.partial(PaperCodec, touch=self._touch),
         )
-        self.units = [PaperUnit(parameters, self._shard.size) for parameters in self.trace.units]
+        self.units = [PaperUnit(parameters, self._shard.size, self._shard.rank) for parameters in self.trace.units]
         for unit in self.units:
             unit.connect(self._factory, self._axes, wire, zero)
+        self._diloco, self.fragments = diloco, [] if diloco is None else self._outer_units(diloco)
         peers = self._axes["local"].size
         self._frozen = [
             frozen_bytes(dict(parameters), peers, precision.param_dtype) for parameters in self.trace.frozen
@@ -159,6 +165,33 @@ class PaperStep:
         self._simulation.begin_step()
         self._open_ledger()
         self._forward()
+
+    def synchronize(self, step_seconds: float = 0.0) -> SimulatedStep:
+        """A synchronization of all fragments, one after the other, behind the last step; nothing without local steps.
+
+        Args:
+            step_seconds: of each step under which messages travel.
+        """
+        plan, compute, axis = self._diloco, self._simulation.compute, self._axes["island"]
+        if plan is None:
+            return SimulatedStep({}, 0.0, {})
+        before, start, hidden = self.counter.table(), self._simulation.begin_step(), plan.hiding_steps * step_seconds
+        for kind in (Memory.GRADIENTS, Memory.PARTIAL_SUMS, Memory.OUTER_MESSAGES):
+            self.ledger.free(kind)
+        for units in self.fragments:
+            sizes = [unit.rows.nbytes for unit in units]
+            self._touch(8 * sum(sizes))  # the difference: zeros, the weights into them, R less that, times a weight
+            send_fragment(units, axis, plan, torch.empty((), dtype=torch.float64, device=META))
+            for unit, size in zip(units, sizes, strict=True):  # at the end of a run all fragments are under way at once
+                self.ledger.add(Memory.OUTER_MESSAGES, unit.sent_bytes)
+                received = unit.sent_bytes + axis.size * unit.common.crossing_bytes(keyframe=False)
+                self.ledger.pass_through(Memory.BUFFERS, size + received + unit.outer.nbytes)
+            compute.wait_until(compute.now + hidden)
+            for unit in units:
+                unit.merge(plan.merge_alpha)
+            self._touch((3 if plan.merge_alpha else 2) * sum(sizes))
+        seconds = compute.now - start - len(self.fragments) * hidden
+        return SimulatedStep(traffic_between(before, self.counter.table()), seconds, self._simulation.busy)
 
     # ---- the model ------------------------------------------------------------------------------------------------
 
@@ -230,6 +263,16 @@ class PaperStep:
         self.ledger.pass_through(Memory.ACTIVATIONS, segment.peak)
         self.ledger.add(Memory.ACTIVATIONS, segment.kept - segment.gradients)
         self.ledger.add(Memory.WHOLE_GRADIENTS, segment.gradients)
+
+    def _outer_units(self, plan: DilocoPlan) -> list[list[OuterUnit]]:
+        axis, found = self._axes["island"], []
+        for unit in self.units:
+            codec = functools.partial(PaperCodec, touch=self._touch)
+            found.append(
+                OuterUnit(unit, unit.shapes, axis, plan=plan, precision=self._precision, queue=axis.queue, codec=codec)
+            )
+            found[-1].allocate(META)
+        return [found[part :: plan.fragments] for part in range(plan.fragments)]
 
     def _sum_over_data(self) -> None:
         for axis in (self._shard, self._replicate):
@@ -369,6 +412,12 @@ class PaperStep:
         self.ledger.add(Memory.FEEDBACK, sum(unit.feedback_bytes for unit in units))
         if self._partial_sums_wait:
             self.ledger.add(Memory.PARTIAL_SUMS, sum(unit.partial_bytes for unit in units))
+        if self._diloco is not None:
+            self.ledger.add(Memory.OUTER_MESSAGES, most_under_way(self.fragments, self._diloco)[0])
+        for outer in (outer for fragment in self.fragments for outer in fragment):
+            self.ledger.add(Memory.COMMON, outer.common.kept_bytes)
+            self.ledger.add(Memory.OUTER, outer.outer.nbytes * (1 if outer.momentum is None else 2))
+            self.ledger.add(Memory.OUTER_FEEDBACK, 0 if outer.errors is None else outer.errors.messages.nbytes)
 
     def _note_reduction(self, unit: PaperUnit, result_bytes: int, *, first: bool, last: bool) -> None:
         """What the reduction of a unit leaves behind and holds meanwhile."""
@@ -406,15 +455,27 @@ def measure(step: PaperStep, micro_batches: int) -> SimulatedStep:
     )
 
 
+def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -> tuple[int, int]:
+    """The most bytes of outer gradients' messages that a rank keeps during a step, and the last fragment of them."""
+    sizes = [sum(unit.sent_bytes for unit in fragment) for fragment in fragments]
+    count = math.ceil(plan.delay * plan.fragments / plan.steps)
+    return max((sum(sizes[last - before] for before in range(count)), last) for last in range(len(sizes)))
+
+
 def traffic_between(before: TrafficTable, after: TrafficTable) -> TrafficTable:
     """What was counted since `before`."""
     none = Traffic(0, 0)
-    return {key: Traffic(*(b - a for a, b in zip(before.get(key, none), after[key], strict=True))) for key in after}
+    return {
+        key: Traffic(*(b - a for a, b in zip(before.get(key, none), counted, strict=True)))
+        for key, counted in after.items()
+        if counted != before.get(key)
+    }
 
 
 def extended(fewer: TrafficTable, more: TrafficTable, times: int) -> TrafficTable:
     """`more`, and what it has above `fewer` so many times again."""
+    above, none = traffic_between(fewer, more), Traffic(0, 0)
     return {
-        key: Traffic(*(counted + times * above for counted, above in zip(more[key], traffic, strict=True)))
-        for key, traffic in traffic_between(fewer, more).items()
+        key: Traffic(*(counted + times * again for counted, again in zip(traffic, above.get(key, none), strict=True)))
+        for key, traffic in more.items()
     }

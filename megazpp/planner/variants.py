@@ -1,5 +1,8 @@
 """The same run with other flags: another scheme, tensor parallelism, batch or recomputation, or what a cluster fits.
 
+Schemes compute the same steps and differ in what they send. Local steps (--diloco-steps) are none of them: another
+algorithm, which keeps to itself in what is compared.
+
 Only plans take another batch than asked for. A run is refused instead, for its batch is part of what it computes.
 """
 
@@ -12,6 +15,7 @@ from typing import Any, Literal
 from megazpp.arguments import RunConfig
 from megazpp.checks import check_run_config
 from megazpp.topology.cluster import Cluster, nested_sizes
+from megazpp.zero.diloco import DilocoConfig
 
 PLAIN = {
     "zero_stage": 3,
@@ -29,6 +33,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "qgZ": {"zero_quantized_gradients": True},
     "--zeropp": {"zeropp": True},
 }
+USUAL_STEPS = 30  # of --diloco-steps, to compare where a run has none
 Recompute = Literal["selective", "full"] | None
 RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")  # what keeps less and less, and computes more and more
 TRIED_WEIGHT_BITS = ((8, 8), (8, 4), (16, 4))  # those that are no experiment, and quantize what crosses
@@ -68,7 +73,7 @@ def weight_formats(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def schemes(config: RunConfig) -> dict[str, RunConfig]:
-    """The run with every way to shard and send beside each other: names as the flags have them.
+    """The run, without local steps, with every way to shard and send beside each other: names as the flags have them.
 
     qwZ alone keeps no weights from which differences could be taken: it sends 8 bits where the run sends those.
     """
@@ -78,9 +83,25 @@ def schemes(config: RunConfig) -> dict[str, RunConfig]:
             config,
             zero=PLAIN | fields | whole.get(name, {}),
             parallel={"hsdp": name == "HSDP", "num_distributed_optimizer_instances": 1},
+            diloco={"diloco_steps": None},
         )
         for name, fields in SCHEMES.items()
     }
+
+
+def local_steps(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
+    """The run with local steps, its own or USUAL_STEPS; {} where there are no islands.
+
+    Inside islands of several nodes with --zeropp if the run asks for it, otherwise ZeRO-3.
+    """
+    if cluster.num_local_domains == 1:
+        return {}
+    diloco, domains = config.diloco, cluster.num_local_domains
+    if diloco.diloco_steps is None:
+        diloco = DilocoConfig(diloco_steps=USUAL_STEPS)
+    inside = "--zeropp" if config.zero.zeropp and diloco.diloco_islands not in (None, domains) else "ZeRO-3"
+    run = dataclasses.replace(schemes(config)[inside], diloco=diloco)
+    return {f"--diloco-steps {diloco.diloco_steps}": run}
 
 
 def scheme_name(config: RunConfig) -> str:

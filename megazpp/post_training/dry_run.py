@@ -113,7 +113,8 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
         with fake_ranks(rank, cluster.world_size):
             # a thread would not see the modes that make its tensors fake
             dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
-            return count_step(config, plan, dims, count, models.build, models.task)
+            sent, live_bytes = count_step(config, plan, dims, count, models.build, models.task)
+            return sent.step, live_bytes
 
     models, all_weights = _DryModels(configs), None
     counted = run(models)

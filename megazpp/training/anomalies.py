@@ -163,16 +163,17 @@ class Guard:
             self.not_finite.report(self._failure)
         self._wants_back = False
         if back:
-            self.log(f"a loss has jumped: {self._go_back()}")
+            self.log(f"the loss of an island has jumped{self._go_back()}")
         return back
 
     def _go_back(self) -> str:
+        """What became of it, as the end of a sentence."""
         assert self.rewind is not None
         losses = self.history.state_dict()  # a checkpoint's would not know the latest
         try:
-            return f"the weights go back to those of iteration {self.rewind()}"
+            return f", and the weights go back to those of iteration {self.rewind()}"
         except ValueError as error:  # no checkpoint yet
-            return f"the weights cannot go back ({error})"
+            return f" ({error})"
         finally:
             self.history.load_state_dict(losses)
 
@@ -196,7 +197,7 @@ class Guard:
             self._wants_back = True
             what += ", and the weights of all islands go back when they synchronize"
         elif self.rewind is not None:
-            what += f", and {self._go_back()}"
+            what += self._go_back()
         self.log(
             f"iteration {iteration}: the loss is {loss:.4f}, after {mean:.4f} +- {deviation:.4f} over {len(before)} "
             f"steps; {what}"

@@ -18,6 +18,7 @@ from megazpp.data.batch import make_micro_batch
 from megazpp.data.dataset import DataConfig, Dataset, Splits, batch_options, build_datasets
 from megazpp.data.loader import BatchLoader
 from megazpp.data.tokenizer import Tokenizer
+from megazpp.formatting import GIGA
 from megazpp.model.attention_kernels import find_document_kernel
 from megazpp.model.compilation import compiles_layers
 from megazpp.model.config import GPTConfig
@@ -32,6 +33,7 @@ from megazpp.training.batches import BatchPlan
 from megazpp.training.context import RunContext
 from megazpp.training.evaluate import EvalConfig
 from megazpp.zero.config import WirePlan, ZeroConfig
+from megazpp.zero.diloco import DilocoPlan
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import Sharding, materialize, shard_model
 
@@ -72,6 +74,25 @@ class Built(NamedTuple):
 def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:
     """Build on the meta device, shard, then allocate and initialise this rank's shards only; copies are equal."""
     return fill(shard_on_meta(spec, dims, device), spec, dims, device)
+
+
+def check_island_holds(spec: ModelSpec, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:
+    """Raises ValueError where the states of an island's model are larger than a GPU's memory; of a CPU nobody knows."""
+    available = device_bytes(device)
+    parameters = sum(parameter.numel() for parameter in model_on_meta(spec, dims, device).parameters())
+    needed = plan.state_bytes(parameters, dims.shard.size, dims.island.size)
+    if available is not None and needed > available:
+        ranks = dims.shard.size * dims.tp.size
+        raise ValueError(
+            f"--diloco-steps {plan.steps}: each of the {dims.island.size} islands has a whole model on its {ranks} "
+            f"ranks, whose states take {needed / GIGA:.1f} GB of a rank's {available / GIGA:.1f} GB; fewer "
+            "--diloco-islands are larger ones"
+        )
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU; None of a CPU, which ranks share."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def fill(built: Built, spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:

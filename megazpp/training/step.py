@@ -238,7 +238,7 @@ class Loader(Protocol):
         """This rank's micro-batches of the step that begins at `consumed_samples`, on the device."""
 
 
-class Islands(Protocol):
+class Synchronizer(Protocol):
     """What synchronizes islands that take local steps (local_steps.py)."""
 
     def after_step(self, launched: LaunchedStep, iteration: int, *, last: bool) -> bool:
@@ -265,7 +265,7 @@ def train(
     evaluate: Validation | None,
     start: TrainingProgress,
     checkpoints: Checkpoints | None = None,
-    islands: Islands | None = None,
+    islands: Synchronizer | None = None,
 ) -> TrainingProgress:
     """Train until `plan` is fulfilled or `stops` says so.
 

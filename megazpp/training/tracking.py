@@ -229,7 +229,7 @@ def run_tags(layout: Layout, *, zero_stage: int, zeropp: bool) -> list[str]:
     """What a run is found by: ["zeropp", "2 nodes x 4 ranks", "tp2", "replicas2"]; degrees of 1 are left out."""
     cluster = layout.cluster
     tags = ["zeropp" if zeropp else f"zero{zero_stage}", f"{cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks"]
-    degrees = {"tp": layout.tp, "replicas": layout.replicate}
+    degrees = {"tp": layout.tp, "replicas": layout.replicate, "islands": layout.island}
     return tags + [f"{name}{size}" for name, size in degrees.items() if size > 1]
 
 

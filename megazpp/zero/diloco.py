@@ -131,6 +131,22 @@ class DilocoPlan(NamedTuple):
         turn, rest = divmod(iteration, self.steps // self.fragments)
         return None if rest else (turn - 1) % self.fragments
 
+    def state_bytes(self, parameters: int, ranks: int, islands: int) -> int:
+        """What a rank keeps of a model whatever is computed: fp32 weights, gradients, two moments, R, outer states.
+
+        Args:
+            parameters: of a tensor-parallel rank.
+            ranks: over which an island shards them.
+        """
+        outer = (8 if self.outer_momentum else 4) / islands
+        feedback = 1 if self.feedback and self.gradients is not None else 0
+        return round(parameters / ranks * (16 + 4 + feedback + outer))
+
+    @property
+    def hiding_steps(self) -> int:
+        """Steps under which the messages of a fragment travel, before those of the next one do."""
+        return min(self.delay, self.steps // self.fragments)
+
     def describe(self) -> str:
         """One line for the log."""
         parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""
@@ -254,6 +270,11 @@ class OuterUnit:
         return self._errors
 
     @property
+    def sent_bytes(self) -> int:
+        """Of the outer gradients' messages, which are kept from `send` until the result is waited for."""
+        return self._axis.size * self._gradients.layout.message_bytes
+
+    @property
     def kind(self) -> tuple[MessageLayout, MessageLayout]:
         """A key of the compiled kernels."""
         return self._gradients.layout, self.common.codec.layout
@@ -354,6 +375,23 @@ class OuterUnit:
         self.common.take_in(self.common.messages, self.outer, keyframe=False)
 
 
+def send_fragment(units: Sequence[OuterUnit], axis: MeshAxis, plan: DilocoPlan, tokens: torch.Tensor) -> None:
+    """Start the messages of a fragment.
+
+    Args:
+        units: of the fragment.
+        axis: the islands.
+        tokens: that this island has seen since the fragment was last sent, its weight in the mean: a scalar, which the
+            sum over islands replaces, and which lives until that is over.
+    """
+    nominal = plan.tokens * axis.size
+    weight = (tokens / nominal).float()
+    correction = axis.queue.submit(lambda: (nominal / axis.all_reduce_(tokens).clamp(min=1.0)).float())
+    with torch.no_grad():
+        for unit in units:
+            unit.send(weight, correction)
+
+
 class DiLoCo:
     """The islands' side of a sharded model. Every rank of every island calls every method, at the same iterations.
 
@@ -387,7 +425,6 @@ class DiLoCo:
         self.merge_at = [0] * plan.fragments
         self._tokens = torch.zeros(plan.fragments, dtype=torch.float64, device=device)  # since each last sent
         self._told: dict[int, torch.Tensor] = {}  # those that were sent last, which live until that is over
-        self._mesh = _mesh_of_all(dims)
         self.synchronizations = 0
 
     def meets_at(self, iteration: int) -> bool:
@@ -441,6 +478,10 @@ class DiLoCo:
             with torch.no_grad():
                 for unit in one_of_each.values():
                     unit.rehearse(device)
+
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh:  # a dry run's fake tensors cannot make one
+        return _mesh_of_all(self._dims)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -510,14 +551,8 @@ class DiLoCo:
         return same
 
     def _send(self, fragment: int) -> None:
-        """Start the messages of a fragment; the mean is weighted by the tokens since it was last sent."""
-        nominal = self.plan.tokens * self._axis.size
         tokens = self._told[fragment] = self._tokens[fragment].clone()
-        weight = (tokens / nominal).float()
-        correction = self._axis.queue.submit(lambda: (nominal / self._axis.all_reduce_(tokens).clamp(min=1.0)).float())
-        with torch.no_grad():
-            for unit in self.fragments[fragment]:
-                unit.send(weight, correction)
+        send_fragment(self.fragments[fragment], self._axis, self.plan, tokens)
         self._tokens[fragment] = 0.0
         self.synchronizations += 1
 

@@ -351,7 +351,7 @@ def _install_comms(
     )
     for unit in units:
         for module in map(_as_fsdp, unit.modules):
-            if dims.data_size > 1:  # for one rank FSDP2 divides by nothing, unless told by what
+            if dims.shard.size * dims.replicate.size > 1:  # for one rank FSDP2 divides by nothing, if not told by what
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if dims.replicate.size > 1:

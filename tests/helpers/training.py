@@ -23,7 +23,7 @@ from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec, build_model
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import ZeroConfig
-from megazpp.zero.diloco import DiLoCo, DilocoConfig, plan_diloco
+from megazpp.zero.diloco import DiLoCo, DilocoConfig, DilocoPlan, plan_diloco
 from megazpp.zero.precision import PrecisionConfig
 
 EOD = 3
@@ -168,16 +168,21 @@ def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:
     return TrainStep(model, sharding, optimizer, scaler, dims, clip_grad=CLIP), dims
 
 
-def build_diloco(case: Case, step: TrainStep, dims: ParallelDims) -> DiLoCo | None:
-    """The islands of a model; None where every step is synchronized."""
+def diloco_plan(case: Case) -> DilocoPlan | None:
+    """None where every step is synchronized."""
     assert case.model.num_layers is not None
-    plan = plan_diloco(
+    return plan_diloco(
         case.diloco,
         case.zero or ZeroConfig(),
         iterations=case.steps,
         num_layers=case.model.num_layers,
         tokens_per_step=case.global_batch * case.seq_length / case.islands,
     )
+
+
+def build_diloco(case: Case, step: TrainStep, dims: ParallelDims) -> DiLoCo | None:
+    """The islands of a model; None where every step is synchronized."""
+    plan = diloco_plan(case)
     return None if plan is None else DiLoCo(step.sharding, dims, plan, case.precision)
 
 

@@ -30,6 +30,7 @@ def config(*flags: str, samples: int) -> RunConfig:
 
 NODES, SQUARE = Cluster(num_nodes=3, ranks_per_node=4), Cluster(num_nodes=2, ranks_per_node=2)
 CYCLIC = Cluster(num_nodes=2, ranks_per_node=2, order=(0, 2, 1, 3))
+ISLANDS = ["--diloco-steps", "6", "--diloco-islands", "2", "--diloco-outer-momentum", "0.9"]
 TP = ["--tensor-model-parallel-size", "2"]
 LAYOUTS = {
     "ZeRO-3, uneven shards": slow(config(*GPT, samples=12), NODES, (0, 11)),
@@ -43,6 +44,12 @@ LAYOUTS = {
         (1,),
     ),
     "float8, tp": slow(config(*FLOAT8, "--zeropp", *TP, "--sequence-parallel", samples=4), SQUARE, (3,)),
+    "local steps": (config(*GPT, "--bf16", *TP, "--diloco-steps", "4", samples=6), NODES, (0, 11)),
+    "local steps on islands of two nodes": slow(
+        config(*GPT, "--zeropp", "--bf16", *ISLANDS, "--diloco-fragments", "2", "--diloco-delay", "5", samples=64),
+        Cluster(num_nodes=4, ranks_per_node=4),
+        (0, 5),
+    ),
     "384 ranks": slow(config(*GPT, "--zeropp", samples=384), Cluster(num_nodes=24, ranks_per_node=16), (383,)),
 }
 
@@ -52,8 +59,10 @@ def test_first_middle_and_last_ranks_send_what_is_planned(run: RunConfig, cluste
     for rank in ranks:
         dry = dry_run(run, cluster, rank=rank)
         assert dry.counted == dry.planned
-        assert dry.counted
-        assert "as planned" in dry.describe()
+        assert dry.counted.step
+        assert bool(dry.counted.synchronization) == (run.diloco.diloco_steps is not None)
+        text = dry.describe()
+        assert text.count("as planned") == (2 if dry.counted.synchronization else 1)
     assert not dist.is_initialized()
 
 

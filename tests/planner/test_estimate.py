@@ -9,10 +9,11 @@ import pytest
 
 from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.checks import check_run_config
-from megazpp.planner.estimate import Estimator
+from megazpp.planner.estimate import Estimate, Estimator
+from megazpp.planner.memory import Memory
 from megazpp.planner.step import measure
 from megazpp.planner.trace import trace_model
-from megazpp.planner.variants import schemes
+from megazpp.planner.variants import changed, local_steps, schemes
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +81,56 @@ def test_schemes_differ_from_the_run_in_nothing_but_how_it_shards_and_sends():
     for other in found.values():
         assert (other.model, other.batches, other.precision) == (run.model, run.batches, run.precision)
         assert other.zero.zero_gradient_bits == (8, 8)
+
+
+EVERY = ["--diloco-steps", "4", "--global-batch-size", "32", "--micro-batch-size", "4"]
+
+
+def test_bytes_between_islands_are_those_of_4_bits_twice_and_means_over_steps():
+    run, cluster = config(*EVERY, "--diloco-islands", "2"), Cluster(num_nodes=4, ranks_per_node=2)
+    own = estimator(cluster).estimate(run)
+    parameters = own.memory[Memory.PARAMETERS] / 4 * 4  # of four ranks of an island
+    per_node = 2 * (0.5 + 2 / 128) * parameters * (2 - 1) / 2 / 2  # two hops; two islands, of two nodes each
+    assert own.node_island_bytes == pytest.approx(per_node, rel=0.05)  # 1-D parameters travel exact
+    alone = estimator(cluster).estimate(changed(run, diloco={"diloco_steps": 8}))
+    assert alone.node_island_bytes == own.node_island_bytes
+    each_step = own.node_cross_bytes - own.node_island_bytes / 4  # the ring of an island's two nodes
+    assert each_step == pytest.approx(alone.node_cross_bytes - own.node_island_bytes / 8)
+    assert each_step > 0
+    assert own.wires["cross"] * 2 >= own.node_island_bytes / 4
+
+
+def test_a_synchronization_holds_steps_up_unless_it_hides_under_its_delay():
+    def timed(*flags: str) -> Estimate:
+        links = Links(domain=Link(100.0), network=Link(0.01))
+        cluster = Cluster(num_nodes=2, ranks_per_node=2, links=links, device=DEVICE)
+        return estimator(cluster).estimate(config(*EVERY, *flags), exposed=True)
+
+    plain, late, parts = timed(), timed("--diloco-delay", "2"), timed("--diloco-delay", "2", "--diloco-fragments", "2")
+    assert plain.seconds is not None
+    assert plain.exposed["island"] == pytest.approx(plain.held_up / 4, rel=0.01)
+    assert plain.busy["island"] == pytest.approx(late.busy["island"])
+    step = plain.seconds - plain.held_up / 4
+    assert late.held_up == pytest.approx(plain.held_up - 2 * step, rel=0.01)
+    assert parts.held_up == pytest.approx(plain.held_up - 4 * step, rel=0.01)  # each of two fragments has two steps
+    assert plain.sufficient_gigabits * 0.05 * 4 == pytest.approx(late.sufficient_gigabits * 2, rel=0.01)
+    assert late.sufficient_gigabits == pytest.approx(2 * parts.sufficient_gigabits, rel=0.01)
+    without = estimator(Cluster(num_nodes=2, ranks_per_node=2)).estimate(config(*EVERY))
+    assert without.seconds is None
+    assert without.node_island_bytes == plain.node_island_bytes
+
+
+def test_local_steps_are_planned_beside_the_schemes_which_have_none():
+    pairs, alone = Cluster(num_nodes=4, ranks_per_node=2), Cluster(num_nodes=1, ranks_per_node=4)
+    flags = ["--diloco-steps", "8", "--diloco-delay", "3", "--diloco-islands", "2"]
+    assert local_steps(config(*flags), alone) == {}
+    ((name, usual),) = local_steps(config("--zeropp"), pairs).items()
+    assert (name, usual.diloco.diloco_steps, usual.zero.zeropp) == ("--diloco-steps 30", 30, False)
+    ((name, own),) = local_steps(config(*flags, "--zeropp"), pairs).items()
+    assert (name, own) == ("--diloco-steps 8", config(*flags, "--zeropp"))
+    assert not local_steps(config(*flags), pairs)[name].zero.zeropp
+    for other in schemes(own).values():
+        assert other.diloco.diloco_steps is None
 
 
 def test_beside_differences_of_weights_qwz_which_keeps_none_is_planned_with_8_bits():

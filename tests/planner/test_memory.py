@@ -22,7 +22,8 @@ from megazpp.planner.dry_run import PeakBytes, dry_run
 from megazpp.planner.memory import Ledger, Memory, own_elements
 from megazpp.topology.cluster import Cluster
 from megazpp.training.step import TrainStep
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import GRADIENT_BLOCK, ZeroConfig
+from megazpp.zero.diloco import DiLoCo, DilocoConfig, OuterUnit
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.secondary import Resident, Secondary
 
@@ -67,6 +68,11 @@ COMBINATIONS = {
     "--bf16 --reset-attention-mask": 0.0,
     "--bf16 --reset-attention-mask LLAMA K4": -0.62,
     "--bf16 --zeropp --no-zero-error-feedback --zero-cross-every-microbatch": -0.09,
+    "--bf16 --diloco-steps 4": -0.01,
+    "--diloco-steps 4 --diloco-outer-momentum 0.9 --no-zero-error-feedback K4": -0.06,
+    "--bf16 --diloco-steps 4 --diloco-delay 1 TP --sequence-parallel LLAMA": -0.22,
+    "--bf16 --diloco-steps 4 --diloco-fragments 2 --diloco-delay 3 --diloco-gradient-bits 8": -0.01,
+    "--bf16 --diloco-steps 4 --diloco-weight-bits 16 --diloco-gradient-bits 16 --diloco-delay 2": -0.01,
 }
 
 
@@ -88,6 +94,11 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dry_run_module, "TrainStep", self._step)
         monkeypatch.setattr(dry_run_module, "PeakBytes", self._live)
+        monkeypatch.setattr(dry_run_module, "DiLoCo", self._diloco)
+        self._send = dry_run_module._send_what_is_under_way
+        monkeypatch.setattr(dry_run_module, "_send_what_is_under_way", self._sending)
+        self.outer: list[OuterUnit] = []
+        self.sent: list[int] = []  # storages of messages, which must not live longer because of this
 
     def _step(self, *args: Any, **kwargs: Any) -> TrainStep:
         self.step = TrainStep(*args, **kwargs)
@@ -96,6 +107,15 @@ class Seen:
     def _live(self) -> PeakBytes:
         self.live = PeakBytes()
         return self.live
+
+    def _diloco(self, *args: Any) -> DiLoCo:
+        diloco = DiLoCo(*args)
+        self.outer = diloco.units
+        return diloco
+
+    def _sending(self, diloco: DiLoCo) -> None:
+        self._send(diloco)
+        self.sent = [unit._sent.untyped_storage()._cdata for unit in diloco.units if unit._sent is not None]
 
     def kinds(self) -> dict[Memory, int]:
         """Bytes at the fullest moment of what outlives a step."""
@@ -106,8 +126,12 @@ class Seen:
             Memory.MOMENTS: [m for m in moments if isinstance(m, torch.Tensor) and m.dim()],
             Memory.SECONDARY: [x for g in sharding._gathers if g._keep for x in kept(g.secondary)],
             Memory.FEEDBACK: list(sharding.error_feedback().values()),
+            Memory.COMMON: [unit.rows for unit in self.outer],
+            Memory.OUTER: [x for unit in self.outer for x in (unit.outer, unit.momentum) if x is not None],
+            Memory.OUTER_FEEDBACK: [unit.errors.messages for unit in self.outer if unit.errors is not None],
         }
-        return {kind: self._bytes(tensors) for kind, tensors in owned.items()}
+        found = {kind: self._bytes(tensors) for kind, tensors in owned.items()}
+        return found | {Memory.OUTER_MESSAGES: sum(self.live.fullest[storage] for storage in self.sent)}
 
     def _bytes(self, tensors: list[Any]) -> int:
         storages = {getattr(t, "_local_tensor", t).untyped_storage()._cdata for t in tensors}
@@ -130,6 +154,34 @@ def test_planned_memory_is_within_5_percent_of_the_live_tensors(
     # recomputation leaves cycles, which live until the garbage collector comes
     assert error == pytest.approx(recorded, abs=3.5 if "recompute" in flags else 0.5)
     assert abs(error) < 5
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_on_islands_of_one_rank_a_step_is_the_fullest_moment_or_a_synchronization_of_exact_messages(exact: bool):
+    shape = ["--num-layers", "1", "--vocab-size", "8192", "--seq-length", "8", "--micro-batch-size", "1"]
+    flags = ["--diloco-steps", "4", *(["--diloco-gradient-bits", "16", "--diloco-weight-bits", "16"] if exact else [])]
+    run = parse_run_config([*SIZES, *shape, *flags, "--global-batch-size", "2"], ROOT, default_file=None).config
+    dry = dry_run(run, Cluster(num_nodes=2, ranks_per_node=1), rank=1)
+    assert (dry.memory[Memory.OUTER_MESSAGES] > 0) == exact
+    assert dry.memory.total() == pytest.approx(dry.live_bytes, rel=1e-3)
+
+
+def test_local_steps_take_what_their_formulas_say():
+    """P parameters on L ranks of an island and W in all: R 4 P/L, feedback P/L, outer weights and momentum 8 P/W."""
+    wide = dataclasses.replace(GPT, hidden_size=512)
+    case = Case(model=wide, diloco=DilocoConfig(diloco_steps=4, diloco_outer_momentum=0.9), **BF16)
+    step = plan(case, 4)
+    step.run(1)
+    kinds, parameters = step.ledger.fullest, sum(unit.elements for unit in step.units)
+    assert kinds[Memory.PARAMETERS] + kinds[Memory.MOMENTS] == 12 * parameters / 2
+    assert kinds[Memory.COMMON] == 4 * parameters / 2
+    assert kinds[Memory.OUTER] == 8 * parameters / 4
+    assert kinds[Memory.OUTER_FEEDBACK] == pytest.approx((1 + 2 / GRADIENT_BLOCK) * parameters / 2, rel=0.02)
+    assert kinds[Memory.OUTER_MESSAGES] == 0
+    step.synchronize()
+    assert step.ledger._now[Memory.OUTER_MESSAGES] == pytest.approx(
+        (0.5 + 2 / GRADIENT_BLOCK) * parameters / 2, rel=0.05
+    )
 
 
 # ---- real tensors ---------------------------------------------------------------------------------------------------

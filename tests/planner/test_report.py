@@ -9,6 +9,7 @@ import pytest
 
 from megazpp.arguments import parse_run_config
 from megazpp.planner.report import plan_report
+from megazpp.planner.variants import changed
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.topology.cluster_file import read_cluster
 
@@ -75,6 +76,55 @@ def test_days_and_money_are_those_of_all_samples_and_mfu_says_what_it_counts():
     assert float(run[1]) == pytest.approx(days, abs=0.2)
     assert float(run[2].replace(",", "")) == pytest.approx(24 * 4 * 2.5 * days, rel=0.1)
     assert "no recomputation; MFU is their share of 10 TFLOP/s" in text
+
+
+def lines(text: str, start: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(start)]
+
+
+def test_local_steps_stand_beside_the_schemes_as_another_algorithm_and_no_verdict_is_about_them():
+    text = report()
+    (row,) = lines(text, "--diloco-steps 30  ")
+    assert "(too much)" not in row
+    assert "\n--diloco-steps 30 is another algorithm, not the same training faster:" in text
+    assert "(--diloco-steps 30: a synchronization takes at most 5 % of the time)" in text
+    (verdict,) = lines(text, "ZeRO++")
+    assert "diloco" not in verdict
+    assert "islands" not in "".join(lines(text, "a rank sends"))
+    assert not any("--diloco" in line for line in lines(text, "  "))
+
+
+def test_a_run_with_local_steps_has_its_means_and_its_candidates_keep_them():
+    text = report("--diloco-steps", "10", "--diloco-delay", "2")
+    sent = re.search(r"every 10 steps a node sends ([\d.]+) MB to other islands, ([\d.]+) MB per step", text)
+    assert sent is not None
+    assert float(sent[2]) == pytest.approx(float(sent[1]) / 10, abs=1e-3)
+    assert f"; a node to others {sent[2]} MB" in text
+    assert "\nislands synchronize every 10 steps, merged 2 steps later with alpha 0.5: " in text
+    assert re.search(r"holds every 10 steps up by [\d. to]+ s; from [\d. to]+ Gbit/s .* hides under the steps of", text)
+    for kind in ("outer weights, common copy", "outer weights and momentum", "outer feedback", "outer messages"):
+        assert f"\n{kind} " in text, kind
+    candidates = [line for line in lines(text, "  ") if ", tp " in line]
+    assert candidates
+    assert all(", --diloco-steps 10, tp " in line for line in candidates)
+
+
+@pytest.mark.slow
+def test_an_island_that_cannot_hold_the_model_is_too_small():
+    text = report("--diloco-steps", "10", device=TINY)
+    assert "does not fit" in "".join(lines(text, "into "))
+    (row,) = lines(text, "--diloco-steps 10  ")
+    assert "(too much)" in row
+    assert "nothing that was tried fits" in text
+
+
+@pytest.mark.slow
+def test_one_node_has_no_islands():
+    run = parse_run_config(["@configs/gpt_tiny.args", "--num-layers", "2"], ROOT).config
+    alone = Cluster(num_nodes=1, ranks_per_node=4, links=SLOW, device=SMALL)
+    assert "diloco" not in plan_report(run, alone, device_type="cpu")
+    with pytest.raises(ValueError, match="--diloco-steps 4: islands are whole nodes, and there is one node"):
+        plan_report(changed(run, diloco={"diloco_steps": 4}), alone, device_type="cpu")
 
 
 @pytest.mark.slow

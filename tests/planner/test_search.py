@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SLOW = Links(domain=Link(100.0), network=Link(0.1))
 
 
-def found(*flags: str, gigabytes: float, links: Links | None = SLOW) -> list[Choice]:
+def found(*flags: str, gigabytes: float, links: Links | None = SLOW, nodes: int = 2) -> list[Choice]:
     config = parse_run_config(["@configs/gpt_tiny.args", "--bf16", "--num-layers", "2", *flags], ROOT).config
     device = Device("a GPU", teraflops=10.0, gigabytes=gigabytes, gigabytes_per_second=100.0)
-    cluster = Cluster(num_nodes=2, ranks_per_node=2, links=links, device=device)
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=2, links=links, device=device)
     return search(Estimator(cluster, device_type="cpu"), config)
 
 
@@ -55,6 +55,27 @@ def test_the_scheme_is_varied_and_the_best_one_taken():
     choices = found(gigabytes=1.0)  # ZeRO-3 on a slow network
     assert {choice.name.split(",")[0] for choice in choices} == {"ZeRO-3", "HSDP", "--zeropp"}
     assert choices[0].name.startswith("--zeropp, ")
+
+
+def test_local_steps_are_kept_and_not_chosen():
+    assert not any("diloco" in choice.name for choice in found(gigabytes=1.0))
+    choices = found("--diloco-steps", "4", gigabytes=1.0)
+    assert {choice.name.split(", micro")[0] for choice in choices} == {
+        "ZeRO-3, --diloco-steps 4, tp 1, local domain 2",
+        "ZeRO-3, --diloco-steps 4, tp 2, local domain 1",
+    }
+    assert not choices[0].verdict
+    for choice in choices:
+        assert choice.estimate is not None
+        assert choice.estimate.plan.diloco is not None
+        assert choice.estimate.node_island_bytes > 0
+
+
+@pytest.mark.slow
+def test_on_islands_of_several_nodes_zeropp_is_tried_inside_and_hsdp_is_not():
+    choices = found("--diloco-steps", "4", "--diloco-islands", "2", gigabytes=1.0, nodes=4)
+    assert {choice.name.split(",")[0] for choice in choices} == {"ZeRO-3", "--zeropp"}
+    assert choices[0].name.startswith("--zeropp, --diloco-steps 4, ")
 
 
 def test_a_batch_that_does_not_divide_is_the_nearest_that_does():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.ranks import ranks
 from helpers.tiers import chosen
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_diloco, build_step, diloco_plan
 
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelConfig, plan_dims
@@ -17,6 +17,7 @@ from megazpp.planner.step import PaperStep, TrafficTable, measure, traffic_betwe
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.config import ZeroConfig
+from megazpp.zero.diloco import DilocoConfig
 from megazpp.zero.precision import PrecisionConfig
 
 ALL = ZeroConfig(zeropp=True)
@@ -26,7 +27,7 @@ def plan(case: Case, world: int, rank: int = 0) -> PaperStep:
     zero = case.zero or ZeroConfig(zero_stage=case.stage)
     cluster = Cluster(num_nodes=case.nodes, ranks_per_node=world // case.nodes, order=case.order)
     config = ParallelConfig(tensor_model_parallel_size=case.tp, num_distributed_optimizer_instances=case.replicas)
-    layout = plan_dims(config, cluster, zero_stage=zero.stage)
+    layout = plan_dims(config, cluster, zero_stage=zero.stage, islands=case.islands)
     return PaperStep(
         ModelSpec(
             config=case.model,
@@ -41,12 +42,14 @@ def plan(case: Case, world: int, rank: int = 0) -> PaperStep:
         micro_batch_size=case.global_batch // layout.data // case.micro_batches,
         rank=rank,
         on_cpu=True,
+        diloco=diloco_plan(case),
     )
 
 
-def count(case: Case) -> TrafficTable:
-    """What the second step of a run sends."""
+def count(case: Case) -> tuple[TrafficTable, TrafficTable]:
+    """What the second step of a run sends, and then a synchronization of islands."""
     step, dims = build_step(case)
+    diloco = build_diloco(case, step, dims)
     size = case.global_batch // dims.data_size // case.micro_batches
     before: TrafficTable = {}
     for index in range(2):
@@ -55,7 +58,10 @@ def count(case: Case) -> TrafficTable:
             case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(case.micro_batches)
         ]
         step(batches, learning_rate=1e-3, weight_decay=0.0)
-    return traffic_between(before, dims.counter.table())
+    between = dims.counter.table()
+    if diloco is not None:
+        diloco.finish()
+    return traffic_between(before, between), traffic_between(between, dims.counter.table())
 
 
 GRID = {
@@ -86,9 +92,43 @@ GRID = {
 
 @pytest.mark.parametrize("case", chosen(GRID, "stage 1", "HSDP", "zeropp", "zeropp, tp, sequence"))
 def test_planned_bytes_and_calls_are_the_counted_ones_exactly(case: Case):
-    for rank, counted in enumerate(ranks(4).run(count, case)):
-        assert measure(plan(case, 4, rank), case.micro_batches).traffic == counted
+    for rank, (counted, synchronized) in enumerate(ranks(4).run(count, case)):
+        step = plan(case, 4, rank)
+        assert measure(step, case.micro_batches).traffic == counted
         assert counted
+        assert step.synchronize() == ({}, 0.0, {})
+        assert synchronized == {}
+
+
+EVERY = {"diloco_steps": 4}
+ISLANDS = {
+    "quantized": Case(nodes=2, diloco=DilocoConfig(**EVERY)),
+    "tp, late fragments": Case(
+        nodes=2,
+        tp=2,
+        model=LLAMA_STYLE,
+        precision=PrecisionConfig(bf16=True),
+        diloco=DilocoConfig(**EVERY, diloco_fragments=2, diloco_delay=3, diloco_outer_momentum=0.9),
+    ),
+    "zeropp inside": Case(nodes=4, zero=ALL, micro_batches=2, diloco=DilocoConfig(**EVERY, diloco_islands=2)),
+    "not quantized": Case(
+        nodes=4, order=(0, 2, 1, 3), diloco=DilocoConfig(**EVERY, diloco_weight_bits=16, diloco_gradient_bits=16)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", chosen(ISLANDS, "quantized", "tp, late fragments"))
+def test_planned_bytes_between_islands_are_those_of_a_real_synchronization(case: Case):
+    for rank, (counted, synchronized) in enumerate(ranks(4).run(count, case)):
+        step = plan(case, 4, rank)
+        assert measure(step, case.micro_batches).traffic == counted
+        assert step.synchronize().traffic == synchronized
+        assert {axis for _, axis, _ in counted}.isdisjoint({"island"})
+        assert {(axis, collective) for _, axis, collective in synchronized} == {
+            ("island", "all_to_all"),
+            ("island", "all_gather"),
+            ("island", "all_reduce"),
+        }
 
 
 # ---- the order of hops ----------------------------------------------------------------------------------------------

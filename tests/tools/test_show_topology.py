@@ -32,6 +32,14 @@ def test_flag_files_and_described_clusters_are_understood(capsys: pytest.Capture
     assert "ranks in the order 0 2 4 6 8 10 12 14 ...: tensor parallel 8, shards 2 (2 across nodes x 1 inside)" in out
 
 
+def test_islands_that_take_local_steps_are_shown(capsys: pytest.CaptureFixture[str]):
+    flags = "--nodes 4 --ranks-per-node 2 --diloco-steps 30 --diloco-islands 2"
+    code, out, _ = run(capsys, *flags.split())
+    assert code == 0
+    assert out.splitlines()[0].endswith("shards 4 (2 across nodes x 2 inside), replicas 1, islands 2")
+    assert re.search(r"^island +2 +4 +network +0 4 +local steps", out, re.M)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -42,6 +50,10 @@ def test_flag_files_and_described_clusters_are_understood(capsys: pytest.Capture
         ("--cluster-file nowhere.yaml", "--cluster-file nowhere.yaml cannot be read"),
         ("--nodes 2 --ranks-per-node 4 --tensor-model-parallel-size 3", "--tensor-model-parallel-size 3 .* would fit"),
         ("--nodes 2 --ranks-per-node 4 --fast-domain 3", "fast_domain 3"),
+        (
+            "--nodes 4 --ranks-per-node 4 --diloco-steps 5 --diloco-islands 3",
+            "--diloco-islands 3 does not divide the 4",
+        ),
         ("--nodes 2 --ranks-per-node 4 --rank 8", "rank 8 is not one of the 8 ranks"),
         ("--nodes 2 --ranks-per-node 4 --tensor-parallel 2", "--tensor-parallel"),
     ],

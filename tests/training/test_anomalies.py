@@ -12,7 +12,7 @@ from helpers.checkpoints import Attempt, Job
 from helpers.ranks import ranks
 from helpers.training import Case
 
-from megazpp.training.anomalies import AnomalyConfig, Guard, LossHistory, NotFiniteError
+from megazpp.training.anomalies import AnomalyConfig, Failure, Guard, LossHistory, NotFiniteError
 from megazpp.zero.config import ZeroConfig
 
 NAN, INF = float("nan"), float("inf")
@@ -27,8 +27,8 @@ class FakeNotFinite:
 
     def own_gradients(self) -> None: ...
 
-    def report(self, iteration: int, *_: Any) -> None:
-        raise NotFiniteError(f"iteration {iteration}")
+    def report(self, failure: Failure | None) -> None:
+        raise NotFiniteError("another island's" if failure is None else f"iteration {failure.iteration}")
 
 
 class Watched:
@@ -41,6 +41,7 @@ class Watched:
         rewind: Callable[[], int] | None = None,
         verify: Callable[[], None] | None = None,
         verify_interval: int | None = None,
+        islands: bool = False,
         **config: Any,
     ) -> None:
         self.said: list[str] = []
@@ -55,6 +56,7 @@ class Watched:
             rewind=rewind,
             verify=verify,
             verify_interval=verify_interval,
+            islands=islands,
         )
         self.iteration = 0
 
@@ -211,3 +213,36 @@ def test_a_spike_takes_weights_and_moments_back_to_the_checkpoint_and_a_resumed_
             "said": "the step is skipped, and the weights go back to those of iteration 2",
             "losses": 2,
         }
+
+
+def test_an_island_leaves_its_weights_alone_and_the_job_ends_when_islands_meet():
+    watched = Watched(islands=True)
+    assert watched.takes(1.0)
+    assert watched.guard.found == (False, False)
+    assert not watched.guard.settle(failed=False, back=False)
+    assert not watched.takes(NAN)
+    assert not watched.takes(1.0, INF)
+    assert watched.guard.found == (True, False)
+    with pytest.raises(NotFiniteError, match="iteration 2"):  # the first of them
+        watched.guard.settle(failed=True, back=False)
+    with pytest.raises(NotFiniteError, match="another island's"):
+        Watched(islands=True).guard.settle(failed=True, back=False)
+
+
+def test_an_island_whose_loss_jumps_goes_back_with_all_when_islands_meet():
+    went = []
+
+    def back() -> int:
+        went.append(1)
+        return 7
+
+    watched = Watched(islands=True, rewind=back, loss_spike_sigma=4.0, loss_spike_action="rewind")
+    for index in range(30):
+        assert watched.takes(3.0 + 0.1 * (index % 2))
+    assert not watched.takes(9.0)
+    assert (watched.guard.found, went) == ((False, True), [])
+    assert watched.said[-1].endswith("the weights of all islands go back when they synchronize")
+    assert watched.guard.settle(failed=False, back=True)
+    assert (watched.guard.found, went) == ((False, False), [1])
+    assert watched.said[-1] == "the loss of an island has jumped, and the weights go back to those of iteration 7"
+    assert len(watched.history.losses) == 31

@@ -22,7 +22,9 @@ from megazpp.zero.config import ZeroConfig
 ZEROPP = ZeroConfig(zeropp=True)
 
 
-def guarded(step: TrainStep, case: Case, folder: Path | None, *, dynamic_scale: bool = False) -> None:
+def guarded(
+    step: TrainStep, case: Case, folder: Path | None, *, dynamic_scale: bool = False, islands: bool = False
+) -> None:
     batches = BatchConfig(
         micro_batch_size=case.global_batch // step.dims.data_size // case.micro_batches,
         global_batch_size=case.global_batch,
@@ -31,7 +33,9 @@ def guarded(step: TrainStep, case: Case, folder: Path | None, *, dynamic_scale: 
     plan = plan_batches(batches, data_parallel_size=step.dims.data_size)
     run_folder = RunFolder(folder) if folder is not None and step.dims.world.rank == 0 else None
     not_finite = NotFinite(step.sharding, step.dims, plan, run_folder)
-    step.guard = Guard(AnomalyConfig(), not_finite, LossHistory(), dynamic_scale=dynamic_scale, log=print)
+    step.guard = Guard(
+        AnomalyConfig(), not_finite, LossHistory(), dynamic_scale=dynamic_scale, log=print, islands=islands
+    )
 
 
 def poison_gradient(module: torch.nn.Module) -> RemovableHandle:
