@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from compare_wire_formats import LAST_STEPS, read, table
+
+
+def write_run(folder: Path, *, valid: float, sent: int, **fields: Any) -> Path:
+    """A run folder whose training loss falls by 1 per step, down to 4."""
+    folder.mkdir()
+    summary = {"validation_loss": valid, "cross_bytes_per_step": sent, "cpu_seconds_per_token": 1e-4, **fields}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    losses = range(4 + LAST_STEPS, 3, -1)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"lm_loss": loss}) + "\n" for loss in losses))
+    return folder
+
+
+def test_differences_are_paired_by_seed_and_an_islands_own_losses_are_not_shown(tmp_path: Path):
+    results = {
+        "ZeRO-3": [read(write_run(tmp_path / f"a{i}", valid=4.0 + i, sent=2_000_000)) for i in range(3)],
+        "local steps": [
+            read(write_run(tmp_path / f"b{i}", valid=4.0 + 1.1 * i, sent=50_000, synchronizations=10)) for i in range(3)
+        ],
+    }
+    rows = table(results).splitlines()
+    train = sum(range(4, 4 + LAST_STEPS)) / LAST_STEPS
+    assert rows[2] == f"| ZeRO-3 | {train:.4f} | 5.0000 | +0.0000 ± 0.0000 (+0.00 %) | 2.000 |"
+    # differences 0, 0.1 and 0.2: standard deviation 0.1, and that of their mean 0.1 / sqrt(3)
+    assert rows[3] == "| local steps | - | 5.1000 | +0.1000 ± 0.0577 (+1.96 %) | 0.050 |"
