@@ -22,7 +22,7 @@ from megazpp.planner.variants import (
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
 from megazpp.topology.shares import CALIBRATIONS, LEAST
-from megazpp.zero.diloco import DilocoPlan
+from megazpp.zero.diloco_config import DilocoPlan
 
 PAYS = 1.02  # ZeRO++ is said to pay from this much faster than the next scheme on
 SHOWN = 10  # candidates of the search

@@ -21,7 +21,7 @@ from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.zero.config import ZeroConfig
-from megazpp.zero.diloco import DilocoConfig, plan_diloco
+from megazpp.zero.diloco_config import DilocoConfig, plan_diloco
 from megazpp.zero.layout import plan_message
 from megazpp.zero.precision import PrecisionConfig
 
