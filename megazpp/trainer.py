@@ -190,6 +190,8 @@ class Trainer:
                 checkpoints=self.checkpoints,
                 islands=self.islands,
             )
+            if self.diloco is not None:
+                self.diloco.wait()
             self.step_recorder.close()
             self.checkpoints.finish()
         return progress

@@ -303,6 +303,11 @@ class DiLoCo:
         for fragment in range(self.plan.fragments):
             self._merge(fragment, 0.0)
 
+    def wait(self) -> None:
+        """Wait for the messages under way; before a program ends, because other islands' ranks need them."""
+        for unit in self.units:
+            unit.wait()
+
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
         """The model computes with R inside, the same on all islands."""
