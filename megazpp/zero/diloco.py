@@ -246,7 +246,6 @@ class DiLoCo:
         units: in the order of `find_units`.
         fragments: the units of each.
         merge_at: of each fragment the iteration at which its messages have arrived; 0 where none are under way.
-        synchronizations: of fragments, started by this process.
     """
 
     def __init__(self, sharding: Sharding, dims: ParallelDims, plan: DilocoPlan, precision: PrecisionConfig) -> None:
@@ -266,7 +265,6 @@ class DiLoCo:
         self.merge_at = [0] * plan.fragments
         self._tokens = torch.zeros(plan.fragments, dtype=torch.float64, device=device)  # since each last sent
         self._told: dict[int, torch.Tensor] = {}  # those that were sent last, which live until that is over
-        self.synchronizations = 0
 
     def meets_at(self, iteration: int) -> bool:
         """Whether islands wait for each other after `iteration`: a merge is due then."""
@@ -400,7 +398,6 @@ class DiLoCo:
         tokens = self._told[fragment] = self._tokens[fragment].clone()
         send_fragment(self.fragments[fragment], self._axis, self.plan, tokens)
         self._tokens[fragment] = 0.0
-        self.synchronizations += 1
 
     def _merge(self, fragment: int, alpha: float) -> None:
         with torch.no_grad():
