@@ -10,7 +10,7 @@ from megazpp.flags import check_not_negative, check_positive, flag, spelling
 from megazpp.zero.config import DIFFERENCE_BLOCK, GRADIENT_BLOCK, ZeroConfig
 
 CHOSEN = ("diloco_outer_lr", "diloco_outer_momentum")  # flags whose defaults depend on the run
-FEWEST = 200  # synchronizations, from which on outer momentum is chosen
+FEWEST, SHORTEST = 200, 10  # synchronizations, and steps between two, from which on outer momentum is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,12 @@ class DilocoConfig:
     diloco_steps: int | None = flag(None, "steps from one synchronization of a weight between islands to the next")
     diloco_islands: int | None = flag(None, "islands, of equally many nodes (default: every node is one)")
     diloco_outer_lr: float | None = flag(
-        None, f"outer learning rate (default: 0.7; 1 where the run plans fewer than {FEWEST} synchronizations)"
+        None,
+        f"outer learning rate (default: 0.7; 1 where fewer than {FEWEST} synchronizations are planned, or after fewer "
+        f"than {SHORTEST} steps)",
     )
     diloco_outer_momentum: float | None = flag(
-        None, f"outer Nesterov momentum (default: 0.9; 0 where the run plans fewer than {FEWEST} synchronizations)"
+        None, "outer Nesterov momentum (default: 0.9; 0 where the outer learning rate would be 1)"
     )
     diloco_fragments: int = flag(
         1, "parts of the model that synchronize one after the other within --diloco-steps; 1 is plain DiLoCo"
@@ -138,22 +140,23 @@ def plan_diloco(
         return None
     if config.diloco_fragments > num_layers:
         raise ValueError(f"--diloco-fragments {config.diloco_fragments} is more than --num-layers {num_layers}")
-    few = iterations // steps < FEWEST
+    few, short = iterations // steps < FEWEST, steps < SHORTEST
+    plain = few or short  # where momentum loses: tools/benchmarks/README.md
     lr, momentum = config.diloco_outer_lr, config.diloco_outer_momentum
     notices = []
-    if few and momentum is None:
-        notices.append(
-            f"fewer than {FEWEST} synchronizations are planned ({iterations // steps}): outer momentum is 0"
-            + (" and the outer learning rate 1" if lr is None else "")
-        )
+    if plain and momentum is None:
+        why = f"fewer than {FEWEST} synchronizations are planned ({iterations // steps})"
+        if not few:
+            why = f"islands synchronize after fewer than {SHORTEST} steps (--diloco-steps {steps})"
+        notices.append(f"{why}: outer momentum is 0" + (" and the outer learning rate 1" if lr is None else ""))
     alpha = config.diloco_merge_alpha
     return DilocoPlan(
         steps=steps,
         fragments=config.diloco_fragments,
         delay=config.diloco_delay,
         merge_alpha=(0.5 if config.diloco_delay else 0.0) if alpha is None else alpha,
-        outer_lr=(1.0 if few else 0.7) if lr is None else lr,
-        outer_momentum=(0.0 if few else 0.9) if momentum is None else momentum,
+        outer_lr=(1.0 if plain else 0.7) if lr is None else lr,
+        outer_momentum=(0.0 if plain else 0.9) if momentum is None else momentum,
         gradients=_format(config.diloco_gradient_bits, zero.zero_block_size or GRADIENT_BLOCK),
         weights=_format(config.diloco_weight_bits, zero.zero_block_size or DIFFERENCE_BLOCK),
         feedback=zero.zero_error_feedback,

@@ -339,10 +339,12 @@ def test_fragments_take_turns_and_nobody_waits_for_one_that_has_not_come():
     assert [plan.sends_at(t) for t in range(1, 13)] == [None, 0, None, 1, None, 2, None, 0, None, 1, None, 2]
 
 
-@pytest.mark.parametrize(("iterations", "lr", "momentum"), [(1990, 1.0, 0.0), (2000, 0.7, 0.9)])
-def test_outer_momentum_is_for_many_synchronizations(iterations: int, lr: float, momentum: float):
+@pytest.mark.parametrize(
+    ("steps", "iterations", "lr", "momentum"), [(10, 1990, 1.0, 0.0), (10, 2000, 0.7, 0.9), (9, 99_999, 1.0, 0.0)]
+)
+def test_outer_momentum_is_for_many_synchronizations_far_apart(steps: int, iterations: int, lr: float, momentum: float):
     def planned(**flags: Any) -> Any:
-        config = DilocoConfig(diloco_steps=10, **flags)
+        config = DilocoConfig(diloco_steps=steps, **flags)
         return plan_diloco(config, ZeroConfig(), iterations=iterations, num_layers=2, tokens_per_step=1.0)
 
     chosen = planned()
