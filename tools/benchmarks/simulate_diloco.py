@@ -225,11 +225,24 @@ BYTES = 256
 GLOBAL_BATCH = 16
 VALIDATION_SAMPLES = 512
 OPTIMIZER = OptimizerConfig(weight_decay=0.1, adam_beta2=0.95)
-SCHEDULE = ScheduleConfig(lr=4e-3, min_lr=1e-4, lr_decay_style="cosine", lr_warmup_fraction=0.06)
 CPU = torch.device("cpu")
 
 Moments = Literal["of one island", "mean", "zero"]
 MOMENTS: tuple[Moments, ...] = get_args(Moments)
+
+
+class Run(NamedTuple):
+    steps: int = 1000
+    lr: float = 4e-3
+
+    @property
+    def name(self) -> str:
+        return f"{self.steps} steps" + (f", lr {self.lr}" if self.lr != Run().lr else "")
+
+
+SHORT = Run()
+LONG = Run(steps=4000)
+SLOW = Run(lr=1e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,17 +251,18 @@ class Row:
 
     Attributes:
         resumed: islands of the second half of the steps, and where their optimizers' moments come from.
+        run: steps, and the peak rate of the inner optimizer.
     """
 
     islands: int = 2
     fragments: int = 1
     settings: LocalSteps = field(default_factory=LocalSteps)
     resumed: tuple[int, Moments] | None = None
-    steps: int = 1000
+    run: Run = SHORT
 
 
-def local(islands: int = 2, fragments: int = 1, steps: int = 1000, **settings: Any) -> Row:
-    return Row(islands=islands, fragments=fragments, steps=steps, settings=LocalSteps(**settings))
+def local(islands: int = 2, fragments: int = 1, run: Run = SHORT, **settings: Any) -> Row:
+    return Row(islands=islands, fragments=fragments, run=run, settings=LocalSteps(**settings))
 
 
 FEEDBACK = {"not fed back": None, "fed back whole": 0.0, "moving average": 0.8}
@@ -276,7 +290,14 @@ STUDIES: dict[str, dict[str, Row]] = {
         for moments in MOMENTS
     },
     "long": {
-        f"4000 steps, H 10, eta {eta}, mu {mu}": local(steps=4000, outer_lr=eta, outer_momentum=mu)
+        f"{LONG.name}, H 10, eta {eta}, mu {mu}": local(run=LONG, outer_lr=eta, outer_momentum=mu)
+        for eta, mu in ((1.0, 0.0), *MOMENTUM)
+    },
+    "slow": {
+        f"{SLOW.name}, H {interval}, eta {eta}, mu {mu}": local(
+            run=SLOW, interval=interval, outer_lr=eta, outer_momentum=mu
+        )
+        for interval in (10, 30)
         for eta, mu in ((1.0, 0.0), *MOMENTUM)
     },
 }
@@ -292,14 +313,14 @@ def main(argv: list[str]) -> None:
     text = read_text()
     args.out.mkdir(parents=True, exist_ok=True)
     rows = {name: row for study in args.studies for name, row in STUDIES[study].items()}
-    baselines = {row.steps: Row(islands=1, steps=row.steps) for row in rows.values()}
+    baselines = {row.run: Row(islands=1, run=row.run) for row in rows.values()}
 
     def losses(name: str, row: Row) -> list[float]:
         return [kept_loss(args.out, name, row, seed, text) for seed in args.seeds]
 
-    together = {steps: losses(f"{steps} steps, data parallel", row) for steps, row in baselines.items()}
-    lines = [*HEADER, *(line(f"data parallel, {steps} steps", found, found) for steps, found in together.items())]
-    lines += [line(name, losses(name, row), together[row.steps]) for name, row in rows.items()]
+    together = {run: losses(f"{run.name}, data parallel", row) for run, row in baselines.items()}
+    lines = [*HEADER, *(line(f"{run.name}, data parallel", found, found) for run, found in together.items())]
+    lines += [line(name, losses(name, row), together[row.run]) for name, row in rows.items()]
     print("\n".join(lines))
 
 
@@ -329,15 +350,20 @@ def read_text() -> Text:
 
 
 def train(row: Row, seed: int, text: Text) -> float:
-    """Validation loss of R after `row.steps` global batches, which depend on nothing but the seed."""
+    """Validation loss of R after the run's global batches, which depend on nothing but the seed."""
+    steps = row.run.steps
     schedule = build_schedule(
-        SCHEDULE, weight_decay=OPTIMIZER.weight_decay, train_iters=row.steps, train_samples=None, global_batch_size=1
+        ScheduleConfig(lr=row.run.lr, min_lr=1e-4, lr_decay_style="cosine", lr_warmup_fraction=0.06),
+        weight_decay=OPTIMIZER.weight_decay,
+        train_iters=steps,
+        train_samples=None,
+        global_batch_size=1,
     )
     generator = torch.Generator().manual_seed(seed)
     models = [new_model(seed) for _ in range(row.islands)]
     optimizers = [new_optimizer(model) for model in models]
     islands = Islands(models, strided_fragments(models[0], row.fragments), row.settings)
-    for iteration in range(1, row.steps + 1):
+    for iteration in range(1, steps + 1):
         batches = draw(text.train, GLOBAL_BATCH, generator).chunk(len(models))
         for model, optimizer, samples in zip(models, optimizers, batches, strict=True):
             set_rates_(
@@ -351,9 +377,9 @@ def train(row: Row, seed: int, text: Text) -> float:
             optimizer.zero_grad()
         if len(models) > 1:
             islands.after_step(
-                iteration, [float(samples[:, 1:].numel()) for samples in batches], last=iteration == row.steps
+                iteration, [float(samples[:, 1:].numel()) for samples in batches], last=iteration == steps
             )
-        if row.resumed is not None and iteration == row.steps // 2:
+        if row.resumed is not None and iteration == steps // 2:
             count, moments = row.resumed
             models = [copy.deepcopy(models[0]) for _ in range(count)]
             islands = islands.continued_by(models)

@@ -15,6 +15,7 @@ from simulate_diloco import (
     Islands,
     LocalSteps,
     Row,
+    Run,
     Text,
     local,
     main,
@@ -274,8 +275,9 @@ def test_moments_of_a_resumed_island():
 def test_a_run_goes_on_with_another_number_of_islands(moments: simulate_diloco.Moments):
     data = torch.arange(4000) % 50
     text = Text(data, data[:500])
-    kept = train(local(steps=20), 1, text)
-    loss = train(Row(islands=2, resumed=(4, moments), steps=20), 1, text)
+    run = Run(steps=20)
+    kept = train(local(run=run), 1, text)
+    loss = train(Row(islands=2, resumed=(4, moments), run=run), 1, text)
     assert kept < 4  # from 5.5
     assert loss != kept
     assert loss == pytest.approx(kept, abs=0.05)
