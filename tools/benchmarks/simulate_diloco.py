@@ -241,7 +241,6 @@ class Run(NamedTuple):
 
 
 SHORT = Run()
-LONG = Run(steps=4000)
 SLOW = Run(lr=1e-3)
 
 
@@ -267,39 +266,43 @@ def local(islands: int = 2, fragments: int = 1, run: Run = SHORT, **settings: An
 
 FEEDBACK = {"not fed back": None, "fed back whole": 0.0, "moving average": 0.8}
 MOMENTUM = ((0.7, 0.5), (0.7, 0.9), (0.4, 0.9))
+
+
+def momentum(interval: int, run: Run = SHORT) -> dict[str, Row]:
+    prefix = f"{run.name}, H {interval}" if run != SHORT else f"H {interval}"
+    return {prefix: local(run=run, interval=interval)} | {
+        f"{prefix}, eta {eta}, mu {mu}": local(run=run, interval=interval, outer_lr=eta, outer_momentum=mu)
+        for eta, mu in MOMENTUM
+    }
+
+
+def resume(before: int, after: int) -> dict[str, Row]:
+    name = f"H 10, {before} -> {after} islands, moments"
+    return {f"{name}: {moments}": Row(islands=before, resumed=(after, moments)) for moments in MOMENTS}
+
+
+# the first row of a study is what the others are compared with
 STUDIES: dict[str, dict[str, Row]] = {
     "interval": {f"H {interval}": local(interval=interval) for interval in (1, 2, 5, 10, 30, 100)},
-    "bits": {
+    "bits": {"H 10": local()}
+    | {
         f"H 10, {bits[0]} {bits[1]} bits, errors {name}": local(
             difference_bits=bits[0], weight_bits=bits[1], feedback_beta=beta
         )
         for bits in ((8, 16), (4, 16), (4, 4))
         for name, beta in FEEDBACK.items()
     },
-    "momentum": {
-        f"H {interval}, eta {eta}, mu {mu}": local(interval=interval, outer_lr=eta, outer_momentum=mu)
-        for interval in (2, 5, 30)
-        for eta, mu in MOMENTUM
-    },
-    "islands": {f"H {interval}, 4 islands": local(islands=4, interval=interval) for interval in (10, 30)},
-    "fragments": {f"H 20, {count} fragments": local(fragments=count, interval=20) for count in (1, 2, 4)},
-    "delay": {f"H 10, delay {delay}, keep 0.5": local(delay=delay, keep=0.5) for delay in (2, 5)},
-    "resume": {
-        f"H 10, {before} -> {after} islands, moments: {moments}": Row(islands=before, resumed=(after, moments))
-        for before, after in ((2, 4), (4, 2))
-        for moments in MOMENTS
-    },
-    "long": {
-        f"{LONG.name}, H 10, eta {eta}, mu {mu}": local(run=LONG, outer_lr=eta, outer_momentum=mu)
-        for eta, mu in ((1.0, 0.0), *MOMENTUM)
-    },
-    "slow": {
-        f"{SLOW.name}, H {interval}, eta {eta}, mu {mu}": local(
-            run=SLOW, interval=interval, outer_lr=eta, outer_momentum=mu
-        )
-        for interval in (10, 30)
-        for eta, mu in ((1.0, 0.0), *MOMENTUM)
-    },
+    "momentum-2": momentum(2),
+    "momentum-5": momentum(5),
+    "momentum-30": momentum(30),
+    "slow-5": momentum(5, SLOW),
+    "slow-30": momentum(30, SLOW),
+    "islands-10": {"H 10": local(), "H 10, 4 islands": local(islands=4)},
+    "islands-30": {"H 30": local(interval=30), "H 30, 4 islands": local(islands=4, interval=30)},
+    "fragments": {f"H 20, fragments {count}": local(fragments=count, interval=20) for count in (1, 2, 4)},
+    "delay": {"H 10": local()} | {f"H 10, delay {delay}, keep 0.5": local(delay=delay, keep=0.5) for delay in (2, 5)},
+    "grow": resume(2, 4),
+    "shrink": resume(4, 2),
 }
 
 
@@ -312,16 +315,27 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     text = read_text()
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = {name: row for study in args.studies for name, row in STUDIES[study].items()}
-    baselines = {row.run: Row(islands=1, run=row.run) for row in rows.values()}
 
     def losses(name: str, row: Row) -> list[float]:
         return [kept_loss(args.out, name, row, seed, text) for seed in args.seeds]
 
-    together = {run: losses(f"{run.name}, data parallel", row) for run, row in baselines.items()}
-    lines = [*HEADER, *(line(f"{run.name}, data parallel", found, found) for run, found in together.items())]
-    lines += [line(name, losses(name, row), together[row.run]) for name, row in rows.items()]
+    lines = ["| | validation loss | difference to data parallel | to the first row of the study |", "|---|---|---|---|"]
+    for study in args.studies:
+        run = next(iter(STUDIES[study].values())).run
+        baseline = f"{run.name}, data parallel"
+        together = losses(baseline, Row(islands=1, run=run))
+        found = {name: losses(name, row) for name, row in STUDIES[study].items()}
+        first = next(iter(found.values()))
+        lines.append(f"| {baseline} | {statistics.mean(together):.4f} | | |")
+        for name, row in found.items():
+            to_first = "" if row is first else paired(row, first)
+            lines.append(f"| {name} | {statistics.mean(row):.4f} | {paired(row, together)} | {to_first} |")
     print("\n".join(lines))
+
+
+def paired(losses: list[float], baseline: list[float]) -> str:
+    """The mean difference of the same seeds, and its standard error."""
+    return mean_and_error([loss - base for loss, base in zip(losses, baseline, strict=True)])
 
 
 def kept_loss(folder: Path, name: str, row: Row, seed: int, text: Text) -> float:
@@ -433,15 +447,6 @@ def validation_loss(model: nn.Module, data: Tensor) -> float:
     """Of samples at equal distances."""
     starts = torch.linspace(0, len(data) - SEQ_LENGTH - 1, VALIDATION_SAMPLES).long()
     return mean_loss(model, _windows(data, starts)).item()
-
-
-HEADER = ["| | validation loss | difference to data parallel |", "|---|---|---|"]
-
-
-def line(name: str, losses: list[float], baseline: list[float]) -> str:
-    """A row of a markdown table; the difference is paired by seed, with the standard error of its mean."""
-    differences = [loss - base for loss, base in zip(losses, baseline, strict=True)]
-    return f"| {name} | {statistics.mean(losses):.4f} | {mean_and_error(differences)} |"
 
 
 if __name__ == "__main__":
