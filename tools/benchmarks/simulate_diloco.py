@@ -32,7 +32,7 @@ import re
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -240,10 +240,6 @@ class Run(NamedTuple):
         return f"{self.steps} steps" + (f", lr {self.lr}" if self.lr != Run().lr else "")
 
 
-SHORT = Run()
-SLOW = Run(lr=1e-3)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A way to train. One island has no local steps: it is data parallel.
@@ -257,23 +253,22 @@ class Row:
     fragments: int = 1
     settings: LocalSteps = field(default_factory=LocalSteps)
     resumed: tuple[int, Moments] | None = None
-    run: Run = SHORT
+    run: Run = field(default_factory=Run)
 
 
-def local(islands: int = 2, fragments: int = 1, run: Run = SHORT, **settings: Any) -> Row:
-    return Row(islands=islands, fragments=fragments, run=run, settings=LocalSteps(**settings))
+def local(interval: int = 10, *, islands: int = 2, fragments: int = 1, **settings: Any) -> Row:
+    return Row(islands=islands, fragments=fragments, settings=LocalSteps(interval=interval, **settings))
 
 
 FEEDBACK = {"not fed back": None, "fed back whole": 0.0, "moving average": 0.8}
 MOMENTUM = ((0.7, 0.5), (0.7, 0.9), (0.4, 0.9))
 
 
-def momentum(interval: int, run: Run = SHORT) -> dict[str, Row]:
-    prefix = f"{run.name}, H {interval}" if run != SHORT else f"H {interval}"
-    return {prefix: local(run=run, interval=interval)} | {
-        f"{prefix}, eta {eta}, mu {mu}": local(run=run, interval=interval, outer_lr=eta, outer_momentum=mu)
-        for eta, mu in MOMENTUM
-    }
+def momentum(interval: int, run: Run) -> dict[str, Row]:
+    name = f"{run.name}, H {interval}" if run != Run() else f"H {interval}"
+    rows = {name: local(interval)}
+    rows |= {f"{name}, eta {eta}, mu {mu}": local(interval, outer_lr=eta, outer_momentum=mu) for eta, mu in MOMENTUM}
+    return {name: replace(row, run=run) for name, row in rows.items()}
 
 
 def resume(before: int, after: int) -> dict[str, Row]:
@@ -283,7 +278,7 @@ def resume(before: int, after: int) -> dict[str, Row]:
 
 # the first row of a study is what the others are compared with
 STUDIES: dict[str, dict[str, Row]] = {
-    "interval": {f"H {interval}": local(interval=interval) for interval in (1, 2, 5, 10, 30, 100)},
+    "interval": {f"H {interval}": local(interval) for interval in (1, 2, 5, 10, 30, 100)},
     "bits": {"H 10": local()}
     | {
         f"H 10, {bits[0]} {bits[1]} bits, errors {name}": local(
@@ -292,14 +287,14 @@ STUDIES: dict[str, dict[str, Row]] = {
         for bits in ((8, 16), (4, 16), (4, 4))
         for name, beta in FEEDBACK.items()
     },
-    "momentum-2": momentum(2),
-    "momentum-5": momentum(5),
-    "momentum-30": momentum(30),
-    "slow-5": momentum(5, SLOW),
-    "slow-30": momentum(30, SLOW),
+    **{
+        f"momentum-{interval}-{run.lr}": momentum(interval, run)
+        for run, intervals in ((Run(), (2, 5, 30)), (Run(lr=2e-3), (30,)), (Run(lr=1e-3), (5, 30)))
+        for interval in intervals
+    },
     "islands-10": {"H 10": local(), "H 10, 4 islands": local(islands=4)},
-    "islands-30": {"H 30": local(interval=30), "H 30, 4 islands": local(islands=4, interval=30)},
-    "fragments": {f"H 20, fragments {count}": local(fragments=count, interval=20) for count in (1, 2, 4)},
+    "islands-30": {"H 30": local(30), "H 30, 4 islands": local(30, islands=4)},
+    "fragments": {f"H 20, fragments {count}": local(20, fragments=count) for count in (1, 2, 4)},
     "delay": {"H 10": local()} | {f"H 10, delay {delay}, keep 0.5": local(delay=delay, keep=0.5) for delay in (2, 5)},
     "grow": resume(2, 4),
     "shrink": resume(4, 2),

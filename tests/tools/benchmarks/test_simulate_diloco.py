@@ -17,7 +17,6 @@ from simulate_diloco import (
     Row,
     Run,
     Text,
-    local,
     main,
     new_model,
     new_optimizer,
@@ -276,7 +275,7 @@ def test_a_run_goes_on_with_another_number_of_islands(moments: simulate_diloco.M
     data = torch.arange(4000) % 50
     text = Text(data, data[:500])
     run = Run(steps=20)
-    kept = train(local(run=run), 1, text)
+    kept = train(Row(run=run), 1, text)
     loss = train(Row(islands=2, resumed=(4, moments), run=run), 1, text)
     assert kept < 4  # from 5.5
     assert loss != kept
