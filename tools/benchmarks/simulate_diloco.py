@@ -232,6 +232,8 @@ MOMENTS: tuple[Moments, ...] = get_args(Moments)
 
 
 class Run(NamedTuple):
+    """Steps, and the peak rate of the inner optimizer: what a row shares with its data-parallel baseline."""
+
     steps: int = 1000
     lr: float = 4e-3
 
@@ -246,7 +248,6 @@ class Row:
 
     Attributes:
         resumed: islands of the second half of the steps, and where their optimizers' moments come from.
-        run: steps, and the peak rate of the inner optimizer.
     """
 
     islands: int = 2
