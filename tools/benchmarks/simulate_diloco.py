@@ -231,7 +231,7 @@ Moments = Literal["of one island", "mean", "zero"]
 MOMENTS: tuple[Moments, ...] = get_args(Moments)
 
 
-class Run(NamedTuple):
+class Recipe(NamedTuple):
     """Steps, and the peak rate of the inner optimizer: what a row shares with its data-parallel baseline."""
 
     steps: int = 1000
@@ -239,11 +239,11 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.steps} steps" + (f", lr {self.lr}" if self.lr != Run().lr else "")
+        return f"{self.steps} steps" + (f", lr {self.lr}" if self.lr != Recipe().lr else "")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Experiment:
     """A way to train. One island has no local steps: it is data parallel.
 
     Attributes:
@@ -254,31 +254,31 @@ class Row:
     fragments: int = 1
     settings: LocalSteps = field(default_factory=LocalSteps)
     resumed: tuple[int, Moments] | None = None
-    run: Run = field(default_factory=Run)
+    run: Recipe = field(default_factory=Recipe)
 
 
-def local(interval: int = 10, *, islands: int = 2, fragments: int = 1, **settings: Any) -> Row:
-    return Row(islands=islands, fragments=fragments, settings=LocalSteps(interval=interval, **settings))
+def local(interval: int = 10, *, islands: int = 2, fragments: int = 1, **settings: Any) -> Experiment:
+    return Experiment(islands=islands, fragments=fragments, settings=LocalSteps(interval=interval, **settings))
 
 
 FEEDBACK = {"not fed back": None, "fed back whole": 0.0, "moving average": 0.8}
 MOMENTUM = ((0.7, 0.5), (0.7, 0.9), (0.4, 0.9))
 
 
-def momentum(interval: int, run: Run) -> dict[str, Row]:
-    name = f"{run.name}, H {interval}" if run != Run() else f"H {interval}"
+def momentum(interval: int, run: Recipe) -> dict[str, Experiment]:
+    name = f"{run.name}, H {interval}" if run != Recipe() else f"H {interval}"
     rows = {name: local(interval)}
     rows |= {f"{name}, eta {eta}, mu {mu}": local(interval, outer_lr=eta, outer_momentum=mu) for eta, mu in MOMENTUM}
     return {name: replace(row, run=run) for name, row in rows.items()}
 
 
-def resume(before: int, after: int) -> dict[str, Row]:
+def resume(before: int, after: int) -> dict[str, Experiment]:
     name = f"H 10, {before} -> {after} islands, moments"
-    return {f"{name}: {moments}": Row(islands=before, resumed=(after, moments)) for moments in MOMENTS}
+    return {f"{name}: {moments}": Experiment(islands=before, resumed=(after, moments)) for moments in MOMENTS}
 
 
 # the first row of a study is what the others are compared with
-STUDIES: dict[str, dict[str, Row]] = {
+STUDIES: dict[str, dict[str, Experiment]] = {
     "interval": {f"H {interval}": local(interval) for interval in (1, 2, 5, 10, 30, 100)},
     "bits": {"H 10": local()}
     | {
@@ -290,13 +290,14 @@ STUDIES: dict[str, dict[str, Row]] = {
     },
     **{
         f"momentum-{interval}-{run.lr}": momentum(interval, run)
-        for run, intervals in ((Run(), (2, 5, 30)), (Run(lr=2e-3), (30,)), (Run(lr=1e-3), (5, 30)))
+        for run, intervals in ((Recipe(), (2, 5, 30)), (Recipe(lr=2e-3), (30,)), (Recipe(lr=1e-3), (5, 30)))
         for interval in intervals
     },
     "islands-10": {"H 10": local(), "H 10, 4 islands": local(islands=4)},
     "islands-30": {"H 30": local(30), "H 30, 4 islands": local(30, islands=4)},
     "fragments": {f"H 20, fragments {count}": local(20, fragments=count) for count in (1, 2, 4)},
-    "delay": {"H 10": local()} | {f"H 10, delay {delay}, keep 0.5": local(delay=delay, keep=0.5) for delay in (2, 5)},
+    "delay": {"H 10": local()}
+    | {f"H 10, delay {delay}, keep {keep}": local(delay=delay, keep=keep) for keep in (0.5, 0.0) for delay in (2, 5)},
     "grow": resume(2, 4),
     "shrink": resume(4, 2),
 }
@@ -312,14 +313,14 @@ def main(argv: list[str]) -> None:
     text = read_text()
     args.out.mkdir(parents=True, exist_ok=True)
 
-    def losses(name: str, row: Row) -> list[float]:
+    def losses(name: str, row: Experiment) -> list[float]:
         return [kept_loss(args.out, name, row, seed, text) for seed in args.seeds]
 
     lines = ["| | validation loss | difference to data parallel | to the first row of the study |", "|---|---|---|---|"]
     for study in args.studies:
         run = next(iter(STUDIES[study].values())).run
         baseline = f"{run.name}, data parallel"
-        together = losses(baseline, Row(islands=1, run=run))
+        together = losses(baseline, Experiment(islands=1, run=run))
         found = {name: losses(name, row) for name, row in STUDIES[study].items()}
         first = next(iter(found.values()))
         lines.append(f"| {baseline} | {statistics.mean(together):.4f} | | |")
@@ -334,7 +335,7 @@ def paired(losses: list[float], baseline: list[float]) -> str:
     return mean_and_error([loss - base for loss, base in zip(losses, baseline, strict=True)])
 
 
-def kept_loss(folder: Path, name: str, row: Row, seed: int, text: Text) -> float:
+def kept_loss(folder: Path, name: str, row: Experiment, seed: int, text: Text) -> float:
     """The validation loss of a run, trained now if its file is not there."""
     path = folder / f"{re.sub('[^a-z0-9.]+', '-', name.lower())}-seed{seed}.json"
     if not path.exists():
@@ -359,7 +360,7 @@ def read_text() -> Text:
     return Text(*data.tensor_split([len(data) * 9 // 10]))
 
 
-def train(row: Row, seed: int, text: Text) -> float:
+def train(row: Experiment, seed: int, text: Text) -> float:
     """Validation loss of R after the run's global batches, which depend on nothing but the seed."""
     steps = row.run.steps
     schedule = build_schedule(

@@ -12,10 +12,10 @@ import torch
 from helpers.training import CPU, Case
 from simulate_diloco import (
     MOMENTS,
+    Experiment,
     Islands,
     LocalSteps,
-    Row,
-    Run,
+    Recipe,
     Text,
     main,
     new_model,
@@ -274,9 +274,9 @@ def test_moments_of_a_resumed_island():
 def test_a_run_goes_on_with_another_number_of_islands(moments: simulate_diloco.Moments):
     data = torch.arange(4000) % 50
     text = Text(data, data[:500])
-    run = Run(steps=20)
-    kept = train(Row(run=run), 1, text)
-    loss = train(Row(islands=2, resumed=(4, moments), run=run), 1, text)
+    run = Recipe(steps=20)
+    kept = train(Experiment(run=run), 1, text)
+    loss = train(Experiment(islands=2, resumed=(4, moments), run=run), 1, text)
     assert kept < 4  # from 5.5
     assert loss != kept
     assert loss == pytest.approx(kept, abs=0.05)
@@ -287,7 +287,7 @@ def test_the_study_keeps_its_results(
 ):
     trained: list[tuple[int, int]] = []
 
-    def fake(row: Row, seed: int, text: Text) -> float:
+    def fake(row: Experiment, seed: int, text: Text) -> float:
         trained.append((row.islands, seed))
         return 2.0 + 0.1 * seed + 0.01 * row.islands * seed
 
