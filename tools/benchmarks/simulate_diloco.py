@@ -32,7 +32,7 @@ import re
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -224,15 +224,25 @@ BYTES = 256
 GLOBAL_BATCH = 16
 VALIDATION_SAMPLES = 512
 OPTIMIZER = OptimizerConfig(weight_decay=0.1, adam_beta2=0.95)
-SCHEDULE = ScheduleConfig(lr=4e-3, min_lr=1e-4, lr_decay_style="cosine", lr_warmup_fraction=0.06)
 CPU = torch.device("cpu")
 
 Moments = Literal["of one island", "mean", "zero"]
 MOMENTS: tuple[Moments, ...] = get_args(Moments)
 
 
+class Recipe(NamedTuple):
+    """Steps, and the peak rate of the inner optimizer: what a row shares with its data-parallel baseline."""
+
+    steps: int = 1000
+    lr: float = 4e-3
+
+    @property
+    def name(self) -> str:
+        return f"{self.steps} steps" + (f", lr {self.lr}" if self.lr != Recipe().lr else "")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Experiment:
     """A way to train. One island has no local steps: it is data parallel.
 
     Attributes:
@@ -243,41 +253,52 @@ class Row:
     fragments: int = 1
     settings: LocalSteps = field(default_factory=LocalSteps)
     resumed: tuple[int, Moments] | None = None
-    steps: int = 1000
+    run: Recipe = field(default_factory=Recipe)
 
 
-def local(islands: int = 2, fragments: int = 1, steps: int = 1000, **settings: Any) -> Row:
-    return Row(islands=islands, fragments=fragments, steps=steps, settings=LocalSteps(**settings))
+def local(interval: int = 10, *, islands: int = 2, fragments: int = 1, **settings: Any) -> Experiment:
+    return Experiment(islands=islands, fragments=fragments, settings=LocalSteps(interval=interval, **settings))
 
 
 FEEDBACK = {"not fed back": None, "fed back whole": 0.0, "moving average": 0.8}
 MOMENTUM = ((0.7, 0.5), (0.7, 0.9), (0.4, 0.9))
-STUDIES: dict[str, dict[str, Row]] = {
-    "interval": {f"H {interval}": local(interval=interval) for interval in (1, 2, 5, 10, 30, 100)},
-    "bits": {
+
+
+def momentum(interval: int, run: Recipe) -> dict[str, Experiment]:
+    name = f"{run.name}, H {interval}" if run != Recipe() else f"H {interval}"
+    rows = {name: local(interval)}
+    rows |= {f"{name}, eta {eta}, mu {mu}": local(interval, outer_lr=eta, outer_momentum=mu) for eta, mu in MOMENTUM}
+    return {name: replace(row, run=run) for name, row in rows.items()}
+
+
+def resume(before: int, after: int) -> dict[str, Experiment]:
+    name = f"H 10, {before} -> {after} islands, moments"
+    return {f"{name}: {moments}": Experiment(islands=before, resumed=(after, moments)) for moments in MOMENTS}
+
+
+# the first row of a study is what the others are compared with
+STUDIES: dict[str, dict[str, Experiment]] = {
+    "interval": {f"H {interval}": local(interval) for interval in (1, 2, 5, 10, 30, 100)},
+    "bits": {"H 10": local()}
+    | {
         f"H 10, {bits[0]} {bits[1]} bits, errors {name}": local(
             difference_bits=bits[0], weight_bits=bits[1], feedback_beta=beta
         )
         for bits in ((8, 16), (4, 16), (4, 4))
         for name, beta in FEEDBACK.items()
     },
-    "momentum": {
-        f"H {interval}, eta {eta}, mu {mu}": local(interval=interval, outer_lr=eta, outer_momentum=mu)
-        for interval in (2, 5, 30)
-        for eta, mu in MOMENTUM
+    **{
+        f"momentum-{interval}-{run.lr}": momentum(interval, run)
+        for run, intervals in ((Recipe(), (2, 5, 30)), (Recipe(lr=2e-3), (30,)), (Recipe(lr=1e-3), (5, 30)))
+        for interval in intervals
     },
-    "islands": {f"H {interval}, 4 islands": local(islands=4, interval=interval) for interval in (10, 30)},
-    "fragments": {f"H 20, {count} fragments": local(fragments=count, interval=20) for count in (1, 2, 4)},
-    "delay": {f"H 10, delay {delay}, keep 0.5": local(delay=delay, keep=0.5) for delay in (2, 5)},
-    "resume": {
-        f"H 10, {before} -> {after} islands, moments: {moments}": Row(islands=before, resumed=(after, moments))
-        for before, after in ((2, 4), (4, 2))
-        for moments in MOMENTS
-    },
-    "long": {
-        f"4000 steps, H 10, eta {eta}, mu {mu}": local(steps=4000, outer_lr=eta, outer_momentum=mu)
-        for eta, mu in ((1.0, 0.0), *MOMENTUM)
-    },
+    "islands-10": {"H 10": local(), "H 10, 4 islands": local(islands=4)},
+    "islands-30": {"H 30": local(30), "H 30, 4 islands": local(30, islands=4)},
+    "fragments": {f"H 20, fragments {count}": local(20, fragments=count) for count in (1, 2, 4)},
+    "delay": {"H 10": local()}
+    | {f"H 10, delay {delay}, keep {keep}": local(delay=delay, keep=keep) for keep in (0.5, 0.0) for delay in (2, 5)},
+    "grow": resume(2, 4),
+    "shrink": resume(4, 2),
 }
 
 
@@ -290,19 +311,30 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     text = read_text()
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = {name: row for study in args.studies for name, row in STUDIES[study].items()}
-    baselines = {row.steps: Row(islands=1, steps=row.steps) for row in rows.values()}
 
-    def losses(name: str, row: Row) -> list[float]:
+    def losses(name: str, row: Experiment) -> list[float]:
         return [kept_loss(args.out, name, row, seed, text) for seed in args.seeds]
 
-    together = {steps: losses(f"{steps} steps, data parallel", row) for steps, row in baselines.items()}
-    lines = [*HEADER, *(line(f"data parallel, {steps} steps", found, found) for steps, found in together.items())]
-    lines += [line(name, losses(name, row), together[row.steps]) for name, row in rows.items()]
+    lines = ["| | validation loss | difference to data parallel | to the first row of the study |", "|---|---|---|---|"]
+    for study in args.studies:
+        run = next(iter(STUDIES[study].values())).run
+        baseline = f"{run.name}, data parallel"
+        together = losses(baseline, Experiment(islands=1, run=run))
+        found = {name: losses(name, row) for name, row in STUDIES[study].items()}
+        first = next(iter(found.values()))
+        lines.append(f"| {baseline} | {statistics.mean(together):.4f} | | |")
+        for name, row in found.items():
+            to_first = "" if row is first else paired(row, first)
+            lines.append(f"| {name} | {statistics.mean(row):.4f} | {paired(row, together)} | {to_first} |")
     print("\n".join(lines))
 
 
-def kept_loss(folder: Path, name: str, row: Row, seed: int, text: Text) -> float:
+def paired(losses: list[float], baseline: list[float]) -> str:
+    """The mean difference of the same seeds, and its standard error."""
+    return mean_and_error([loss - base for loss, base in zip(losses, baseline, strict=True)])
+
+
+def kept_loss(folder: Path, name: str, row: Experiment, seed: int, text: Text) -> float:
     """The validation loss of a run, trained now if its file is not there."""
     path = folder / f"{re.sub('[^a-z0-9.]+', '-', name.lower())}-seed{seed}.json"
     if not path.exists():
@@ -327,16 +359,21 @@ def read_text() -> Text:
     return Text(*data.tensor_split([len(data) * 9 // 10]))
 
 
-def train(row: Row, seed: int, text: Text) -> float:
-    """Validation loss of R after `row.steps` global batches, which depend on nothing but the seed."""
+def train(row: Experiment, seed: int, text: Text) -> float:
+    """Validation loss of R after the run's global batches, which depend on nothing but the seed."""
+    steps = row.run.steps
     schedule = build_schedule(
-        SCHEDULE, weight_decay=OPTIMIZER.weight_decay, train_iters=row.steps, train_samples=None, global_batch_size=1
+        ScheduleConfig(lr=row.run.lr, min_lr=1e-4, lr_decay_style="cosine", lr_warmup_fraction=0.06),
+        weight_decay=OPTIMIZER.weight_decay,
+        train_iters=steps,
+        train_samples=None,
+        global_batch_size=1,
     )
     generator = torch.Generator().manual_seed(seed)
     models = [new_model(seed) for _ in range(row.islands)]
     optimizers = [new_optimizer(model) for model in models]
     islands = Islands(models, strided_fragments(models[0], row.fragments), row.settings)
-    for iteration in range(1, row.steps + 1):
+    for iteration in range(1, steps + 1):
         batches = draw(text.train, GLOBAL_BATCH, generator).chunk(len(models))
         for model, optimizer, samples in zip(models, optimizers, batches, strict=True):
             set_rates_(
@@ -350,9 +387,9 @@ def train(row: Row, seed: int, text: Text) -> float:
             optimizer.zero_grad()
         if len(models) > 1:
             islands.after_step(
-                iteration, [float(samples[:, 1:].numel()) for samples in batches], last=iteration == row.steps
+                iteration, [float(samples[:, 1:].numel()) for samples in batches], last=iteration == steps
             )
-        if row.resumed is not None and iteration == row.steps // 2:
+        if row.resumed is not None and iteration == steps // 2:
             count, moments = row.resumed
             models = [copy.deepcopy(models[0]) for _ in range(count)]
             islands = islands.continued_by(models)
@@ -406,15 +443,6 @@ def validation_loss(model: nn.Module, data: Tensor) -> float:
     """Of samples at equal distances."""
     starts = torch.linspace(0, len(data) - SEQ_LENGTH - 1, VALIDATION_SAMPLES).long()
     return mean_loss(model, _windows(data, starts)).item()
-
-
-HEADER = ["| | validation loss | difference to data parallel |", "|---|---|---|"]
-
-
-def line(name: str, losses: list[float], baseline: list[float]) -> str:
-    """A row of a markdown table; the difference is paired by seed, with the standard error of its mean."""
-    differences = [loss - base for loss, base in zip(losses, baseline, strict=True)]
-    return f"| {name} | {statistics.mean(losses):.4f} | {mean_and_error(differences)} |"
 
 
 if __name__ == "__main__":
