@@ -13,7 +13,7 @@ from helpers.ranks import ranks
 from helpers.stream_races import simulated_streams
 from helpers.tiers import slow
 from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_diloco, build_step
-from simulate_diloco import Islands, LocalSteps
+from simulate_diloco import Islands, OuterRule
 
 from kernels.formats import BlockFormat
 from megazpp.model.gpt import GPTModel
@@ -104,10 +104,10 @@ def simulate(case: Case, fragments: list[list[str]]) -> tuple[list[dict[str, tor
     optimizers = [build_optimizer(list(model.named_parameters()), ADAM, CPU) for model in models]
     plan = plan_diloco(case.diloco, ZeroConfig(), iterations=case.steps, num_layers=9, tokens_per_step=1.0)
     assert plan is not None
-    settings = LocalSteps(
-        interval=plan.steps,
+    settings = OuterRule(
+        steps=plan.steps,
         delay=plan.delay,
-        keep=plan.merge_alpha,
+        merge_alpha=plan.merge_alpha,
         outer_lr=plan.outer_lr,
         outer_momentum=plan.outer_momentum,
     )

@@ -10,7 +10,7 @@ fragments, R the islands' common copy of the outer weights, x an island's own we
 
 After the optimizer step of iteration t, counted from 1, for each fragment:
 
-    merge   if it was sent `delay` iterations ago:        x = keep x + (1 - keep) R
+    merge   if it was sent `delay` iterations ago:        x = alpha x + (1 - alpha) R
     send    if t % H == ((fragment + 1) * H // F) % H:    sum over islands of share * Q(R - x + error) -> difference
                 momentum = outer_momentum * momentum + difference
                 outer = outer - outer_lr * (difference + outer_momentum * momentum)        (Nesterov)
@@ -56,31 +56,31 @@ BLOCK = 128  # elements of a block of quantization
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSteps:
+class OuterRule:
     """How islands exchange their weights.
 
     Attributes:
-        interval: H, iterations between two sends of a fragment; a multiple of the fragments.
-        delay: iterations between a send and its merge, less than `interval`.
-        keep: share of its own weights that an island keeps at a merge.
+        steps: H, iterations between two sends of a fragment; a multiple of the fragments.
+        delay: iterations between a send and its merge, less than `steps`.
+        merge_alpha: share of its own weights that an island keeps at a merge.
         outer_lr, outer_momentum: of the outer optimizer, SGD with Nesterov momentum; 1 and 0 average the islands.
-        difference_bits: 4 or 8 for what islands send; 16 does not quantize.
+        gradient_bits: 4 or 8 for what islands send; 16 does not quantize.
         weight_bits: 4 or 8 for what R receives; 16 does not quantize.
         feedback_beta: share of its earlier error that an island keeps where the rest is the newest (0: the newest, and
             all of it); None does not feed errors back.
     """
 
-    interval: int = 10
+    steps: int = 10
     delay: int = 0
-    keep: float = 0.0
+    merge_alpha: float = 0.0
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
-    difference_bits: Bits = 16
+    gradient_bits: Bits = 16
     weight_bits: Bits = 16
     feedback_beta: float | None = 0.0
 
     def sends(self, fragment: int, fragments: int, iteration: int) -> bool:
-        return iteration % self.interval == (fragment + 1) * self.interval // fragments % self.interval
+        return iteration % self.steps == (fragment + 1) * self.steps // fragments % self.steps
 
 
 class Islands:
@@ -96,8 +96,8 @@ class Islands:
         outer, momentum: what the outer optimizer holds, by the parameter's name.
     """
 
-    def __init__(self, models: Sequence[nn.Module], fragments: Sequence[Sequence[str]], settings: LocalSteps) -> None:
-        if settings.interval % len(fragments) or not 0 <= settings.delay < settings.interval:
+    def __init__(self, models: Sequence[nn.Module], fragments: Sequence[Sequence[str]], settings: OuterRule) -> None:
+        if settings.steps % len(fragments) or not 0 <= settings.delay < settings.steps:
             raise ValueError(f"{len(fragments)} fragments do not fit {settings}")
         self.settings, self.fragments = settings, fragments
         self._weights = [{name: p.detach() for name, p in model.named_parameters()} for model in models]
@@ -128,13 +128,13 @@ class Islands:
             self._tokens[index] = [before + new for before, new in zip(counted, tokens, strict=True)]
             due = self._merge_at[index]
             if due is not None and (last or due == iteration):
-                self._merge(index, settings.keep)
+                self._merge(index, settings.merge_alpha)
             if last or settings.sends(index, len(self.fragments), iteration):
                 self._send(index)
                 sent.append(index)
                 self._merge_at[index] = iteration + settings.delay
                 if last or settings.delay == 0:
-                    self._merge(index, 0.0 if last else settings.keep)
+                    self._merge(index, 0.0 if last else settings.merge_alpha)
         return sent
 
     def continued_by(self, models: Sequence[nn.Module]) -> Islands:
@@ -146,10 +146,10 @@ class Islands:
         islands.outer, islands.momentum = self.outer, self.momentum
         return islands
 
-    def _merge(self, fragment: int, keep: float) -> None:
+    def _merge(self, fragment: int, alpha: float) -> None:
         for name in self.fragments[fragment]:
             for weights in self._weights:
-                weights[name].copy_(keep * weights[name] + (1 - keep) * self.common[name])
+                weights[name].copy_(alpha * weights[name] + (1 - alpha) * self.common[name])
         self._merge_at[fragment] = None
 
     def _send(self, fragment: int) -> None:
@@ -168,7 +168,7 @@ class Islands:
     def _difference(self, island: int, name: str) -> Tensor:
         """R - x of an island, as the others receive it."""
         difference = self.common[name] - self._weights[island][name]
-        table, beta = _table(difference, self.settings.difference_bits), self.settings.feedback_beta
+        table, beta = _table(difference, self.settings.gradient_bits), self.settings.feedback_beta
         if table is None:
             return difference
         errors = None
@@ -251,13 +251,13 @@ class Experiment:
 
     islands: int = 2
     fragments: int = 1
-    settings: LocalSteps = field(default_factory=LocalSteps)
+    settings: OuterRule = field(default_factory=OuterRule)
     resumed: tuple[int, Moments] | None = None
     run: Recipe = field(default_factory=Recipe)
 
 
 def local(interval: int = 10, *, islands: int = 2, fragments: int = 1, **settings: Any) -> Experiment:
-    return Experiment(islands=islands, fragments=fragments, settings=LocalSteps(interval=interval, **settings))
+    return Experiment(islands=islands, fragments=fragments, settings=OuterRule(steps=interval, **settings))
 
 
 FEEDBACK = {"not fed back": None, "fed back whole": 0.0, "moving average": 0.8}
@@ -282,7 +282,7 @@ STUDIES: dict[str, dict[str, Experiment]] = {
     "bits": {"H 10": local()}
     | {
         f"H 10, {bits[0]} {bits[1]} bits, errors {name}": local(
-            difference_bits=bits[0], weight_bits=bits[1], feedback_beta=beta
+            gradient_bits=bits[0], weight_bits=bits[1], feedback_beta=beta
         )
         for bits in ((8, 16), (4, 16), (4, 4))
         for name, beta in FEEDBACK.items()
@@ -296,7 +296,11 @@ STUDIES: dict[str, dict[str, Experiment]] = {
     "islands-30": {"H 30": local(30), "H 30, 4 islands": local(30, islands=4)},
     "fragments": {f"H 20, fragments {count}": local(20, fragments=count) for count in (1, 2, 4)},
     "delay": {"H 10": local()}
-    | {f"H 10, delay {delay}, keep {keep}": local(delay=delay, keep=keep) for keep in (0.5, 0.0) for delay in (2, 5)},
+    | {
+        f"H 10, delay {delay}, alpha {alpha}": local(delay=delay, merge_alpha=alpha)
+        for alpha in (0.5, 0.0)
+        for delay in (2, 5)
+    },
     "grow": resume(2, 4),
     "shrink": resume(4, 2),
 }
