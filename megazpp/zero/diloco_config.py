@@ -25,7 +25,7 @@ class DilocoConfig:
     diloco_islands: int | None = flag(None, "islands, of equally many nodes (default: every node is one)")
     diloco_outer_lr: float | None = flag(
         None,
-        f"outer learning rate (default: 0.7; 1 where fewer than {FEWEST} synchronizations are planned, or after fewer "
+        f"outer learning rate (default: 0.4; 1 where fewer than {FEWEST} synchronizations are planned, or after fewer "
         f"than {SHORTEST} steps)",
     )
     diloco_outer_momentum: float | None = flag(
@@ -155,7 +155,7 @@ def plan_diloco(
         fragments=config.diloco_fragments,
         delay=config.diloco_delay,
         merge_alpha=(0.5 if config.diloco_delay else 0.0) if alpha is None else alpha,
-        outer_lr=(1.0 if plain else 0.7) if lr is None else lr,
+        outer_lr=(1.0 if plain else 0.4) if lr is None else lr,
         outer_momentum=(0.0 if plain else 0.9) if momentum is None else momentum,
         gradients=_format(config.diloco_gradient_bits, zero.zero_block_size or GRADIENT_BLOCK),
         weights=_format(config.diloco_weight_bits, zero.zero_block_size or DIFFERENCE_BLOCK),

@@ -288,8 +288,13 @@ STUDIES: dict[str, dict[str, Experiment]] = {
         for name, beta in FEEDBACK.items()
     },
     **{
-        f"momentum-{interval}-{run.lr}": momentum(interval, run)
-        for run, intervals in ((Recipe(), (2, 5, 30)), (Recipe(lr=2e-3), (30,)), (Recipe(lr=1e-3), (5, 30)))
+        f"momentum-{run.steps}-{interval}-{run.lr}": momentum(interval, run)
+        for run, intervals in (
+            (Recipe(), (2, 5, 30)),
+            (Recipe(lr=2e-3), (30,)),
+            (Recipe(lr=1e-3), (5, 30)),
+            (Recipe(steps=4000), (10,)),
+        )
         for interval in intervals
     },
     "islands-10": {"H 10": local(), "H 10, 4 islands": local(islands=4)},
