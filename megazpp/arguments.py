@@ -34,7 +34,7 @@ from megazpp.training.stopping import StopConfig
 from megazpp.training.timers import StragglerConfig, TimersConfig
 from megazpp.training.tracking import TrackingConfig
 from megazpp.zero.config import WirePlan, ZeroConfig
-from megazpp.zero.diloco import DilocoConfig
+from megazpp.zero.diloco_config import DilocoConfig
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.verify import VerifyConfig
 

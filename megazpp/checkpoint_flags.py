@@ -14,7 +14,7 @@ from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.tokenizer import read_tokenizer
 from megazpp.data.tokenizer import names_tokenizer
 from megazpp.flags import spelling, wrong_types
-from megazpp.zero.diloco import CHOSEN
+from megazpp.zero.diloco_config import CHOSEN
 
 # What a model is and was trained on. Where it runs now, and how it is spread there, is for this program to say.
 TAKEN = ("model", "batches", "data", "tokenizer", "precision", "evaluation")

@@ -21,7 +21,7 @@ from megazpp.topology.cluster import Cluster, Links
 from megazpp.topology.layout import Layout
 from megazpp.training.batches import BatchPlan, plan_batches
 from megazpp.zero.config import WirePlan, plan_wire, wire_backends
-from megazpp.zero.diloco import DilocoConfig, DilocoPlan, plan_diloco
+from megazpp.zero.diloco_config import DilocoConfig, DilocoPlan, plan_diloco
 
 
 class RunPlan(NamedTuple):

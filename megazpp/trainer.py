@@ -66,7 +66,8 @@ from megazpp.training.stopping import StopConditions
 from megazpp.training.timers import Straggler, Timers
 from megazpp.training.tracking import Tracker, open_sinks, run_tags
 from megazpp.zero.config import wire_backends
-from megazpp.zero.diloco import CHOSEN, DiLoCo
+from megazpp.zero.diloco import DiLoCo
+from megazpp.zero.diloco_config import CHOSEN
 from megazpp.zero.verify import verify_weights
 
 
@@ -189,6 +190,8 @@ class Trainer:
                 checkpoints=self.checkpoints,
                 islands=self.islands,
             )
+            if self.diloco is not None:
+                self.diloco.wait()
             self.step_recorder.close()
             self.checkpoints.finish()
         return progress

@@ -93,7 +93,7 @@ class Estimate(NamedTuple):
     def sufficient_gigabits(self) -> float:
         """Of a node's links to others, each way: from there on sending takes no longer than the compute of a step.
 
-        With local steps a synchronization takes no longer than the steps that hide it, or than EXPOSED of all steps.
+        With local steps sending takes no longer than the steps that hide it, or than EXPOSED of all steps.
         0 where the times are not known.
         """
         compute, diloco = self.busy.get("compute", 0.0), self.plan.diloco

@@ -22,7 +22,7 @@ from megazpp.planner.variants import (
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
 from megazpp.topology.shares import CALIBRATIONS, LEAST
-from megazpp.zero.diloco import DilocoPlan
+from megazpp.zero.diloco_config import DilocoPlan
 
 PAYS = 1.02  # ZeRO++ is said to pay from this much faster than the next scheme on
 SHOWN = 10  # candidates of the search
@@ -89,8 +89,9 @@ def _this_run(own: Estimate, estimator: Estimator, price: float | None) -> Itera
     diloco = own.plan.diloco
     if diloco is not None:
         yield (
-            f"these are means: every {diloco.steps} steps a node sends {own.node_island_bytes / MEGA:.3f} MB to other "
-            f"islands, {own.node_island_bytes / diloco.steps / MEGA:.3f} MB per step"
+            "these are means that include what a node sends to other islands: "
+            f"{own.node_island_bytes / MEGA:.3f} MB every {diloco.steps} steps, "
+            f"{own.node_island_bytes / diloco.steps / MEGA:.3f} MB per step"
         )
     if own.seconds is None:
         yield "no times: the cluster file names no links or no device"
@@ -114,8 +115,8 @@ def _this_run(own: Estimate, estimator: Estimator, price: float | None) -> Itera
     if diloco is not None:
         yield (
             f"of these, {_range([e.held_up / diloco.steps for e in ends], '.3f')} s are the mean of a synchronization, "
-            f"which holds every {diloco.steps} steps up by {_range([e.held_up for e in ends], '.3f')} s; from "
-            f"{_range([e.sufficient_gigabits for e in ends], '.3g')} Gbit/s of a node's links on it {_takes(diloco)}"
+            f"which holds every {diloco.steps} steps up by {_range([e.held_up for e in ends], '.3f')} s; its bytes "
+            f"{_takes(diloco)} from {_range([e.sufficient_gigabits for e in ends], '.3g')} Gbit/s of a node's links on"
         )
     rows = [("axis", "busy", "hidden", "exposed")]
     for axis, exposed in own.exposed.items():
@@ -132,8 +133,8 @@ def _this_run(own: Estimate, estimator: Estimator, price: float | None) -> Itera
 
 
 def _takes(diloco: DilocoPlan) -> str:
-    """What a synchronization does where links have `sufficient_gigabits`."""
-    return "hides under the steps of its delay" if diloco.delay else f"takes at most {100 * EXPOSED:g} % of the time"
+    """What the bytes of a synchronization do where links have `sufficient_gigabits`."""
+    return "hide under the steps of its delay" if diloco.delay else f"take at most {100 * EXPOSED:g} % of the time"
 
 
 def _range(values: Sequence[float], form: str) -> str:
@@ -183,7 +184,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     if speeds and device is not None:
         yield (
             "* of a node's links to others, each way: from there on they are not what a step waits for most"
-            + "".join(f" ({name}: a synchronization {_takes(plan)})" for name, plan in plans.items())
+            + "".join(f" ({name}: a synchronization's bytes {_takes(plan)})" for name, plan in plans.items())
         )
         yield (
             "TFLOP/s and MFU count what the model needs: forward and backward once, half of the attention matrix, no "

@@ -28,7 +28,8 @@ from megazpp.topology.layout import AXES, Layout
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.config import plan_wire
-from megazpp.zero.diloco import DilocoPlan, OuterUnit, send_fragment
+from megazpp.zero.diloco import OuterUnit, send_fragment
+from megazpp.zero.diloco_config import DilocoPlan
 from megazpp.zero.freeze import frozen_bytes
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce

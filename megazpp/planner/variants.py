@@ -15,7 +15,7 @@ from typing import Any, Literal
 from megazpp.arguments import RunConfig
 from megazpp.checks import check_run_config
 from megazpp.topology.cluster import Cluster, nested_sizes
-from megazpp.zero.diloco import DilocoConfig
+from megazpp.zero.diloco_config import DilocoConfig
 
 PLAIN = {
     "zero_stage": 3,

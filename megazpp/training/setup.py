@@ -33,7 +33,7 @@ from megazpp.training.batches import BatchPlan
 from megazpp.training.context import RunContext
 from megazpp.training.evaluate import EvalConfig
 from megazpp.zero.config import WirePlan, ZeroConfig
-from megazpp.zero.diloco import DilocoPlan
+from megazpp.zero.diloco_config import DilocoPlan
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import Sharding, materialize, shard_model
 

@@ -28,8 +28,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,173 +35,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from kernels.block_quant import Feedback
 from kernels.formats import BlockFormat, MessageLayout
-from megazpp.flags import check_not_negative, check_positive, flag, spelling
 from megazpp.parallel.axis import MeshAxis, SilentAxis
 from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.config import DIFFERENCE_BLOCK, GRADIENT_BLOCK, ZeroConfig
+from megazpp.zero.diloco_config import DilocoPlan
 from megazpp.zero.layout import plan_message, plan_segments
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.secondary import Resident
 from megazpp.zero.sharding import Sharding
 from megazpp.zero.units import Unit, find_units
 from megazpp.zero.wire import Codec
-
-CHOSEN = ("diloco_outer_lr", "diloco_outer_momentum")  # flags whose defaults depend on the run
-FEWEST = 200  # synchronizations, from which on outer momentum is chosen
-
-
-@dataclass(frozen=True, kw_only=True)
-class DilocoConfig:
-    """Local steps between islands (DiLoCo): another algorithm, for links too slow for a synchronization per step
-
-    An island is a node or several; inside it training is as ever, between islands weights meet every --diloco-steps
-    steps. Evaluation, conversion and generation use the outer weights.
-    """
-
-    diloco_steps: int | None = flag(None, "steps from one synchronization of a weight between islands to the next")
-    diloco_islands: int | None = flag(None, "islands, of equally many nodes (default: every node is one)")
-    diloco_outer_lr: float | None = flag(
-        None, f"outer learning rate (default: 0.7; 1 where the run plans fewer than {FEWEST} synchronizations)"
-    )
-    diloco_outer_momentum: float | None = flag(
-        None, f"outer Nesterov momentum (default: 0.9; 0 where the run plans fewer than {FEWEST} synchronizations)"
-    )
-    diloco_fragments: int = flag(
-        1, "parts of the model that synchronize one after the other within --diloco-steps; 1 is plain DiLoCo"
-    )
-    diloco_delay: int = flag(0, "steps under which a synchronization's messages travel before its result is merged")
-    diloco_merge_alpha: float | None = flag(
-        None, "share of an island's own weights in the merge (default: 0; with --diloco-delay 0.5)"
-    )
-    diloco_weight_bits: Literal[16, 8, 4] = flag(
-        4, "bits of what outer weights have changed by, between islands; 16 is the compute format"
-    )
-    diloco_gradient_bits: Literal[16, 8, 4] = flag(
-        4, "bits of an outer gradient between islands; 16 is the reduction format"
-    )
-
-    def __post_init__(self) -> None:
-        check_positive(self, "diloco_steps", "diloco_outer_lr", "diloco_fragments")
-        check_not_negative(self, "diloco_delay")
-        for name in ("diloco_outer_momentum", "diloco_merge_alpha"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 <= value < 1.0:
-                raise ValueError(f"{spelling(self, name)} {value} is not in [0, 1)")
-        if self.diloco_islands is not None and self.diloco_islands < 2:
-            raise ValueError(f"--diloco-islands {self.diloco_islands}: it takes two to synchronize")
-        steps = self.diloco_steps
-        if steps is None:
-            return
-        if self.diloco_delay >= steps:
-            raise ValueError(f"--diloco-delay {self.diloco_delay} is not less than --diloco-steps {steps}")
-        if steps % self.diloco_fragments:
-            raise ValueError(f"--diloco-steps {steps} is not divisible by --diloco-fragments {self.diloco_fragments}")
-
-
-class DilocoPlan(NamedTuple):
-    """What `plan_diloco` has made of the flags.
-
-    Attributes:
-        steps: H.
-        fragments, delay, merge_alpha: of the flags.
-        outer_lr, outer_momentum: eta and mu.
-        gradients, weights: block formats of outer gradients and of differences of outer weights; None: not quantized.
-        feedback: whether outer gradients have error feedback.
-        tokens: of an island, from one synchronization to the next, where none is masked.
-        notices: lines for the user.
-    """
-
-    steps: int
-    fragments: int
-    delay: int
-    merge_alpha: float
-    outer_lr: float
-    outer_momentum: float
-    gradients: BlockFormat | None
-    weights: BlockFormat | None
-    feedback: bool
-    tokens: float
-    notices: tuple[str, ...] = ()
-
-    def sends_at(self, iteration: int) -> int | None:
-        """The fragment whose messages start after `iteration`, if it is one's turn."""
-        turn, rest = divmod(iteration, self.steps // self.fragments)
-        return None if rest else (turn - 1) % self.fragments
-
-    def state_bytes(self, parameters: int, ranks: int, islands: int) -> int:
-        """What a rank keeps of a model whatever is computed: fp32 weights, gradients, two moments, R, outer states.
-
-        Args:
-            parameters: of a tensor-parallel rank.
-            ranks: over which an island shards them.
-        """
-        outer = (8 if self.outer_momentum else 4) / islands
-        feedback = 1 if self.feedback and self.gradients is not None else 0
-        return round(parameters / ranks * (16 + 4 + feedback + outer))
-
-    @property
-    def hiding_steps(self) -> int:
-        """Steps under which the messages of a fragment travel, before those of the next one do."""
-        return min(self.delay, self.steps // self.fragments)
-
-    def describe(self) -> str:
-        """One line for the log."""
-        parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""
-        late = f", merged {self.delay} steps later with alpha {self.merge_alpha:g}" if self.delay else ""
-        return (
-            f"islands synchronize every {self.steps} steps{parts}{late}: outer lr {self.outer_lr:g}, momentum "
-            f"{self.outer_momentum:g}, gradients {_spell(self.gradients)}, weights {_spell(self.weights)}"
-        )
-
-
-def _spell(fmt: BlockFormat | None) -> str:
-    return "not quantized" if fmt is None else f"int{fmt.bits}"
-
-
-def plan_diloco(
-    config: DilocoConfig, zero: ZeroConfig, *, iterations: int, num_layers: int, tokens_per_step: float
-) -> DilocoPlan | None:
-    """What the flags ask for; None without --diloco-steps.
-
-    Args:
-        iterations: of the run.
-        num_layers: of the model.
-        tokens_per_step: of an island.
-    Raises:
-        ValueError: flags that do not fit the run.
-    """
-    steps = config.diloco_steps
-    if steps is None:
-        return None
-    if config.diloco_fragments > num_layers:
-        raise ValueError(f"--diloco-fragments {config.diloco_fragments} is more than --num-layers {num_layers}")
-    few = iterations // steps < FEWEST
-    lr, momentum = config.diloco_outer_lr, config.diloco_outer_momentum
-    notices = []
-    if few and momentum is None:
-        notices.append(
-            f"fewer than {FEWEST} synchronizations are planned ({iterations // steps}): outer momentum is 0"
-            + (" and the outer learning rate 1" if lr is None else "")
-        )
-    alpha = config.diloco_merge_alpha
-    return DilocoPlan(
-        steps=steps,
-        fragments=config.diloco_fragments,
-        delay=config.diloco_delay,
-        merge_alpha=(0.5 if config.diloco_delay else 0.0) if alpha is None else alpha,
-        outer_lr=(1.0 if few else 0.7) if lr is None else lr,
-        outer_momentum=(0.0 if few else 0.9) if momentum is None else momentum,
-        gradients=_format(config.diloco_gradient_bits, zero.zero_block_size or GRADIENT_BLOCK),
-        weights=_format(config.diloco_weight_bits, zero.zero_block_size or DIFFERENCE_BLOCK),
-        feedback=zero.zero_error_feedback,
-        tokens=tokens_per_step * steps,
-        notices=tuple(notices),
-    )
-
-
-def _format(bits: Literal[16, 8, 4], block_size: int) -> BlockFormat | None:
-    return None if bits == 16 else BlockFormat(bits, block_size)
 
 
 class OuterUnit:
@@ -405,7 +246,6 @@ class DiLoCo:
         units: in the order of `find_units`.
         fragments: the units of each.
         merge_at: of each fragment the iteration at which its messages have arrived; 0 where none are under way.
-        synchronizations: of fragments, started by this process.
     """
 
     def __init__(self, sharding: Sharding, dims: ParallelDims, plan: DilocoPlan, precision: PrecisionConfig) -> None:
@@ -425,7 +265,6 @@ class DiLoCo:
         self.merge_at = [0] * plan.fragments
         self._tokens = torch.zeros(plan.fragments, dtype=torch.float64, device=device)  # since each last sent
         self._told: dict[int, torch.Tensor] = {}  # those that were sent last, which live until that is over
-        self.synchronizations = 0
 
     def meets_at(self, iteration: int) -> bool:
         """Whether islands wait for each other after `iteration`: a merge is due then."""
@@ -461,6 +300,11 @@ class DiLoCo:
             self._send(fragment)
         for fragment in range(self.plan.fragments):
             self._merge(fragment, 0.0)
+
+    def wait(self) -> None:
+        """Wait for the messages under way; before a program ends, because other islands' ranks need them."""
+        for unit in self.units:
+            unit.wait()
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
@@ -554,7 +398,6 @@ class DiLoCo:
         tokens = self._told[fragment] = self._tokens[fragment].clone()
         send_fragment(self.fragments[fragment], self._axis, self.plan, tokens)
         self._tokens[fragment] = 0.0
-        self.synchronizations += 1
 
     def _merge(self, fragment: int, alpha: float) -> None:
         with torch.no_grad():

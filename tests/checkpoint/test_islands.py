@@ -13,7 +13,7 @@ from helpers.tiers import slow
 from helpers.training import Case
 from torch.distributed.tensor import DTensor
 
-from megazpp.zero.diloco import DilocoConfig
+from megazpp.zero.diloco_config import DilocoConfig
 
 TWO = DilocoConfig(diloco_steps=2, diloco_islands=2, diloco_outer_lr=0.7, diloco_outer_momentum=0.9, diloco_delay=1)
 FOUR = dataclasses.replace(TWO, diloco_islands=4)

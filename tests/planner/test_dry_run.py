@@ -44,7 +44,7 @@ LAYOUTS = {
         (1,),
     ),
     "float8, tp": slow(config(*FLOAT8, "--zeropp", *TP, "--sequence-parallel", samples=4), SQUARE, (3,)),
-    "local steps": (config(*GPT, "--bf16", *TP, "--diloco-steps", "4", samples=6), NODES, (0, 11)),
+    "local steps": (config(*GPT, "--bf16", *TP, "--diloco-steps", "4", samples=6), NODES, (11,)),
     "local steps on islands of two nodes": slow(
         config(*GPT, "--zeropp", "--bf16", *ISLANDS, "--diloco-fragments", "2", "--diloco-delay", "5", samples=64),
         Cluster(num_nodes=4, ranks_per_node=4),

@@ -23,7 +23,8 @@ from megazpp.planner.memory import Ledger, Memory, own_elements
 from megazpp.topology.cluster import Cluster
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import GRADIENT_BLOCK, ZeroConfig
-from megazpp.zero.diloco import DiLoCo, DilocoConfig, OuterUnit
+from megazpp.zero.diloco import DiLoCo, OuterUnit
+from megazpp.zero.diloco_config import DilocoConfig
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.secondary import Resident, Secondary
 

@@ -17,7 +17,7 @@ from megazpp.planner.step import PaperStep, TrafficTable, measure, traffic_betwe
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.config import ZeroConfig
-from megazpp.zero.diloco import DilocoConfig
+from megazpp.zero.diloco_config import DilocoConfig
 from megazpp.zero.precision import PrecisionConfig
 
 ALL = ZeroConfig(zeropp=True)

@@ -19,7 +19,7 @@ from megazpp.training.objective import LanguageModelLoss
 from megazpp.training.setup import check_island_holds
 from megazpp.training.stopping import StopConditions, StopConfig
 from megazpp.zero.config import ZeroConfig
-from megazpp.zero.diloco import DilocoConfig
+from megazpp.zero.diloco_config import DilocoConfig
 
 
 class Met(NamedTuple):

@@ -13,7 +13,7 @@ from helpers.ranks import ranks
 from helpers.stream_races import simulated_streams
 from helpers.tiers import slow
 from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_diloco, build_step
-from simulate_diloco import Islands, LocalSteps
+from simulate_diloco import Islands, OuterRule
 
 from kernels.formats import BlockFormat
 from megazpp.model.gpt import GPTModel
@@ -21,7 +21,7 @@ from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.zero.config import ZeroConfig
-from megazpp.zero.diloco import DilocoConfig, plan_diloco
+from megazpp.zero.diloco_config import DilocoConfig, plan_diloco
 from megazpp.zero.layout import plan_message
 from megazpp.zero.precision import PrecisionConfig
 
@@ -104,10 +104,10 @@ def simulate(case: Case, fragments: list[list[str]]) -> tuple[list[dict[str, tor
     optimizers = [build_optimizer(list(model.named_parameters()), ADAM, CPU) for model in models]
     plan = plan_diloco(case.diloco, ZeroConfig(), iterations=case.steps, num_layers=9, tokens_per_step=1.0)
     assert plan is not None
-    settings = LocalSteps(
-        interval=plan.steps,
+    settings = OuterRule(
+        steps=plan.steps,
         delay=plan.delay,
-        keep=plan.merge_alpha,
+        merge_alpha=plan.merge_alpha,
         outer_lr=plan.outer_lr,
         outer_momentum=plan.outer_momentum,
     )
@@ -339,10 +339,12 @@ def test_fragments_take_turns_and_nobody_waits_for_one_that_has_not_come():
     assert [plan.sends_at(t) for t in range(1, 13)] == [None, 0, None, 1, None, 2, None, 0, None, 1, None, 2]
 
 
-@pytest.mark.parametrize(("iterations", "lr", "momentum"), [(1990, 1.0, 0.0), (2000, 0.7, 0.9)])
-def test_outer_momentum_is_for_many_synchronizations(iterations: int, lr: float, momentum: float):
+@pytest.mark.parametrize(
+    ("steps", "iterations", "lr", "momentum"), [(10, 1990, 1.0, 0.0), (10, 2000, 0.4, 0.9), (9, 99_999, 1.0, 0.0)]
+)
+def test_outer_momentum_is_for_many_synchronizations_far_apart(steps: int, iterations: int, lr: float, momentum: float):
     def planned(**flags: Any) -> Any:
-        config = DilocoConfig(diloco_steps=10, **flags)
+        config = DilocoConfig(diloco_steps=steps, **flags)
         return plan_diloco(config, ZeroConfig(), iterations=iterations, num_layers=2, tokens_per_step=1.0)
 
     chosen = planned()

@@ -36,8 +36,11 @@ VARIANTS = {
     "local steps, H = 10": ["--diloco-steps", "10"],
     "local steps, H = 10, delay 2": ["--diloco-steps", "10", "--diloco-delay", "2"],
     "local steps, H = 30": ["--diloco-steps", "30"],
-    "local steps, H = 10, outer momentum": [
+    "local steps, H = 10, outer 0.7 0.9": [
         *("--diloco-steps", "10", "--diloco-outer-lr", "0.7", "--diloco-outer-momentum", "0.9")
+    ],
+    "local steps, H = 10, outer 0.4 0.9": [
+        *("--diloco-steps", "10", "--diloco-outer-lr", "0.4", "--diloco-outer-momentum", "0.9")
     ],
     "local steps, H = 1, 16 bits": [
         *("--diloco-steps", "1", "--diloco-outer-lr", "1", "--diloco-outer-momentum", "0"),

@@ -10,7 +10,7 @@ fragments, R the islands' common copy of the outer weights, x an island's own we
 
 After the optimizer step of iteration t, counted from 1, for each fragment:
 
-    merge   if it was sent `delay` iterations ago:        x = keep x + (1 - keep) R
+    merge   if it was sent `delay` iterations ago:        x = alpha x + (1 - alpha) R
     send    if t % H == ((fragment + 1) * H // F) % H:    sum over islands of share * Q(R - x + error) -> difference
                 momentum = outer_momentum * momentum + difference
                 outer = outer - outer_lr * (difference + outer_momentum * momentum)        (Nesterov)
@@ -32,7 +32,7 @@ import re
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -56,31 +56,31 @@ BLOCK = 128  # elements of a block of quantization
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSteps:
+class OuterRule:
     """How islands exchange their weights.
 
     Attributes:
-        interval: H, iterations between two sends of a fragment; a multiple of the fragments.
-        delay: iterations between a send and its merge, less than `interval`.
-        keep: share of its own weights that an island keeps at a merge.
+        steps: H, iterations between two sends of a fragment; a multiple of the fragments.
+        delay: iterations between a send and its merge, less than `steps`.
+        merge_alpha: share of its own weights that an island keeps at a merge.
         outer_lr, outer_momentum: of the outer optimizer, SGD with Nesterov momentum; 1 and 0 average the islands.
-        difference_bits: 4 or 8 for what islands send; 16 does not quantize.
+        gradient_bits: 4 or 8 for what islands send; 16 does not quantize.
         weight_bits: 4 or 8 for what R receives; 16 does not quantize.
         feedback_beta: share of its earlier error that an island keeps where the rest is the newest (0: the newest, and
             all of it); None does not feed errors back.
     """
 
-    interval: int = 10
+    steps: int = 10
     delay: int = 0
-    keep: float = 0.0
+    merge_alpha: float = 0.0
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
-    difference_bits: Bits = 16
+    gradient_bits: Bits = 16
     weight_bits: Bits = 16
     feedback_beta: float | None = 0.0
 
     def sends(self, fragment: int, fragments: int, iteration: int) -> bool:
-        return iteration % self.interval == (fragment + 1) * self.interval // fragments % self.interval
+        return iteration % self.steps == (fragment + 1) * self.steps // fragments % self.steps
 
 
 class Islands:
@@ -96,8 +96,8 @@ class Islands:
         outer, momentum: what the outer optimizer holds, by the parameter's name.
     """
 
-    def __init__(self, models: Sequence[nn.Module], fragments: Sequence[Sequence[str]], settings: LocalSteps) -> None:
-        if settings.interval % len(fragments) or not 0 <= settings.delay < settings.interval:
+    def __init__(self, models: Sequence[nn.Module], fragments: Sequence[Sequence[str]], settings: OuterRule) -> None:
+        if settings.steps % len(fragments) or not 0 <= settings.delay < settings.steps:
             raise ValueError(f"{len(fragments)} fragments do not fit {settings}")
         self.settings, self.fragments = settings, fragments
         self._weights = [{name: p.detach() for name, p in model.named_parameters()} for model in models]
@@ -128,13 +128,13 @@ class Islands:
             self._tokens[index] = [before + new for before, new in zip(counted, tokens, strict=True)]
             due = self._merge_at[index]
             if due is not None and (last or due == iteration):
-                self._merge(index, settings.keep)
+                self._merge(index, settings.merge_alpha)
             if last or settings.sends(index, len(self.fragments), iteration):
                 self._send(index)
                 sent.append(index)
                 self._merge_at[index] = iteration + settings.delay
                 if last or settings.delay == 0:
-                    self._merge(index, 0.0 if last else settings.keep)
+                    self._merge(index, 0.0 if last else settings.merge_alpha)
         return sent
 
     def continued_by(self, models: Sequence[nn.Module]) -> Islands:
@@ -146,10 +146,10 @@ class Islands:
         islands.outer, islands.momentum = self.outer, self.momentum
         return islands
 
-    def _merge(self, fragment: int, keep: float) -> None:
+    def _merge(self, fragment: int, alpha: float) -> None:
         for name in self.fragments[fragment]:
             for weights in self._weights:
-                weights[name].copy_(keep * weights[name] + (1 - keep) * self.common[name])
+                weights[name].copy_(alpha * weights[name] + (1 - alpha) * self.common[name])
         self._merge_at[fragment] = None
 
     def _send(self, fragment: int) -> None:
@@ -168,7 +168,7 @@ class Islands:
     def _difference(self, island: int, name: str) -> Tensor:
         """R - x of an island, as the others receive it."""
         difference = self.common[name] - self._weights[island][name]
-        table, beta = _table(difference, self.settings.difference_bits), self.settings.feedback_beta
+        table, beta = _table(difference, self.settings.gradient_bits), self.settings.feedback_beta
         if table is None:
             return difference
         errors = None
@@ -224,15 +224,25 @@ BYTES = 256
 GLOBAL_BATCH = 16
 VALIDATION_SAMPLES = 512
 OPTIMIZER = OptimizerConfig(weight_decay=0.1, adam_beta2=0.95)
-SCHEDULE = ScheduleConfig(lr=4e-3, min_lr=1e-4, lr_decay_style="cosine", lr_warmup_fraction=0.06)
 CPU = torch.device("cpu")
 
 Moments = Literal["of one island", "mean", "zero"]
 MOMENTS: tuple[Moments, ...] = get_args(Moments)
 
 
+class Recipe(NamedTuple):
+    """Steps, and the peak rate of the inner optimizer: what a row shares with its data-parallel baseline."""
+
+    steps: int = 1000
+    lr: float = 4e-3
+
+    @property
+    def name(self) -> str:
+        return f"{self.steps} steps" + (f", lr {self.lr}" if self.lr != Recipe().lr else "")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Experiment:
     """A way to train. One island has no local steps: it is data parallel.
 
     Attributes:
@@ -241,43 +251,63 @@ class Row:
 
     islands: int = 2
     fragments: int = 1
-    settings: LocalSteps = field(default_factory=LocalSteps)
+    settings: OuterRule = field(default_factory=OuterRule)
     resumed: tuple[int, Moments] | None = None
-    steps: int = 1000
+    run: Recipe = field(default_factory=Recipe)
 
 
-def local(islands: int = 2, fragments: int = 1, steps: int = 1000, **settings: Any) -> Row:
-    return Row(islands=islands, fragments=fragments, steps=steps, settings=LocalSteps(**settings))
+def local(interval: int = 10, *, islands: int = 2, fragments: int = 1, **settings: Any) -> Experiment:
+    return Experiment(islands=islands, fragments=fragments, settings=OuterRule(steps=interval, **settings))
 
 
 FEEDBACK = {"not fed back": None, "fed back whole": 0.0, "moving average": 0.8}
 MOMENTUM = ((0.7, 0.5), (0.7, 0.9), (0.4, 0.9))
-STUDIES: dict[str, dict[str, Row]] = {
-    "interval": {f"H {interval}": local(interval=interval) for interval in (1, 2, 5, 10, 30, 100)},
-    "bits": {
+
+
+def momentum(interval: int, run: Recipe) -> dict[str, Experiment]:
+    name = f"{run.name}, H {interval}" if run != Recipe() else f"H {interval}"
+    rows = {name: local(interval)}
+    rows |= {f"{name}, eta {eta}, mu {mu}": local(interval, outer_lr=eta, outer_momentum=mu) for eta, mu in MOMENTUM}
+    return {name: replace(row, run=run) for name, row in rows.items()}
+
+
+def resume(before: int, after: int) -> dict[str, Experiment]:
+    name = f"H 10, {before} -> {after} islands, moments"
+    return {f"{name}: {moments}": Experiment(islands=before, resumed=(after, moments)) for moments in MOMENTS}
+
+
+# the first row of a study is what the others are compared with
+STUDIES: dict[str, dict[str, Experiment]] = {
+    "interval": {f"H {interval}": local(interval) for interval in (1, 2, 5, 10, 30, 100)},
+    "bits": {"H 10": local()}
+    | {
         f"H 10, {bits[0]} {bits[1]} bits, errors {name}": local(
-            difference_bits=bits[0], weight_bits=bits[1], feedback_beta=beta
+            gradient_bits=bits[0], weight_bits=bits[1], feedback_beta=beta
         )
         for bits in ((8, 16), (4, 16), (4, 4))
         for name, beta in FEEDBACK.items()
     },
-    "momentum": {
-        f"H {interval}, eta {eta}, mu {mu}": local(interval=interval, outer_lr=eta, outer_momentum=mu)
-        for interval in (2, 5, 30)
-        for eta, mu in MOMENTUM
+    **{
+        f"momentum-{run.steps}-{interval}-{run.lr}": momentum(interval, run)
+        for run, intervals in (
+            (Recipe(), (2, 5, 30)),
+            (Recipe(lr=2e-3), (30,)),
+            (Recipe(lr=1e-3), (5, 30)),
+            (Recipe(steps=4000), (10,)),
+        )
+        for interval in intervals
     },
-    "islands": {f"H {interval}, 4 islands": local(islands=4, interval=interval) for interval in (10, 30)},
-    "fragments": {f"H 20, {count} fragments": local(fragments=count, interval=20) for count in (1, 2, 4)},
-    "delay": {f"H 10, delay {delay}, keep 0.5": local(delay=delay, keep=0.5) for delay in (2, 5)},
-    "resume": {
-        f"H 10, {before} -> {after} islands, moments: {moments}": Row(islands=before, resumed=(after, moments))
-        for before, after in ((2, 4), (4, 2))
-        for moments in MOMENTS
+    "islands-10": {"H 10": local(), "H 10, 4 islands": local(islands=4)},
+    "islands-30": {"H 30": local(30), "H 30, 4 islands": local(30, islands=4)},
+    "fragments": {f"H 20, fragments {count}": local(20, fragments=count) for count in (1, 2, 4)},
+    "delay": {"H 10": local()}
+    | {
+        f"H 10, delay {delay}, alpha {alpha}": local(delay=delay, merge_alpha=alpha)
+        for alpha in (0.5, 0.0)
+        for delay in (2, 5)
     },
-    "long": {
-        f"4000 steps, H 10, eta {eta}, mu {mu}": local(steps=4000, outer_lr=eta, outer_momentum=mu)
-        for eta, mu in ((1.0, 0.0), *MOMENTUM)
-    },
+    "grow": resume(2, 4),
+    "shrink": resume(4, 2),
 }
 
 
@@ -290,19 +320,30 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     text = read_text()
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = {name: row for study in args.studies for name, row in STUDIES[study].items()}
-    baselines = {row.steps: Row(islands=1, steps=row.steps) for row in rows.values()}
 
-    def losses(name: str, row: Row) -> list[float]:
+    def losses(name: str, row: Experiment) -> list[float]:
         return [kept_loss(args.out, name, row, seed, text) for seed in args.seeds]
 
-    together = {steps: losses(f"{steps} steps, data parallel", row) for steps, row in baselines.items()}
-    lines = [*HEADER, *(line(f"data parallel, {steps} steps", found, found) for steps, found in together.items())]
-    lines += [line(name, losses(name, row), together[row.steps]) for name, row in rows.items()]
+    lines = ["| | validation loss | difference to data parallel | to the first row of the study |", "|---|---|---|---|"]
+    for study in args.studies:
+        run = next(iter(STUDIES[study].values())).run
+        baseline = f"{run.name}, data parallel"
+        together = losses(baseline, Experiment(islands=1, run=run))
+        found = {name: losses(name, row) for name, row in STUDIES[study].items()}
+        first = next(iter(found.values()))
+        lines.append(f"| {baseline} | {statistics.mean(together):.4f} | | |")
+        for name, row in found.items():
+            to_first = "" if row is first else paired(row, first)
+            lines.append(f"| {name} | {statistics.mean(row):.4f} | {paired(row, together)} | {to_first} |")
     print("\n".join(lines))
 
 
-def kept_loss(folder: Path, name: str, row: Row, seed: int, text: Text) -> float:
+def paired(losses: list[float], baseline: list[float]) -> str:
+    """The mean difference of the same seeds, and its standard error."""
+    return mean_and_error([loss - base for loss, base in zip(losses, baseline, strict=True)])
+
+
+def kept_loss(folder: Path, name: str, row: Experiment, seed: int, text: Text) -> float:
     """The validation loss of a run, trained now if its file is not there."""
     path = folder / f"{re.sub('[^a-z0-9.]+', '-', name.lower())}-seed{seed}.json"
     if not path.exists():
@@ -327,16 +368,21 @@ def read_text() -> Text:
     return Text(*data.tensor_split([len(data) * 9 // 10]))
 
 
-def train(row: Row, seed: int, text: Text) -> float:
-    """Validation loss of R after `row.steps` global batches, which depend on nothing but the seed."""
+def train(row: Experiment, seed: int, text: Text) -> float:
+    """Validation loss of R after the run's global batches, which depend on nothing but the seed."""
+    steps = row.run.steps
     schedule = build_schedule(
-        SCHEDULE, weight_decay=OPTIMIZER.weight_decay, train_iters=row.steps, train_samples=None, global_batch_size=1
+        ScheduleConfig(lr=row.run.lr, min_lr=1e-4, lr_decay_style="cosine", lr_warmup_fraction=0.06),
+        weight_decay=OPTIMIZER.weight_decay,
+        train_iters=steps,
+        train_samples=None,
+        global_batch_size=1,
     )
     generator = torch.Generator().manual_seed(seed)
     models = [new_model(seed) for _ in range(row.islands)]
     optimizers = [new_optimizer(model) for model in models]
     islands = Islands(models, strided_fragments(models[0], row.fragments), row.settings)
-    for iteration in range(1, row.steps + 1):
+    for iteration in range(1, steps + 1):
         batches = draw(text.train, GLOBAL_BATCH, generator).chunk(len(models))
         for model, optimizer, samples in zip(models, optimizers, batches, strict=True):
             set_rates_(
@@ -350,9 +396,9 @@ def train(row: Row, seed: int, text: Text) -> float:
             optimizer.zero_grad()
         if len(models) > 1:
             islands.after_step(
-                iteration, [float(samples[:, 1:].numel()) for samples in batches], last=iteration == row.steps
+                iteration, [float(samples[:, 1:].numel()) for samples in batches], last=iteration == steps
             )
-        if row.resumed is not None and iteration == row.steps // 2:
+        if row.resumed is not None and iteration == steps // 2:
             count, moments = row.resumed
             models = [copy.deepcopy(models[0]) for _ in range(count)]
             islands = islands.continued_by(models)
@@ -406,15 +452,6 @@ def validation_loss(model: nn.Module, data: Tensor) -> float:
     """Of samples at equal distances."""
     starts = torch.linspace(0, len(data) - SEQ_LENGTH - 1, VALIDATION_SAMPLES).long()
     return mean_loss(model, _windows(data, starts)).item()
-
-
-HEADER = ["| | validation loss | difference to data parallel |", "|---|---|---|"]
-
-
-def line(name: str, losses: list[float], baseline: list[float]) -> str:
-    """A row of a markdown table; the difference is paired by seed, with the standard error of its mean."""
-    differences = [loss - base for loss, base in zip(losses, baseline, strict=True)]
-    return f"| {name} | {statistics.mean(losses):.4f} | {mean_and_error(differences)} |"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Part "loss" of tools/gpu_check.py: `pretrain_gpt.py` with ZeRO-3 and with --zeropp on two emulated nodes.
+"""Part "loss" of tools/gpu_check.py: `pretrain_gpt.py` with ZeRO-3, --zeropp and local steps on two emulated nodes.
 
 The four ranks share the GPU, so the time says nothing. Text is read as bytes, which needs no tokenizer. Each run
-is ended when its half of the time is over, and the steps that both have taken are compared.
+is ended when its share of the time is over, and the steps that all have taken are compared: ZeRO-3 with --zeropp.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ COMMON = (
     "--tokenizer-type NullTokenizer --vocab-size 256 --split 100,0,0 --emulate-nodes 2 --lr-decay-style constant "
     "--eval-iters 0 --log-interval 1"
 )
-RUNS = {"ZeRO-3": (), "--zeropp": ("--zeropp",)}
+RUNS: dict[str, tuple[str, ...]] = {
+    "ZeRO-3": (),
+    "--zeropp": ("--zeropp",),
+    "--diloco-steps 10": (
+        "--diloco-steps",
+        "10",
+        "--diloco-delay",
+        "2",
+    ),  # that it runs is what counts
+}
 BATCH, WARM_UP_STEPS = 16, 20
 
 
@@ -34,7 +43,7 @@ def measure(task: Task, report: Report) -> None:
         env = ON_THE_CPU if task.rehearse else {**ON_ONE_GPU, **mps}
         for index, (name, flags) in enumerate(RUNS.items()):
             limit = (task.seconds - report.elapsed()) / (len(RUNS) - index)
-            logged[name] = train(task, task.folder / name.strip("-"), flags, env, limit)
+            logged[name] = train(task, task.folder / name.strip("-").replace(" ", "-"), flags, env, limit)
             if not logged[name]:
                 report.fail(f"{name}: no step was logged in {limit:.0f} s")
                 return

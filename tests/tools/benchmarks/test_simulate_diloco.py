@@ -12,11 +12,11 @@ import torch
 from helpers.training import CPU, Case
 from simulate_diloco import (
     MOMENTS,
+    Experiment,
     Islands,
-    LocalSteps,
-    Row,
+    OuterRule,
+    Recipe,
     Text,
-    local,
     main,
     new_model,
     new_optimizer,
@@ -48,7 +48,7 @@ ALL = [["a", "b", "c"]]
 
 def islands_of(count: int, fragments: list[list[str]], **settings: object) -> tuple[Islands, list[Weights]]:
     models = [Weights() for _ in range(count)]
-    return Islands(models, fragments, LocalSteps(**settings)), models  # type: ignore[arg-type]
+    return Islands(models, fragments, OuterRule(**settings)), models  # type: ignore[arg-type]
 
 
 def move(models: list[Weights], seed: int = 1) -> None:
@@ -75,7 +75,7 @@ def test_averaging_after_every_step_of_sgd_is_sgd_on_the_whole_batch(counts: tup
     initialize_parameters_(together, seed=case.seed, draw_device=CPU)
     start = copy.deepcopy(together.state_dict())
     models = [copy.deepcopy(together) for _ in counts]
-    islands = Islands(models, strided_fragments(together, 1), LocalSteps(interval=1))
+    islands = Islands(models, strided_fragments(together, 1), OuterRule(steps=1))
 
     def step_(model: GPTModel, step: int, first: int, count: int) -> None:
         batch = case.batch(step, first, count)
@@ -103,7 +103,7 @@ def test_averaging_after_every_step_of_sgd_is_sgd_on_the_whole_batch(counts: tup
     ],
 )
 def test_fragments_are_sent_in_turn_and_all_of_them_in_the_end(fragments: list[list[str]], sent: dict[int, list[int]]):
-    islands, models = islands_of(2, fragments, interval=4)
+    islands, models = islands_of(2, fragments, steps=4)
     for iteration in range(1, 10):
         before = {name: weight.clone() for name, weight in islands.common.items()}
         move(models, iteration)
@@ -119,7 +119,7 @@ def test_fragments_are_sent_in_turn_and_all_of_them_in_the_end(fragments: list[l
 
 
 def test_nesterov_by_hand():
-    islands, models = islands_of(2, ALL, interval=2, outer_lr=0.5, outer_momentum=0.8)
+    islands, models = islands_of(2, ALL, steps=2, outer_lr=0.5, outer_momentum=0.8)
     for model in models:
         model.a.data.fill_(10.0)
     islands = Islands(models, ALL, islands.settings)
@@ -139,7 +139,7 @@ def test_nesterov_by_hand():
 
 
 def test_a_merge_comes_after_its_delay_and_keeps_a_share_of_the_steps_in_between():
-    islands, models = islands_of(2, ALL, interval=4, delay=2, keep=0.25)
+    islands, models = islands_of(2, ALL, steps=4, delay=2, merge_alpha=0.25)
     move(models)
     for iteration in range(1, 4):
         islands.after_step(iteration, [1.0, 1.0])
@@ -158,7 +158,7 @@ def test_a_merge_comes_after_its_delay_and_keeps_a_share_of_the_steps_in_between
 
 
 def test_the_end_merges_what_is_under_way_and_leaves_one_set_of_weights():
-    islands, models = islands_of(3, ALL, interval=4, delay=2, keep=0.25)
+    islands, models = islands_of(3, ALL, steps=4, delay=2, merge_alpha=0.25)
     move(models)
     islands.after_step(4, [1.0, 1.0, 1.0])
     sent = {name: weight.clone() for name, weight in islands.common.items()}
@@ -175,7 +175,7 @@ def test_errors_that_are_fed_back_whole_keep_the_sum_of_what_was_sent(bits: int,
     """The same difference is sent often: the mean of what arrives is off by one error's share instead of an error."""
     error: dict[float | None, dict[str, float]] = {}
     for beta in (None, 0.0):
-        islands, models = islands_of(1, ALL, interval=1, difference_bits=bits, feedback_beta=beta)
+        islands, models = islands_of(1, ALL, steps=1, gradient_bits=bits, feedback_beta=beta)
         start = values(models[0])
         change = values(Weights())
         rounds = 20
@@ -196,7 +196,7 @@ def test_a_moving_average_feeds_back_a_share_of_the_newest_error():
     """After one send, 1 - beta of its error is added to a next difference of zero."""
     sent: dict[float, Tensor] = {}
     for beta in (0.0, 0.75):
-        islands, models = islands_of(1, ALL, interval=1, difference_bits=4, feedback_beta=beta)
+        islands, models = islands_of(1, ALL, steps=1, gradient_bits=4, feedback_beta=beta)
         models[0].a.data += values(models[0])["a"]
         islands.after_step(1, [1.0])
         lost = 2 * values(Weights())["a"] - islands.common["a"]
@@ -214,7 +214,7 @@ def test_a_moving_average_feeds_back_a_share_of_the_newest_error():
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantized_weights_reach_all_islands_alike_and_catch_up_with_the_outer_ones(bits: int):
-    islands, models = islands_of(2, ALL, interval=1, weight_bits=bits)
+    islands, models = islands_of(2, ALL, steps=1, weight_bits=bits)
     move(models)
     islands.after_step(1, [1.0, 1.0])
     distances = []
@@ -229,15 +229,15 @@ def test_quantized_weights_reach_all_islands_alike_and_catch_up_with_the_outer_o
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="2 fragments do not fit"):
-        islands_of(2, [["a"], ["b", "c"]], interval=5)
+        islands_of(2, [["a"], ["b", "c"]], steps=5)
     with pytest.raises(ValueError, match="fragments do not fit"):
-        islands_of(2, ALL, interval=5, delay=5)
+        islands_of(2, ALL, steps=5, delay=5)
     with pytest.raises(ValueError, match="every parameter once"):
         islands_of(2, [["a"], ["a", "b"]])
     models = [Weights(), Weights()]
     models[1].c.data += 1
     with pytest.raises(ValueError, match="different weights"):
-        Islands(models, ALL, LocalSteps())
+        Islands(models, ALL, OuterRule())
 
 
 def test_fragments_take_every_second_unit():
@@ -276,8 +276,9 @@ def test_moments_of_a_resumed_island():
 def test_a_run_goes_on_with_another_number_of_islands(moments: simulate_diloco.Moments):
     data = torch.arange(4000) % 50
     text = Text(data, data[:500])
-    kept = train(local(steps=20), 1, text)
-    loss = train(Row(islands=2, resumed=(4, moments), steps=20), 1, text)
+    run = Recipe(steps=20)
+    kept = train(Experiment(run=run), 1, text)
+    loss = train(Experiment(islands=2, resumed=(4, moments), run=run), 1, text)
     assert kept < 4  # from 5.5
     assert loss != kept
     assert loss == pytest.approx(kept, abs=0.05)
@@ -288,13 +289,14 @@ def test_the_study_keeps_its_results(
 ):
     trained: list[tuple[int, int]] = []
 
-    def fake(row: Row, seed: int, text: Text) -> float:
+    def fake(row: Experiment, seed: int, text: Text) -> float:
         trained.append((row.islands, seed))
         return 2.0 + 0.1 * seed + 0.01 * row.islands * seed
 
     monkeypatch.setattr(simulate_diloco, "train", fake)
     for _ in range(2):
-        assert main(["--studies", "islands", "--seeds", "1", "2", "--out", str(tmp_path)]) == 0
-        assert "| H 30, 4 islands | 2.2100 | +0.0450 ± 0.0150 |" in capsys.readouterr().out
-    assert trained == [(1, 1), (1, 2), (4, 1), (4, 2), (4, 1), (4, 2)]
-    assert json.loads((tmp_path / "h-30-4-islands-seed2.json").read_text())["row"]["settings"]["interval"] == 30
+        assert main(["--studies", "islands-30", "--seeds", "1", "2", "--out", str(tmp_path)]) == 0
+        row = "| H 30, 4 islands | 2.2100 | +0.0450 ± 0.0150 | +0.0300 ± 0.0100 |"
+        assert row in capsys.readouterr().out
+    assert trained == [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]
+    assert json.loads((tmp_path / "h-30-4-islands-seed2.json").read_text())["row"]["settings"]["steps"] == 30
