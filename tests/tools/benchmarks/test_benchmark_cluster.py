@@ -199,8 +199,7 @@ def test_local_steps_are_measured_by_the_cycle_with_or_without_a_delay(tmp_path:
     message = results["parameters"] / 2 * (1 / 2 + 1 / 2)  # 4 bits, half of them to the other island, and back
     assert message < 10 * cross["diloco-10", 0][0] < 1.5 * message  # scales, and norms and biases in 16 and 32 bits
     last = {s.variant: s.loss for s in samples}
-    assert last["diloco-10"] < last["zero3"] - 0.01  # 30 steps have been taken, not 3
-    assert abs(last["diloco-10"] - last["diloco-10-delay"]) < 0.1 * (last["zero3"] - last["diloco-10"])
+    assert max(last["diloco-10"], last["diloco-10-delay"]) < last["zero3"] - 0.1  # 30 steps have been taken, not 3
 
 
 def test_what_a_rollout_sends_depends_on_its_length_only_where_weights_are_gathered_per_token(tmp_path: Path):
