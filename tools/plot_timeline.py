@@ -17,7 +17,15 @@ from megazpp.program import check_matplotlib, flags_of, program
 from megazpp.training.step_timeline import read_chrome_trace, rows_without_crossings, sorted_tracks
 
 PHASES = {"forward": "#9ecae1", "backward": "#4292c6", "norm": "#c6dbef", "optimizer": "#08519c"}
-COLORS = {WAIT: "#bdbdbd", "tp": "#74c476", "local": "#fdae6b", "cross": "#de2d26", "shard": "#9e9ac8"}
+COLORS = {
+    WAIT: "#bdbdbd",
+    "tp": "#74c476",
+    "local": "#fdae6b",
+    "cross": "#de2d26",
+    "island": "#67000d",
+    "shard": "#9e9ac8",
+}
+BETWEEN_NODES = ("cross", "island")  # axes whose share behind the compute stands above a rank
 OTHER = "#8c6d31"
 STANDS_STILL: dict[str, Any] = {"facecolor": "white", "hatch": "//////", "edgecolor": "#969696", "linewidth": 0}
 ROW_INCHES, HEAD_INCHES, WIDTH_INCHES = 0.24, 0.32, 13.0
@@ -67,16 +75,20 @@ def plot(by_rank: Mapping[str, list[Span]], out: Path) -> None:
     y, ticks, labels = 0.0, [], []
     for name, spans in by_rank.items():
         y += HEAD_INCHES / ROW_INCHES
-        hidden = hidden_shares(spans, "cross")
-        head = (
-            name
-            if hidden is None
-            else (
-                f"{name}: {hidden.behind_compute:.0%} of the cross axis's time hidden behind compute, "
-                f"{hidden.behind_work:.0%} behind compute and other hops"
-            )
+        shares = [
+            f"{hidden.behind_compute:.0%} of the {axis} axis's time hidden behind compute, {hidden.behind_work:.0%} behind "
+            "compute and other hops"
+            for axis in BETWEEN_NODES
+            if (hidden := hidden_shares(spans, axis)) is not None
+        ]
+        axes.text(
+            0.0,
+            y - 0.62,
+            ": ".join(filter(None, (name, "; ".join(shares)))),
+            fontsize=8,
+            fontweight="bold",
+            va="bottom",
         )
-        axes.text(0.0, y - 0.62, head, fontsize=8, fontweight="bold", va="bottom")
         for track in tracks[name]:
             draw_track(axes, spans, track, y, zero)
             ticks.append(y)
