@@ -76,8 +76,8 @@ def plot(by_rank: Mapping[str, list[Span]], out: Path) -> None:
     for name, spans in by_rank.items():
         y += HEAD_INCHES / ROW_INCHES
         shares = [
-            f"{hidden.behind_compute:.0%} of the {axis} axis's time hidden behind compute, {hidden.behind_work:.0%} behind "
-            "compute and other hops"
+            f"{hidden.behind_compute:.0%} of the {axis} axis's time hidden behind compute, "
+            f"{hidden.behind_work:.0%} behind compute and other hops"
             for axis in BETWEEN_NODES
             if (hidden := hidden_shares(spans, axis)) is not None
         ]
