@@ -130,6 +130,11 @@ class IntervalRecord:
         return {name: sum(values) / len(values) for name, values in found.items()}
 
     @property
+    def synchronizations(self) -> int:
+        """Steps after which islands met."""
+        return sum(INNER_LOSS in step.metrics for step in self.steps)
+
+    @property
     def skipped(self) -> int:
         """Steps that were not taken."""
         return sum(step.skipped for step in self.steps)
@@ -186,6 +191,7 @@ class IntervalRecord:
             "cross_bytes": self.sent_bytes.cross,
             "local_bytes": self.sent_bytes.local,
             **({"island_bytes": self.sent_bytes.island} if self.sent_bytes.island else {}),
+            **({"synchronizations": self.synchronizations} if self.synchronizations else {}),
             "peak_memory_bytes": self.peak_memory_bytes,
             **self.metrics,
         }
@@ -201,6 +207,7 @@ class IntervalRecord:
             f"global batch size: {last.global_batch_size:5d}",
             f"lm loss: {self.lm_loss:.6E}",
             *(f"{name}: {value:.4g}" for name, value in self.metrics.items()),
+            f"synchronizations: {self.synchronizations}" if self.synchronizations else None,
             f"loss scale: {last.loss_scale:.1f}",
             None if last.grad_norm is None else f"grad norm: {last.grad_norm:.3f}",
             None if last.num_zeros is None else f"num zeros: {last.num_zeros:.1f}",

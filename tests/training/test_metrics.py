@@ -12,7 +12,9 @@ import torch
 from helpers.metrics import meter, step
 
 from megazpp.training.metrics import (
+    INNER_LOSS,
     SentBytes,
+    closing_lines,
     cpu_seconds,
     memory_line,
     peak_memory_bytes,
@@ -149,6 +151,23 @@ def test_our_fields_follow_and_silent_wires_are_left_out():
         "| tokens/s per rank: 400.0 | model TFLOP/s per rank: 0.8000 | MFU: 50.0% | max memory (GB): 3.21 |"
         " tp MB per step: 2.500 | local MB per step: 1.250 | eta: 0:04:10 |"
     )
+
+
+def test_synchronizations_of_islands_are_in_the_line_the_record_and_the_summary():
+    steps = [step(1), step(2, metrics={INNER_LOSS: 3.5}), step(3), step(4, metrics={INNER_LOSS: 2.5})]
+    filled = meter(*steps)
+    interval = filled.interval(SentBytes(cross=8_000_000, island=8_000_000))
+    assert " inner_loss: 3 | synchronizations: 2 | loss scale" in interval.line()
+    assert " cross MB per step: 2.000 | island MB per step: 2.000 |" in interval.line()
+    found = interval.as_json()
+    assert (found["inner_loss"], found["synchronizations"], found["island_bytes"]) == (3.0, 2, 2_000_000)
+    summary = filled.summary(cpu_seconds=1.0)
+    assert (summary["inner_loss"], summary["synchronizations"], summary["island_bytes_per_step"]) == (2.5, 2, 2_000_000)
+    lines = closing_lines(summary | {"stop_reason": None, "final_loss": 2.5, "validation_loss": None}, trained=True)
+    assert "islands synchronized 2 times, 2.000 MB per node and step between them; inner loss 2.5000" in lines
+    plain = meter(step(1)).interval()
+    assert "synchronizations" not in plain.line()
+    assert not {"synchronizations", "island_bytes", "inner_loss"} & plain.as_json().keys()
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
