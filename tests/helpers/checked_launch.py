@@ -12,6 +12,7 @@ from pathlib import Path
 from megazpp.arguments import parse_run_config
 from megazpp.checks import check_run_config
 from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import detect_cluster
 
 NODES, RANKS = ("--nnodes", "--nodes", "-N"), ("--nproc-per-node", "--ntasks-per-node")
 SCRIPTS = ("pretrain_gpt.py", "tools/slurm/pretrain.sbatch")
@@ -26,7 +27,10 @@ def main(launcher: str, *words: str) -> None:
     nodes = next((int(options[name].split(":")[-1]) for name in NODES if name in options), 1)
     ranks = next((int(options[name]) for name in RANKS if name in options), RANKS_OF_THE_BATCH_SCRIPT)
     config = parse_run_config(words[place + 1 :], Path.cwd()).config
-    plan = check_run_config(config, Cluster(num_nodes=nodes, ranks_per_node=ranks), device_type="cpu")
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=ranks)
+    if nodes == 1:  # which may be treated as several
+        cluster = detect_cluster(ranks, config.cluster, {}, tp=config.parallel.tensor_model_parallel_size)
+    plan = check_run_config(config, cluster, device_type="cpu")
     print(f"{launcher}: {plan.layout.describe()}")
 
 
