@@ -72,9 +72,11 @@ class NcclConfig:
 def order_launches(layout: Layout, env: MutableMapping[str, str] = os.environ) -> None:
     """Have NCCL keep the order of launches where several axes have more than one rank, unless the user has said.
 
+    Islands of one rank count too: their hops are in flight beside collectives of all ranks.
+
     For a process before its first collective, when NCCL reads it.
     """
-    if sum(layout.axis_size(axis) > 1 for axis in AXES) > 1:
+    if layout.island > 1 or sum(layout.axis_size(axis) > 1 for axis in AXES) > 1:
         env.setdefault(LAUNCH_ORDER, "1")
 
 

@@ -110,6 +110,12 @@ def test_launches_keep_their_order_where_several_axes_have_ranks(nodes: int, tp:
     assert env == {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
 
 
+def test_hops_between_islands_of_one_rank_keep_their_order_too():
+    env: dict[str, str] = {}
+    order_launches(plan_layout(Cluster(num_nodes=2, ranks_per_node=1), tp=1, replicas=1, islands=2), env)
+    assert env == {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+
+
 class Calls(list[tuple[str, Any]]):
     """What would make groups, as it is called on rank 2 of 4."""
 
