@@ -39,6 +39,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
+from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.record import RunRecord
 from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
@@ -258,10 +259,16 @@ class TrainState:
         if not optimizer or not self._same_islands:
             diloco.restore(None, None)
             return ["islands begin at the outer weights: the checkpoint has other islands' own, or none"] * optimizer
+        needed = {f"{key}{name}" for key in (COMMON, f"{island}{INNER}") for name, _ in self.model.named_parameters()}
+        if missing := sorted((needed | {f"{island}{COUNTS}", f"{island}{VALUES}"}) - loaded.keys()):
+            raise DamagedError(f"the checkpoint of islands has no {missing[0]}")
+        try:
+            values = _from_tensor(loaded[f"{island}{VALUES}"])
+            self._set_values(values["scaler"], values["guard"], values["groups"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedError(f"{island}{VALUES}: loss scale, losses or groups are damaged: {error!r}") from error
         common = {key.removeprefix(COMMON): x for key, x in loaded.items() if key.startswith(COMMON)}
-        values = _from_tensor(loaded[f"{island}{VALUES}"])
-        self._set_values(values["scaler"], values["guard"], values["groups"])
-        if diloco.restore(common, loaded.get(f"{island}{COUNTS}")):
+        if diloco.restore(common, loaded[f"{island}{COUNTS}"]):
             return []
         return ["islands begin at the outer weights: the checkpoint is of another --diloco-fragments"]
 

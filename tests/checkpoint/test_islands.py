@@ -13,6 +13,7 @@ from helpers.tiers import slow
 from helpers.training import Case
 from torch.distributed.tensor import DTensor
 
+from megazpp.checkpoint.checksums import DamagedError
 from megazpp.zero.diloco_config import DilocoConfig
 
 TWO = DilocoConfig(diloco_steps=2, diloco_islands=2, diloco_outer_lr=0.7, diloco_outer_momentum=0.9, diloco_delay=1)
@@ -126,3 +127,32 @@ def test_as_many_islands_of_other_shapes_go_on_with_all_they_had(
         assert moments(loaded, island) == moments(of_island[island], island)
     notes = [line for line in second[0]["lines"] if "note:" in line]
     assert len(notes) == 2  # error feedback and random generators are of a layout
+
+
+def accept_without(case: Case, gone: str | None) -> str:
+    """The error about a checkpoint of islands that misses a tensor, or whose values are another tensor's."""
+    attempt = Attempt(Job(case=case, steps=1, flags={}))
+    attempt.train(attempt.load())
+    assert attempt.diloco is not None
+    found = attempt.state.tensors(optimizer=True, rng=False)
+    own = f"island.{attempt.dims.island.rank}."
+    if gone is None:
+        found[f"{own}values"] = found[f"{own}values"][:-3]
+    else:
+        del found[gone.replace("island.", own)]
+    try:
+        attempt.state._accept_islands(attempt.diloco, found, optimizer=True)
+    except DamagedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("gone", ["diloco.common.final_norm.weight", "island.inner.final_norm.weight", "island.values"])
+def test_a_part_that_is_missing_is_named(gone: str):
+    for rank, message in enumerate(ranks(2).run(accept_without, Case(nodes=2, diloco=TWO), gone)):
+        assert message == f"the checkpoint of islands has no {gone.replace('island.', f'island.{rank}.')}"
+
+
+def test_values_that_are_damaged_are_named():
+    for rank, message in enumerate(ranks(2).run(accept_without, Case(nodes=2, diloco=TWO), None)):
+        assert message.startswith(f"island.{rank}.values: loss scale, losses or groups are damaged")
