@@ -81,7 +81,8 @@ def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: RunRe
     if source is not None and earlier is not None:
         check_same_model(earlier.flags, parsed.config.model, source.folder.path)
         parsed = with_checkpoint_tokenizer(parsed, earlier, source.folder)
-        parsed = with_outer_rates(parsed, earlier if source.continues else None)
+        if source.continues:
+            parsed = with_outer_rates(parsed, earlier, source.folder)
     if source is not None and not source.candidates():
         anew = f"{source.folder.name} has no checkpoint: training begins anew, with random weights"
         parsed = parsed._replace(notices=(*parsed.notices, anew))

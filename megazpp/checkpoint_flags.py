@@ -70,15 +70,17 @@ def with_checkpoint_args(parsed: ParsedRun, record: RunRecord | None) -> ParsedR
     )
 
 
-def with_outer_rates(parsed: ParsedRun, record: RunRecord | None) -> ParsedRun:
+def with_outer_rates(parsed: ParsedRun, record: RunRecord, folder: CheckpointFolder) -> ParsedRun:
     """`parsed` with the outer learning rate and momentum that the run went on with, where flags do not give them.
 
     They were chosen by the number of synchronizations that were planned then; a longer run does not flip the choice.
+
+    Raises:
+        DamagedError: one of them is none that it can have.
     """
-    diloco = parsed.config.diloco
-    known = {} if record is None or diloco.diloco_steps is None else record.flags
+    known = {} if parsed.config.diloco.diloco_steps is None else record.flags
     taken = {name: known[name] for name in CHOSEN if name not in parsed.origins and known.get(name) is not None}
-    diloco = dataclasses.replace(diloco, **taken)
+    diloco = _updated(parsed.config.diloco, taken, folder.of(record.progress.iteration) / RECORD)
     return parsed._replace(
         config=dataclasses.replace(parsed.config, diloco=diloco),
         origins=parsed.origins | dict.fromkeys(taken, "checkpoint"),

@@ -13,7 +13,7 @@ from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.checkpoint.tokenizer import write_tokenizer
-from megazpp.checkpoint_flags import with_checkpoint_flags, with_checkpoint_tokenizer
+from megazpp.checkpoint_flags import with_checkpoint_flags, with_checkpoint_tokenizer, with_outer_rates
 from megazpp.data.tokenizer import HFTokenizer, TokenizerConfig
 
 SAVED = {
@@ -137,3 +137,23 @@ def test_a_vocabulary_size_alone_names_no_tokenizer_and_gives_way_with_a_word(fo
 def test_a_checkpoint_of_an_earlier_version_has_its_recorded_path():
     parsed = settle(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/my.model")
     assert parsed.config.tokenizer.tokenizer_model == "/my.model"
+
+
+def outer_rates(*argv: str, **flags: Any) -> ParsedRun:
+    return with_outer_rates(parse(*argv), record(**flags), CheckpointFolder("ck", "--load"))
+
+
+def test_what_was_chosen_for_the_outer_optimizer_stays_unless_flags_say_otherwise():
+    chosen = {"diloco_outer_lr": 1.0, "diloco_outer_momentum": 0.0}
+    kept = outer_rates("--diloco-steps", "10", **chosen)
+    assert (kept.config.diloco.diloco_outer_lr, kept.config.diloco.diloco_outer_momentum) == (1.0, 0.0)
+    assert kept.origins["diloco_outer_lr"] == "checkpoint"
+    given = outer_rates("--diloco-steps", "10", "--diloco-outer-momentum", "0.5", **chosen).config.diloco
+    assert (given.diloco_outer_lr, given.diloco_outer_momentum) == (1.0, 0.5)
+    for parsed in (outer_rates(**chosen), outer_rates("--diloco-steps", "10")):  # no islands now, or none before
+        assert (parsed.config.diloco.diloco_outer_lr, parsed.config.diloco.diloco_outer_momentum) == (None, None)
+
+
+def test_damaged_rates_of_a_checkpoint_are_named():
+    with pytest.raises(DamagedError, match=r"run\.json: .*outer.lr"):
+        outer_rates("--diloco-steps", "10", diloco_outer_lr="a lot")
