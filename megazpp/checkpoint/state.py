@@ -257,7 +257,7 @@ class TrainState:
         """Before anything that depends on the inner weights."""
         island = f"{ISLAND}{self.dims.island.rank}."
         if not optimizer or not self._same_islands:
-            diloco.restore(None, None)
+            diloco.begin_at_outer_weights()
             return ["islands begin at the outer weights: the checkpoint has other islands' own, or none"] * optimizer
         needed = {f"{key}{name}" for key in (COMMON, f"{island}{INNER}") for name, _ in self.model.named_parameters()}
         if missing := sorted((needed | {f"{island}{COUNTS}", f"{island}{VALUES}"}) - loaded.keys()):
@@ -267,9 +267,11 @@ class TrainState:
             self._set_values(values["scaler"], values["guard"], values["groups"])
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{island}{VALUES}: loss scale, losses or groups are damaged: {error!r}") from error
-        common = {key.removeprefix(COMMON): x for key, x in loaded.items() if key.startswith(COMMON)}
-        if diloco.restore(common, loaded[f"{island}{COUNTS}"]):
+        counts = loaded[f"{island}{COUNTS}"]
+        if counts.shape == diloco.counts().shape:
+            diloco.restore({key.removeprefix(COMMON): x for key, x in loaded.items() if key.startswith(COMMON)}, counts)
             return []
+        diloco.begin_at_outer_weights()
         return ["islands begin at the outer weights: the checkpoint is of another --diloco-fragments"]
 
     def _load_optimizer(self, loaded: Mapping[str, torch.Tensor]) -> None:

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
+from megazpp.zero.layout import own_rows
+
 MASTER_BYTES = 4  # parameters, their gradients and moments are fp32
 
 
@@ -64,11 +66,9 @@ class Ledger:
 def own_shapes(
     parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: int, rank: int
 ) -> Iterator[tuple[int, ...]]:
-    """Shapes of this rank's shards without padding: of dim 0, rows rank x c to (rank + 1) x c, c the most of any."""
+    """Shapes of this rank's shards without padding."""
     for _, shape in parameters:
-        rows = shape[0] if shape else 1
-        chunk = -(-rows // num_ranks)
-        yield max(min(chunk, rows - rank * chunk), 0), *shape[1:]
+        yield own_rows(shape[0] if shape else 1, num_ranks, rank), *shape[1:]
 
 
 def own_elements(parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: int, rank: int) -> int:

@@ -273,7 +273,7 @@ class PaperStep:
                 OuterUnit(unit, unit.shapes, axis, plan=plan, precision=self._precision, queue=axis.queue, codec=codec)
             )
             found[-1].allocate(META)
-        return [found[part :: plan.fragments] for part in range(plan.fragments)]
+        return plan.in_fragments(found)
 
     def _sum_over_data(self) -> None:
         for axis in (self._shard, self._replicate):

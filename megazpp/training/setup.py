@@ -79,9 +79,11 @@ def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Bu
 def check_island_holds(spec: ModelSpec, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:
     """Raises ValueError where the states of an island's model are larger than a GPU's memory; of a CPU nobody knows."""
     available = device_bytes(device)
+    if available is None:
+        return
     parameters = sum(parameter.numel() for parameter in model_on_meta(spec, dims, device).parameters())
     needed = plan.state_bytes(parameters, dims.shard.size, dims.island.size)
-    if available is not None and needed > available:
+    if needed > available:
         ranks = dims.shard.size * dims.tp.size
         raise ValueError(
             f"--diloco-steps {plan.steps}: each of the {dims.island.size} islands has a whole model on its {ranks} "

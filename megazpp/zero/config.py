@@ -232,16 +232,16 @@ def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
                 f"--zero-weight-bits 8 {across} is 16 {across} here: nothing travels inside nodes of one data rank"
             )
         gather = GatherPlan(
-            _weight_format(inside, config.zero_block_size or WEIGHT_BLOCK),
+            block_format(inside, config.zero_block_size or WEIGHT_BLOCK),
             keep,
-            _weight_format(across, config.zero_block_size or DIFFERENCE_BLOCK) if across < 8 else None,
+            block_format(across, config.zero_block_size or DIFFERENCE_BLOCK) if across < 8 else None,
         )
     if across == 2:
         notices.append(f"--zero-weight-bits {as_words(config.zero_weight_bits)} is experimental")
     reduce = None
     if quantized_gradients:
         block = config.zero_block_size or GRADIENT_BLOCK
-        reduce = ReducePlan(*(_gradient_format(bits, block) for bits in config.zero_gradient_bits))
+        reduce = ReducePlan(*(block_format(bits, block) for bits in config.zero_gradient_bits))
     notices += _without_effect(config, gather, reduce)
     return WirePlan(gather, reduce, overlap_gather, overlap_reduce, tuple(notices))
 
@@ -321,12 +321,9 @@ def _without_effect(config: ZeroConfig, gather: GatherPlan | None, reduce: Reduc
     ]
 
 
-def _weight_format(bits: int, block_size: int) -> BlockFormat | None:
+def block_format(bits: int, block_size: int) -> BlockFormat | None:
+    """What travels with so many bits; None for 16, which are not quantized."""
     return None if bits == 16 else BlockFormat(bits, block_size)  # type: ignore[arg-type]
-
-
-def _gradient_format(bits: int, block_size: int) -> BlockFormat | None:
-    return None if bits == 16 else BlockFormat(bits=8 if bits == 8 else 4, block_size=block_size)
 
 
 def _default(value: T | None, default: T) -> T:

@@ -39,7 +39,7 @@ from megazpp.parallel.axis import MeshAxis, SilentAxis
 from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.diloco_config import DilocoPlan
-from megazpp.zero.layout import plan_message, plan_segments
+from megazpp.zero.layout import own_rows, plan_message, plan_segments
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.secondary import Resident
 from megazpp.zero.sharding import Sharding
@@ -261,15 +261,14 @@ class DiLoCo:
             outer.allocate(device)
             outer.begin()
             self.units.append(outer)
-        self.fragments = [self.units[part :: plan.fragments] for part in range(plan.fragments)]
+        self.fragments = plan.in_fragments(self.units)
         self.merge_at = [0] * plan.fragments
         self._tokens = torch.zeros(plan.fragments, dtype=torch.float64, device=device)  # since each last sent
         self._told: dict[int, torch.Tensor] = {}  # those that were sent last, which live until that is over
 
     def meets_at(self, iteration: int) -> bool:
         """Whether islands wait for each other after `iteration`: a merge is due then."""
-        sends = self.plan.delay == 0 and self.plan.sends_at(iteration) is not None
-        return sends or any(0 < due <= iteration for due in self.merge_at)
+        return bool(self._due(iteration)) or (self.plan.delay == 0 and self.plan.sends_at(iteration) is not None)
 
     def count(self, tokens: torch.Tensor) -> None:
         """Count the tokens that this island has just taken a step on, a scalar."""
@@ -277,9 +276,8 @@ class DiLoCo:
 
     def after_step(self, iteration: int) -> None:
         """Merge what is due and send what is due; call after the optimizer's step, unless it was the last."""
-        plan = self.plan
+        plan, merging = self.plan, self._due(iteration)
         sends = plan.sends_at(iteration)
-        merging = [fragment for fragment, due in enumerate(self.merge_at) if 0 < due <= iteration]
         if merging or sends is not None:
             self._sharding.free_gathered()
         for fragment in merging:
@@ -293,9 +291,8 @@ class DiLoCo:
     def finish(self) -> None:
         """Synchronize everything, and have every island go on from R; call after the last step, not `after_step`."""
         self._sharding.free_gathered()
-        for fragment, due in enumerate(self.merge_at):
-            if due:
-                self._merge(fragment, self.plan.merge_alpha)
+        for fragment in self._due():
+            self._merge(fragment, self.plan.merge_alpha)
         for fragment in range(self.plan.fragments):
             self._send(fragment)
         for fragment in range(self.plan.fragments):
@@ -366,33 +363,31 @@ class DiLoCo:
                 found[f"outer.{unit.unit.key}"] = unit.errors.messages
         return found
 
-    def restore(self, common: Mapping[str, torch.Tensor] | None, counts: torch.Tensor | None) -> bool:
-        """Go on from a checkpoint, whose outer weights and momentum have been loaded already; call on all ranks.
-
-        Args:
-            common, counts: as they were saved; None where islands were others.
-        Returns:
-            Whether inner weights may go on too; otherwise they have begun at the outer ones.
-        """
+    def restore(self, common: Mapping[str, torch.Tensor], counts: torch.Tensor) -> None:
+        """Go on from what was saved as `common` and `counts`; weights and momentum are loaded already."""
         self._sharding.free_gathered()
-        same = common is not None and counts is not None and counts.shape == (2, self.plan.fragments)
+        merge_at, tokens = counts
+        self.merge_at = [int(due) for due in merge_at.tolist()]
+        self._tokens.copy_(tokens)
+        with torch.no_grad():
+            for unit in self.units:
+                shards = [_local(common[p.name]) for p in unit.unit.parameters]
+                for row, shard in unit.pairs(unit.rows.zero_(), shards):
+                    row.copy_(shard)
+
+    def begin_at_outer_weights(self) -> None:
+        """Have R and the inner weights be the outer weights, which are loaded; call on all ranks of all islands."""
+        self._sharding.free_gathered()
         self.merge_at = [0] * self.plan.fragments
         self._tokens.zero_()
         with torch.no_grad(), self._dims.counter.paused():
-            if same:
-                assert counts is not None
-                assert common is not None
-                self.merge_at = [int(due) for due in counts[0].tolist()]
-                self._tokens.copy_(counts[1])
-                for unit in self.units:
-                    shards = [_local(common[p.name]) for p in unit.unit.parameters]
-                    for row, shard in unit.pairs(unit.rows.zero_(), shards):
-                        row.copy_(shard)
-            else:
-                for unit in self.units:
-                    unit.spread()
-                    unit.merge(0.0)
-        return same
+            for unit in self.units:
+                unit.spread()
+                unit.merge(0.0)
+
+    def _due(self, iteration: float = math.inf) -> list[int]:
+        """Fragments whose messages are under way and have arrived by `iteration`."""
+        return [fragment for fragment, due in enumerate(self.merge_at) if 0 < due <= iteration]
 
     def _send(self, fragment: int) -> None:
         tokens = self._told[fragment] = self._tokens[fragment].clone()
@@ -414,12 +409,10 @@ class DiLoCo:
     def _as_owned(self, unit: OuterUnit, owned: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of [S] as DTensors, each parameter's rows on this rank split once more, over islands."""
         unit.wait()
-        islands, index = self._axis.size, self._axis.rank
-        for segment, shard, parameter in zip(
-            unit.segments, unit.unit.shards(), unit.unit.as_dtensors(unit.unit.shards()).values(), strict=True
-        ):
-            rows = -(-shard.shape[0] // islands)
-            own = max(min(rows, shard.shape[0] - index * rows), 0)
+        islands, index, shards = self._axis.size, self._axis.rank, unit.unit.shards()
+        parameters = unit.unit.as_dtensors(shards).values()
+        for segment, shard, parameter in zip(unit.segments, shards, parameters, strict=True):
+            own = own_rows(shard.shape[0], islands, index)
             part = owned[segment.start : segment.start + own * math.prod(shard.shape[1:])]
             placed = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True))
             yield (
@@ -438,7 +431,7 @@ class DiLoCo:
 def _mesh_of_all(dims: ParallelDims) -> DeviceMesh:
     """[tp, shard, island]: the order in which the rows of a parameter are split, so that each rank's are a run."""
     mesh, names = dims.mesh, (dims.mesh.mesh_dim_names or ())[::-1]
-    ranks = torch.tensor(dims.layout.mesh_ranks()).view(mesh.shape).permute(*reversed(range(mesh.ndim))).contiguous()
+    ranks = mesh.mesh.permute(*reversed(range(mesh.ndim))).contiguous()
     return DeviceMesh.from_group(
         [mesh.get_group(name) for name in names], mesh.device_type, ranks, mesh_dim_names=names
     )

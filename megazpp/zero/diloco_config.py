@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from kernels.formats import BlockFormat
 from megazpp.flags import check_not_negative, check_positive, flag, spelling
-from megazpp.zero.config import DIFFERENCE_BLOCK, GRADIENT_BLOCK, ZeroConfig
+from megazpp.zero.config import DIFFERENCE_BLOCK, GRADIENT_BLOCK, ZeroConfig, block_format
+
+T = TypeVar("T")
 
 CHOSEN = ("diloco_outer_lr", "diloco_outer_momentum")  # flags whose defaults depend on the run
 FEWEST, SHORTEST = 200, 10  # synchronizations, and steps between two, from which on outer momentum is chosen
@@ -93,6 +96,10 @@ class DilocoPlan(NamedTuple):
         turn, rest = divmod(iteration, self.steps // self.fragments)
         return None if rest else (turn - 1) % self.fragments
 
+    def in_fragments(self, units: Sequence[T]) -> list[list[T]]:
+        """Units, in the order of the model's, by fragment: strided."""
+        return [list(units[part :: self.fragments]) for part in range(self.fragments)]
+
     def state_bytes(self, parameters: int, ranks: int, islands: int) -> int:
         """What a rank keeps of a model whatever is computed: fp32 weights, gradients, two moments, R, outer states.
 
@@ -157,13 +164,9 @@ def plan_diloco(
         merge_alpha=(0.5 if config.diloco_delay else 0.0) if alpha is None else alpha,
         outer_lr=(1.0 if plain else 0.4) if lr is None else lr,
         outer_momentum=(0.0 if plain else 0.9) if momentum is None else momentum,
-        gradients=_format(config.diloco_gradient_bits, zero.zero_block_size or GRADIENT_BLOCK),
-        weights=_format(config.diloco_weight_bits, zero.zero_block_size or DIFFERENCE_BLOCK),
+        gradients=block_format(config.diloco_gradient_bits, zero.zero_block_size or GRADIENT_BLOCK),
+        weights=block_format(config.diloco_weight_bits, zero.zero_block_size or DIFFERENCE_BLOCK),
         feedback=zero.zero_error_feedback,
         tokens=tokens_per_step * steps,
         notices=tuple(notices),
     )
-
-
-def _format(bits: Literal[16, 8, 4], block_size: int) -> BlockFormat | None:
-    return None if bits == 16 else BlockFormat(bits, block_size)

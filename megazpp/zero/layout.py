@@ -60,6 +60,12 @@ def plan_segments(parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: 
     return tuple(segments)
 
 
+def own_rows(rows: int, num_ranks: int, rank: int) -> int:
+    """Rows of a parameter that a rank has, without padding: from rank x c to (rank + 1) x c, c the most of any."""
+    most = -(-rows // num_ranks)
+    return max(min(most, rows - rank * most), 0)
+
+
 def plan_message(segments: Sequence[Segment], fmt: BlockFormat | None, *, exact_itemsize: int) -> MessageLayout:
     """Lay a shard's segments out in a message.
 
