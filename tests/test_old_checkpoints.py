@@ -1,0 +1,44 @@
+"""Checkpoints that an earlier version has written continue as that version continued them.
+
+`fixtures/checkpoints_4e7c419.tar.xz` was written by commit 4e7c419 with the flags in its `tiny.args`; the losses and
+gradient norms below are what that commit's own run went on with.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from helpers.program import ROOT, run_forked
+
+pytestmark = pytest.mark.slow
+
+ARCHIVE = ROOT / "tests" / "fixtures" / "checkpoints_4e7c419.tar.xz"
+PRETRAIN = "pretrain_gpt.py @tiny.args --nproc 2 --save-interval 100"
+ISLANDS = "--emulate-nodes 2 --diloco-steps 2 --diloco-islands 2 --diloco-gradient-bits 16 --diloco-weight-bits 16"
+CASES = {
+    "plain": (
+        f"{PRETRAIN} --train-iters 4 --load plain --save plain",
+        {3: (5.552749156951904, 0.8870145082473755), 4: (5.544958591461182, 0.9401849508285522)},
+    ),
+    "islands": (
+        f"{PRETRAIN} --train-iters 5 --load islands --save islands {ISLANDS}",
+        {4: (5.555530071258545, 1.3365545272827148), 5: (5.555505752563477, 1.256232500076294)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_of_4e7c419_continues_as_it_did_then(tmp_path: Path, name: str):
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    command, expected = CASES[name]
+    program, *flags = f"{command} --data-cache-path cache --run-dir run".split()
+    code, output = run_forked(str(ROOT / program), *flags, folder=tmp_path, cwd=tmp_path)
+    assert code == 0, output
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(expected), output
+    for row in rows:  # other processors add in another order
+        assert (row["lm_loss"], row["grad_norm"]) == pytest.approx(expected[row["iteration"]], rel=2e-6)
