@@ -54,7 +54,6 @@ OPTIONAL = (
     Package("pyarrow", "pyarrow", "Parquet files"),
     Package("backports.zstd", "backports.zstd", ".zst files"),
     Package("tensorboard", "tensorboard", "--tensorboard-dir"),
-    Package("matplotlib", "matplotlib", "pictures, for example of tools/plot_timeline.py"),
 )
 CUDA_ONLY = ("triton", "nvidia-ml-py", "torchao")  # of the optional ones
 TORCH_RANGE = ((2, 11), (2, 14))  # as in pyproject.toml

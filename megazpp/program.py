@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -103,23 +102,3 @@ def exit_on_signals() -> None:
 def say(line: Any) -> None:
     """Print a line of progress, where it does not mix with results."""
     print(line, file=sys.stderr, flush=True)
-
-
-def check_matplotlib(what: str) -> None:
-    """Look, before any work, whether `what`, which was asked for, can be drawn.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise ValueError(f"{what} needs matplotlib, which is not installed (pip install matplotlib)")
-
-
-def can_draw(what: str) -> bool:
-    """Whether `what`, which goes with other results, can be drawn; if not, a line on stderr says so."""
-    try:
-        check_matplotlib(f"{what} is left out: it")
-    except ValueError as missing:
-        say(missing)
-        return False
-    return True

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from helpers.chrome_trace import read_chrome_trace
 from helpers.program import ROOT, Program, run_forked, run_program
 from helpers.wandb_files import offline_runs
 
 from megazpp.report.page import report_html
 from megazpp.report.runs import read_runs, state
 from megazpp.topology.cluster_file import read_cluster
-from megazpp.training.step_timeline import read_chrome_trace
 
 # fmt: off
 MAIN_JOB = [

@@ -1,6 +1,6 @@
 """Say what is in a .bin/.idx pair: sizes, lengths of documents, and the text of one of them.
 
-python tools/inspect_dataset.py --input my_text_document --tokenizer-model my.model --histogram lengths.svg
+python tools/inspect_dataset.py --input my_text_document --tokenizer-model my.model
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.flags import check_not_negative, flag
-from megazpp.program import check_matplotlib, program_of
+from megazpp.program import program_of
 
 CHECKED_IDS, CHECKED_DOCUMENTS = 1 << 27, 1000  # a look at more of a large dataset takes minutes
-BARS = 40
+BARS, WIDTH = 10, 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,6 @@ class InspectConfig:
     input: str | None = flag(None, "prefix of the .bin/.idx pair", metavar="PREFIX")
     document: int = flag(0, "which document is decoded")
     tokens: int = flag(100, "how many of its tokens")
-    histogram: str | None = flag(None, "picture of the documents' lengths (.svg, .png, .pdf)", metavar="FILE")
 
     def __post_init__(self) -> None:
         check_not_negative(self, "tokens")
@@ -37,20 +36,16 @@ class InspectConfig:
 def main(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
     if config.input is None:
         raise ValueError("--input is missing: the prefix of a .bin/.idx pair")
-    if config.histogram is not None:
-        check_matplotlib(f"--histogram {config.histogram}")
     dataset = IndexedDataset(Path(config.input).expanduser())
     lengths = dataset.document_lengths
     if not 0 <= config.document < len(lengths):
         raise ValueError(f"--document {config.document}: there are documents 0 to {len(lengths) - 1}")
     tokenizer = load_tokenizer(tokenizer_config)
     print(describe(dataset, lengths))
+    print(histogram(lengths))
     if tokenizer is not None:
         print(check_ids(dataset, tokenizer))
     print(sample(dataset, config.document, config.tokens, tokenizer))
-    if config.histogram is not None:
-        draw_histogram(lengths, str(dataset.prefix), Path(config.histogram).expanduser())
-        print(f"\npicture: {config.histogram}")
 
 
 def describe(dataset: IndexedDataset, lengths: np.ndarray) -> str:
@@ -97,29 +92,16 @@ def sample(dataset: IndexedDataset, document: int, num_tokens: int, tokenizer: T
     return f"\ndocument {document}, {len(ids):,} of its {total:,} tokens:\n{text}"
 
 
-def draw_histogram(lengths: np.ndarray, title: str, out: Path) -> None:
-    """Draw how many documents have how many tokens; bars of equal width on a logarithmic axis.
-
-    Raises:
-        ValueError: matplotlib cannot write files of that name.
-    """
-    from matplotlib.figure import Figure  # optional
-
+def histogram(lengths: np.ndarray) -> str:
+    """Count documents by their tokens, in ranges of equal width on a logarithmic axis; a line for each."""
     full = lengths[lengths > 0]
-    edges = np.unique(np.rint(np.geomspace(full.min(), full.max() + 1, BARS + 1))).tolist()
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.hist(full, bins=edges, color="#4292c6", edgecolor="white", linewidth=0.3)
-    axes.axvline(np.median(full), color="#de2d26", label=f"median {np.median(full):,.0f}")
-    axes.axvline(full.mean(), color="#d97706", linestyle="--", label=f"mean {full.mean():,.0f}")
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("tokens of a document")
-    axes.set_ylabel("documents")
-    axes.set_title(f"{title}: {len(lengths):,} documents, {lengths.sum():,} tokens", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(out, dpi=150)
+    if not len(full):
+        return ""
+    edges = np.unique(np.rint(np.geomspace(full.min(), full.max() + 1, BARS + 1)).astype(np.int64))
+    counts, _ = np.histogram(full, bins=edges)
+    rows = zip(edges[:-1].tolist(), (edges[1:] - 1).tolist(), counts.tolist(), strict=True)
+    bars = [(f"{low:,} to {high:,}", count, "#" * -(-WIDTH * count // int(counts.max()))) for low, high, count in rows]
+    return "\n".join(f"{tokens:>22} tokens {count:>12,} {bar}".rstrip() for tokens, count, bar in bars)
 
 
 if __name__ == "__main__":

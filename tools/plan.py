@@ -1,4 +1,4 @@
-"""The scaling study: model TFLOP/s per GPU of every scheme on more and more nodes, at fixed tokens per GPU.
+"""Print model TFLOP/s per GPU of every scheme on more and more nodes, at fixed tokens per GPU.
 
     python tools/plan.py --nodes 8 32 128 --micro-batches 1 @configs/gpt_18b.args \
         --cluster-file configs/clusters/dgx_h100.yaml
@@ -8,13 +8,16 @@ All other flags are pretrain_gpt.py's (one run on one cluster: pretrain_gpt.py -
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
-from megazpp.arguments import parse_run_config
+from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.parallel.launch import device_type
-from megazpp.planner.scaling import Scaling, scaling_table
-from megazpp.planner.variants import for_planning
+from megazpp.planner.estimate import Estimate, Estimator
+from megazpp.planner.variants import changed, for_planning, schemes
 from megazpp.program import flags_of, program
+from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,9 +33,51 @@ def main(argv: list[str]) -> None:
     path = config.cluster.cluster_file
     if path is None or config.tokenizer.vocab_size is None:
         raise ValueError("--cluster-file and --vocab-size are needed")
-    config = for_planning(config, "plan.py")
-    scaling = Scaling(config, read_cluster(path), micro_batches=args.micro_batches, device_type=device_type())
-    print(scaling_table(list(scaling.points(args.nodes))))
+    if config.batches.micro_batch_size is None:
+        raise ValueError("--micro-batch-size is required: it is what stays the same on more nodes")
+    config, cluster = for_planning(config, "plan.py"), read_cluster(path)
+    rows = {}
+    for nodes in args.nodes:
+        larger = dataclasses.replace(cluster, num_nodes=nodes, order=None)
+        rows[larger.world_size] = estimate_schemes(config, larger, micro_batches=args.micro_batches)
+    print(scaling_table(rows))
+
+
+def estimate_schemes(config: RunConfig, cluster: Cluster, *, micro_batches: int) -> dict[str, list[Estimate]]:
+    """Estimates by scheme, of schemes that can run there (HSDP not on one node); several are a range of one.
+
+    Args:
+        micro_batches: of an optimizer step on every rank.
+    """
+    assert config.batches.micro_batch_size is not None
+    ranks = cluster.world_size // config.parallel.tensor_model_parallel_size
+    samples = config.batches.micro_batch_size * ranks * micro_batches
+    estimator, found = Estimator(cluster, device_type=device_type()), {}
+    sized = changed(config, batches={"global_batch_size": samples, "rampup_batch_size": None})
+    for name, run in schemes(sized).items():
+        try:
+            found[name] = list(estimator.estimates(run))
+        except ValueError:
+            continue
+    return found
+
+
+def scaling_table(rows: dict[int, dict[str, list[Estimate]]]) -> str:
+    """Markdown: TFLOP/s per GPU by number of GPUs and scheme; in brackets where memory is too small."""
+    names: Sequence[str] = list(dict.fromkeys(name for row in rows.values() for name in row))
+    lines = [f"| {' | '.join(['GPUs', *names])} |", "|---" * (len(names) + 1) + "|"]
+    for gpus, row in rows.items():
+        cells = [str(gpus)]
+        for name in names:
+            ends = row.get(name)
+            if ends is None:
+                cells.append("-")
+                continue
+            speeds = dict.fromkeys(f"{end.teraflops:.3g}" for end in reversed(ends))
+            text = " to ".join(speeds)
+            cells.append(text if ends[0].fits else f"({text})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

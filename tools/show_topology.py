@@ -1,8 +1,8 @@
-"""Show who gets which rank: the map of a cluster and of the parallel axes on it, as text and as an SVG picture.
+"""Show who gets which rank: the map of a cluster and of the parallel axes on it, as text.
 
     python tools/show_topology.py --cluster-file configs/clusters/nvlink_pairs.yaml --tensor-model-parallel-size 2
     python tools/show_topology.py --nodes 4 --ranks-per-node 8 --rank-order cyclic --hsdp
-    python tools/show_topology.py @configs/gpt_13b.args --cluster-file configs/clusters/gb200_nvl72.yaml --svg map.svg
+    python tools/show_topology.py @configs/gpt_13b.args --cluster-file configs/clusters/gb200_nvl72.yaml
 
 The cluster is a file or --nodes and --ranks-per-node; all other flags are pretrain_gpt.py's, of which those that shape
 the layout count. Nothing is started.
@@ -19,7 +19,7 @@ from megazpp.parallel.dims import plan_dims
 from megazpp.program import flags_of, program
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import cyclic_order, read_cluster
-from megazpp.topology.show import topology_svg, topology_text
+from megazpp.topology.show import topology_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,17 +31,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--ranks-per-node", type=int, help="ranks on each node")
     parser.add_argument("--fast-domain", type=int, help="ranks that share the fastest wire (default: those of a node)")
     parser.add_argument("--rank-order", choices=["block", "cyclic"], default="block", help="who numbers the ranks how")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write a picture")
-    parser.add_argument("--rank", type=int, default=0, help="whose groups the picture shows in colour (default 0)")
     args, run_flags = parser.parse_known_args(argv)
     config = parse_run_config(run_flags, ROOT, program="show_topology.py").config
     cluster = choose_cluster(args, config.cluster.cluster_file)
     layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, islands=check_islands(config, cluster))
-    picture = topology_svg(layout, rank=args.rank)
     print(topology_text(layout))
-    if args.svg is not None:
-        args.svg.write_text(picture, encoding="utf-8")
-        print(f"\npicture: {args.svg}")
 
 
 def choose_cluster(args: argparse.Namespace, cluster_file: str | None) -> Cluster:

@@ -23,7 +23,7 @@ from megazpp.report.tables import (
     traffic_line,
     traffic_table,
 )
-from megazpp.topology.show import topology_svg
+from megazpp.topology.show import topology_text
 
 MARK = "<!doctype html><!-- MegaZ++ report -->"
 POINTS_OF_PAGE, MOST_POINTS, FEWEST_POINTS = 8000, 1500, 200  # of a curve; the first is shared by the runs
@@ -62,7 +62,7 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
     topology = []
     for layout in dict.fromkeys(run.layout for run in runs if run.layout is not None):
         where = " ".join(name for name, run in zip(names, runs, strict=True) if run.layout == layout)
-        topology.append(f'<h3>{where}</h3><div class="scroll topology">{topology_svg(layout)}</div>')
+        topology.append(f'<h3>{where}</h3><pre class="scroll">{escape(topology_text(layout))}</pre>')
     flags = []
     if len(runs) > 1:
         differences = flag_differences(runs)

@@ -1,7 +1,7 @@
 """What programs reach of what data sheets promise, and from which published runs that is known.
 
 A cluster file names its calibration (`device: {shares: h100}`); a device whose file names none has never been checked.
-`python tools/benchmarks/calibrate.py --table` shows every published figure beside what the planner says of it.
+tests/helpers/published.py has every published figure, and its test what the planner predicts of it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ NCCL_BLOCKS = 32  # most that a collective runs on, a multiprocessor each (MAXCH
 ASSUMED_SHARES = Shares(
     matrix=V100_MATRIX_SHARE, memory=0.8, domain=0.8, node=0.8, network=0.8, beside=round(NCCL_BLOCKS / 132, 3)
 )
-# Fitted to published rows by `python tools/benchmarks/calibrate.py`, which also prints the errors on all rows. Few
+# Fitted to the published rows of tests/helpers/published.py; tests/planner/test_published.py has the errors. Few
 # figures fix them, so each is what makes those come out, not what a benchmark of that part would show: V100's "memory"
 # holds every pass over memory that DeepSpeed makes and FSDP2 does not, H800's "matrix" everything that is no product.
 DGX2_SHARES = ASSUMED_SHARES._replace(memory=0.127, network=1.0, beside=NCCL_BLOCKS / 80, uplink=48.856)

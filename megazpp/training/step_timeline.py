@@ -6,7 +6,6 @@ that overlap without nesting (two threads, two streams) get a second thread of i
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Iterator, Sequence
@@ -45,7 +44,7 @@ class TimelineConfig:
     timeline_step: int | None = flag(
         None,
         "record what every rank does in this iteration (the first is 1): timeline.json in the run folder, "
-        "for ui.perfetto.dev or tools/plot_timeline.py",
+        "for ui.perfetto.dev",
     )
 
     def __post_init__(self) -> None:
@@ -186,27 +185,6 @@ def chrome_trace(spans_by_rank: Sequence[Sequence[Span]], names: Sequence[str]) 
                 place = {"ph": "X", "name": span.name, "cat": track, "pid": rank, "tid": thread}
                 events.append({**place, **microseconds, "args": {"blocking": span.blocking}})
     return {"displayTimeUnit": "ms", "traceEvents": events}
-
-
-def read_chrome_trace(path: Path) -> dict[str, list[Span]]:
-    """The spans that `chrome_trace` wrote: rank's name -> spans, in rank order.
-
-    Raises:
-        ValueError: the file is not a trace of ours.
-    """
-    try:
-        events = json.loads(path.read_text())["traceEvents"]
-        names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-        spans: dict[str, list[Span]] = {names[rank]: [] for rank in sorted(names)}
-        for e in events:
-            if e["ph"] == "X":
-                span = Span(e["cat"], e["name"], e["ts"] / MEGA, e["dur"] / MEGA, e["args"]["blocking"])
-                spans[names[e["pid"]]].append(span)
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a timeline that --timeline-step has written: {error!r}") from error
-    if not any(spans.values()):
-        raise ValueError(f"{path} is not a timeline that --timeline-step has written: it has no spans")
-    return spans
 
 
 def sorted_tracks(spans: Sequence[Span]) -> list[str]:

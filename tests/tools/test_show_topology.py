@@ -16,14 +16,12 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, st
     return code, *capsys.readouterr()
 
 
-def test_a_cluster_file_is_shown_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    picture = tmp_path / "map.svg"
-    flags = ["--cluster-file", CLUSTERS / "nvlink_pairs.yaml", "--tensor-model-parallel-size", 2, "--svg", picture]
+def test_a_cluster_file_is_shown(capsys: pytest.CaptureFixture[str]):
+    flags = ["--cluster-file", CLUSTERS / "nvlink_pairs.yaml", "--tensor-model-parallel-size", 2]
     code, out, _ = run(capsys, *flags)
     assert code == 0
     assert out.startswith("4 node(s) x 4 rank(s) (fastest wire among 2): tensor parallel 2, shards 8")
     assert "domain (56.25 GB/s per rank)" in out
-    assert picture.read_text().startswith("<svg ")
 
 
 def test_flag_files_and_described_clusters_are_understood(capsys: pytest.CaptureFixture[str]):
@@ -54,7 +52,6 @@ def test_islands_that_take_local_steps_are_shown(capsys: pytest.CaptureFixture[s
             "--nodes 4 --ranks-per-node 4 --diloco-steps 5 --diloco-islands 3",
             "--diloco-islands 3 does not divide the 4",
         ),
-        ("--nodes 2 --ranks-per-node 4 --rank 8", "rank 8 is not one of the 8 ranks"),
         ("--nodes 2 --ranks-per-node 4 --tensor-parallel 2", "--tensor-parallel"),
     ],
 )

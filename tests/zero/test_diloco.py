@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers.diloco_reference import Islands, OuterRule
 from helpers.ranks import ranks
 from helpers.stream_races import simulated_streams
 from helpers.tiers import slow
 from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_diloco, build_step
-from simulate_diloco import Islands, OuterRule
 
 from kernels.formats import BlockFormat
 from megazpp.model.gpt import GPTModel

@@ -10,7 +10,7 @@ machine does falls on all of them; medians count, and ratios are medians of rati
 Rates change under the running processes. What is measured of local steps is a whole cycle, from one synchronization
 between islands to the next, and reported per step. Bytes are read from the interfaces and compared with our own
 counters. Samples are written after every round to --out/samples.json, from which the same command goes on when it was
-interrupted, and from which the tables and the plot are made. Needs root and iproute2, except with --local.
+interrupted, and from which the tables are made. Needs root and iproute2, except with --local.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 
 import tools_path  # noqa: F401
 from benchmark_cluster_ranks import VARIANTS, BenchmarkSettings
-from benchmark_cluster_report import LOCAL, Sample, plot, tables
+from benchmark_cluster_report import LOCAL, Sample, tables
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate
 
 from megazpp.errors import EXIT_INTERRUPTED, UserError
 from megazpp.files import write_whole
 from megazpp.parallel.processes import start_on_this_machine
-from megazpp.program import can_draw, exit_on_signals, flags_of, program, say
+from megazpp.program import exit_on_signals, flags_of, program, say
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
 POLL_SECONDS = 0.05
@@ -183,7 +183,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
         ValueError: naming the flag and its value.
     """
     parser = flags_of(__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for samples.json, table.md and plot.png")
+    parser.add_argument("--out", type=Path, required=True, help="folder for samples.json and table.md")
     parser.add_argument("--nodes", type=int, default=2, help="nodes of the cluster")
     parser.add_argument("--ranks-per-node", type=int, default=4, help="ranks of each node")
     parser.add_argument("--rates", nargs="+", default=RATES, help=f"of the uplinks: 500mbit, 1gbit, ..., {UNLIMITED}")
@@ -226,7 +226,6 @@ def main(argv: list[str]) -> int:
     exit_on_signals()
     try:
         args = parse_flags(argv)
-        drawn = not args.local and can_draw(str(args.out / "plot.png"))
         results = Results(args.out / "samples.json", {name: getattr(args, name) for name in SHAPE})
         measure(args, results)
     except KeyboardInterrupt:
@@ -236,8 +235,6 @@ def main(argv: list[str]) -> int:
     text = tables(results.samples, results.shape, results.parameters, labels)
     (args.out / "table.md").write_text(text)
     print(text)
-    if drawn:
-        say(plot(results.samples, labels, args.out / "plot.png"))
     return 0
 
 

@@ -1,10 +1,9 @@
-"""The tables and the plot of benchmark_cluster.py: pure functions of its samples."""
+"""The tables of benchmark_cluster.py: pure functions of its samples."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from emulate_cluster import UNLIMITED, parse_rate
@@ -101,36 +100,6 @@ def paired_ratio(samples: Iterable[Sample], over: str, under: str, field: str) -
 def rate_bits(rate: str) -> float | None:
     """Bits per second; None without a limit."""
     return None if rate == LOCAL else parse_rate(rate)
-
-
-def plot(samples: Sequence[Sample], labels: Mapping[str, str], path: Path) -> str:
-    """Draw speed against ZeRO-3 over the rates; returns a line that says what came of it."""
-    limited = [s for s in samples if rate_bits(s.rate) is not None]
-    if not limited:
-        return "no plot: there are no samples with a rate"
-    from matplotlib.figure import Figure  # optional
-
-    parts = sorted({(s.tp, s.micro_batches) for s in limited})
-    figure = Figure(figsize=(6.4 * len(parts), 4.8), layout="constrained")
-    for axes, (tp, k) in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
-        part = [s for s in limited if (s.tp, s.micro_batches) == (tp, k)]
-        for name, label in labels.items():
-            points = []
-            for rate in _rates(part):
-                speed = paired_ratio([s for s in part if s.rate == rate], BASELINE, name, "seconds")
-                if speed is not None:
-                    points.append((rate_bits(rate) or 0.0, speed))
-            if points:
-                axes.plot(*zip(*points, strict=True), marker="o", label=label)
-        axes.set(xscale="log", xlabel="uplink", title=_title(tp, k))
-        axes.set_xticks([rate_bits(rate) or 0.0 for rate in _rates(part)], labels=_rates(part))
-        axes.minorticks_off()
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel(f"tokens per second against {labels[BASELINE]}")
-        axes.grid(True, alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    return f"plot: {path}"
 
 
 def _speed_table(samples: list[Sample], names: list[str], labels: Mapping[str, str], field: str) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from benchmark_cluster import SHAPE, BenchmarkCase, Results, parse_flags
 from benchmark_cluster_ranks import VARIANTS, RingAxis, use_ring_
-from benchmark_cluster_report import LOCAL, Sample, paired_ratio, plot, tables
+from benchmark_cluster_report import LOCAL, Sample, paired_ratio, tables
 from helpers.program import ROOT, run_program
 from helpers.ranks import ranks
 
@@ -130,16 +130,6 @@ def test_samples_of_another_model_are_not_mixed_in(tmp_path: Path):
 def test_flags_that_mean_nothing_are_refused(flags: str, message: str):
     with pytest.raises(ValueError, match=message):
         parse_flags(["--out", "x", *flags.split()])
-
-
-def test_the_plot_is_drawn_where_links_have_a_rate(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "plot.png"
-    assert plot([sample("zero3", 1.0, rate=LOCAL)], LABELS, path) == "no plot: there are no samples with a rate"
-    assert not path.exists()
-    samples = [sample(name, 1.0, rate=rate) for name in LABELS for rate in ("100mbit", "1gbit")]
-    assert plot(samples, LABELS, path) == f"plot: {path}"
-    assert path.exists()
 
 
 def ring_case() -> tuple[bool, bool, tuple[int, int]]:

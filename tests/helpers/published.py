@@ -1,7 +1,6 @@
-"""Published measurements beside what the planner says of them, and the shares that fit the rows for calibration.
+"""Published measurements, and what the planner predicts for them with its recorded shares.
 
-    python tools/benchmarks/calibrate.py           fit (minutes), then the tables
-    python tools/benchmarks/calibrate.py --table   the tables with the recorded shares
+The shares were fitted to the rows marked so, at commit 4e7c419, by its tools/benchmarks/calibrate.py.
 
     ZeRO++      arXiv 2306.10209, figures 9 and 10 and the DeepSpeed project's article: 384 V100 in 24 DGX-2, fp16, no
                 accumulation; TFLOP/s per GPU of ZeRO-3 and ZeRO++, as the charts print them
@@ -24,19 +23,17 @@ inside one node, and nothing is fitted to A100.
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from kernels.formats import BlockFormat
 from megazpp.model.config import GPTConfig
 from megazpp.planner.clock import ClusterCosts
 from megazpp.planner.step import PaperStep, measure
-from megazpp.program import flags_of, program
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.topology.layout import Layout, plan_layout
-from megazpp.topology.shares import ASSUMED_SHARES, DGX2_SHARES, H100_SHARES, H800_SHARES, Shares
+from megazpp.topology.shares import DGX2_SHARES, H800_SHARES, Shares
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.config import GatherPlan, ReducePlan, WirePlan, ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
@@ -48,13 +45,6 @@ SHAPES = {"1.3B": (24, 2048, 16), "6.7B": (32, 4096, 32), "18B": (40, 6144, 48),
 VOCABULARY = 50257
 REUSE_DISTANCE = 10**9  # DeepSpeed's stage3_max_reuse_distance, in parameters
 LINEARS = (3, 1, 4, 4)  # of a layer, in the order of use, in units of the hidden size squared: QKV, projection, MLP
-# No more shares are fitted than a study has figures for it. What a V100 reaches in products is measured elsewhere
-# (topology/cost.py): figures at one number of tokens cannot tell it from what does not depend on tokens.
-FITTED: dict[Study, tuple[str, ...]] = {"ZeRO++": ("memory", "network", "uplink"), "SDP4Bit": ("matrix", "network")}
-STARTS: dict[Study, Shares] = {
-    "ZeRO++": DGX2_SHARES._replace(memory=0.4, network=0.8, uplink=40.0),
-    "SDP4Bit": ASSUMED_SHARES,
-}
 RECORDED: dict[Study, Shares] = {"ZeRO++": DGX2_SHARES, "SDP4Bit": H800_SHARES}
 
 
@@ -110,34 +100,6 @@ def median_errors(shares: dict[Study, Shares], rows: Sequence[Row] = ROWS) -> tu
     """Median sizes of the errors of the ratio and of TFLOP/s, over the rows that nothing was fitted to."""
     found = [errors(row, predict(row, shares[row.study])) for row in rows if not row.calibrates]
     return statistics.median(abs(e[2]) for e in found), statistics.median(abs(x) for e in found for x in e[:2])
-
-
-def fit(study: Study, say: Callable[[str], None], *, finest: float = 0.015) -> Shares:
-    """The shares with the least squared errors (of logarithms) on the study's calibration rows.
-
-    Each in turn is raised and lowered as long as that helps, in steps that halve; no share above 1.
-    """
-    rows = [row for row in ROWS if row.study == study and row.calibrates]
-
-    def loss(shares: Shares) -> float:
-        pairs = [pair for row in rows for pair in zip(predict(row, shares), (row.before, row.after), strict=True)]
-        return sum(math.log(ours / theirs) ** 2 for ours, theirs in pairs)
-
-    shares, step = STARTS[study], 0.4
-    best = loss(shares)
-    while step > finest:
-        moved = False
-        for name in FITTED[study]:
-            for factor in (math.exp(step), math.exp(-step)):
-                most = math.inf if name == "uplink" else 1.0
-                candidate = shares._replace(**{name: min(getattr(shares, name) * factor, most)})
-                found = loss(candidate)
-                if found < best:
-                    shares, best, moved = candidate, found, True
-        if not moved:
-            step /= 2
-    say(f"{study}: squared error {best:.5f}")
-    return Shares(*(round(share, 3) for share in shares))
 
 
 def gathers_to_fsdp2(row: Row) -> float:
@@ -287,62 +249,5 @@ def planned_speed(row: SpeedRow, shares: Shares) -> float:
     return row.seq * row.samples / measure(step, 1).seconds
 
 
-def fit_matrix(row: SpeedRow, shares: Shares, *, finest: float = 1e-3) -> Shares:
-    """The share of the peak with which `row` comes out as measured."""
-    least, most = 0.0, 1.0
-    while most - least > finest:
-        middle = (least + most) / 2
-        faster = planned_speed(row, shares._replace(matrix=middle)) > row.measured
-        least, most = (least, middle) if faster else (middle, most)
-    return shares._replace(matrix=round((least + most) / 2, 3))
-
-
 def _model(sample: int, **shape: Any) -> GPTConfig:
     return GPTConfig(max_position_embeddings=sample, hidden_dropout=0.0, attention_dropout=0.0, **shape)
-
-
-@program
-def main(argv: list[str]) -> None:
-    parser = flags_of(__doc__)
-    parser.add_argument("--table", action="store_true", help="do not fit: use the recorded shares")
-    table = parser.parse_args(argv).table
-    show_schemes(RECORDED if table else {study: fit(study, print) for study in RECORDED})
-    show_speeds(fitted=not table)
-
-
-def show_schemes(shares: dict[Study, Shares]) -> None:
-    """Schemes against each other, on V100 and H800."""
-    for study in RECORDED:
-        print(f"{study}: {shares[study]}")
-    print("study    model  tp  Gbit/s  tokens  measured        planned         error           ratio        error")
-    for row in ROWS:
-        one, other = predict(row, shares[row.study])
-        before, after, ratio = errors(row, (one, other))
-        print(
-            f"{row.study:7}  {row.model:5}  {row.tp:2}  {row.gigabits:6}  {row.tokens:6}  "
-            f"{row.before:5.1f} -> {row.after:5.1f}  {one:5.1f} -> {other:5.1f}  "
-            f"{before:+6.1%} {after:+6.1%}  {row.after / row.before:4.2f} -> {other / one:4.2f} "
-            f"{ratio:+6.1%}  {'calibration' if row.calibrates else ''}"
-        )
-    ratio, figures = median_errors(shares)
-    print(f"median error on the rows that were not fitted: ratio {ratio:.1%}, TFLOP/s {figures:.1%}")
-
-
-def show_speeds(*, fitted: bool) -> None:
-    """FSDP2 on A100 and H100."""
-    h100 = H100_SHARES
-    if fitted:
-        h100 = fit_matrix(next(row for row in SPEED_ROWS if row.calibrates), ASSUMED_SHARES)
-    print(f"H100: {h100}")
-    print("GPU              model        GPUs  tokens  recomputed  measured  planned tokens/s per GPU  error")
-    for row in SPEED_ROWS:
-        planned = planned_speed(row, h100 if row.device.shares == "h100" else ASSUMED_SHARES)
-        print(
-            f"{row.device.name:15}  {row.name:11}  {8 * row.nodes:4}  {row.seq * row.samples:6}  "
-            f"{row.recomputed:10.0%}  {row.measured:8.0f}  {planned:24.0f}  {planned / row.measured - 1:+6.1%}"
-            f"{'  calibration' if row.calibrates else ''}"
-        )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

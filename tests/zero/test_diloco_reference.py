@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
 
 import pytest
-import simulate_diloco
 import torch
+from helpers.diloco_reference import Islands, OuterRule, strided_fragments
 from helpers.training import CPU, Case
-from simulate_diloco import (
-    MOMENTS,
-    Experiment,
-    Islands,
-    OuterRule,
-    Recipe,
-    Text,
-    main,
-    new_model,
-    new_optimizer,
-    resumed_optimizer,
-    strided_fragments,
-    train,
-)
 from torch import Tensor, nn
 
 from megazpp.model.gpt import GPTModel
@@ -238,65 +222,3 @@ def test_what_cannot_be_is_refused():
     models[1].c.data += 1
     with pytest.raises(ValueError, match="different weights"):
         Islands(models, ALL, OuterRule())
-
-
-def test_fragments_take_every_second_unit():
-    fragments = strided_fragments(new_model(1), 2)
-    assert {name.split(".")[0] + "." + name.split(".")[1] for name in fragments[0]} == {"layers.0", "layers.2"}
-    assert {".".join(name.split(".")[:2]) for name in fragments[1]} == {
-        "layers.1",
-        "embedding.word",
-        "embedding.position",
-        "final_norm.weight",
-        "final_norm.bias",
-    }
-
-
-def test_moments_of_a_resumed_island():
-    optimizers = []
-    for value in (1.0, 3.0):
-        model = new_model(1)
-        optimizer = new_optimizer(model)
-        for p in model.parameters():
-            p.grad = torch.full_like(p, value)
-        optimizer.step()
-        optimizers.append(optimizer)
-
-    def moments(island: int, kind: simulate_diloco.Moments) -> list[float]:
-        states = resumed_optimizer(new_model(1), island, optimizers, kind).state.values()
-        return sorted({round(float(state["exp_avg"].mean()), 4) for state in states})
-
-    one, mean, zero = MOMENTS
-    assert [moments(island, one) for island in range(3)] == [[0.1], [0.3], [0.1]]
-    assert [moments(island, mean) for island in range(2)] == [[0.2], [0.2]]
-    assert moments(0, zero) == []
-
-
-@pytest.mark.parametrize("moments", MOMENTS)
-def test_a_run_goes_on_with_another_number_of_islands(moments: simulate_diloco.Moments):
-    data = torch.arange(4000) % 50
-    text = Text(data, data[:500])
-    run = Recipe(steps=20)
-    kept = train(Experiment(run=run), 1, text)
-    loss = train(Experiment(islands=2, resumed=(4, moments), run=run), 1, text)
-    assert kept < 4  # from 5.5
-    assert loss != kept
-    assert loss == pytest.approx(kept, abs=0.05)
-
-
-def test_the_study_keeps_its_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    trained: list[tuple[int, int]] = []
-
-    def fake(row: Experiment, seed: int, text: Text) -> float:
-        trained.append((row.islands, seed))
-        return 2.0 + 0.1 * seed + 0.01 * row.islands * seed
-
-    monkeypatch.setattr(simulate_diloco, "train", fake)
-    for _ in range(2):
-        assert main(["--studies", "islands-30", "--seeds", "1", "2", "--out", str(tmp_path)]) == 0
-        row = "| H 30, 4 islands | 2.2100 | +0.0450 ± 0.0150 | +0.0300 ± 0.0100 |"
-        assert row in capsys.readouterr().out
-    assert trained == [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]
-    assert json.loads((tmp_path / "h-30-4-islands-seed2.json").read_text())["row"]["settings"]["steps"] == 30

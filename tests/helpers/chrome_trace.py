@@ -1,0 +1,21 @@
+"""Read the trace that --timeline-step writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megazpp.formatting import MEGA
+from megazpp.parallel.timeline import Span
+
+
+def read_chrome_trace(path: Path) -> dict[str, list[Span]]:
+    """The spans of each rank by the rank's name, in rank order."""
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    spans: dict[str, list[Span]] = {names[rank]: [] for rank in sorted(names)}
+    for e in events:
+        if e["ph"] == "X":
+            span = Span(e["cat"], e["name"], e["ts"] / MEGA, e["dur"] / MEGA, e["args"]["blocking"])
+            spans[names[e["pid"]]].append(span)
+    return spans
