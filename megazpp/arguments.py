@@ -26,12 +26,10 @@ from megazpp.topology.cluster_file import ClusterConfig
 from megazpp.training.anomalies import AnomalyConfig
 from megazpp.training.batches import BatchConfig
 from megazpp.training.evaluate import EvalConfig
-from megazpp.training.garbage import GarbageConfig
+from megazpp.training.loop import StopConfig
 from megazpp.training.profiler import ProfilerConfig
 from megazpp.training.setup import ModelSpec
-from megazpp.training.step_timeline import TimelineConfig
-from megazpp.training.stopping import StopConfig
-from megazpp.training.timers import StragglerConfig, TimersConfig
+from megazpp.training.step_recorder import TimingConfig
 from megazpp.training.tracking import TrackingConfig
 from megazpp.zero.config import WirePlan, ZeroConfig
 from megazpp.zero.diloco_config import DilocoConfig
@@ -65,11 +63,8 @@ class RunConfig:
     checkpoint: CheckpointConfig
     evaluation: EvalConfig
     tracking: TrackingConfig
-    timers: TimersConfig
-    timeline: TimelineConfig
+    timing: TimingConfig
     profiler: ProfilerConfig
-    straggler: StragglerConfig
-    garbage: GarbageConfig
     sample: SampleConfig
 
     @property

@@ -224,7 +224,7 @@ def _check_float8(config: RunConfig, tp_size: int, device_type: str) -> tuple[st
 
 def _check_observers(config: RunConfig, total_iterations: int, world_size: int, device_type: str) -> None:
     """Refuse what would record nothing: steps, ranks or devices that the run does not have."""
-    timeline, profiler = config.timeline.timeline_step, config.profiler
+    timeline, profiler = config.timing.timeline_step, config.profiler
     last = min(total_iterations, config.stop.exit_interval or total_iterations)
     if timeline is not None and config.stop.skip_train:
         raise ValueError(f"--timeline-step {timeline}: --skip-train takes no step")

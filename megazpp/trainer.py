@@ -44,8 +44,8 @@ from megazpp.training.anomalies import Guard, LossHistory, NotFinite
 from megazpp.training.context import Console, RunContext
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.flops import device_name, mfu_convention, model_flops_per_token, peak_flops
-from megazpp.training.garbage import GarbageCollector
 from megazpp.training.local_steps import LocalSteps
+from megazpp.training.loop import Loader, StopConditions, train
 from megazpp.training.metrics import RunShape
 from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.profiler import Profiler
@@ -60,10 +60,8 @@ from megazpp.training.setup import (
     open_datasets,
     open_loader,
 )
-from megazpp.training.step import Loader, TrainStep, train
-from megazpp.training.step_timeline import StepRecorder, StepTimeline
-from megazpp.training.stopping import StopConditions
-from megazpp.training.timers import Straggler, Timers
+from megazpp.training.step import TrainStep
+from megazpp.training.step_recorder import StepRecorder, StepTimeline, Straggler, Timers
 from megazpp.training.tracking import Tracker, open_sinks, run_tags
 from megazpp.zero.config import wire_backends
 from megazpp.zero.diloco import DiLoCo
@@ -139,7 +137,7 @@ class Trainer:
             assert isinstance(objective, LanguageModelLoss), "others are refused by check_post_training"
             self.islands = LocalSteps(self.diloco, objective, guard, dims)
 
-        self.timers = Timers(config.timers, dims)
+        self.timers = Timers(config.timing, dims)
         shape = self._shape()
         zero3 = functools.partial(zero3_traffic, self.built.sharding.shard_elements, dims, config.precision)
         self.recorder = MetricsRecorder(
@@ -149,9 +147,8 @@ class Trainer:
             None if dataset is None else self._of_outer_weights(self.open_evaluator(dataset))
             for dataset in (self.datasets.valid, self.datasets.test)
         )
-        self.garbage = GarbageCollector(config.garbage)
-        straggler = Straggler(config.straggler, run, interval=config.tracking.log_interval)
-        readers = (self.timers, straggler, StepTimeline(config.timeline, run))
+        straggler = Straggler(config.timing, run, interval=config.tracking.log_interval)
+        readers = (self.timers, straggler, StepTimeline(config.timing, run))
         self.step_recorder = StepRecorder(dims.timeline, readers)
 
     def load(self, source: LoadSource | None) -> Resumed | None:
@@ -175,7 +172,7 @@ class Trainer:
         self.built.sharding.compile_kernels(self.run.device)
         if self.diloco is not None:
             self.diloco.compile_kernels(self.run.device)
-        with self.open_batches(self.datasets.train, ramp_up=True) as batches, watchdog, self.profiler, self.garbage:
+        with self.open_batches(self.datasets.train, ramp_up=True) as batches, watchdog, self.profiler:
             progress = train(
                 self.step,
                 batches,
@@ -183,7 +180,7 @@ class Trainer:
                 schedule,
                 self.recorder,
                 stops,
-                (self.garbage, self.profiler, self.step_recorder),
+                (self.profiler, self.step_recorder),
                 eval_interval=self.config.evaluation.eval_interval,
                 evaluate=self.validation,
                 start=start,

@@ -34,8 +34,6 @@ OTHER_DEFAULTS = {
     "--zero-stage": "Megatron-DeepSpeed's; None leaves it to --use-distributed-optimizer",
     "--overlap-grad-reduce": "None: on with --zeropp",
     "--overlap-param-gather": "None: on with --zeropp",
-    "--manual-gc": "on: a rank that collects alone keeps all others waiting",
-    "--manual-gc-interval": "50 instead of never",
 }
 
 

@@ -66,7 +66,6 @@ ZERO_MEANS = {
     "--end-weight-decay": "none",
     "--nccl-cross-cga-cluster-size": "none",
     "--max-restarts": "none",
-    "--manual-gc-interval": "never",
     "--seed": "a seed",
     "--ckpt-step": "a checkpoint from before the first step",
     "--eval-iters": "no evaluation",

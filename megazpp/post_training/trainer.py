@@ -41,11 +41,10 @@ from megazpp.post_training.start import post_configs, reference_folder, train_pa
 from megazpp.trainer import ObjectiveSetup, Trainer
 from megazpp.training.context import RunContext
 from megazpp.training.frozen import FrozenPlace, open_frozen_place
+from megazpp.training.loop import Loader, StopConditions
 from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.recorder import Validation
 from megazpp.training.setup import Built, ModelSpec
-from megazpp.training.step import Loader
-from megazpp.training.stopping import StopConditions
 from megazpp.training.tracking import Tracker
 
 

@@ -38,7 +38,7 @@ from megazpp.training.metrics import (
     peak_memory_bytes,
     validation_lines,
 )
-from megazpp.training.timers import Timers
+from megazpp.training.step_recorder import Timers
 from megazpp.training.tracking import Table, Tracker, TrackingConfig
 from megazpp.zero.precision import PrecisionConfig
 

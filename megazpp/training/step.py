@@ -1,4 +1,4 @@
-"""The training loop (fetch, step, record, save, evaluate, stop when it is time) and the optimizer step that it takes.
+"""The optimizer step that the training loop takes.
 
 A step is its micro-batches forward and backward, the norm, the update or the skip. Gradients are sums: every loss is
 divided once by what the whole global batch has of it (objective.py), so neither the data ranks nor the micro-batches
@@ -16,33 +16,24 @@ optimizers.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from megazpp.checkpoint.checkpoints import Checkpoints
-from megazpp.checkpoint.record import TrainingProgress
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.clip import clip_divisor, count_zero_grads, global_grad_norm
 from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.optimizer import set_rates_, skips_on_device, update_
-from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.timeline import COMPUTE, WAIT
+from megazpp.parallel.timeline import COMPUTE
 from megazpp.tensor_parallel.parameters import partial_parameters, sum_partial_gradients_
 from megazpp.training.anomalies import Evidence, Guard
-from megazpp.training.batches import BatchPlan
-from megazpp.training.host_copy import HostCopy
-from megazpp.training.metrics import StepRecord, cpu_seconds
+from megazpp.training.metrics import StepRecord
 from megazpp.training.objective import LanguageModelLoss, Objective
-from megazpp.training.recorder import MetricsRecorder, Validation
-from megazpp.training.stopping import StopConditions
 from megazpp.zero.sharding import Sharding
 
 
@@ -229,111 +220,20 @@ class LaunchedStep:
         )
 
 
-class Loader(Protocol):
-    """Where steps get their micro-batches: a `BatchLoader`, or what draws them from the model."""
+class HostCopy:
+    """Copies a few numbers to the host without waiting; on the CPU `values` itself, to which nobody may write."""
 
-    wait_seconds: float
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values, self._arrived = values, None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
 
-    def step(self, consumed_samples: int, global_batch_size: int) -> Sequence[Any]:
-        """This rank's micro-batches of the step that begins at `consumed_samples`, on the device."""
-
-
-class Synchronizer(Protocol):
-    """What synchronizes islands that take local steps (local_steps.py)."""
-
-    def after_step(self, launched: LaunchedStep, iteration: int, *, last: bool) -> bool:
-        """Whether all islands have waited for each other after `iteration`."""
-
-
-class Observer(Protocol):
-    """Looks at steps; every rank has the same ones."""
-
-    def step(self, iteration: int) -> AbstractContextManager[None]:
-        """Around iteration `iteration`, data included."""
-
-
-def train(
-    step: TrainStep,
-    loader: Loader,
-    plan: BatchPlan,
-    schedule: Schedule,
-    recorder: MetricsRecorder,
-    stops: StopConditions,
-    observers: Sequence[Observer] = (),
-    *,
-    eval_interval: int,
-    evaluate: Validation | None,
-    start: TrainingProgress,
-    checkpoints: Checkpoints | None = None,
-    islands: Synchronizer | None = None,
-) -> TrainingProgress:
-    """Train until `plan` is fulfilled or `stops` says so.
-
-    Args:
-        observers: entered around each step, in this order.
-        evaluate: the validation, called every `eval_interval` iterations; None for no evaluation.
-        start: where to begin.
-        checkpoints: saves when it is time and after the last step.
-        islands: synchronizes them; None where every step is synchronized.
-    """
-    progress = start
-    if progress.iteration >= plan.total_iterations:
-        recorder.run.log(f"training is complete: iteration {progress.iteration} of {plan.total_iterations}")
-    recorder.run.console.start_bar(plan.total_iterations, progress.iteration)
-    before: Callable[[], StepRecord] | None = None  # the record of a step that nobody has asked for yet
-    while progress.iteration < plan.total_iterations and progress.stop_reason is None:
-        iteration, batch_size = progress.iteration + 1, plan.batch_size_at(progress.consumed_samples)
-        began, cpu_began, waited = time.perf_counter(), cpu_seconds(), loader.wait_seconds
-        with ExitStack() as around:
-            for observer in observers:
-                around.enter_context(observer.step(iteration))
-            with step.dims.timeline.span(WAIT, "data"):
-                batches = loader.step(progress.consumed_samples, batch_size)
-            launched = step.launch(
-                batches,
-                learning_rate=schedule.learning_rate(progress.scheduled_samples),
-                weight_decay=schedule.weight_decay(progress.scheduled_samples),
-                iteration=iteration,
-            )
-            final = iteration == plan.total_iterations
-            met = islands is None or islands.after_step(launched, iteration, last=final)
-        micro_batches = plan.num_micro_batches_at(progress.consumed_samples)
-        progress = progress._replace(
-            iteration=iteration,
-            consumed_samples=progress.consumed_samples + batch_size,
-            # islands skip steps on their own, but share a schedule
-            scheduled_samples=progress.scheduled_samples + (0 if islands is None and launched.skipped else batch_size),
-            micro_batches=progress.micro_batches + micro_batches,
-            stop_reason=stops.reason(iteration, step.dims, agree=met, at_once=islands is not None),
-        )
-        last = progress.stop_reason is not None or final
-        evaluates = evaluate is not None and iteration % eval_interval == 0 and not stops.hurried
-        saves = checkpoints is not None and checkpoints.due(iteration, last=last)
-        at_once = last or evaluates or saves or recorder.logs(iteration)
-        if at_once:
-            launched.check()
-        finished = functools.partial(
-            _finished,
-            launched,
-            consumed_samples=progress.consumed_samples,
-            global_batch_size=batch_size,
-            micro_batches=micro_batches,
-            seconds=time.perf_counter() - began,
-            wait_seconds=loader.wait_seconds - waited,
-            cpu_seconds=cpu_seconds() - cpu_began,
-        )
-        if before is not None:
-            recorder.step(before(), last=False)
-        if at_once:
-            recorder.step(finished(), last=last)
-        before = None if at_once else finished
-        if checkpoints is not None:
-            checkpoints.after_step(progress, last=last)
-        if evaluate is not None and evaluates:
-            recorder.validate(evaluate, progress)
-    recorder.run.console.stop_bar()
-    return progress
-
-
-def _finished(launched: LaunchedStep, **of_loop: Any) -> StepRecord:
-    return dataclasses.replace(launched.record(), **of_loop)
+    def wait(self) -> list[float]:
+        """The values; waits for the device if it has not got there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        found: list[float] = self._values.tolist()
+        return found

@@ -18,10 +18,9 @@ from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.training.batches import BatchConfig, plan_batches
 from megazpp.training.context import Console, RunContext
+from megazpp.training.loop import StopConditions, StopConfig, train
 from megazpp.training.metrics import RunShape, StepRecord
 from megazpp.training.recorder import MetricsRecorder
-from megazpp.training.step import train
-from megazpp.training.stopping import StopConditions, StopConfig
 from megazpp.training.tracking import TrackingConfig
 
 CPU = torch.device("cpu")

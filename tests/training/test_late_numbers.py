@@ -28,9 +28,8 @@ from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, set_rates_
 from megazpp.parallel.axis import MeshAxis
 from megazpp.training import step as step_module
 from megazpp.training.anomalies import NotFiniteError
-from megazpp.training.host_copy import HostCopy
 from megazpp.training.metrics import StepRecord
-from megazpp.training.step import LaunchedStep, TrainStep
+from megazpp.training.step import HostCopy, LaunchedStep, TrainStep
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
 

@@ -15,9 +15,9 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.training import setup
 from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.local_steps import LocalSteps
+from megazpp.training.loop import StopConditions, StopConfig
 from megazpp.training.objective import LanguageModelLoss
 from megazpp.training.setup import check_island_holds
-from megazpp.training.stopping import StopConditions, StopConfig
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.diloco_config import DilocoConfig
 

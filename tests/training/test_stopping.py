@@ -14,7 +14,7 @@ from helpers.ranks import ranks
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
-from megazpp.training.stopping import StopConditions, StopConfig
+from megazpp.training.loop import StopConditions, StopConfig
 
 ALONE: Any = SimpleNamespace(world=MeshAxis("world"), mesh=SimpleNamespace(device_type="cpu"))
 
@@ -57,7 +57,7 @@ def test_exit_interval_stops_after_its_multiples():
 
 def test_exit_duration_stops_when_the_minutes_are_over(monkeypatch: pytest.MonkeyPatch):
     clock = iter(range(0, 1000, 50))  # 50 seconds pass between two looks
-    monkeypatch.setattr("megazpp.training.stopping.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("megazpp.training.loop.time.monotonic", lambda: float(next(clock)))
     stops = StopConditions(StopConfig(exit_duration_in_mins=2))
     assert [stops.reason(i, ALONE) for i in (1, 2, 3)] == [None, None, "--exit-duration-in-mins 2"]
 

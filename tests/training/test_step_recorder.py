@@ -16,13 +16,13 @@ from helpers.training import Case, build_step
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.timeline import Span, Timeline
 from megazpp.topology.cluster import Cluster
-from megazpp.training.step_timeline import (
+from megazpp.training.step_recorder import (
     StepRecorder,
     StepTimeline,
-    TimelineConfig,
+    TimingConfig,
     chrome_trace,
     describe,
-    rows_without_crossings,
+    nesting_rows,
     sorted_tracks,
 )
 from megazpp.zero.config import ZeroConfig
@@ -48,7 +48,7 @@ class OneRank:
 def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_left_in_flight(tmp_path: Path):
     dims = OneRank()
     run, said = context(dims, tmp_path)
-    steps = StepRecorder(dims.timeline, [StepTimeline(TimelineConfig(timeline_step=3), run)])
+    steps = StepRecorder(dims.timeline, [StepTimeline(TimingConfig(timeline_step=3), run)])
     go_on, ends = threading.Event(), threading.Event()
 
     def gather_that_lasts_into_the_next_step() -> None:
@@ -83,9 +83,9 @@ def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_l
 def test_without_the_flag_nothing_is_recorded_and_the_first_step_can_be():
     dims = OneRank()
     run, _ = context(dims)
-    with StepRecorder(dims.timeline, [StepTimeline(TimelineConfig(), run)]).step(1):
+    with StepRecorder(dims.timeline, [StepTimeline(TimingConfig(), run)]).step(1):
         assert dims.timeline.open == 0
-    first = StepRecorder(dims.timeline, [StepTimeline(TimelineConfig(timeline_step=1), run)])
+    first = StepRecorder(dims.timeline, [StepTimeline(TimingConfig(timeline_step=1), run)])
     for iteration, is_open in ((1, 1), (2, 0)):
         with first.step(iteration):
             assert dims.timeline.open == is_open
@@ -116,7 +116,7 @@ def train_with_a_timeline(folder: str) -> tuple[list[str], list[float]]:
     case = Case(steps=3, nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))
     step, dims = build_step(case)
     run, said = context(dims, folder)
-    timeline = StepRecorder(dims.timeline, [StepTimeline(TimelineConfig(timeline_step=2), run)])
+    timeline = StepRecorder(dims.timeline, [StepTimeline(TimingConfig(timeline_step=2), run)])
     size, losses = case.global_batch // dims.data_size // 2, []
     for index in range(case.steps):
         batches = [case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(2)]
@@ -190,7 +190,7 @@ def test_spans_that_cross_get_rows_of_their_own_and_nested_ones_do_not():
     outer, inner, later = Span("cross", "outer", 0, 4), Span("cross", "inner", 1, 3), Span("cross", "later", 4, 1)
     crossing, again = Span("cross", "crossing", 2, 3), Span("cross", "again", 3, 4)
     spans = [again, later, crossing, inner, outer, Span("local", "other track", 0, 9)]
-    rows = rows_without_crossings(spans, "cross")
+    rows = nesting_rows(spans, "cross")
     assert [[s.name for s in row] for row in rows] == [["outer", "inner", "later"], ["crossing"], ["again"]]
 
 

@@ -1,0 +1,321 @@
+"""Records steps, once for all who read them: Megatron's timers, slow ranks, and the timeline of one step.
+
+`--timing-log-level` prints timers after a log line as Megatron does, the fastest and the slowest rank's:
+
+    level 0    nothing: the log line has the time of an iteration
+    level 1    forward-backward, all gathers of parameters, all reductions of gradients, optimizer
+    level 2    and forward-compute, backward-compute, batch-generator, collectives axis by axis, parts of the optimizer
+
+Times are per iteration and do not exclude each other: collectives run beside the compute, and waiting for them counts
+in the timer that waits. On CUDA the times are the device's, which levels 1 and 2 wait for once per iteration; no rank
+waits for another.
+
+`--log-straggler` compares one step per log interval: a rank's compute time is its forward, backward, norm and update
+without its waits and without the collectives that it stood in, so ranks that wait for a slow one do not look slow.
+
+`--timeline-step` writes a Chrome trace for ui.perfetto.dev: a process per rank, a thread per track.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from megazpp.flags import flag
+from megazpp.formatting import MEGA
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.timeline import (
+    COMPUTE,
+    STEP,
+    WAIT,
+    Span,
+    SpanRecording,
+    Timeline,
+    align,
+    clip,
+    hidden_shares,
+    total,
+    track_seconds,
+    union,
+)
+from megazpp.topology.layout import DATA_AXES, WIRES
+from megazpp.training.context import RunContext
+
+TRACKS = (STEP, COMPUTE, WAIT, *WIRES)  # from the top; others follow by name
+MAIN_TIMERS = ("forward-backward", "params-all-gather", "grads-reduce-scatter", "optimizer")
+COLLECTIVES = {"params-all-gather": ("all_gather",), "grads-reduce-scatter": ("reduce_scatter", "all_to_all")}
+OTHER_TIMERS = (
+    "forward-compute",
+    "backward-compute",
+    "batch-generator",
+    *(f"{name}-{axis}" for name in COLLECTIVES for axis in DATA_AXES),
+    "optimizer-clip-main-grad",
+    "optimizer-inner-step",
+)
+SLOW = 1.2  # times the median
+SHOWN_RANKS = 8
+SLACK = 1e-9  # seconds: what rounding may move
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingConfig:
+    """Timing: how long the parts of an iteration take, slow ranks, the timeline (trace) of one step."""
+
+    timing_log_level: Literal[0, 1, 2] = flag(
+        0, "times in the log: 0 of iterations, 1 of their parts, 2 also of micro-batches and of each axis's collectives"
+    )
+    log_straggler: bool = flag(
+        False, f"measure one step per log interval and name the ranks that compute {SLOW} times as long as the median"
+    )
+    timeline_step: int | None = flag(
+        None,
+        "record what every rank does in this iteration (the first is 1): timeline.json in the run folder, "
+        "for ui.perfetto.dev",
+    )
+
+    def __post_init__(self) -> None:
+        if self.timeline_step is not None and self.timeline_step < 1:
+            raise ValueError(f"--timeline-step {self.timeline_step} is not positive: the first iteration is 1")
+
+
+class SpanReader(Protocol):
+    """Reads the spans of the steps that it wants; every rank has the same readers."""
+
+    def wants(self, iteration: int) -> bool:
+        """Return whether to record `iteration`; called once, before it begins."""
+
+    def read(self, iteration: int, spans: list[Span], in_flight: list[Span]) -> None:
+        """Take in a step that has ended.
+
+        Args:
+            spans: those that began and ended in it, the step as a whole among them.
+            in_flight: those that began in the step before, if that was recorded, wherever they ended.
+        """
+
+
+class StepRecorder:
+    """Records each step that a reader wants, once for all of them; shows every step to the watchdog."""
+
+    def __init__(self, timeline: Timeline, readers: Sequence[SpanReader]) -> None:
+        self._timeline, self._readers = timeline, readers
+        self._recording: SpanRecording | None = None
+
+    @contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        """Surround iteration `iteration`, data included."""
+        readers = [reader for reader in self._readers if reader.wants(iteration)]
+        before, self._recording = self._recording, None
+        if readers:
+            # without a gap: a span that a queue begins between two steps belongs to the one before
+            self._recording = self._timeline.start(after=before)
+        elif before is not None:
+            self._timeline.detach(before)
+        with self._timeline.span(STEP, f"step {iteration}"):
+            yield
+        if self._recording is None:
+            return
+        spans = self._timeline.spans(self._recording)
+        in_flight = [] if before is None else self._timeline.spans(before)
+        for reader in readers:
+            reader.read(iteration, spans, in_flight)
+
+    def close(self) -> None:
+        """Record no more after the last step."""
+        if self._recording is not None:
+            self._timeline.detach(self._recording)
+
+
+class Timers:
+    """Sums up Megatron's timers until they are reported; a `SpanReader`."""
+
+    def __init__(self, config: TimingConfig, dims: ParallelDims) -> None:
+        self._names = ((), MAIN_TIMERS, (*MAIN_TIMERS, *OTHER_TIMERS))[config.timing_log_level]
+        self._dims, self._seconds, self._steps = dims, defaultdict[str, float](float), 0
+
+    def wants(self, iteration: int) -> bool:
+        return bool(self._names)
+
+    def read(self, iteration: int, spans: list[Span], in_flight: list[Span]) -> None:
+        for name, seconds in seconds_by_timer(spans).items():
+            self._seconds[name] += seconds
+        self._steps += 1
+
+    def report(self) -> str | None:
+        """Megatron's lines on the steps since the last call, means over them, the same on all ranks; or None."""
+        if not self._steps:
+            return None
+        mine = [1e3 * self._seconds[name] / self._steps for name in self._names]
+        tensor = torch.tensor([mine], dtype=torch.float64, device=self._dims.mesh.device_type)
+        by_rank = self._dims.world.all_gather(tensor).tolist()
+        self._seconds, self._steps = defaultdict(float), 0
+        return timer_lines(self._names, by_rank)
+
+
+def seconds_by_timer(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds of each timer in one step; several collectives at once count once."""
+    compute: dict[str, float] = defaultdict(float)
+    for span in spans:
+        if span.track == COMPUTE:
+            compute[span.name] += span.seconds
+    seconds = {
+        "forward-backward": compute["forward"] + compute["backward"],
+        "optimizer": compute["norm"] + compute["optimizer"],
+        "forward-compute": compute["forward"],
+        "backward-compute": compute["backward"],
+        "optimizer-clip-main-grad": compute["norm"],
+        "optimizer-inner-step": compute["optimizer"],
+        "batch-generator": sum(span.seconds for span in spans if (span.track, span.name) == (WAIT, "data")),
+    }
+
+    def busy(axes: tuple[str, ...], collectives: tuple[str, ...]) -> float:
+        found = (span for span in spans if span.track in axes and span.name.startswith(collectives))
+        return total(union((span.start_seconds, span.end_seconds) for span in found))
+
+    for name, collectives in COLLECTIVES.items():
+        seconds[name] = busy(DATA_AXES, collectives)
+        seconds |= {f"{name}-{axis}": busy((axis,), collectives) for axis in DATA_AXES}
+    return seconds
+
+
+def timer_lines(names: Sequence[str], by_rank: Sequence[Sequence[float]]) -> str | None:
+    """Lines in Megatron's form, of milliseconds by rank and name; timers that no rank has used are left out."""
+    columns = {name: column for name, *column in zip(names, *by_rank, strict=True) if max(column) > 0}
+    rows = [f"    {(name + ' ').ljust(48, '.')}: ({min(ms):.2f}, {max(ms):.2f})" for name, ms in columns.items()]
+    return "\n".join(["(min, max) time across ranks (ms):", *rows]) if rows else None
+
+
+class Straggler:
+    """Compares the ranks' compute times every `interval` steps, if --log-straggler asks for it; a `SpanReader`."""
+
+    def __init__(self, config: TimingConfig, run: RunContext, *, interval: int) -> None:
+        self._interval = interval if config.log_straggler else None
+        self._dims, self._log = run.dims, run.log
+
+    def wants(self, iteration: int) -> bool:
+        return self._interval is not None and iteration % self._interval == 0
+
+    def read(self, iteration: int, spans: list[Span], in_flight: list[Span]) -> None:
+        seconds = torch.tensor([track_seconds(spans)[COMPUTE]], dtype=torch.float64, device=self._dims.mesh.device_type)
+        self._log(describe_ranks(iteration, self._dims.world.all_gather(seconds).tolist()))
+
+
+def describe_ranks(iteration: int, seconds: Sequence[float]) -> str:
+    """One line about compute seconds by rank."""
+    median = statistics.median_low(seconds)  # of two ranks the faster one
+    by_time = sorted(range(len(seconds)), key=lambda rank: -seconds[rank])
+    slow = [rank for rank in by_time if seconds[rank] > SLOW * median]
+    shown = ", ".join(f"rank {rank} {seconds[rank] / median:.2f} x" for rank in slow[:SHOWN_RANKS])
+    more = f" and {len(slow) - SHOWN_RANKS} more" if len(slow) > SHOWN_RANKS else ""
+    fastest, slowest = by_time[-1], by_time[0]
+    return (
+        f"compute seconds of iteration {iteration}: median {median:.4f}, "
+        f"fastest {seconds[fastest]:.4f} (rank {fastest}), slowest {seconds[slowest]:.4f} (rank {slowest}); "
+        + (f"slow: {shown}{more}" if slow else "no slow rank")
+    )
+
+
+class StepTimeline:
+    """Writes the timeline of the step that --timeline-step names to rank 0's run folder; a `SpanReader`.
+
+    It also wants the step before, because cross gathers that step leaves in flight run under this one.
+    """
+
+    def __init__(self, config: TimingConfig, run: RunContext) -> None:
+        self._step, self._dims, self._folder, self._log = config.timeline_step, run.dims, run.folder, run.log
+        self._barrier_end: float | None = None
+
+    def wants(self, iteration: int) -> bool:
+        """Want the step and the one before; a barrier before them is the zero of the ranks' common clock."""
+        wanted = self._step is not None and self._step - 1 <= iteration <= self._step
+        if wanted and self._barrier_end is None:
+            float(self._dims.world.all_reduce_(torch.zeros((), device=self._dims.mesh.device_type)))
+            self._barrier_end = time.perf_counter()
+        return wanted
+
+    def read(self, iteration: int, spans: list[Span], in_flight: list[Span]) -> None:
+        if iteration != self._step:
+            return
+        (whole,) = (span for span in spans if span.track == STEP)
+        inside = clip([*in_flight, *spans], whole.start_seconds, whole.end_seconds)
+        inside.sort(key=lambda span: (span.start_seconds, -span.seconds))
+        boot = Path("/proc/sys/kernel/random/boot_id")  # equal on processes that share a monotonic clock
+        clock = boot.read_text().strip() if boot.exists() else platform.node()
+        gathered = self._dims.world.gather_objects((inside, clock, self._barrier_end))
+        if self._folder is None or not gathered:
+            return
+        spans_by_rank = align(*zip(*gathered, strict=True))
+        cluster = self._dims.layout.cluster
+        names = [f"rank {rank}, node {cluster.node_of(rank)}" for rank in range(len(spans_by_rank))]
+        self._folder.write_json("timeline.json", chrome_trace(spans_by_rank, names))
+        self._log(describe(whole.name, spans_by_rank))
+
+
+def describe(name: str, spans_by_rank: Sequence[Sequence[Span]]) -> str:
+    """Seconds of each track, mean over the ranks, and the share of each axis's time that was hidden."""
+    by_rank = [(spans, track_seconds(spans)) for spans in spans_by_rank]
+    step_seconds = max(seconds[STEP] for _, seconds in by_rank)
+    lines = [f"timeline of {name}: {step_seconds:.3f} s; busy seconds of each track, mean of {len(by_rank)} ranks:"]
+    for track in sorted_tracks([span for spans in spans_by_rank for span in spans])[1:]:
+        busy = sum(seconds.get(track, 0.0) for _, seconds in by_rank)
+        line = f"  {track:<10} {busy / len(by_rank):9.4f} s"
+        if track not in (COMPUTE, WAIT):
+            shares = [(seconds[track], hidden_shares(spans, track)) for spans, seconds in by_rank if track in seconds]
+            compute, work = (
+                sum(weight * hidden[kind] for weight, hidden in shares if hidden) / busy for kind in range(2)
+            )
+            line += f", {compute:.0%} hidden behind compute, {work:.0%} behind compute and other hops"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def chrome_trace(spans_by_rank: Sequence[Sequence[Span]], names: Sequence[str]) -> dict[str, Any]:
+    """The trace as JSON values, of spans on one clock and the ranks' names.
+
+    Spans of a track that overlap without nesting (two threads, two streams) get a second thread of its name.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, (spans, name) in enumerate(zip(spans_by_rank, names, strict=True)):
+        rows = [(track, row) for track in sorted_tracks(spans) for row in nesting_rows(spans, track)]
+        places = [({"pid": rank}, "process", name, rank)]
+        places += [({"pid": rank, "tid": tid}, "thread", track, tid) for tid, (track, _) in enumerate(rows)]
+        for place, kind, what, index in places:
+            events.append({"ph": "M", "name": f"{kind}_name", **place, "args": {"name": what}})
+            events.append({"ph": "M", "name": f"{kind}_sort_index", **place, "args": {"sort_index": index}})
+        for tid, (track, row) in enumerate(rows):
+            for span in row:
+                microseconds = {"ts": round(span.start_seconds * MEGA, 3), "dur": round(span.seconds * MEGA, 3)}
+                event = {"ph": "X", "name": span.name, "cat": track, "pid": rank, "tid": tid, **microseconds}
+                events.append({**event, "args": {"blocking": span.blocking}})
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def nesting_rows(spans: Sequence[Span], track: str) -> list[list[Span]]:
+    """The track's spans in as few rows as needed, each with spans that follow each other or nest."""
+    rows: list[tuple[list[Span], list[float]]] = []  # with the ends of the spans that are not over, outermost first
+    of_track = (span for span in spans if span.track == track)
+    for span in sorted(of_track, key=lambda span: (span.start_seconds, -span.seconds)):
+        for _, ends in rows:
+            while ends and ends[-1] <= span.start_seconds + SLACK:
+                ends.pop()
+        fitting = ((row, ends) for row, ends in rows if not ends or span.end_seconds <= ends[-1] + SLACK)
+        row, ends = next(fitting, ([], []))
+        if not row:
+            rows.append((row, ends))
+        row.append(span)
+        ends.append(span.end_seconds)
+    return [row for row, _ in rows]
+
+
+def sorted_tracks(spans: Sequence[Span]) -> list[str]:
+    """The tracks of the spans, from the top of a picture to its bottom."""
+    tracks = {span.track for span in spans}
+    return [track for track in TRACKS if track in tracks] + sorted(tracks - set(TRACKS))
