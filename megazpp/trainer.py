@@ -385,7 +385,7 @@ def open_tracker(parsed: ParsedRun, plan: RunPlan, worker: Worker, continued: Ru
     zero = parsed.config.zero
     tags = run_tags(plan.layout, zero_stage=zero.stage, zeropp=zero.zeropp)
     sinks = open_sinks(tracking, folder, parsed.values(), tags)
-    return Tracker(tracking, folder, sinks, world_size=worker.world_size, device=worker.device)
+    return Tracker(tracking, folder, sinks, device=worker.device)
 
 
 def open_context(

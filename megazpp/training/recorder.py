@@ -39,7 +39,7 @@ from megazpp.training.metrics import (
     validation_lines,
 )
 from megazpp.training.step_recorder import Timers
-from megazpp.training.tracking import Table, Tracker, TrackingConfig
+from megazpp.training.tracking import Tracker, TrackingConfig
 from megazpp.zero.precision import PrecisionConfig
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
@@ -155,7 +155,7 @@ class MetricsRecorder:
         }
         self.run.log(closing_lines(summary, trained=self.last_interval is not None))
         if self.tracker is not None:
-            self.tracker.summary(summary, {"traffic": Table(TrafficRow._fields, [tuple(row) for row in rows])})
+            self.tracker.summary(summary)
 
     def _log(self, iteration: int, sent: SentBytes) -> None:
         first = self.last_interval is None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import urlparse
 
 import torch
@@ -41,9 +41,6 @@ class TrackingConfig:
 
     run_dir: str | None = flag(None, "folder of this run's records; default: runs/<time>-<config name>")
     log_interval: int = flag(100, "iterations between two log lines")
-    log_throughput: bool = flag(
-        False, "with --log-timers-to-tensorboard: record model TFLOP/s per rank to wandb and TensorBoard"
-    )
     log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "log how many gradient elements are zero")
     wandb_project: str = flag("", "record to this Weights & Biases project; without it wandb is off")
@@ -52,27 +49,14 @@ class TrackingConfig:
     wandb_save_dir: str = flag("", "where wandb writes its local files; default: the run folder")
     tensorboard_dir: str | None = flag(None, "write TensorBoard events to this folder")
     tensorboard_log_interval: int = flag(1, "iterations between two records to wandb and TensorBoard")
-    tensorboard_queue_size: int = flag(1000, "TensorBoard records that wait before they are written")
-    log_timers_to_tensorboard: bool = flag(False, "record the step time to wandb and TensorBoard")
-    log_loss_scale_to_tensorboard: bool = flag(True, "record the loss scale to wandb and TensorBoard")
-    log_validation_ppl_to_tensorboard: bool = flag(False, "record the validation perplexity to wandb and TensorBoard")
-    log_memory_to_tensorboard: bool = flag(False, "record CUDA memory to wandb and TensorBoard")
-    log_world_size_to_tensorboard: bool = flag(False, "record the number of ranks to wandb and TensorBoard")
 
     def __post_init__(self) -> None:
-        check_positive(self, "log_interval", "tensorboard_log_interval", "tensorboard_queue_size")
+        check_positive(self, "log_interval", "tensorboard_log_interval")
         if self.wandb_project and not is_installed("wandb"):
             raise ValueError(f"--wandb-project {self.wandb_project}: wandb is not installed (pip install wandb)")
         if self.tensorboard_dir is not None and not is_installed("tensorboard"):
             where = f"--tensorboard-dir {self.tensorboard_dir}"
             raise ValueError(f"{where}: tensorboard is not installed (pip install tensorboard)")
-
-
-class Table(NamedTuple):
-    """Rows of cells below the columns' names."""
-
-    columns: tuple[str, ...]
-    rows: list[tuple[str | int | float, ...]]
 
 
 class Sink(Protocol):
@@ -83,8 +67,8 @@ class Sink(Protocol):
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
         """Record values under Megatron's names at an iteration."""
 
-    def summarize(self, values: Mapping[str, Any], tables: Mapping[str, Table], *, iteration: int) -> None:
-        """Record what the run came to at its last iteration."""
+    def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
+        """Record the results of the run at its last iteration."""
 
     def close(self, *, exit_code: int) -> None:
         """Flush; 0 marks a run that ended well."""
@@ -98,7 +82,6 @@ class Tracker(AbstractContextManager["Tracker"]):
         config: the flags.
         folder: the run folder.
         sinks: where scalars go, see `open_sinks`.
-        world_size: ranks of the job.
         device: whose memory is recorded.
     Attributes:
         failed: files and sinks of which a failure was said.
@@ -108,7 +91,6 @@ class Tracker(AbstractContextManager["Tracker"]):
     folder: RunFolder
     sinks: Sequence[Sink]
     _: KW_ONLY
-    world_size: int
     device: torch.device
     failed: set[str] = field(default_factory=set, init=False)
 
@@ -120,43 +102,37 @@ class Tracker(AbstractContextManager["Tracker"]):
             "learning-rate": step.learning_rate,
             "batch-size": step.global_batch_size,
             "lm loss": step.loss,
+            "loss-scale": step.loss_scale,
             **step.metrics,
         }
         optional = {"grad-norm": step.grad_norm, "num-zeros": step.num_zeros, "params-norm": step.params_norm}
         scalars |= {name: value for name, value in optional.items() if value is not None}
-        if self.config.log_loss_scale_to_tensorboard:
-            scalars["loss-scale"] = step.loss_scale
-        if self.config.log_world_size_to_tensorboard:
-            scalars["world-size"] = self.world_size
-        if self.config.log_memory_to_tensorboard and self.device.type == "cuda":
+        if self.device.type == "cuda":
             stats = torch.cuda.memory_stats(self.device)
             scalars |= {name: stats[key] for name, key in MEMORY_SCALARS.items()}
         self._write(scalars, step.iteration, step.consumed_samples)
 
     def interval(self, record: IntervalRecord) -> None:
-        """Record a log interval: metrics.jsonl, and its timings if asked for."""
+        """Record a log interval: metrics.jsonl, step time and throughput."""
         self._keep("metrics.jsonl", lambda: self.folder.append("metrics.jsonl", record.as_json()))
-        if self.config.log_timers_to_tensorboard:
-            scalars = {"iteration-time": record.step_seconds}
-            if self.config.log_throughput:
-                scalars["throughput"] = record.flops_per_rank / TERA
-            self._write(scalars, record.last.iteration, record.last.consumed_samples)
+        scalars = {"iteration-time": record.step_seconds, "throughput": record.flops_per_rank / TERA}
+        self._write(scalars, record.last.iteration, record.last.consumed_samples)
 
     def validation(self, loss: float, *, iteration: int, consumed_samples: int, metric: str = "lm_loss") -> None:
-        """Record a validation loss, and its perplexity if asked for; or what else `metric` says it is."""
+        """Record a validation loss and its perplexity, or the value of another `metric`."""
         row = {"iteration": iteration, "consumed_samples": consumed_samples, metric: loss}
         self._keep("validation.jsonl", lambda: self.folder.append("validation.jsonl", row))
         scalars = {f"{metric.replace('_', ' ')} validation": loss}
-        if self.config.log_validation_ppl_to_tensorboard and metric == "lm_loss":
+        if metric == "lm_loss":
             scalars["lm loss validation ppl"] = perplexity(loss)
         self._write(scalars, iteration, consumed_samples)
 
-    def summary(self, values: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
-        """Record what the run came to; `tables` for the sinks, `values` has them too."""
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Record the results of the run; sinks get those that are one number or text."""
         self._keep("summary.json", lambda: self.folder.write_json("summary.json", values, indent=2))
         scalars = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
         for sink in self.sinks:
-            self._try(sink, lambda sink: sink.summarize(scalars, tables, iteration=values["iteration"]))
+            self._try(sink, lambda sink: sink.summarize(scalars, iteration=values["iteration"]))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Flush everything; an exception marks the run as failed."""
@@ -213,9 +189,7 @@ def open_sinks(
         wanted[f"--wandb-project {config.wandb_project}"] = functools.partial(WandbSink, tags, **settings)
     if config.tensorboard_dir is not None:
         events = make_writable(config.tensorboard_dir, "--tensorboard-dir")
-        wanted[f"--tensorboard-dir {config.tensorboard_dir}"] = functools.partial(
-            TensorBoardSink, events, queue_size=config.tensorboard_queue_size
-        )
+        wanted[f"--tensorboard-dir {config.tensorboard_dir}"] = functools.partial(TensorBoardSink, events)
     sinks = []
     for given, make in wanted.items():
         try:
@@ -256,14 +230,11 @@ class WandbSink:
             print(f"wandb: recording offline, the server did not take the run: {error}", flush=True)
             wandb.teardown(exit_code=1)
             self._run = wandb.init(**settings, mode="offline")
-        self._table = wandb.Table
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
         self._run.log({**scalars, "samples vs steps": consumed_samples}, step=iteration)
 
-    def summarize(self, values: Mapping[str, Any], tables: Mapping[str, Table], *, iteration: int) -> None:
-        logged = {name: self._table(columns=list(table.columns), data=table.rows) for name, table in tables.items()}
-        self._run.log(logged, step=iteration)
+    def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
         self._run.summary.update(dict(values))
 
     def close(self, *, exit_code: int) -> None:
@@ -275,21 +246,18 @@ class TensorBoardSink:
 
     name = "TensorBoard"
 
-    def __init__(self, folder: Path, *, queue_size: int) -> None:
+    def __init__(self, folder: Path) -> None:
         tensorboard = importlib.import_module("torch.utils.tensorboard")
-        self._writer = tensorboard.SummaryWriter(log_dir=str(folder), max_queue=queue_size)
+        self._writer = tensorboard.SummaryWriter(log_dir=str(folder), max_queue=1000)
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
             self._writer.add_scalar(f"{name} vs samples", value, consumed_samples)
 
-    def summarize(self, values: Mapping[str, Any], tables: Mapping[str, Table], *, iteration: int) -> None:
-        tables = {"summary": Table(("", "value"), list(values.items())), **tables}
-        for name, table in tables.items():
-            lines = [table.columns, ("---",) * len(table.columns), *table.rows]
-            text = "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
-            self._writer.add_text(name, text, iteration)
+    def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
+        rows = [f"| {name} | {value} |" for name, value in values.items()]
+        self._writer.add_text("summary", "\n".join(["| | value |", "| --- | --- |", *rows]), iteration)
 
     def close(self, *, exit_code: int) -> None:
         self._writer.close()

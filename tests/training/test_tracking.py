@@ -17,9 +17,8 @@ import megazpp.training.tracking as tracking
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
 from megazpp.training.metrics import Meter, RunShape, StepRecord
-from megazpp.training.recorder import TrafficRow
 from megazpp.training.run_folder import RunFolder
-from megazpp.training.tracking import Table, TensorBoardSink, Tracker, TrackingConfig, open_sinks, run_tags
+from megazpp.training.tracking import TensorBoardSink, Tracker, TrackingConfig, open_sinks, run_tags
 
 SHAPE = RunShape(total_iterations=10, total_samples=80, seq_length=100, world_size=4, flops_per_token=2 * 10**9)
 CPU = torch.device("cpu")
@@ -29,15 +28,15 @@ class Recorder:
     name = "recorder"
 
     def __init__(self) -> None:
-        self.summaries: list[tuple[dict[str, Any], Mapping[str, Table], int]] = []
+        self.summaries: list[tuple[dict[str, Any], int]] = []
         self.written: list[tuple[dict[str, float], int, int]] = []
         self.exit_code: int | None = None
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
         self.written.append((dict(scalars), iteration, consumed_samples))
 
-    def summarize(self, values: Mapping[str, Any], tables: Mapping[str, Table], *, iteration: int) -> None:
-        self.summaries.append((dict(values), tables, iteration))
+    def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
+        self.summaries.append((dict(values), iteration))
 
     def close(self, *, exit_code: int) -> None:
         self.exit_code = exit_code
@@ -69,7 +68,7 @@ def step(iteration: int, **values: Any) -> StepRecord:
 
 def tracker(tmp_path: Path, **flags: Any) -> tuple[Tracker, Recorder]:
     sink = Recorder()
-    return Tracker(TrackingConfig(**flags), RunFolder(tmp_path), [sink], world_size=4, device=CPU), sink
+    return Tracker(TrackingConfig(**flags), RunFolder(tmp_path), [sink], device=CPU), sink
 
 
 def test_a_step_is_written_under_megatrons_names(tmp_path: Path):
@@ -79,22 +78,14 @@ def test_a_step_is_written_under_megatrons_names(tmp_path: Path):
     assert sink.written == [(expected, 3, 24)]
 
 
-def test_optional_scalars_are_written_when_asked_for(tmp_path: Path):
-    track, sink = tracker(
-        tmp_path,
-        log_loss_scale_to_tensorboard=False,
-        log_world_size_to_tensorboard=True,
-        log_memory_to_tensorboard=True,
-    )
+def test_optional_scalars_are_written_where_there_are_any(tmp_path: Path):
+    track, sink = tracker(tmp_path)
     track.step(step(1, num_zeros=3.0, params_norm=9.0, grad_norm=None))
     ((scalars, _, _),) = sink.written
-    assert scalars == {
-        "learning-rate": 0.1,
-        "batch-size": 8,
-        "lm loss": 4.0,
+    assert {name: scalars.get(name) for name in ("num-zeros", "params-norm", "grad-norm")} == {
         "num-zeros": 3.0,
         "params-norm": 9.0,
-        "world-size": 4,
+        "grad-norm": None,
     }
 
 
@@ -105,32 +96,18 @@ def test_steps_between_the_tensorboard_interval_are_left_out(tmp_path: Path):
     assert [iteration for _, iteration, _ in sink.written] == [3, 6]
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({}, None),
-        ({"log_throughput": True}, None),
-        ({"log_timers_to_tensorboard": True}, {"iteration-time": 0.5}),
-        (
-            {"log_timers_to_tensorboard": True, "log_throughput": True},
-            {"iteration-time": 0.5, "throughput": pytest.approx(0.8)},
-        ),
-    ],
-)
-def test_timings_need_the_flags_that_megatron_needs(
-    tmp_path: Path, flags: dict[str, bool], expected: dict[str, float] | None
-):
-    track, sink = tracker(tmp_path, **flags)
+def test_an_interval_records_step_time_and_throughput(tmp_path: Path):
+    track, sink = tracker(tmp_path)
     meter = Meter(SHAPE)
     meter.add(step(2))
     track.interval(meter.interval())
-    assert sink.written == ([] if expected is None else [(expected, 2, 16)])
+    assert sink.written == [({"iteration-time": 0.5, "throughput": pytest.approx(0.8)}, 2, 16)]
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["iteration"] == 2
 
 
 def test_validation_loss_and_perplexity(tmp_path: Path):
-    track, sink = tracker(tmp_path, log_validation_ppl_to_tensorboard=True)
+    track, sink = tracker(tmp_path)
     track.validation(0.0, iteration=5, consumed_samples=40)
     assert sink.written == [({"lm loss validation": 0.0, "lm loss validation ppl": 1.0}, 5, 40)]
     (line,) = (tmp_path / "validation.jsonl").read_text().splitlines()
@@ -142,10 +119,10 @@ def test_a_sink_that_fails_is_said_once_and_only_closed_while_the_others_go_on(
 ):
     broken, sink = Broken(), Recorder()
     broken.name = "wandb"
-    with Tracker(TrackingConfig(), RunFolder(tmp_path), [broken, sink], world_size=1, device=CPU) as track:
+    with Tracker(TrackingConfig(), RunFolder(tmp_path), [broken, sink], device=CPU) as track:
         for iteration in (1, 2):
             track.step(step(iteration))
-        track.summary({"iteration": 2}, {})
+        track.summary({"iteration": 2})
     assert [iteration for _, iteration, _ in sink.written] == [1, 2]
     assert (len(sink.summaries), sink.exit_code, broken.uses) == (1, 0, 2)
     assert capsys.readouterr().out == "warning: wandb: gone; no more is recorded there, and training goes on\n"
@@ -170,7 +147,7 @@ def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(
     with small_disk(tmp_path / "disk", "4m") as disk:
         config = TrackingConfig(tensorboard_dir=str(disk / "events"))
         folder = RunFolder(disk / "run")
-        with Tracker(config, folder, open_sinks(config, folder, {}), world_size=1, device=CPU) as track:
+        with Tracker(config, folder, open_sinks(config, folder, {}), device=CPU) as track:
             with suppress(OSError), (disk / "fill").open("wb", buffering=0) as file:
                 while file.write(bytes(4096)):
                     pass
@@ -181,7 +158,7 @@ def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(
                     track.step(step(iteration))
                 meter.add(step(iteration))
                 track.interval(meter.interval())
-            track.summary({"iteration": 4}, {})
+            track.summary({"iteration": 4})
         rows = (disk / "run" / "metrics.jsonl").read_text().splitlines()
         assert json.loads(rows[-1])["iteration"] == 4
         assert (disk / "run" / "summary.json").exists()
@@ -190,14 +167,12 @@ def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(
     assert out.count("warning: TensorBoard: ") == 1
 
 
-def test_what_the_run_came_to_goes_to_the_folder_and_to_every_sink_with_its_bytes_as_a_table(tmp_path: Path):
+def test_the_results_go_to_the_folder_and_their_numbers_to_every_sink(tmp_path: Path):
     track, sink = tracker(tmp_path)
-    row = TrafficRow("all_gather", "shard", "cross", calls=3, sent_bytes=7)
-    values = {"iteration": 9, "final_loss": 1.0, "test_loss": None, "traffic": [row._asdict()]}
-    table = Table(TrafficRow._fields, [row])
-    track.summary(values, {"traffic": table})
+    values = {"iteration": 9, "final_loss": 1.0, "test_loss": None, "traffic": [{"axis": "shard", "sent_bytes": 7}]}
+    track.summary(values)
     assert json.loads((tmp_path / "summary.json").read_text()) == values
-    assert sink.summaries == [({"iteration": 9, "final_loss": 1.0}, {"traffic": table}, 9)]
+    assert sink.summaries == [({"iteration": 9, "final_loss": 1.0}, 9)]
 
 
 @pytest.mark.parametrize(

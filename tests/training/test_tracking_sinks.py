@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -13,14 +12,14 @@ import pytest
 from helpers.wandb_files import OfflineRun, offline_runs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megazpp.training.tracking import Table, TensorBoardSink, is_installed, wandb_mode
+from megazpp.training.tracking import TensorBoardSink, is_installed, wandb_mode
 
 ROOT = Path(__file__).resolve().parents[2]
 
 WRITE_A_RUN = """
 import sys
 from pathlib import Path
-from megazpp.training.tracking import Table, WandbSink
+from megazpp.training.tracking import WandbSink
 
 folder, first = Path(sys.argv[1]), int(sys.argv[2])
 sink = WandbSink(
@@ -28,8 +27,7 @@ sink = WandbSink(
 )
 for iteration in (first, first + 1):
     sink.write({"lm loss": 10.0 / iteration}, iteration=iteration, consumed_samples=8 * iteration)
-table = Table(("axis", "sent_bytes"), [("cross", 5), ("tp", 7)])
-sink.summarize({"final_loss": 5.0, "stop_reason": "x"}, {"traffic": table}, iteration=iteration)
+sink.summarize({"final_loss": 5.0, "stop_reason": "x"}, iteration=iteration)
 sink.close(exit_code=0)
 """
 
@@ -46,7 +44,7 @@ while Path(f"/proc/{service}/stat").read_text().split()[2] != "Z":
     pass
 for use in (
     lambda: [sink.write({"lm loss": 1.0}, iteration=i, consumed_samples=8) for i in range(1, 9)],
-    lambda: sink.summarize({"final_loss": 1.0}, {}, iteration=8),
+    lambda: sink.summarize({"final_loss": 1.0}, iteration=8),
     lambda: sink.close(exit_code=0),
 ):
     try:
@@ -98,13 +96,9 @@ def test_wandb_keeps_flags_as_config_and_the_layout_beside_the_user_s_words_as_t
 
 
 @pytest.mark.slow
-def test_wandb_keeps_the_summary_and_the_bytes_as_a_table(two_runs: list[OfflineRun]):
+def test_wandb_keeps_the_summary(two_runs: list[OfflineRun]):
     first = two_runs[0]
     assert (first.summary["final_loss"], first.summary["stop_reason"]) == (5.0, "x")
-    row = first.history[-1]
-    assert (row["traffic._type"], row["traffic.nrows"], row["traffic.ncols"]) == ("table-file", 2, 2)
-    kept = json.loads((first.folder / "files" / row["traffic.path"]).read_text())
-    assert kept == {"columns": ["axis", "sent_bytes"], "data": [["cross", 5], ["tp", 7]]}
 
 
 @pytest.mark.slow
@@ -156,12 +150,11 @@ def test_a_login_for_the_right_server_in_the_netrc_file_is_found(tmp_path: Path)
 
 def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path: Path):
     for first in (1, 3):  # the second writer is a restart
-        sink = TensorBoardSink(tmp_path, queue_size=10)
+        sink = TensorBoardSink(tmp_path)
         for iteration in (first, first + 1):
             sink.write({"lm loss": 10.0 / iteration}, iteration=iteration, consumed_samples=8 * iteration)
         sink.write({"grad-norm": math.nan}, iteration=first + 1, consumed_samples=8 * first + 8)
-        table = Table(("axis", "sent_bytes"), [("cross", first)])
-        sink.summarize({"final_loss": 5.0}, {"traffic": table}, iteration=first + 1)
+        sink.summarize({"final_loss": 5.0}, iteration=first + 1)
         sink.close(exit_code=0)
     events = EventAccumulator(str(tmp_path)).Reload()
     assert set(events.Tags()["scalars"]) == {"lm loss", "lm loss vs samples", "grad-norm", "grad-norm vs samples"}
@@ -169,12 +162,8 @@ def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path: Path
     assert [e.step for e in events.Scalars("lm loss vs samples")] == [8, 16, 24, 32]
     assert [e.value for e in events.Scalars("lm loss")] == pytest.approx([10, 5, 10 / 3, 2.5])
     assert all(math.isnan(e.value) for e in events.Scalars("grad-norm"))
-    texts = {
-        name: [(e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors(f"{name}/text_summary")]
-        for name in ("summary", "traffic")
-    }
-    assert texts["summary"][0] == (2, "|  | value |\n| --- | --- |\n| final_loss | 5.0 |")
-    assert texts["traffic"][1] == (4, "| axis | sent_bytes |\n| --- | --- |\n| cross | 3 |")
+    texts = [(e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors("summary/text_summary")]
+    assert texts[0] == (2, "| | value |\n| --- | --- |\n| final_loss | 5.0 |")
 
 
 def test_packages_are_found_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
