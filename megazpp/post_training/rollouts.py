@@ -261,7 +261,7 @@ class RolloutLoader:
         total = self.totals(buffer.table[:, :-2])
         if config.objective == "grpo":
             advantages = group_advantages(
-                total, config.num_generations, scale=config.scale_rewards, estimator=config.advantage_estimator
+                total, config.num_generations, scale=config.reward_scale, estimator=config.advantage_estimator
             )
             return buffer._replace(advantages=advantages.float()[buffer.rows])
         assert buffer.old_logps is not None
