@@ -60,7 +60,7 @@ from megazpp.training.setup import (
     open_datasets,
     open_loader,
 )
-from megazpp.training.step import Loader, TrainStep, train
+from megazpp.training.step import Loader, Observer, TrainStep, train
 from megazpp.training.step_timeline import StepRecorder, StepTimeline
 from megazpp.training.stopping import StopConditions
 from megazpp.training.timers import Straggler, Timers
@@ -72,10 +72,18 @@ from megazpp.zero.verify import verify_weights
 
 
 class ObjectiveSetup(NamedTuple):
-    """What is minimised; None: the language model's loss. `extra` is what it keeps between steps."""
+    """What is minimised; None: the language model's loss.
+
+    Attributes:
+        extra: what it keeps between steps.
+        reference: a model that changes beside the policy.
+        observers: look at every step.
+    """
 
     objective: Objective | None = None
     extra: ExtraState | None = None
+    reference: Built | None = None
+    observers: tuple[Observer, ...] = ()
 
 
 class Trainer:
@@ -110,6 +118,7 @@ class Trainer:
             self.diloco = DiLoCo(self.built.sharding, dims, plan.diloco, config.precision)
         with user_errors():
             setup = self.open_objective()
+        self.observers = setup.observers
         state = TrainState(
             *self.built,
             self.optimizer,
@@ -118,6 +127,7 @@ class Trainer:
             seed=seed,
             guard=self.losses,
             extra=setup.extra,
+            reference=setup.reference,
             diloco=self.diloco,
         )
         self.checkpoints = open_checkpoints(
@@ -183,7 +193,7 @@ class Trainer:
                 schedule,
                 self.recorder,
                 stops,
-                (self.garbage, self.profiler, self.step_recorder),
+                (*self.observers, self.garbage, self.profiler, self.step_recorder),
                 eval_interval=self.config.evaluation.eval_interval,
                 evaluate=self.validation,
                 start=start,

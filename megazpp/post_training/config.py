@@ -17,17 +17,23 @@ ROLLOUTS = ("grpo", "ppo")
 LOSS_TYPES: dict[str, tuple[str, ...]] = {"dpo": get_args(PairLoss), "grpo": get_args(TokenLoss)}  # the default is not
 DEFAULT_LOSS = {"dpo": "sigmoid", "grpo": "dapo"}
 DEFAULT_BETA = {"dpo": 0.1, "grpo": 0.0}
-DEFAULT_RATE = {"sft": 2e-5, "reward": 1e-4, "dpo": 1e-6, "grpo": 1e-6, "ppo": 3e-6}
+_RATE = {"sft": 2e-5, "reward": 1e-4, "dpo": 1e-6, "grpo": 1e-6, "ppo": 3e-6}
 _ONLY = {  # what other objectives would not look at
     "reward": "center_rewards_coefficient",
     "dpo": "label_smoothing loss_weights precompute_ref_log_probs",
-    "dpo or grpo": "beta loss_type",
+    "dpo or grpo": "beta loss_type sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
     "grpo": "num_generations steps_per_generation num_iterations epsilon epsilon_high delta importance_sampling_level "
     "use_bias_correction_kl scale_rewards advantage_estimator mask_truncated_completions",
     "ppo": "kl_coef cliprange cliprange_value vf_coef gamma lam num_ppo_epochs num_mini_batches missing_eos_penalty "
     "whiten_rewards",
     "grpo or ppo": "max_completion_length rollouts_at_once log_completions",
 }
+
+
+def objective_defaults(objective: str) -> dict[str, Any]:
+    """Defaults that flags of other configs have in post-training; tokens are drawn as the policy has them."""
+    drawing = {"sample_temperature": 1.0, "sample_top_k": 0, "sample_top_p": 1.0}
+    return {"lr": _RATE[objective], "weight_decay": 0.0, **drawing}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +70,13 @@ class PostTrainingConfig:
     center_rewards_coefficient: float | None = flag(
         None, "weight of the squared sum of a pair's scores, which keeps their mean at 0 (reward)"
     )
+    sync_ref_model: bool = flag(
+        False,
+        "mix the policy into the reference from time to time (dpo, grpo); the reference is then sharded like the "
+        "policy, in fp32, and gathered across nodes",
+    )
+    ref_model_mixup_alpha: float = flag(0.6, "share of the policy in the mixture (--sync-ref-model)")
+    ref_model_sync_steps: int = flag(512, "optimizer steps between two mixtures (--sync-ref-model)")
     precompute_ref_log_probs: bool = flag(
         False,
         "have the reference's log-probabilities of all pairs before training begins, and then drop it (dpo); they are "
@@ -113,12 +126,12 @@ class PostTrainingConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "num_generations", "max_completion_length", "rollouts_at_once", "steps_per_generation")
-        check_positive(self, "num_iterations", "num_ppo_epochs", "num_mini_batches", "delta")
+        check_positive(self, "num_iterations", "num_ppo_epochs", "num_mini_batches", "ref_model_sync_steps", "delta")
         check_positive(self, "epsilon", "epsilon_high", "cliprange", "cliprange_value", "center_rewards_coefficient")
         check_not_negative(
             self, "beta", "kl_coef", "vf_coef", "missing_eos_penalty", "ref_ckpt_step", "log_completions"
         )
-        for name in ("gamma", "lam"):
+        for name in ("gamma", "lam", "ref_model_mixup_alpha"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is not in (0, 1]")
         if not 0.0 <= self.label_smoothing < 0.5:
@@ -149,7 +162,9 @@ class PostTrainingConfig:
             ("label_smoothing", "robust" not in self.losses, "needs --loss-type robust"),
             ("delta", self.loss == "cispo", "is for a loss that clips, not --loss-type cispo"),
             ("epsilon", self.loss == "cispo" and bool(self.epsilon_high), "is not used by --loss-type cispo"),
-            ("use_bias_correction_kl", not self.needs_reference, "needs --beta above 0"),
+            ("use_bias_correction_kl sync_ref_model", not self.needs_reference, "needs --beta above 0"),
+            ("ref_model_mixup_alpha ref_model_sync_steps", not self.sync_ref_model, "needs --sync-ref-model"),
+            ("precompute_ref_log_probs", self.sync_ref_model, "is for a reference without --sync-ref-model"),
         ):
             for name in names.split() if off else ():
                 self._refuse(name, needed)

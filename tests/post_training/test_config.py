@@ -97,7 +97,7 @@ def test_every_flag_of_some_objectives_is_refused_by_the_others():
         for name in names.split():
             field = next(field for field in dataclasses.fields(PostTrainingConfig) if field.name == name)
             some: typing.Any = field.default + 1 if type(field.default) in (int, float) else 0.5
-            share = dict.fromkeys(("gamma", "lam", "label_smoothing"), 0.1)
+            share = dict.fromkeys(("gamma", "lam", "ref_model_mixup_alpha", "label_smoothing"), 0.1)
             value = {"loss_type": ("sft",), "loss_weights": (1.0,), **share}.get(name, some)
             for objective in {"sft", "reward", "dpo", "grpo", "ppo"} - {*objectives.split(" or ")}:
                 with pytest.raises(ValueError, match=f"{flag_name(field)}.* is for --objective {objectives}, not"):

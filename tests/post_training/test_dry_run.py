@@ -76,6 +76,8 @@ PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
     "sft, adapters, tp": (configs("sft", lora_r=4), "--tensor-model-parallel-size 2", 0.0),
     "reward": (configs("reward"), "", 0.34),
     "dpo": (configs("dpo"), "", 0.0),
+    "dpo, synced": (configs("dpo", sync_ref_model=True), "", 0.0),
+    "dpo, synced, zeropp, untied": (configs("dpo", sync_ref_model=True), f"--zeropp {UNTIED}", -0.79),
     "dpo, zeropp, untied": (configs("dpo"), f"--zeropp {UNTIED}", -0.79),
     "dpo, precomputed": (configs("dpo", precompute_ref_log_probs=True), "", 0.0),
     "dpo, adapters": (configs("dpo", lora_r=4), "", 0.11),

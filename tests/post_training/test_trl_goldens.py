@@ -24,10 +24,11 @@ from megazpp.post_training.losses import (
     value_mask,
     whiten,
 )
+from megazpp.post_training.reference import mix_
 from megazpp.post_training.rewards import total_rewards
 
 HERE = Path(__file__).parent
-VERSIONS = {"1.16.0": {"sft": 1, "reward": 2, "dpo": 12, "grpo": 18, "rloo": 2}, "1.12.0": {"ppo": 4}}
+VERSIONS = {"1.16.0": {"sft": 1, "reward": 2, "dpo": 12, "grpo": 18, "rloo": 2, "sync": 1}, "1.12.0": {"ppo": 4}}
 FILES = {version: json.loads((HERE / f"trl_{version}.json").read_text()) for version in VERSIONS}
 
 
@@ -107,6 +108,15 @@ def test_dpo(case: dict[str, Any]) -> None:
     check(found.rejected_rewards.mean(), metrics["rewards/rejected"])
     check(found.margins.mean(), metrics["rewards/margins"])
     check(found.accuracies.mean().double(), metrics["rewards/accuracies"])
+
+
+@cases("sync")
+def test_a_reference_takes_a_share_of_the_policy(case: dict[str, Any]) -> None:
+    reference = [tensor(each) for each in case["reference"]]
+    mix_(reference, [tensor(each) for each in case["policy"]], case["alpha"])
+    for own, old, new, expected in zip(reference, case["reference"], case["policy"], case["mixed"], strict=True):
+        check(own, expected)
+        check(own, (0.4 * tensor(old) + 0.6 * tensor(new)).tolist())
 
 
 def case_advantages(case: dict[str, Any]) -> torch.Tensor:

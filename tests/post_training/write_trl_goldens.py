@@ -34,11 +34,15 @@ LENGTHS = (3, 4, 1, 4)  # of the completions: ended, cut, ended at once, ended w
 def main() -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
-    cases = ppo_cases() if trl.__version__ == "1.12.0" else [*sft_cases(), *reward_cases(), *dpo_cases(), *grpo_cases()]
+    cases = ppo_cases() if trl.__version__ == "1.12.0" else all_cases()
     path = Path(__file__).parent / f"trl_{trl.__version__}.json"
     written = {"trl": trl.__version__, "torch": torch.__version__, "defaults": config_defaults(), "cases": cases}
     path.write_text(json.dumps(written, default=lambda tensor: as_numbers(tensor.tolist())) + "\n")
     print(f"{path}: {len(cases)} cases")
+
+
+def all_cases() -> list[dict[str, Any]]:
+    return [*sft_cases(), *reward_cases(), *dpo_cases(), *grpo_cases(), *sync_cases()]
 
 
 def config_defaults() -> dict[str, dict[str, Any]]:
@@ -140,6 +144,16 @@ class GivenLogits(torch.nn.Module):
 
     def forward(self, **_: object) -> None:
         raise NotImplementedError
+
+
+def sync_cases() -> list[dict[str, Any]]:
+    from trl.trainer.callbacks import SyncRefModelCallback
+
+    policy, reference = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    before = [parameter.detach().clone() for parameter in reference.parameters()]
+    SyncRefModelCallback._sync_target_model(policy, reference, 0.6)
+    tensors = {"policy": policy.parameters(), "reference": before, "mixed": reference.parameters()}
+    return [{"kind": "sync", "alpha": 0.6, **{name: [*each] for name, each in tensors.items()}}]
 
 
 def sft_cases() -> list[dict[str, Any]]:
