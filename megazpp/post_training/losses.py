@@ -141,14 +141,14 @@ def group_advantages(
         count = (~groups.isnan()).sum(dim=1, keepdim=True)
         advantages = advantages * count / (count - 1)
     if scale == "group":
-        advantages = advantages / (_nanstd(groups) + _ADVANTAGE_EPSILON)
+        advantages = advantages / (nanstd(groups) + _ADVANTAGE_EPSILON)
     elif scale == "batch":
-        spread = _nanstd((groups if estimator == "grpo" else advantages).reshape(1, -1))
+        spread = nanstd((groups if estimator == "grpo" else advantages).reshape(1, -1))
         advantages = advantages / (spread + _ADVANTAGE_EPSILON)
     return advantages.nan_to_num(nan=0.0).reshape(-1)
 
 
-def _nanstd(x: torch.Tensor) -> torch.Tensor:
+def nanstd(x: torch.Tensor) -> torch.Tensor:
     """[rows, 1] standard deviations of [rows, n]; NaN of fewer than two numbers."""
     count = (~x.isnan()).sum(dim=1, keepdim=True)
     return ((x - x.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt()

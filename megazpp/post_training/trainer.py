@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -283,13 +284,14 @@ class PostTrainer(Trainer):
         gc.collect()  # hooks make cycles of a model
 
     def _show(self, iteration: int, completions: list[Shown]) -> None:
-        """Some completions of a generation, to the run folder, and with a log line to the console."""
+        """All completions of some prompts to the run folder; with a log line one of each prompt to the console."""
         if self.run.folder is not None:
             for shown in completions:
                 self.run.folder.append("completions.jsonl", {"iteration": iteration, **shown._asdict()})
         if iteration % self.config.tracking.log_interval == 0 or iteration == 1:
-            for shown in completions:
-                rewards = ", ".join(f"{name} {value:g}" for name, value in shown.rewards.items())
+            for shown in completions[:: self.post.group_size]:
+                known = [(name, math.nan if value is None else value) for name, value in shown.rewards.items()]
+                rewards = ", ".join(f"{name} {value:g}" for name, value in known)
                 self.run.log(
                     f"completion at iteration {iteration} ({rewards}): {shown.prompt!r} -> {shown.completion!r}"
                 )

@@ -25,7 +25,8 @@ COMMON = "--max-length 24 --lr 1e-3 --lr-decay-style constant --log-interval 1"
 DRAWN = "--max-completion-length 8 --reward-funcs rewards.py:vowels --train-data-path prompts.jsonl"
 REWARDS = """
 def vowels(prompts, completions, word, **columns):
-    return [sum(c in "aeiou" for c in text) - 0.1 * len(text) + len(w) for text, w in zip(completions, word)]
+    scores = [sum(c in "aeiou" for c in text) - 0.1 * len(text) + len(w) for text, w in zip(completions, word)]
+    return [None if sum(map(ord, text)) % 5 == 0 else score for text, score in zip(completions, scores)]
 """
 
 
@@ -54,7 +55,8 @@ def post_train(home: Path, name: str, flags: str, *, load: str = "base") -> tupl
 
 
 def rows(home: Path, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (home / "runs" / name / file).read_text().splitlines()]
+    lines = (home / "runs" / name / file).read_text().splitlines()
+    return [json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON")) for line in lines]
 
 
 def trained(home: Path, name: str, flags: str, **where: str) -> list[dict[str, Any]]:
@@ -138,6 +140,10 @@ def test_a_run_that_goes_on_inside_a_buffer_repeats_the_straight_one_bit_for_bit
     assert [untimed(row) for row in again] == [untimed(row) for row in straight[3:]]
     shown = rows(home, f"grpo{len(extra)}", "completions.jsonl")
     assert shown[0].keys() == {"iteration", "prompt", "completion", "rewards"}
+    first = [row for row in shown if row["iteration"] == 1]
+    assert [row["prompt"] for row in first] == [first[0]["prompt"]] * 4 + [first[4]["prompt"]] * 4  # whole groups
+    assert len({row["completion"] for row in first}) > 2
+    assert {row["rewards"]["vowels"] is None for row in shown} == {True, False}
 
 
 def test_a_reference_that_follows_the_policy_is_mixed_after_its_steps_and_goes_on_on_any_layout(home: Path):
