@@ -72,13 +72,7 @@ from megazpp.zero.verify import verify_weights
 
 
 class ObjectiveSetup(NamedTuple):
-    """What is minimised; None: the language model's loss.
-
-    Attributes:
-        extra: what it keeps between steps.
-        reference: a model that changes beside the policy.
-        observers: look at every step.
-    """
+    """The objective (None: the language model's loss), its state, a model that changes beside, and who sees steps."""
 
     objective: Objective | None = None
     extra: ExtraState | None = None

@@ -28,12 +28,12 @@ class SampleConfig:
     sample_min_p: float | None = flag(
         None,
         "draw among the tokens that have at least this share of the most likely one's probability",
-        aliases=("--min-p", "--min_p"),
+        aliases=("--min-p",),
     )
     sample_repetition_penalty: float = flag(
         1.0,
         "divide positive logits of tokens that the prompt or the text has by this, and multiply negative ones",
-        aliases=("--repetition-penalty", "--repetition_penalty"),
+        aliases=("--repetition-penalty",),
     )
     sample_stop: tuple[str, ...] = flag(
         (), "strings that end a text, not shown; \\n in them is a new line", nargs="*", aliases=("--stop",)
@@ -93,13 +93,7 @@ def pick_rows(
 
 
 def next_probabilities(logits: torch.Tensor, config: SampleConfig, seen: torch.Tensor | None = None) -> torch.Tensor:
-    """[B, V] fp32 that tokens are drawn by, up to a factor of each row: 0 where one is never drawn.
-
-    Args:
-        logits: [B, V] fp32.
-        seen: [B, V] bool, the tokens of each row.
-    Source: the order and the meaning of transformers' logits processors.
-    """
+    """[B, V] fp32, each row up to a factor; arguments as for `pick_rows`. In the order of transformers' processors."""
     logits = _penalized(logits, config, seen)
     if 0 < config.sample_top_k < logits.shape[-1]:
         last = logits.topk(config.sample_top_k).values[:, -1:]

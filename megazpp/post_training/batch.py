@@ -76,7 +76,3 @@ class RolloutBatch(NamedTuple):
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> RolloutBatch:
         """The same completions on `device`."""
         return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> RolloutBatch:
-        """The same completions in page-locked memory, from which copies to a GPU do not block."""
-        return mapped(self, torch.Tensor.pin_memory)

@@ -22,7 +22,6 @@ PairLoss = Literal[
     "sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "sft"
 ]
 TokenLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
-RatioLevel = Literal["token", "sequence"]
 RewardScale = Literal["group", "batch", "none"]
 AdvantageEstimator = Literal["grpo", "rloo"]
 _ADVANTAGE_EPSILON = 1e-4  # TRL's
@@ -107,15 +106,9 @@ def dpo_losses(
     return PairLosses(total, (beta * chosen).detach(), (beta * rejected).detach())
 
 
-def reward_losses(
-    chosen: torch.Tensor, rejected: torch.Tensor, *, center_coefficient: float | None = None
-) -> torch.Tensor:
-    """[B] losses of a reward model that gives [B] scores to the answers of each pair (Bradley-Terry).
-
-    Args:
-        center_coefficient: weight of the square of a pair's summed scores (Eisenstein et al. 2023).
-    """
-    return -F.logsigmoid(chosen - rejected) + (center_coefficient or 0.0) * (chosen + rejected) ** 2
+def reward_losses(chosen: torch.Tensor, rejected: torch.Tensor, *, center: float | None = None) -> torch.Tensor:
+    """[B] losses of [B] scores of the answers of pairs (Bradley-Terry), `center` pulls their mean to 0."""
+    return -F.logsigmoid(chosen - rejected) + (center or 0.0) * (chosen + rejected) ** 2
 
 
 def group_advantages(
@@ -162,17 +155,14 @@ class TokenLosses(NamedTuple):
 
 
 def importance_ratio(
-    logps: torch.Tensor, old_logps: torch.Tensor | None, mask: torch.Tensor, *, level: RatioLevel = "token"
+    logps: torch.Tensor, old_logps: torch.Tensor | None, mask: torch.Tensor, *, level: str = "token"
 ) -> torch.Tensor:
-    """How much likelier tokens are to the policy than to the one that drew them; 1 outside of `mask`.
+    """[B, S] probability of each token over that of the policy which drew it, or [B, 1] their geometric means (GSPO).
 
     Args:
         logps: [B, S] log-probabilities of the labels, with a gradient.
         old_logps: [B, S] of the policy that drew them; None: the same policy, the ratio is 1.
-        mask: [B, S] the completions' tokens.
-        level: of each token, or the geometric mean over a completion's tokens (GSPO, Zheng et al. 2025).
-    Returns:
-        [B, S], or [B, 1] of sequences.
+        mask: [B, S] the completions' tokens; 1 outside of it.
     """
     # outside of the mask a log-probability may be anything: exp of it must not become an inf that 0 turns into NaN
     log_ratio = torch.where(mask > 0, logps - (logps.detach() if old_logps is None else old_logps), 0.0)
@@ -211,13 +201,7 @@ def policy_losses(
 def cispo_losses(
     logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *, highest: float
 ) -> TokenLosses:
-    """REINFORCE with a truncated ratio that has no gradient (CISPO, MiniMax-M1); 0 outside of `mask`.
-
-    Args:
-        logps, ratio, mask: as for `importance_ratio`.
-        advantages: [B] of rows.
-        highest: the ratio counts as this at most.
-    """
+    """REINFORCE by a ratio of at most `highest`, without its gradient (CISPO); else as `policy_losses`, of rows."""
     advantages = advantages.unsqueeze(1)
     losses = -ratio.detach().clamp(max=highest) * advantages * torch.where(mask > 0, logps, 0.0)
     return TokenLosses(losses, ((ratio > highest) & (advantages > 0)).float() * mask)
@@ -228,9 +212,7 @@ def kl_to_reference(
 ) -> torch.Tensor:
     """[B, S] estimates of the divergence from the reference, never negative (Schulman's k3); 0 outside of `mask`.
 
-    Args:
-        ratio: `importance_ratio`, by which the gradient is that of the reverse divergence, without bias
-            (DeepSeek-V3.2).
+    Times `ratio` they have the gradient of the reverse divergence, without bias (DeepSeek-V3.2).
     """
     log_ratio = torch.where(mask > 0, ref_logps - logps, 0.0)
     divergence = log_ratio.exp() - log_ratio - 1

@@ -106,7 +106,7 @@ class PreferenceLoss:
         self._sums.add("accuracy", (chosen > rejected).float())
         self._sums.add("margin", chosen - rejected)
         self._sums.add("mean_reward", torch.cat((chosen, rejected)))
-        return reward_losses(chosen, rejected, center_coefficient=self._config.center_rewards_coefficient)
+        return reward_losses(chosen, rejected, center=self._config.center_rewards_coefficient)
 
     def _dpo(self, model: GPTModel, batch: PairBatch) -> torch.Tensor:
         reference = batch.ref_logps

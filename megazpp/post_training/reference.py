@@ -59,14 +59,9 @@ class FrozenModel:
 
 
 class SyncedModel(FrozenModel):
-    """A reference that follows the policy (TR-DPO, Gorbatovski et al. 2024); looks at every step as an observer.
+    """A reference that takes a share `alpha` of the policy after `every` steps (TR-DPO, Gorbatovski et al. 2024).
 
-    Args:
-        reference: like the policy in shape and shards.
-        policy: what is trained.
-        alpha: share of the policy in the mixture.
-        every: optimizer steps between two of them.
-        temperature: of its log-probabilities.
+    Both are alike in shape and shards, so that no rank sends anything for it.
     """
 
     def __init__(self, reference: Built, policy: Built, *, alpha: float, every: int, temperature: float = 1.0) -> None:
@@ -80,7 +75,7 @@ class SyncedModel(FrozenModel):
             self.take(self._alpha)
 
     def take(self, alpha: float) -> None:
-        """Mix the policy's weights in; no rank sends anything."""
+        """Mix the policy's weights in."""
         for each in (self.built, self._policy):
             each.sharding.free_gathered()  # parameters are shards from here on
         mix_(self.built.model.parameters(), self._policy.model.parameters(), alpha)

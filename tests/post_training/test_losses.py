@@ -230,7 +230,7 @@ def test_several_losses_of_pairs_are_added_with_their_weights_and_scores_are_cen
         mean_chosen_length=2.0,
     )
     assert found.losses.tolist() == [2 * 0.0 + 0.25 * 1.5, 2 * 2.0 + 0.25 * 2.5]
-    scores = reward_losses(torch.tensor([2.0]), torch.tensor([1.0]), center_coefficient=0.5)
+    scores = reward_losses(torch.tensor([2.0]), torch.tensor([1.0]), center=0.5)
     assert scores.item() == pytest.approx(math.log(1 + math.exp(-1)) + 0.5 * 9)
 
 

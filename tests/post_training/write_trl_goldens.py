@@ -186,7 +186,7 @@ def reward_case(center_coefficient: float | None) -> dict[str, Any]:
     trainer.args.center_rewards_coefficient = center_coefficient
     loss = trainer.compute_loss(model, {"attention_mask": torch.ones(2 * B, P)})
     loss.backward()
-    settings = {"center_coefficient": center_coefficient}
+    settings = {"center": center_coefficient}
     return {"kind": "reward", "settings": settings, "scores": scores.detach(), "loss": loss, "grad": scores.grad}
 
 
