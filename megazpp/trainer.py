@@ -45,7 +45,7 @@ from megazpp.training.context import Console, RunContext
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.flops import device_name, mfu_convention, model_flops_per_token, peak_flops
 from megazpp.training.local_steps import LocalSteps
-from megazpp.training.loop import Loader, StopConditions, train
+from megazpp.training.loop import Loader, Observer, StopConditions, train
 from megazpp.training.metrics import RunShape
 from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.profiler import Profiler
@@ -70,10 +70,12 @@ from megazpp.zero.verify import verify_weights
 
 
 class ObjectiveSetup(NamedTuple):
-    """What is minimised; None: the language model's loss. `extra` is what it keeps between steps."""
+    """The objective (None: the language model's loss), its state, a model that changes beside, and who sees steps."""
 
     objective: Objective | None = None
     extra: ExtraState | None = None
+    reference: Built | None = None
+    observers: tuple[Observer, ...] = ()
 
 
 class Trainer:
@@ -108,6 +110,7 @@ class Trainer:
             self.diloco = DiLoCo(self.built.sharding, dims, plan.diloco, config.precision)
         with user_errors():
             setup = self.open_objective()
+        self.observers = setup.observers
         state = TrainState(
             *self.built,
             self.optimizer,
@@ -116,6 +119,7 @@ class Trainer:
             seed=seed,
             guard=self.losses,
             extra=setup.extra,
+            reference=setup.reference,
             diloco=self.diloco,
         )
         self.checkpoints = open_checkpoints(
@@ -180,7 +184,7 @@ class Trainer:
                 schedule,
                 self.recorder,
                 stops,
-                (self.profiler, self.step_recorder),
+                (*self.observers, self.profiler, self.step_recorder),
                 eval_interval=self.config.evaluation.eval_interval,
                 evaluate=self.validation,
                 start=start,

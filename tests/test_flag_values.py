@@ -74,6 +74,7 @@ ZERO_MEANS = {
     "--sample-tokens": "no sample",
     "--sample-temperature": "the most likely token",
     "--sample-top-k": "all tokens",
+    "--sample-min-p": "all tokens",
 }
 
 

@@ -7,6 +7,7 @@
     feedback.{replicas x cross x local x tp}.{place}.{..}  one rank's error feedback: only the same layout reads it
     rng.{data x tp}.{place}.{..}                           one rank's random generators: only the same layout reads it
     extra.{..}                                             what the objective keeps between steps: every rank reads all
+    reference.{parameter}                                  of a reference that training changes, sharded alike
 
 Islands that take local steps (zero/diloco.py) add:
 
@@ -52,6 +53,7 @@ from megazpp.zero.sharding import Sharding
 
 Saved = Mapping[str, TensorStorageMetadata]
 MODEL, OPTIMIZER, SECONDARY, EXTRA = "model.", "optimizer.state.", "secondary.", "extra."  # what keys begin with
+REFERENCE = "reference."
 ISLAND, INNER, COUNTS, VALUES = "island.", "inner.", "counts", "values"
 COMMON, MOMENTUM = "diloco.common.", "diloco.momentum."
 SCALAR_HEAD = f"{MODEL}scalar_head."
@@ -70,7 +72,8 @@ class ExtraState(Protocol):
 class TrainState:
     """What a step changes, beside where it stands.
 
-    `guard` remembers the losses that the next one is compared with, `extra` is the objective's.
+    `guard` remembers the losses that the next one is compared with, `extra` is the objective's, `reference` a model
+    and its handle that change beside the policy.
     """
 
     def __init__(
@@ -84,8 +87,10 @@ class TrainState:
         seed: int,
         guard: Stateful | None = None,
         extra: ExtraState | None = None,
+        reference: tuple[GPTModel, Sharding] | None = None,
         diloco: DiLoCo | None = None,
     ) -> None:
+        self._reference = reference
         self.model, self.dims, self.scaler, self.guard, self.extra = model, dims, scaler, guard, extra
         self._sharding, self._optimizer, self._seed, self._diloco = sharding, optimizer, seed, diloco
         self._source = 0  # the island of the checkpoint that this one's own state is read from
@@ -107,6 +112,7 @@ class TrainState:
             found |= self._rank_tensors()
             if self._diloco is not None:
                 found |= self._island_tensors(self._diloco)
+            found |= self._of_reference()
             if self.extra is not None:
                 found |= {EXTRA + key: value for key, value in self.extra.tensors().items()}
         if rng:
@@ -139,6 +145,7 @@ class TrainState:
                     targets[key] = value
             if self._diloco is not None:
                 targets |= self._island_targets(self._diloco, saved)
+            targets |= self._of_reference()
             if self.extra is not None:
                 targets |= _empty(saved, EXTRA)
         if rng:
@@ -195,13 +202,16 @@ class TrainState:
     def padded(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
         """Keys of those of `tensors` that end in rows of padding."""
         names = {owned.name for owned in owned_parameters(self.model) if owned.spec.rows is not None}
-        whole = {f"{prefix}{name}" for name in names for prefix in (MODEL, SECONDARY, COMMON, MOMENTUM, INNER)}
+        whole = {
+            f"{prefix}{name}" for name in names for prefix in (MODEL, SECONDARY, REFERENCE, COMMON, MOMENTUM, INNER)
+        }
         plain = {key: _without_island(key) for key, x in tensors.items() if x.ndim > 0}
         return {key for key, name in plain.items() if name in whole or _split_moment(name)[0] in names}
 
     def estimate_bytes(self, *, optimizer: bool) -> int:
         """About how large a checkpoint is: fp32 weights and moments, kept weights, and what ranks have of their own."""
         copies = 3 if optimizer and "betas" in self._optimizer.defaults else 2 if optimizer else 1
+        copies += optimizer and self._reference is not None
         weights = sum(parameter.numel() for parameter in self.model.parameters()) * 4
         if optimizer and self._diloco is not None:  # outer weights, momentum and R, and each island's own
             copies = 3 + copies * self.dims.island.size
@@ -225,6 +235,13 @@ class TrainState:
             self.guard.load_state_dict(guard)
         for group, own in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(own)
+
+    def _of_reference(self) -> dict[str, torch.Tensor]:
+        if self._reference is None:
+            return {}
+        model, sharding = self._reference
+        sharding.free_gathered()
+        return {f"{REFERENCE}{name}": parameter.detach() for name, parameter in model.named_parameters()}
 
     def _rank_tensors(self) -> dict[str, torch.Tensor]:
         """What each rank of one layout has for itself, by key; a run on another layout begins with zeros."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.inference.sample import SampleConfig, pick, pick_rows
+from megazpp.inference.sample import SampleConfig, occurring, pick, pick_rows
 from megazpp.model.gpt import GPTModel
 from megazpp.model.kv_cache import KVCache
 from megazpp.parallel.axis import MeshAxis
@@ -84,7 +84,7 @@ def generate(
             if together.rank == 0:
                 scores = logits.float().cpu()
                 for row in itertools.compress(range(len(rows)), going):
-                    drawn[row] = pick(scores[row], config, generators[row])
+                    drawn[row] = pick(scores[row], config, generators[row], rows[row])
             agreed = together.all_reduce_(drawn.to(logits.device)).tolist()  # others bring zeros
             for row in itertools.compress(range(len(rows)), tuple(going)):
                 rows[row].append(agreed[row])
@@ -102,7 +102,8 @@ class Drawn(NamedTuple):
     Attributes:
         tokens: [B, T] int64, 0 after a completion.
         lengths: [B] int64 tokens of each, the one that ended it included.
-        logps: [B, T] fp32 log-probabilities of the tokens at the temperature, whatever top-k and top-p left of them.
+        logps: [B, T] fp32 log-probabilities of the tokens at the temperature, before a penalty, top-k, top-p
+            and min-p.
         ended: [B] bool; False where the limit ended it.
     """
 
@@ -143,11 +144,15 @@ def draw_completions(
     drawn = torch.zeros(batch, limit, dtype=torch.int64, device=device)
     logps = torch.zeros(batch, limit, device=device)
     going, new_lengths = torch.ones(batch, dtype=torch.bool, device=device), torch.zeros_like(drawn[:, 0])
+    seen = occurring(prompts, model.vocab_size, config)
+    seen = None if seen is None else seen.to(device)
     for place in range(limit):
         part = model(tokens, cache=cache, logits_at=last)[:, 0]
         cache.add(counts)
         logits = tp.all_gather(part.t()).t()[:, : model.vocab_size].float()
-        token = tp.broadcast_(pick_rows(logits, config, uniform[rows, place]))
+        token = tp.broadcast_(pick_rows(logits, config, uniform[rows, place], None if seen is None else seen[rows]))
+        if seen is not None:
+            seen[rows, token] = True
         scaled = logits / (config.sample_temperature or 1.0)
         logp = scaled.gather(-1, token.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(dim=-1)
         here = going[rows]

@@ -76,17 +76,3 @@ class RolloutBatch(NamedTuple):
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> RolloutBatch:
         """The same completions on `device`."""
         return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> RolloutBatch:
-        """The same completions in page-locked memory, from which copies to a GPU do not block."""
-        return mapped(self, torch.Tensor.pin_memory)
-
-
-def last_token_places(mask: torch.Tensor) -> torch.Tensor:
-    """[rows] int64: where in `tokens` the last token of each answer is, at which a reward model gives its score.
-
-    Args:
-        mask: [rows, S] loss mask of the labels; at least one place of each row is 1, and there is room for one more.
-    """
-    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return (places * (mask > 0)).amax(dim=1).clamp(max=mask.shape[1] - 1)

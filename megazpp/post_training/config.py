@@ -1,23 +1,39 @@
 """The flags of post-training: TRL's names and, for each objective, TRL's defaults.
 
-Two things differ. Denominators and whitening span the optimizer step, or the whole rollout, over all ranks; TRL's span
-a process or a micro-batch in places. And tokens are drawn at temperature 1 without top-k and top-p unless flags say
-otherwise, so that what is drawn is the policy that is trained.
+Denominators and whitening span the optimizer step, or the whole rollout, over all ranks; TRL's span a process or a
+micro-batch in places. Every default that differs is listed with its reason in tests/post_training/test_trl_defaults.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from megazpp.flags import check_not_negative, check_positive, flag, spelling
-from megazpp.post_training.losses import PairLoss, TokenLoss
+from megazpp.flags import as_words, as_written, check_not_negative, check_positive, flag, spelling
+from megazpp.post_training.losses import PairLoss, RewardScale, TokenLoss
 
 ROLLOUTS = ("grpo", "ppo")
 LOSS_TYPES: dict[str, tuple[str, ...]] = {"dpo": get_args(PairLoss), "grpo": get_args(TokenLoss)}  # the default is not
 DEFAULT_LOSS = {"dpo": "sigmoid", "grpo": "dapo"}
 DEFAULT_BETA = {"dpo": 0.1, "grpo": 0.0}
-DEFAULT_RATE = {"sft": 2e-5, "reward": 1e-4, "dpo": 1e-6, "grpo": 1e-6, "ppo": 3e-6}
+_RATE = {"sft": 2e-5, "reward": 1e-4, "dpo": 1e-6, "grpo": 1e-6, "ppo": 3e-6}
+_ONLY = {  # what other objectives would not look at
+    "reward": "center_rewards_coefficient",
+    "dpo": "label_smoothing loss_weights precompute_ref_log_probs",
+    "dpo or grpo": "beta loss_type sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
+    "grpo": "num_generations steps_per_generation num_iterations epsilon epsilon_high delta importance_sampling_level "
+    "use_bias_correction_kl scale_rewards advantage_estimator mask_truncated_completions",
+    "ppo": "kl_coef cliprange cliprange_value vf_coef gamma lam num_ppo_epochs num_mini_batches missing_eos_penalty "
+    "whiten_rewards",
+    "grpo or ppo": "max_completion_length rollouts_at_once log_completions",
+}
+
+
+def objective_defaults(objective: str) -> dict[str, Any]:
+    """Defaults that flags of other configs have in post-training; tokens are drawn as the policy has them."""
+    drawing = {"sample_temperature": 1.0, "sample_top_k": 0, "sample_top_p": 1.0}
+    return {"lr": _RATE[objective], "weight_decay": 0.0, **drawing}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,20 +56,34 @@ class PostTrainingConfig:
         None, "checkpoints of a trained reward model; its score is a reward like those of --reward-funcs (grpo, ppo)"
     )
     beta: float | None = flag(None, "weight of the divergence from the reference model (default dpo 0.1, grpo 0)")
-    loss_type: str | None = flag(
+    loss_type: tuple[str, ...] | None = flag(
         None,
-        "dpo: sigmoid, hinge, ipo, robust, nca_pair, bco_pair, sppo_hard, apo_zero or apo_down (default sigmoid); "
-        "grpo: grpo, bnpo, dr_grpo or dapo (default dapo). bnpo and dapo are the same here, where both count the "
-        "tokens of the whole step",
+        "dpo: some of sigmoid, hinge, ipo, robust, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, sft, which are "
+        "added (default sigmoid); grpo: grpo, bnpo, dr_grpo, dapo or cispo (default dapo). bnpo and dapo are the same "
+        "here, where both count the tokens of the whole step; cispo truncates the ratio at --epsilon-high (5 is usual)",
+        nargs="+",
+    )
+    loss_weights: tuple[float, ...] | None = flag(
+        None, "weight of each of --loss-type in the sum (dpo; default: 1 each)", nargs="+"
     )
     label_smoothing: float = flag(0.0, "share of preferences that are taken to be wrong (dpo with the loss robust)")
+    center_rewards_coefficient: float | None = flag(
+        None, "weight of the squared sum of a pair's scores, which keeps their mean at 0 (reward)"
+    )
+    sync_ref_model: bool = flag(
+        False,
+        "mix the policy into the reference from time to time (dpo, grpo); the reference is then sharded like the "
+        "policy, in fp32, and gathered across nodes",
+    )
+    ref_model_mixup_alpha: float = flag(0.6, "share of the policy in the mixture (--sync-ref-model)")
+    ref_model_sync_steps: int = flag(512, "optimizer steps between two mixtures (--sync-ref-model)")
     precompute_ref_log_probs: bool = flag(
         False,
         "have the reference's log-probabilities of all pairs before training begins, and then drop it (dpo); they are "
         "kept in --data-cache-path for other runs",
     )
     num_generations: int = flag(8, "completions of each prompt (grpo); they may lie on several ranks")
-    max_completion_length: int = flag(256, "tokens of a completion at most (grpo, ppo)")
+    max_completion_length: int = flag(512, "tokens of a completion at most (grpo, ppo)")
     rollouts_at_once: int | None = flag(
         None, "completions that a data-parallel rank draws together, whose keys and values it keeps (default: all)"
     )
@@ -63,8 +93,17 @@ class PostTrainingConfig:
     num_iterations: int = flag(1, "times that these steps are taken (grpo)")
     epsilon: float = flag(0.2, "the ratio to the old policy is clipped at 1 - this, and at 1 + this above (grpo)")
     epsilon_high: float | None = flag(None, "clip above at 1 + this instead (grpo)")
-    scale_rewards: Literal["group", "batch", "none"] = flag(
-        "group", "divide advantages by the standard deviation of the rewards of a group, of the whole batch, or not"
+    delta: float | None = flag(None, "the ratio never counts as more than this, where advantages are negative (grpo)")
+    importance_sampling_level: Literal["token", "sequence"] = flag(
+        "token", "the ratio to the old policy is of each token, or of a completion as a whole: GSPO (grpo)"
+    )
+    use_bias_correction_kl: bool = flag(
+        True, "multiply the divergence from the reference by that ratio: its gradient is without bias then (grpo)"
+    )
+    scale_rewards: Literal["group", "batch", "none"] | None = flag(
+        None,
+        "divide advantages by the standard deviation of the rewards of a group, of the whole batch, or not (grpo; "
+        "default: group; none with rloo)",
     )
     advantage_estimator: Literal["grpo", "rloo"] = flag(
         "grpo", "what a reward is compared with: grpo, the group's mean; rloo, the mean of the group's others"
@@ -81,39 +120,75 @@ class PostTrainingConfig:
     missing_eos_penalty: float | None = flag(None, "taken off the reward of a completion that reached the limit (ppo)")
     whiten_rewards: bool = flag(False, "scale the rewards of tokens to variance 1 over the whole rollout (ppo)")
     eval_on_start: bool = flag(False, "also evaluate before the first step")
-    log_completions: int = flag(2, "completions that a log line comes with; completions.jsonl has as many; 0: none")
+    log_completions: int = flag(
+        2, "completions that a log line comes with; completions.jsonl has all of these prompts; 0: none"
+    )
 
     def __post_init__(self) -> None:
         check_positive(self, "num_generations", "max_completion_length", "rollouts_at_once", "steps_per_generation")
-        check_positive(self, "num_iterations", "num_ppo_epochs", "num_mini_batches")
-        check_positive(self, "epsilon", "epsilon_high", "cliprange", "cliprange_value")
+        check_positive(self, "num_iterations", "num_ppo_epochs", "num_mini_batches", "ref_model_sync_steps", "delta")
+        check_positive(self, "epsilon", "epsilon_high", "cliprange", "cliprange_value", "center_rewards_coefficient")
         check_not_negative(
             self, "beta", "kl_coef", "vf_coef", "missing_eos_penalty", "ref_ckpt_step", "log_completions"
         )
-        for name in ("gamma", "lam"):
+        for name in ("gamma", "lam", "ref_model_mixup_alpha"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is not in (0, 1]")
         if not 0.0 <= self.label_smoothing < 0.5:
             raise ValueError(f"--label-smoothing {self.label_smoothing} is not in [0, 0.5)")
+        if not all(weight > 0.0 for weight in self.loss_weights or ()):
+            raise ValueError(f"--loss-weights {as_words(self.loss_weights)}: a weight is not positive")
         if self.objective is None:
             return
+        for objectives, names in _ONLY.items():
+            for name in names.split() if self.objective not in objectives.split(" or ") else ():
+                self._refuse(name, f"is for --objective {objectives}, not {self.objective}")
         allowed = LOSS_TYPES.get(self.objective, ())
-        if self.loss_type is not None and self.loss_type not in allowed:
-            what = f"one of {', '.join(allowed)}" if allowed else "a choice that there is"
-            raise ValueError(f"--loss-type {self.loss_type} is not {what} with --objective {self.objective}")
-        if self.label_smoothing and self.loss != "robust":
-            raise ValueError(f"--label-smoothing {self.label_smoothing} needs --objective dpo --loss-type robust")
+        if wrong := [each for each in self.losses if each not in allowed]:
+            which = f"one of {', '.join(allowed)}"
+            raise ValueError(f"--loss-type {wrong[0]} is not {which} with --objective {self.objective}")
+        if self.objective == "grpo" and len(self.losses) > 1:
+            raise ValueError(f"--loss-type {' '.join(self.losses)}: --objective grpo has one")
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.losses):
+            raise ValueError(
+                f"--loss-weights {as_words(self.loss_weights)} has {len(self.loss_weights)} weights for the "
+                f"{len(self.losses)} of --loss-type {' '.join(self.losses)}"
+            )
         if self.objective == "dpo" and self.beta_or_default == 0.0:
             raise ValueError("--beta 0.0: with --objective dpo the loss would not depend on the policy")
-        if self.precompute_ref_log_probs and self.objective != "dpo":
-            raise ValueError(f"--precompute-ref-log-probs is for --objective dpo, not {self.objective}")
         if self.objective == "grpo" and self.num_generations == 1:
             raise ValueError("--num-generations 1: a completion has nothing to be compared with (--objective grpo)")
+        for names, off, needed in (
+            ("label_smoothing", "robust" not in self.losses, "needs --loss-type robust"),
+            ("delta", self.loss == "cispo", "is for a loss that clips, not --loss-type cispo"),
+            ("epsilon", self.loss == "cispo" and bool(self.epsilon_high), "is not used by --loss-type cispo"),
+            ("use_bias_correction_kl sync_ref_model", not self.needs_reference, "needs --beta above 0"),
+            ("ref_model_mixup_alpha ref_model_sync_steps", not self.sync_ref_model, "needs --sync-ref-model"),
+            ("precompute_ref_log_probs", self.sync_ref_model, "is for a reference without --sync-ref-model"),
+        ):
+            for name in names.split() if off else ():
+                self._refuse(name, needed)
+
+    def _refuse(self, name: str, why: str) -> None:
+        """Raise ValueError if this field has another value than its default."""
+        field = next(field for field in dataclasses.fields(self) if field.name == name)
+        if getattr(self, name) != field.default:
+            raise ValueError(f"{as_written(self, field)} {why}")
+
+    @property
+    def losses(self) -> tuple[Any, ...]:
+        """The types of the losses that are added, given or the objective's default; () where there is no choice."""
+        default = DEFAULT_LOSS.get(self.objective or "")
+        return self.loss_type or (() if default is None else (default,))
 
     @property
     def loss(self) -> Any:
-        """The loss's type, given or the objective's default."""
-        return self.loss_type or DEFAULT_LOSS.get(self.objective or "")
+        """The first of them."""
+        return next(iter(self.losses), None)
+
+    @property
+    def reward_scale(self) -> RewardScale:
+        return self.scale_rewards or ("none" if self.advantage_estimator == "rloo" else "group")
 
     @property
     def beta_or_default(self) -> float:

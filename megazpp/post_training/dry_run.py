@@ -33,6 +33,7 @@ from megazpp.post_training.start import PostConfigs
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
 from megazpp.training.setup import Built, ModelSpec, model_on_meta, shard_built
+from megazpp.zero.config import ZeroConfig
 from megazpp.zero.freeze import freeze, frozen_axis
 from megazpp.zero.frozen import FrozenUnits
 from megazpp.zero.sharding import materialize
@@ -142,7 +143,14 @@ class _DryModels:
         axis = frozen_axis(dims)
         self._reference = self._reward = None
         if post.needs_reference and self.lora.lora_r is None and not post.precompute_ref_log_probs:
-            self._reference = FrozenModel(_frozen(spec, dims, axis, fake)[0])
+            if post.sync_ref_model:
+                exact = dataclasses.replace(spec, zero=ZeroConfig(), wire=None)
+                reference = shard_built(model_on_meta(exact, dims, CPU), exact, dims).model
+                with fake:
+                    materialize(reference, CPU)
+            else:
+                reference = _frozen(spec, dims, axis, fake)[0]
+            self._reference = FrozenModel(reference)
         if post.reward_load is not None:
             self._reward = FrozenModel(_frozen(_with_head(spec, True), dims, axis, fake)[0])
         spec = _with_head(spec, post.objective in ("reward", "ppo"))

@@ -11,14 +11,17 @@ are fp32 of zeros and ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-PairLoss = Literal["sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down"]
-TokenLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+PairLoss = Literal[
+    "sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "sft"
+]
+TokenLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 RewardScale = Literal["group", "batch", "none"]
 AdvantageEstimator = Literal["grpo", "rloo"]
 _ADVANTAGE_EPSILON = 1e-4  # TRL's
@@ -51,9 +54,11 @@ def dpo_losses(
     *,
     beta: float,
     label_smoothing: float = 0.0,
-    loss_type: PairLoss = "sigmoid",
+    loss_types: Sequence[PairLoss] = ("sigmoid",),
+    loss_weights: Sequence[float] | None = None,
     chosen_lengths: torch.Tensor | None = None,
     rejected_lengths: torch.Tensor | None = None,
+    mean_chosen_length: float | torch.Tensor = 1.0,
 ) -> PairLosses:
     """Direct preference optimization of pairs.
 
@@ -61,43 +66,49 @@ def dpo_losses(
         policy_chosen, policy_rejected, ref_chosen, ref_rejected: [B] sums of the log-probabilities of an answer.
         beta: how strongly the policy is held to the reference.
         label_smoothing: the share of labels that robust takes to be wrong; of no meaning to the others.
-        loss_type: Rafailov et al. 2023 (sigmoid), SLiC (hinge), Azar et al. 2023 (ipo), Chowdhury et al. 2024 (robust),
-            Chen et al. 2024 (nca_pair), Jung et al. 2024 (bco_pair without its running mean), Wu et al. 2024
-            (sppo_hard), D'Oosterlinck et al. 2024 (apo_zero, apo_down).
+        loss_types: Rafailov et al. 2023 (sigmoid), SLiC (hinge), Azar et al. 2023 (ipo), Chowdhury et al. 2024
+            (robust), Chen et al. 2024 (nca_pair), Jung et al. 2024 (bco_pair without its running mean), Wu et al. 2024
+            (sppo_hard), D'Oosterlinck et al. 2024 (apo_zero, apo_down), the likelihood of the preferred answers (sft).
+        loss_weights: of each of them in the sum that is minimised; None for 1 each.
         chosen_lengths, rejected_lengths: [B] tokens of the answers, by which ipo divides.
+        mean_chosen_length: tokens of a preferred answer, the mean of the whole step, by which sft divides.
     """
     chosen, rejected = policy_chosen - ref_chosen, policy_rejected - ref_rejected
-    delta = beta * (chosen - rejected)
-    match loss_type:
-        case "sigmoid":
-            losses = -F.logsigmoid(delta)
-        case "hinge":
-            losses = torch.relu(1 - delta)
-        case "ipo":
-            assert chosen_lengths is not None
-            assert rejected_lengths is not None
-            per_token = chosen / chosen_lengths.clamp(min=1) - rejected / rejected_lengths.clamp(min=1)
-            losses = (per_token - 1 / (2 * beta)) ** 2
-        case "robust":
-            right, wrong = -F.logsigmoid(delta), -F.logsigmoid(-delta)
-            losses = ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
-        case "nca_pair":
-            down = F.logsigmoid(-beta * chosen) + F.logsigmoid(-beta * rejected)
-            losses = -F.logsigmoid(beta * chosen) - 0.5 * down
-        case "bco_pair":
-            losses = -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected)
-        case "sppo_hard":
-            losses = (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
-        case "apo_zero":
-            losses = 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
-        case "apo_down":
-            losses = torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(delta)
-    return PairLosses(losses, (beta * chosen).detach(), (beta * rejected).detach())
+    delta, total = beta * (chosen - rejected), torch.zeros_like(chosen)
+    for loss_type, weight in zip(loss_types, loss_weights or [1.0] * len(loss_types), strict=True):
+        match loss_type:
+            case "sigmoid":
+                losses = -F.logsigmoid(delta)
+            case "hinge":
+                losses = torch.relu(1 - delta)
+            case "ipo":
+                assert chosen_lengths is not None
+                assert rejected_lengths is not None
+                per_token = chosen / chosen_lengths.clamp(min=1) - rejected / rejected_lengths.clamp(min=1)
+                losses = (per_token - 1 / (2 * beta)) ** 2
+            case "robust":
+                right, wrong = -F.logsigmoid(delta), -F.logsigmoid(-delta)
+                losses = ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+            case "nca_pair":
+                down = F.logsigmoid(-beta * chosen) + F.logsigmoid(-beta * rejected)
+                losses = -F.logsigmoid(beta * chosen) - 0.5 * down
+            case "bco_pair":
+                losses = -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected)
+            case "sppo_hard":
+                losses = (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
+            case "apo_zero":
+                losses = 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
+            case "apo_down":
+                losses = torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(delta)
+            case "sft":
+                losses = -policy_chosen / mean_chosen_length
+        total = total + weight * losses
+    return PairLosses(total, (beta * chosen).detach(), (beta * rejected).detach())
 
 
-def reward_losses(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """[B] losses of a reward model that gives [B] scores to the answers of each pair (Bradley-Terry)."""
-    return -F.logsigmoid(chosen - rejected)
+def reward_losses(chosen: torch.Tensor, rejected: torch.Tensor, *, center: float | None = None) -> torch.Tensor:
+    """[B] losses of [B] scores of the answers of pairs (Bradley-Terry), `center` pulls their mean to 0."""
+    return -F.logsigmoid(chosen - rejected) + (center or 0.0) * (chosen + rejected) ** 2
 
 
 def group_advantages(
@@ -123,14 +134,14 @@ def group_advantages(
         count = (~groups.isnan()).sum(dim=1, keepdim=True)
         advantages = advantages * count / (count - 1)
     if scale == "group":
-        advantages = advantages / (_nanstd(groups) + _ADVANTAGE_EPSILON)
+        advantages = advantages / (nanstd(groups) + _ADVANTAGE_EPSILON)
     elif scale == "batch":
-        spread = _nanstd((groups if estimator == "grpo" else advantages).reshape(1, -1))
+        spread = nanstd((groups if estimator == "grpo" else advantages).reshape(1, -1))
         advantages = advantages / (spread + _ADVANTAGE_EPSILON)
     return advantages.nan_to_num(nan=0.0).reshape(-1)
 
 
-def _nanstd(x: torch.Tensor) -> torch.Tensor:
+def nanstd(x: torch.Tensor) -> torch.Tensor:
     """[rows, 1] standard deviations of [rows, n]; NaN of fewer than two numbers."""
     count = (~x.isnan()).sum(dim=1, keepdim=True)
     return ((x - x.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt()
@@ -143,37 +154,69 @@ class TokenLosses(NamedTuple):
     clipped: torch.Tensor
 
 
+def importance_ratio(
+    logps: torch.Tensor, old_logps: torch.Tensor | None, mask: torch.Tensor, *, level: str = "token"
+) -> torch.Tensor:
+    """[B, S] probability of each token over that of the policy which drew it, or [B, 1] their geometric means (GSPO).
+
+    Args:
+        logps: [B, S] log-probabilities of the labels, with a gradient.
+        old_logps: [B, S] of the policy that drew them; None: the same policy, the ratio is 1.
+        mask: [B, S] the completions' tokens; 1 outside of it.
+    """
+    # outside of the mask a log-probability may be anything: exp of it must not become an inf that 0 turns into NaN
+    log_ratio = torch.where(mask > 0, logps - (logps.detach() if old_logps is None else old_logps), 0.0)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return log_ratio.exp()
+
+
 def policy_losses(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor | None,
+    ratio: torch.Tensor,
     advantages: torch.Tensor,
     mask: torch.Tensor,
     *,
     epsilon: float,
     epsilon_high: float | None = None,
+    delta: float | None = None,
 ) -> TokenLosses:
     """The clipped surrogate of PPO and GRPO, without an entropy or KL term; 0 outside of `mask`.
 
     Args:
-        logps: [B, S] log-probabilities of the labels, with a gradient.
-        old_logps: [B, S] of the policy that drew them; None: the same policy, the ratio is 1.
+        ratio: `importance_ratio`.
         advantages: [B] of rows or [B, S] of tokens.
         mask: [B, S] the completions' tokens.
         epsilon, epsilon_high: the ratio counts from 1 - epsilon to 1 + epsilon_high (None: epsilon).
+        delta: it never counts as more than this, where advantages are negative either (INTELLECT-2).
     """
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
-    # outside of the mask a log-probability may be anything: exp of it must not become an inf that 0 turns into NaN
-    ratio = torch.where(mask > 0, logps - (logps.detach() if old_logps is None else old_logps), 0.0).exp()
     high = epsilon if epsilon_high is None else epsilon_high
-    free, clamped = -advantages * ratio, -advantages * ratio.clamp(1 - epsilon, 1 + high)
-    return TokenLosses(torch.maximum(free, clamped) * mask, (clamped > free).float() * mask)
+    bounded = ratio.clamp(max=delta or math.inf)
+    losses = torch.maximum(-advantages * bounded, -advantages * ratio.clamp(1 - epsilon, 1 + high))
+    clipped = ((bounded < 1 - epsilon) & (advantages < 0)) | ((bounded > 1 + high) & (advantages > 0))
+    return TokenLosses(losses * mask, clipped.float() * mask)
 
 
-def kl_to_reference(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B, S] estimates of the divergence from the reference, never negative (Schulman's k3); 0 outside of `mask`."""
+def cispo_losses(
+    logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *, highest: float
+) -> TokenLosses:
+    """REINFORCE by a ratio of at most `highest`, without its gradient (CISPO); else as `policy_losses`, of rows."""
+    advantages = advantages.unsqueeze(1)
+    losses = -ratio.detach().clamp(max=highest) * advantages * torch.where(mask > 0, logps, 0.0)
+    return TokenLosses(losses, ((ratio > highest) & (advantages > 0)).float() * mask)
+
+
+def kl_to_reference(
+    logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[B, S] estimates of the divergence from the reference, never negative (Schulman's k3); 0 outside of `mask`.
+
+    Times `ratio` they have the gradient of the reverse divergence, without bias (DeepSeek-V3.2).
+    """
     log_ratio = torch.where(mask > 0, ref_logps - logps, 0.0)
-    return log_ratio.exp() - log_ratio - 1
+    divergence = log_ratio.exp() - log_ratio - 1
+    return divergence if ratio is None else divergence * ratio
 
 
 def token_weights(
@@ -190,7 +233,7 @@ def token_weights(
         mask: [B, S] the completions' tokens.
         loss_type: grpo gives each completion the same weight, dr_grpo each token, whatever the lengths; bnpo and dapo
             give each token its share of the step's tokens, and are the same here: TRL's bnpo counts those of one
-            process and micro-batch.
+            process and micro-batch. cispo weighs as dapo.
         num_completions, num_tokens: of the whole step, over its micro-batches and all ranks.
         max_completion_length: tokens of the longest completion that could be drawn.
     """
@@ -199,7 +242,7 @@ def token_weights(
             return mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_completions
         case "dr_grpo":
             return mask / (num_completions * max_completion_length)
-        case "bnpo" | "dapo":
+        case "bnpo" | "dapo" | "cispo":
             return mask / (num_tokens.clamp(min=1) if isinstance(num_tokens, torch.Tensor) else max(num_tokens, 1))
 
 

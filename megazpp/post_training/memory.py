@@ -94,7 +94,9 @@ def plan_models(
     beside: Counter[Memory] = Counter()
     if post.reward_load is not None:
         beside[Memory.REWARD] = kept
-    reference = Counter({Memory.REFERENCE: kept}) if post.needs_reference and lora.lora_r is None else Counter()
+    reference: Counter[Memory] = Counter()
+    if post.needs_reference and lora.lora_r is None:
+        reference[Memory.REFERENCE] = standing[Memory.PARAMETERS] if post.sync_ref_model else kept
     phases = {}
     if post.needs_reference or post.reward_load is not None:
         comes = asked.ledger.fullest

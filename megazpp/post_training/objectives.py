@@ -21,8 +21,10 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.batch import PairBatch, RolloutBatch
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.losses import (
+    cispo_losses,
     clipped_value_losses,
     dpo_losses,
+    importance_ratio,
     kl_to_reference,
     policy_losses,
     reward_losses,
@@ -81,9 +83,13 @@ class PreferenceLoss:
     def __init__(self, config: PostTrainingConfig, dims: ParallelDims, reference: Scorer | None = None) -> None:
         self._config, self._dims, self._reference = config, dims, reference
         self._sums, self._pairs = StepSums(dims), 1.0
+        self._mean_length: torch.Tensor | float = 1.0
 
     def begin_step(self, batches: Sequence[PairBatch]) -> None:
         self._pairs = self._dims.data_size * sum(len(batch.tokens) // 2 for batch in batches)
+        if "sft" in self._config.losses:
+            chosen = torch.stack([batch.loss_mask.chunk(2)[0].sum(dtype=torch.float64) for batch in batches]).sum()
+            self._mean_length = (self._dims.sum_over_data_(chosen) / self._pairs).float().clamp(min=1.0)
         self._sums.clear()
 
     def loss(self, model: GPTModel, batch: PairBatch) -> torch.Tensor:
@@ -100,7 +106,7 @@ class PreferenceLoss:
         self._sums.add("accuracy", (chosen > rejected).float())
         self._sums.add("margin", chosen - rejected)
         self._sums.add("mean_reward", torch.cat((chosen, rejected)))
-        return reward_losses(chosen, rejected)
+        return reward_losses(chosen, rejected, center=self._config.center_rewards_coefficient)
 
     def _dpo(self, model: GPTModel, batch: PairBatch) -> torch.Tensor:
         reference = batch.ref_logps
@@ -114,9 +120,11 @@ class PreferenceLoss:
             *reference.chunk(2),
             beta=self._config.beta_or_default,
             label_smoothing=self._config.label_smoothing,
-            loss_type=self._config.loss,
+            loss_types=self._config.losses,
+            loss_weights=self._config.loss_weights,
             chosen_lengths=lengths.chunk(2)[0],
             rejected_lengths=lengths.chunk(2)[1],
+            mean_chosen_length=self._mean_length,
         )
         self._sums.add("rewards/chosen", found.chosen_rewards)
         self._sums.add("rewards/rejected", found.rejected_rewards)
@@ -170,16 +178,23 @@ class PolicyLoss:
         assert outputs.losses is not None
         assert outputs.entropy is not None
         logps, ppo = -outputs.losses, config.objective == "ppo"
-        policy = policy_losses(
-            logps,
-            batch.old_logps,
-            batch.advantages,
-            mask,
-            epsilon=config.cliprange if ppo else config.epsilon,
-            epsilon_high=None if ppo else config.epsilon_high,
-        )
+        ratio = importance_ratio(logps, batch.old_logps, mask, level=config.importance_sampling_level)
+        if config.loss == "cispo":
+            highest = config.epsilon_high or config.epsilon
+            policy = cispo_losses(logps, ratio, batch.advantages, mask, highest=highest)
+        else:
+            policy = policy_losses(
+                ratio,
+                batch.advantages,
+                mask,
+                epsilon=config.cliprange if ppo else config.epsilon,
+                epsilon_high=config.epsilon_high,
+                delta=config.delta,
+            )
         self._sums.add("entropy", outputs.entropy, mask)
-        self._sums.add("clip_ratio", policy.clipped, mask)
+        # one ratio of a whole completion counts once
+        counts = mask if ratio.shape == mask.shape else mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        self._sums.add("clip_ratio", policy.clipped, counts)
         if batch.sampling_logps is not None:  # which the policy had before its first update
             drawn_by = logps if batch.old_logps is None else batch.old_logps
             difference = ((drawn_by - batch.sampling_logps) * mask).abs()
@@ -189,7 +204,7 @@ class PolicyLoss:
             return self._ppo(policy.losses, outputs, batch)
         losses = policy.losses
         if batch.ref_logps is not None:
-            kl = kl_to_reference(logps, batch.ref_logps, mask)
+            kl = kl_to_reference(logps, batch.ref_logps, mask, ratio if config.use_bias_correction_kl else None)
             losses = losses + config.beta_or_default * kl
             self._sums.add("kl", kl, mask)
         weights = token_weights(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +14,9 @@ from megazpp.inference.weights import WeightsConfig
 from megazpp.model.gpt import GPTModel, TokenOutputs
 from megazpp.post_training.objectives import scores_of
 from megazpp.tensor_parallel.lora import adapters_off
+from megazpp.tensor_parallel.parameters import local
 from megazpp.training.frozen import FrozenPlace, load_frozen_model
-from megazpp.training.setup import ModelSpec
+from megazpp.training.setup import Built, ModelSpec
 from megazpp.training.streamed import load_streamed_model
 
 
@@ -53,6 +56,36 @@ class FrozenModel:
         outputs: TokenOutputs = self._model(batch.tokens, position_ids=batch.position_ids, with_values=True)
         assert outputs.values is not None
         return scores_of(outputs.values, batch.loss_mask)
+
+
+class SyncedModel(FrozenModel):
+    """A reference that takes a share `alpha` of the policy after `every` steps (TR-DPO, Gorbatovski et al. 2024).
+
+    Both are alike in shape and shards, so that no rank sends anything for it.
+    """
+
+    def __init__(self, reference: Built, policy: Built, *, alpha: float, every: int, temperature: float = 1.0) -> None:
+        super().__init__(reference.model, temperature=temperature)
+        self.built, self._policy, self._alpha, self._every = reference, policy, alpha, every
+
+    @contextmanager
+    def step(self, iteration: int) -> Iterator[None]:
+        yield
+        if iteration % self._every == 0:
+            self.take(self._alpha)
+
+    def take(self, alpha: float) -> None:
+        """Mix the policy's weights in."""
+        for each in (self.built, self._policy):
+            each.sharding.free_gathered()  # parameters are shards from here on
+        mix_(self.built.model.parameters(), self._policy.model.parameters(), alpha)
+
+
+@torch.no_grad()
+def mix_(reference: Iterable[torch.Tensor], policy: Iterable[torch.Tensor], alpha: float) -> None:
+    """Make each tensor of `reference` 1 - alpha of itself and alpha of the policy's."""
+    for own, new in zip(reference, policy, strict=True):
+        local(own).mul_(1.0 - alpha).add_(local(new), alpha=alpha)
 
 
 def load_frozen(

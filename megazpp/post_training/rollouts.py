@@ -32,7 +32,7 @@ from megazpp.post_training.batch import RolloutBatch
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.data import PromptDataset
 from megazpp.post_training.examples import Prompt
-from megazpp.post_training.losses import gae, group_advantages, ppo_rewards, value_mask, whiten
+from megazpp.post_training.losses import gae, group_advantages, nanstd, ppo_rewards, value_mask, whiten
 from megazpp.post_training.objectives import Scorer
 from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.rewards import total_rewards
@@ -86,11 +86,11 @@ class Buffer(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """A completion for the user to read; `rewards` by name."""
+    """A completion for the user to read; `rewards` by name, None where a function has no opinion."""
 
     prompt: Any
     completion: str
-    rewards: dict[str, float]
+    rewards: dict[str, float | None]
 
 
 @dataclass
@@ -105,7 +105,7 @@ class RolloutLoader:
         reference, reward_model: frozen models, where they are needed.
         max_length: S.
         global_batch_size, micro_batch_size: completions of an optimizer step, and of a forward on one data rank.
-        show: told some completions of each generation, on rank 0, with the iteration that begins.
+        show: told all completions of some prompts of each generation, on rank 0, with the iteration that begins.
     Attributes:
         wait_seconds: always 0: nothing is prepared beside the training.
     """
@@ -222,10 +222,13 @@ class RolloutLoader:
             "rollout/seconds": seconds,
             "rollout/tokens_per_second": float(buffer.table[:, -2].sum()) / seconds,
         }
-        if self._dims.world.rank == 0 and config.log_completions:
-            first_of_each = dict(zip(reversed(places), reversed(range(len(rows))), strict=True))
-            chosen = sorted(first_of_each.values())[: config.log_completions]
-            self.show(iteration, [Shown(prompts[i].value, found.texts[i], self._named(rewards[i])) for i in chosen])
+        if config.log_completions:  # of the first prompts, whole groups, which may lie on several ranks
+            texts = zip(rows, prompts, found.texts, rewards, strict=self._dims.tp.rank == 0)
+            count = config.log_completions * config.group_size
+            own = {row: Shown(prompt.value, text, self._named(x)) for row, prompt, text, x in texts if row < count}
+            shown = {row: each for part in self._dims.world.gather_objects(own) for row, each in part.items()}
+            if self._dims.world.rank == 0:
+                self.show(iteration, [shown[row] for row in sorted(shown)])
         return self._compared(self._looked_back(buffer))
 
     def _laid_out(self, prompts: Sequence[Prompt], drawn: Drawn) -> Buffer:
@@ -261,7 +264,7 @@ class RolloutLoader:
         total = self.totals(buffer.table[:, :-2])
         if config.objective == "grpo":
             advantages = group_advantages(
-                total, config.num_generations, scale=config.scale_rewards, estimator=config.advantage_estimator
+                total, config.num_generations, scale=config.reward_scale, estimator=config.advantage_estimator
             )
             return buffer._replace(advantages=advantages.float()[buffer.rows])
         assert buffer.old_logps is not None
@@ -304,8 +307,9 @@ class RolloutLoader:
         model = ["reward_model"] if self.reward_model is not None else []
         return [*(function.name for function in self.sampler.functions), *model]
 
-    def _named(self, rewards: torch.Tensor) -> dict[str, float]:
-        return dict(zip(self._reward_names, rewards.tolist(), strict=True))
+    def _named(self, rewards: torch.Tensor) -> dict[str, float | None]:
+        values = [None if math.isnan(reward) else reward for reward in rewards.tolist()]
+        return dict(zip(self._reward_names, values, strict=True))
 
     def _reward_metrics(self) -> dict[str, float]:
         assert self._buffer is not None
@@ -320,8 +324,7 @@ class RolloutLoader:
         total = total[~total.isnan()] if config.group_size == 1 else total
         found["reward"] = float(total.nanmean())
         if config.group_size > 1:
-            spread = total.view(-1, config.group_size).std(dim=1)
-            spread = spread[~spread.isnan()]
+            spread = nanstd(total.view(-1, config.group_size)).nan_to_num(0.0)
             found["reward_std"] = float(spread.mean())
             found["frac_reward_zero_std"] = float((spread < 1e-8).double().mean())
         elif len(total) > 1:

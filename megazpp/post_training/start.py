@@ -18,7 +18,7 @@ from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.checkpoint_flags import with_checkpoint_flags
 from megazpp.flags import DEFAULT
 from megazpp.inference.weights import WeightsConfig
-from megazpp.post_training.config import DEFAULT_RATE, PostTrainingConfig
+from megazpp.post_training.config import PostTrainingConfig, objective_defaults
 from megazpp.post_training.examples import DataFormatConfig
 from megazpp.post_training.lora import LoraConfig
 from megazpp.post_training.rewards import RewardConfig
@@ -120,11 +120,17 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
             raise ValueError(f"{path} is not a file: post-training reads JSON lines or Parquet")
     if form.packing and post.objective != "sft":
         raise ValueError(f"--packing is for --objective sft, not {post.objective}")
-    streams = configs.weights.packs and not post.reward_load
-    if streams and (configs.lora.lora_r is not None or not post.needs_reference):
+    streams, lora = configs.weights.packs and not post.reward_load, configs.lora.lora_r is not None
+    if lora and post.sync_ref_model:
+        raise ValueError("--sync-ref-model: with --lora-r the reference is the base, which nothing changes")
+    if post.sync_ref_model and not (config.checkpoint.save_optim and config.checkpoint.load_optim):
+        raise ValueError("--sync-ref-model: --no-save-optim and --no-load-optim would leave its reference behind")
+    if streams and (lora or post.sync_ref_model or not post.needs_reference):
         bits = f"--weight-bits {configs.weights.weight_bits}"
         given = bits if configs.weights.weights_on == "device" else f"--weights-on {configs.weights.weights_on}"
         why = "with --lora-r the reference is the base" if post.needs_reference else "there is no reference"
+        if post.sync_ref_model:
+            why = "with --sync-ref-model the reference is sharded like the policy"
         raise ValueError(f"{given} is for the weights of a reference or reward model: {why}, and no --reward-load")
     if not post.draws:
         if configs.rewards.reward_funcs or post.reward_load:
@@ -163,18 +169,22 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> Par
     if "max_length" not in parsed.origins:
         form = dataclasses.replace(form, max_length=min(LONGEST, config.model.max_position_embeddings or LONGEST))
     free = {
-        "lr": DEFAULT_RATE[post.objective],
-        "weight_decay": 0.0,
-        "sample_temperature": 1.0,
-        "sample_top_k": 0,
-        "sample_top_p": 1.0,
+        **objective_defaults(post.objective),
         "ref_load": str(source.folder.path.resolve()),
         "ref_ckpt_step": earlier.progress.iteration,
     }
     if source.continues:  # the reference is what this training began with
         names = ("ref_load", "ref_ckpt_step", "ref_checksum")
         free |= {name: earlier.flags[name] for name in names if name in earlier.flags}
+        if post.sync_ref_model != earlier.flags.get("sync_ref_model", False):
+            given = "--sync-ref-model" if post.sync_ref_model else "--no-sync-ref-model"
+            raise ValueError(
+                f"{given}: {source.folder.name} was trained the other way, which its reference follows from"
+            )
     if post.ref_load is not None:
+        if post.sync_ref_model or not post.needs_reference:
+            why = "begins as the policy with --sync-ref-model" if post.sync_ref_model else "is not asked"
+            raise ValueError(f"--ref-load {post.ref_load}: the reference {why} (--objective {post.objective})")
         if lora.lora_r is not None:
             raise ValueError(f"--ref-load {post.ref_load}: with --lora-r the reference is the base without adapters")
         free.pop("ref_ckpt_step")

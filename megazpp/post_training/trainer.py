@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +34,7 @@ from megazpp.post_training.examples import read_pairs, read_prompts, read_superv
 from megazpp.post_training.lora import AdaptedPolicy, load_adapted, save_adapter
 from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss, Scorer
 from megazpp.post_training.precomputed import known_logps
-from megazpp.post_training.reference import BaseModel, FrozenModel, load_frozen
+from megazpp.post_training.reference import BaseModel, FrozenModel, SyncedModel, load_frozen
 from megazpp.post_training.rewards import load_reward_functions
 from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader, Shown
 from megazpp.post_training.sampler import PolicySampler
@@ -44,8 +45,9 @@ from megazpp.training.frozen import FrozenPlace, open_frozen_place
 from megazpp.training.loop import Loader, StopConditions
 from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.recorder import Validation
-from megazpp.training.setup import Built, ModelSpec
+from megazpp.training.setup import Built, ModelSpec, build_model
 from megazpp.training.tracking import Tracker
+from megazpp.zero.config import ZeroConfig
 
 
 class PostTrainer(Trainer):
@@ -54,6 +56,7 @@ class PostTrainer(Trainer):
     def __init__(self, parsed: ParsedRun, plan: RunPlan, run: RunContext, tracker: Tracker | None) -> None:
         self.post, self.form, self.rewards, self.lora, self.weights = post_configs(parsed)
         self._adapted: AdaptedPolicy | None = None
+        self._synced: SyncedModel | None = None
         self.rollouts: RolloutLoader | None = None
         super().__init__(parsed, plan, run, tracker)
         if self.post.draws:
@@ -104,7 +107,10 @@ class PostTrainer(Trainer):
 
     def load(self, source: LoadSource | None) -> Resumed | None:
         if self._adapted is None or source is None or source.continues:
-            return super().load(source)
+            resumed = super().load(source)
+            if self._synced is not None and source is not None and not source.continues:
+                self._synced.take(1.0)  # the reference begins as the policy does
+            return resumed
         with user_errors():
             self.checkpoints.open()  # the base has been read, adapters begin anew
         where = source.folder.of(self.post.ref_ckpt_step or 0)
@@ -140,7 +146,9 @@ class PostTrainer(Trainer):
         else:
             self.rollouts = self._open_rollouts(reference)
             self._objective = PolicyLoss(post, dims, temperature=temperature, rollout_metrics=self.rollouts.metrics)
-        return ObjectiveSetup(self._objective, self.rollouts)
+        if self._synced is None:
+            return ObjectiveSetup(self._objective, self.rollouts)
+        return ObjectiveSetup(self._objective, self.rollouts, self._synced.built, (self._synced,))
 
     def open_batches(self, dataset: Any, *, ramp_up: bool) -> AbstractContextManager[Loader]:
         return self.rollouts or self._open_loader(dataset, ramp_up=ramp_up)
@@ -220,9 +228,19 @@ class PostTrainer(Trainer):
         )
 
     def _open_reference(self) -> FrozenModel | BaseModel:
+        temperature = self.config.sample.sample_temperature if self.post.draws else 1.0
         if self._adapted is not None:
-            temperature = self.config.sample.sample_temperature if self.post.draws else 1.0
             return BaseModel(self.built.model, temperature=temperature)
+        if self.post.sync_ref_model:
+            spec = dataclasses.replace(self.model_spec(), zero=ZeroConfig(), wire=None)  # gathered exactly
+            self._synced = SyncedModel(
+                build_model(spec, self.run.dims, self.run.device),
+                self.built,
+                alpha=self.post.ref_model_mixup_alpha,
+                every=self.post.ref_model_sync_steps,
+                temperature=temperature,
+            )
+            return self._synced
         return self._frozen(reference_folder(self.post), self.post.ref_ckpt_step, "reference")
 
     def _frozen(
@@ -265,13 +283,14 @@ class PostTrainer(Trainer):
         gc.collect()  # hooks make cycles of a model
 
     def _show(self, iteration: int, completions: list[Shown]) -> None:
-        """Some completions of a generation, to the run folder, and with a log line to the console."""
+        """All completions of some prompts to the run folder; with a log line one of each prompt to the console."""
         if self.run.folder is not None:
             for shown in completions:
                 self.run.folder.append("completions.jsonl", {"iteration": iteration, **shown._asdict()})
         if iteration % self.config.tracking.log_interval == 0 or iteration == 1:
-            for shown in completions:
-                rewards = ", ".join(f"{name} {value:g}" for name, value in shown.rewards.items())
+            for shown in completions[:: self.post.group_size]:
+                known = [(name, math.nan if value is None else value) for name, value in shown.rewards.items()]
+                rewards = ", ".join(f"{name} {value:g}" for name, value in known)
                 self.run.log(
                     f"completion at iteration {iteration} ({rewards}): {shown.prompt!r} -> {shown.completion!r}"
                 )

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from megazpp.inference.sample import SampleConfig, pick
+from megazpp.inference.sample import SampleConfig, next_probabilities, occurring, pick
 
 SHARES = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
 LOGITS = SHARES.log() + 3.0
@@ -58,6 +59,41 @@ def test_top_p_counts_shares_after_temperature_and_top_k():
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"sample_repetition_penalty": 1.3},
+        {"sample_min_p": 0.2},
+        {"sample_repetition_penalty": 0.7, "sample_min_p": 0.1, "sample_top_k": 9, "sample_top_p": 0.8},
+    ],
+)
+def test_probabilities_are_those_of_transformers_logits_processors(settings: dict[str, Any]):
+    config = SampleConfig(**{"sample_temperature": 0.7, "sample_top_k": 0} | settings)
+    generator = torch.Generator().manual_seed(3)
+    logits, rows = 3 * torch.randn(40, 23, generator=generator), torch.randint(23, (40, 6), generator=generator)
+    processors = transformers.LogitsProcessorList(
+        [transformers.RepetitionPenaltyLogitsProcessor(config.sample_repetition_penalty)]
+    )
+    processors.append(transformers.TemperatureLogitsWarper(config.sample_temperature))
+    if config.sample_top_k:
+        processors.append(transformers.TopKLogitsWarper(config.sample_top_k))
+    processors.append(transformers.TopPLogitsWarper(config.sample_top_p))
+    if config.sample_min_p is not None:
+        processors.append(transformers.MinPLogitsWarper(config.sample_min_p))
+    expected = torch.softmax(processors(rows, logits.clone()), dim=-1)
+    found = next_probabilities(logits, config, occurring(rows.tolist(), 23, config))
+    torch.testing.assert_close(found / found.sum(dim=-1, keepdim=True), expected, rtol=1e-5, atol=1e-7)
+    assert ((expected > 0) == (found > 0)).all()
+
+
+def test_a_penalty_counts_where_the_most_likely_token_is_taken():
+    config = SampleConfig(sample_temperature=0.0, sample_repetition_penalty=2.0)
+    logits = torch.tensor([-1.0, 3.0, 2.0])
+    assert [pick(logits, config, torch.Generator(), tokens) for tokens in ([0, 2], [1, 1])] == [1, 2]
+    negative = torch.tensor([-1.0, -3.0, -1.5])  # multiplied: -2
+    assert pick(negative, config, torch.Generator(), [0]) == 2
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"sample_tokens": -1}, "--sample-tokens -1 is negative"),
@@ -65,6 +101,8 @@ def test_top_p_counts_shares_after_temperature_and_top_k():
         ({"sample_top_k": -1}, "--sample-top-k -1 is negative"),
         ({"sample_top_p": 0.0}, r"--sample-top-p 0.0 is not in \(0, 1\]"),
         ({"sample_top_p": 1.1}, r"--sample-top-p 1.1 is not in \(0, 1\]"),
+        ({"sample_min_p": 1.5}, r"--sample-min-p 1.5 is not in \[0, 1\]"),
+        ({"sample_repetition_penalty": 0.0}, "--sample-repetition-penalty 0.0 is not positive"),
         ({"sample_stop": ("a", "")}, "--sample-stop '' is in every text"),
     ],
 )

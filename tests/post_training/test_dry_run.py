@@ -19,7 +19,7 @@ from megazpp.inference.weights import WeightsConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.dry_run import PeakBytes
 from megazpp.planner.memory import Memory
-from megazpp.post_training.config import PostTrainingConfig
+from megazpp.post_training.config import ROLLOUTS, PostTrainingConfig
 from megazpp.post_training.dry_run import PostDryRun, dry_run_models, sent_on
 from megazpp.post_training.examples import DataFormatConfig, Prompt
 from megazpp.post_training.lora import LoraConfig
@@ -45,7 +45,8 @@ def parse(flags: str) -> RunConfig:
 
 
 def configs(objective: Any, *, lora_r: int | None = None, **post: Any) -> PostConfigs:
-    training = PostTrainingConfig(objective=objective, max_completion_length=16, **post)
+    drawn = {"max_completion_length": 16} if objective in ROLLOUTS else {}
+    training = PostTrainingConfig(objective=objective, **drawn, **post)
     lora = LoraConfig(lora_r=lora_r, lora_target_modules=("all-linear",) if lora_r and lora_r > 8 else None)
     return PostConfigs(training, DataFormatConfig(max_length=32), RewardConfig(), lora, WeightsConfig())
 
@@ -75,6 +76,8 @@ PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
     "sft, adapters, tp": (configs("sft", lora_r=4), "--tensor-model-parallel-size 2", 0.0),
     "reward": (configs("reward"), "", 0.34),
     "dpo": (configs("dpo"), "", 0.0),
+    "dpo, synced": (configs("dpo", sync_ref_model=True), "", 0.0),
+    "dpo, synced, zeropp, untied": (configs("dpo", sync_ref_model=True), f"--zeropp {UNTIED}", -0.79),
     "dpo, zeropp, untied": (configs("dpo"), f"--zeropp {UNTIED}", -0.79),
     "dpo, precomputed": (configs("dpo", precompute_ref_log_probs=True), "", 0.0),
     "dpo, adapters": (configs("dpo", lora_r=4), "", 0.11),

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from megazpp.post_training.losses import (
     PairLoss,
     TokenLoss,
+    cispo_losses,
     clipped_value_losses,
     dpo_losses,
     gae,
     group_advantages,
+    importance_ratio,
     kl_to_reference,
     policy_losses,
     ppo_rewards,
@@ -52,15 +54,22 @@ def test_a_steps_loss_does_not_depend_on_its_micro_batches(loss_type: TokenLoss,
         weights = token_weights(
             mask[rows], loss_type, num_completions=ROWS, num_tokens=mask.sum(), max_completion_length=5
         )
-        per_token = policy_losses(logps[rows], old[rows], advantages[rows, 0], mask[rows], epsilon=0.2).losses
+        ratio = importance_ratio(logps[rows], old[rows], mask[rows])
+        if loss_type == "cispo":
+            per_token = cispo_losses(logps[rows], ratio, advantages[rows, 0], mask[rows], highest=1.2).losses
+        else:
+            per_token = policy_losses(ratio, advantages[rows, 0], mask[rows], epsilon=0.2).losses
         total += ((per_token + 0.1 * kl_to_reference(logps[rows], ref[rows], mask[rows])) * weights).sum()
     ratio = (logps - old).exp()
     free = torch.minimum(ratio * advantages[:, :1], ratio.clamp(0.8, 1.2) * advantages[:, :1])
+    if loss_type == "cispo":
+        free = ratio.clamp(max=1.2) * advantages[:, :1] * logps
     per_token = (0.1 * ((ref - logps).exp() - (ref - logps) - 1) - free) * mask
     expected = {
         "grpo": (per_token.sum(1) / mask.sum(1).clamp(min=1)).mean(),
         "bnpo": per_token.sum() / mask.sum(),
         "dapo": per_token.sum() / mask.sum(),
+        "cispo": per_token.sum() / mask.sum(),
         "dr_grpo": per_token.sum() / (ROWS * 5),
     }
     torch.testing.assert_close(total, expected[loss_type], rtol=1e-12, atol=0)
@@ -81,8 +90,10 @@ def test_what_lies_outside_of_the_mask_is_neither_seen_nor_given_a_gradient() ->
         head = torch.where(places > 0, values, 3.0 if math.isinf(rubbish) else rubbish)
         policy.requires_grad_()
         head.requires_grad_()
-        loss = policy_losses(policy, before, advantages, mask, epsilon=0.2).losses.sum()
-        loss = loss + kl_to_reference(policy, reference, mask).sum()
+        loss = policy_losses(importance_ratio(policy, before, mask), advantages, mask, epsilon=0.2).losses.sum()
+        whole = importance_ratio(policy, before, mask, level="sequence")
+        loss = loss + cispo_losses(policy, whole, advantages[:, 0], mask, highest=2.0).losses.sum()
+        loss = loss + kl_to_reference(policy, reference, mask, whole).sum()
         loss = loss + clipped_value_losses(head, values, advantages, places, cliprange_value=0.2).losses.sum()
         loss.backward()
         rewards = ppo_rewards(policy.detach(), reference, advantages[:, 0], mask, places, kl_coef=0.1)
@@ -99,7 +110,7 @@ def test_what_lies_outside_of_the_mask_is_neither_seen_nor_given_a_gradient() ->
 def test_without_old_log_probabilities_the_ratio_is_one_and_nothing_is_clipped() -> None:
     logps, _, _, _, advantages, mask = completions()
     logps.requires_grad_()
-    losses, clipped = policy_losses(logps, None, advantages, mask, epsilon=0.0)
+    losses, clipped = policy_losses(importance_ratio(logps, None, mask), advantages, mask, epsilon=0.0)
     assert torch.equal(losses, -advantages * mask)
     assert clipped.sum() == 0
     losses.sum().backward()
@@ -109,7 +120,8 @@ def test_without_old_log_probabilities_the_ratio_is_one_and_nothing_is_clipped()
 def test_where_the_ratio_is_clipped_there_is_no_gradient() -> None:
     logps, old, _, _, advantages, mask = completions()
     logps.requires_grad_()
-    losses, clipped = policy_losses(logps, old, advantages, mask, epsilon=0.1, epsilon_high=0.3)
+    ratio = importance_ratio(logps, old, mask)
+    losses, clipped = policy_losses(ratio, advantages, mask, epsilon=0.1, epsilon_high=0.3)
     losses.sum().backward()
     ratio = (logps - old).exp()
     expected = ((ratio > 1.3) & (advantages > 0)) | ((ratio < 0.9) & (advantages < 0))
@@ -184,6 +196,44 @@ def test_whitening_spans_all_ranks(shift_mean: bool) -> None:
     assert (whole[mask == 0] == 0).all()
 
 
+def test_the_variants_of_the_ratio_are_the_formulas_of_their_papers() -> None:
+    """One completion of two tokens, ratios 2 and 1 / 8, by hand."""
+    logps, old, mask = torch.tensor([[-1.0, -3.0]]), torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2)
+    old = old - torch.tensor([[2.0, 0.125]]).log()
+    tokens, whole = (importance_ratio(logps, old, mask, level=each) for each in ("token", "sequence"))
+    torch.testing.assert_close(tokens, torch.tensor([[2.0, 0.125]]))
+    torch.testing.assert_close(whole, torch.tensor([[0.5]]))  # sqrt(2 / 8): GSPO, equation 7
+    good, bad = torch.tensor([3.0]), torch.tensor([-3.0])
+    gspo = policy_losses(whole, bad, mask, epsilon=0.2)
+    torch.testing.assert_close(gspo.losses, torch.full((1, 2), 2.4))  # 3 x 0.8
+    assert gspo.clipped.tolist() == [[1, 1]]
+    two_sided = policy_losses(tokens, bad, mask, epsilon=0.2, delta=1.5)
+    torch.testing.assert_close(two_sided.losses, torch.tensor([[4.5, 2.4]]))  # 3 x 1.5 in the place of 3 x 2
+    cispo = cispo_losses(logps, tokens, good, mask, highest=1.5)
+    torch.testing.assert_close(cispo.losses, torch.tensor([[1.5 * 3 * 1, 0.125 * 3 * 3]]))
+    assert cispo.clipped.tolist() == [[1, 0]]
+    biased = kl_to_reference(logps, logps - math.log(2), mask)
+    torch.testing.assert_close(biased, torch.full((1, 2), 0.5 + math.log(2) - 1))
+    torch.testing.assert_close(kl_to_reference(logps, logps - math.log(2), mask, tokens), biased * tokens)
+
+
+def test_several_losses_of_pairs_are_added_with_their_weights_and_scores_are_centred() -> None:
+    chosen, rejected, ref = torch.tensor([-3.0, -5.0]), torch.tensor([-5.0, -3.0]), torch.full((2,), -4.0)
+    found = dpo_losses(
+        chosen,
+        rejected,
+        ref,
+        ref,
+        beta=0.5,
+        loss_types=("hinge", "sft"),
+        loss_weights=(2.0, 0.25),
+        mean_chosen_length=2.0,
+    )
+    assert found.losses.tolist() == [2 * 0.0 + 0.25 * 1.5, 2 * 2.0 + 0.25 * 2.5]
+    scores = reward_losses(torch.tensor([2.0]), torch.tensor([1.0]), center=0.5)
+    assert scores.item() == pytest.approx(math.log(1 + math.exp(-1)) + 0.5 * 9)
+
+
 @pytest.mark.parametrize("loss_type", get_args(PairLoss))
 def test_a_pair_that_the_policy_prefers_more_than_the_reference_has_the_smaller_loss(loss_type: PairLoss) -> None:
     chosen, rejected = torch.tensor([-3.0, -5.0]), torch.tensor([-5.0, -3.0])
@@ -194,7 +244,7 @@ def test_a_pair_that_the_policy_prefers_more_than_the_reference_has_the_smaller_
         ref,
         ref,
         beta=0.1,
-        loss_type=loss_type,
+        loss_types=(loss_type,),
         chosen_lengths=lengths,
         rejected_lengths=lengths,
     )

@@ -17,12 +17,17 @@ from megazpp.post_training.config import PostTrainingConfig
 
 LLAMA = dataclasses.replace(LLAMA_STYLE, init_method_std=0.3, max_position_embeddings=32)
 OBJECTIVES = {
-    "reward": PostCase(post=PostTrainingConfig(objective="reward")),
+    "reward": PostCase(post=PostTrainingConfig(objective="reward", center_rewards_coefficient=0.1)),
     "reward untied": PostCase(post=PostTrainingConfig(objective="reward"), model=LLAMA),
-    "dpo": PostCase(post=PostTrainingConfig(objective="dpo", beta=0.3)),
-    "grpo": PostCase(post=PostTrainingConfig(objective="grpo", loss_type="grpo", beta=0.1, num_generations=4)),
-    "dapo": PostCase(post=PostTrainingConfig(objective="grpo", num_generations=4), temperature=0.7, model=LLAMA),
-    "dr_grpo": PostCase(post=PostTrainingConfig(objective="grpo", loss_type="dr_grpo", num_generations=4)),
+    "dpo": PostCase(post=PostTrainingConfig(objective="dpo", beta=0.3, loss_type=("sigmoid", "sft"))),
+    "grpo": PostCase(post=PostTrainingConfig(objective="grpo", loss_type=("grpo",), beta=0.1, num_generations=4)),
+    "dapo": PostCase(
+        post=PostTrainingConfig(objective="grpo", num_generations=4, importance_sampling_level="sequence", beta=0.1),
+        temperature=0.7,
+        model=LLAMA,
+    ),
+    "cispo": PostCase(post=PostTrainingConfig(objective="grpo", loss_type=("cispo",), num_generations=4)),
+    "dr_grpo": PostCase(post=PostTrainingConfig(objective="grpo", loss_type=("dr_grpo",), num_generations=4)),
     "ppo": PostCase(post=PostTrainingConfig(objective="ppo"), temperature=0.7),
     "ppo untied": PostCase(post=PostTrainingConfig(objective="ppo"), model=LLAMA),
 }
@@ -83,7 +88,8 @@ def test_losses_and_entropy_at_a_temperature_are_those_of_the_logits_and_values_
 
 
 def test_the_first_loss_of_dpo_is_that_of_a_coin():
-    case = dataclasses.replace(OBJECTIVES["dpo"], layout=Layout(world=2, nodes=2, zeropp=True))
+    post = PostTrainingConfig(objective="dpo", beta=0.3)
+    case = PostCase(post=post, layout=Layout(world=2, nodes=2, zeropp=True))
     for found in ranks(2).run(train_on_synthetic, case):
         assert found[0]["loss"] == pytest.approx(0.6931472, abs=1e-7)
         assert found[0]["rewards/margins"] == 0.0

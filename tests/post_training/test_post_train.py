@@ -25,7 +25,8 @@ COMMON = "--max-length 24 --lr 1e-3 --lr-decay-style constant --log-interval 1"
 DRAWN = "--max-completion-length 8 --reward-funcs rewards.py:vowels --train-data-path prompts.jsonl"
 REWARDS = """
 def vowels(prompts, completions, word, **columns):
-    return [sum(c in "aeiou" for c in text) - 0.1 * len(text) + len(w) for text, w in zip(completions, word)]
+    scores = [sum(c in "aeiou" for c in text) - 0.1 * len(text) + len(w) for text, w in zip(completions, word)]
+    return [None if sum(map(ord, text)) % 5 == 0 else score for text, score in zip(completions, scores)]
 """
 
 
@@ -54,7 +55,8 @@ def post_train(home: Path, name: str, flags: str, *, load: str = "base") -> tupl
 
 
 def rows(home: Path, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (home / "runs" / name / file).read_text().splitlines()]
+    lines = (home / "runs" / name / file).read_text().splitlines()
+    return [json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON")) for line in lines]
 
 
 def trained(home: Path, name: str, flags: str, **where: str) -> list[dict[str, Any]]:
@@ -121,7 +123,11 @@ def test_dpo_prefers_what_it_is_shown_and_a_reference_that_was_computed_before_c
 
 @pytest.mark.parametrize(
     "extra",
-    ["--steps-per-generation 2 --num-iterations 2 --beta 0.1", "--lora-r 4 --beta 0.1 --steps-per-generation 2"],
+    [
+        "--steps-per-generation 2 --num-iterations 2 --beta 0.1",
+        "--lora-r 4 --beta 0.1 --steps-per-generation 2",
+        "--sync-ref-model --ref-model-sync-steps 2 --beta 0.1 --steps-per-generation 2 --zeropp --emulate-nodes 2",
+    ],
 )
 def test_a_run_that_goes_on_inside_a_buffer_repeats_the_straight_one_bit_for_bit(home: Path, extra: str):
     flags = f"--objective grpo {DRAWN} --num-generations 4 {extra} --train-iters 6 --save-interval 3 {LAYOUT}"
@@ -134,6 +140,29 @@ def test_a_run_that_goes_on_inside_a_buffer_repeats_the_straight_one_bit_for_bit
     assert [untimed(row) for row in again] == [untimed(row) for row in straight[3:]]
     shown = rows(home, f"grpo{len(extra)}", "completions.jsonl")
     assert shown[0].keys() == {"iteration", "prompt", "completion", "rewards"}
+    first = [row for row in shown if row["iteration"] == 1]
+    assert [row["prompt"] for row in first] == [first[0]["prompt"]] * 4 + [first[4]["prompt"]] * 4  # whole groups
+    assert len({row["completion"] for row in first}) > 2
+    assert {row["rewards"]["vowels"] is None for row in shown} == {True, False}
+
+
+def test_a_reference_that_follows_the_policy_is_mixed_after_its_steps_and_goes_on_on_any_layout(home: Path):
+    flags = f"--objective dpo --train-data-path pairs.jsonl --train-iters 4 --save-interval 3 {LAYOUT}"
+    still = trained(home, "dpo-still", flags)
+    mixing = f"{flags} --sync-ref-model --ref-model-sync-steps 2 --ref-model-mixup-alpha 1"
+    synced = trained(home, "dpo-synced", mixing)
+    assert [untimed(row) for row in synced[:2]] == [untimed(row) for row in still[:2]]
+    assert still[2]["rewards/margins"] > 0.01
+    assert synced[2]["rewards/margins"] == 0.0  # the reference is the policy again
+    (home / "dpo-synced" / "latest_checkpointed_iteration.txt").write_text("3")
+    code, output = post_train(home, "dpo-synced", flags, load="dpo-synced")
+    assert code == 2
+    assert "--no-sync-ref-model: --load dpo-synced was trained the other way" in output
+    shutil.rmtree(home / "dpo-synced" / "iter_0000004")
+    shutil.move(home / "runs" / "dpo-synced", home / "runs" / "dpo-before")
+    (again,) = trained(home, "dpo-synced", f"{mixing} --tensor-model-parallel-size 2", load="dpo-synced")
+    assert again["rewards/margins"] == pytest.approx(synced[3]["rewards/margins"], rel=1e-3)
+    assert synced[3]["rewards/margins"] > 1e-3
 
 
 def test_a_failing_reward_function_is_reported_with_its_sample(home: Path):
@@ -164,6 +193,15 @@ def test_a_failing_reward_function_is_reported_with_its_sample(home: Path):
         ("--objective sft --load base --weights-on disk", "--weights-on disk is for the weights of a reference or"),
         ("--objective grpo --load base --reward-funcs a:b --weight-bits 8", "--weight-bits 8 is for the weights of a"),
         ("--objective dpo --load base --lora-r 2 --weights-on host", "with --lora-r the reference is the base"),
+        ("--objective dpo --load base --sync-ref-model --lora-r 2", "--sync-ref-model: with --lora-r the reference is"),
+        ("--objective dpo --load base --sync-ref-model --no-load-optim", "--no-load-optim would leave its reference"),
+        ("--objective dpo --load base --sync-ref-model --weight-bits 8", "with --sync-ref-model the reference is"),
+        ("--objective dpo --load base --sync-ref-model --ref-load base", "--ref-load base: the reference begins as"),
+        (
+            "--objective sft --load base --ref-load base",
+            "--ref-load base: the reference is not asked (--objective sft)",
+        ),
+        ("--objective sft --load base --gamma 0.9", "--gamma 0.9 is for --objective ppo, not sft"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_workers_start(home: Path, flags: str, said: str):

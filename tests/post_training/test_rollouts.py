@@ -11,7 +11,7 @@ from helpers.ranks import ranks
 from helpers.tiers import slow
 from post_training.policies import SEQ, Layout, PostCase, build, make_loader, prompts, train_on_rollouts
 
-from megazpp.inference.generate import draw_completions, evaluating
+from megazpp.inference.generate import draw_completions, evaluating, generate
 from megazpp.inference.sample import SampleConfig, pick_rows
 from megazpp.post_training.config import PostTrainingConfig
 
@@ -242,3 +242,37 @@ def test_rows_that_are_over_leave_the_batch_and_the_others_go_on_as_if_alone():
     assert together == alone
     assert [n for _, n in together] == [1, 3, 5, 7, 9, 11]
     assert SEQ >= 18
+
+
+def penalized(case: PostCase) -> list[list[list[int]]]:
+    """Greedy texts of a batch that shrinks, by both ways to draw, with a penalty and without."""
+    built, dims = build(case)
+    rows, found = [prompt.tokens for prompt in prompts()], []
+    for penalty in (1e6, 1.0):
+        config = SampleConfig(sample_tokens=12, sample_temperature=0.0, sample_repetition_penalty=penalty)
+        ends = iter(range(99))
+        with evaluating(built.model), built.sharding.kept_gathered():
+            drawn = draw_completions(
+                built.model,
+                dims.tp,
+                rows,
+                config,
+                torch.zeros(len(rows), 12, dtype=torch.float64),
+                ends=None,
+                is_last=lambda row, token, ends=ends: row < 4 and next(ends) == row,  # the first four end at once
+            )
+        texts = [drawn.tokens[i, :n].tolist() for i, n in enumerate(drawn.lengths.tolist())]
+        new = generate(built.model, built.sharding, dims, rows, config, max_length=SEQ, seed=1).tokens
+        found.append([own[:n] for own, n in zip(new, drawn.lengths.tolist(), strict=True)])
+        assert texts == found[-1]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_penalty_keeps_both_ways_to_draw_from_repeating_the_prompt_and_the_text(world: int):
+    case = PostCase(post=GRPO, layout=Layout(world=world, tp=world))
+    for without_repeats, free in ranks(world).run(penalized, case):
+        for prompt, own in zip(prompts(), without_repeats, strict=True):
+            assert len({*own, *prompt.tokens}) == len(own) + len({*prompt.tokens})
+        assert any(len(set(own)) < len(own) for own in free)
+        assert [len(own) for own in free] == [1, 1, 1, 1, 12, 12]

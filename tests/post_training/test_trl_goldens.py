@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from megazpp.post_training.losses import (
+    cispo_losses,
     clipped_value_losses,
     dpo_losses,
     gae,
     group_advantages,
+    importance_ratio,
     kl_to_reference,
     policy_losses,
     ppo_rewards,
@@ -22,10 +24,11 @@ from megazpp.post_training.losses import (
     value_mask,
     whiten,
 )
+from megazpp.post_training.reference import mix_
 from megazpp.post_training.rewards import total_rewards
 
 HERE = Path(__file__).parent
-VERSIONS = {"1.16.0": {"sft": 1, "reward": 1, "dpo": 9, "grpo": 12, "rloo": 2}, "1.12.0": {"ppo": 4}}
+VERSIONS = {"1.16.0": {"sft": 1, "reward": 2, "dpo": 12, "grpo": 18, "rloo": 2, "sync": 1}, "1.12.0": {"ppo": 4}}
 FILES = {version: json.loads((HERE / f"trl_{version}.json").read_text()) for version in VERSIONS}
 
 
@@ -77,7 +80,7 @@ def test_sft(case: dict[str, Any]) -> None:
 @cases("reward")
 def test_reward(case: dict[str, Any]) -> None:
     scores = leaf(case["scores"])
-    loss = reward_losses(*scores.chunk(2)).mean()
+    loss = reward_losses(*scores.chunk(2), **case["settings"]).mean()
     loss.backward()
     check(loss, case["loss"])
     check(scores.grad, case["grad"])  # type: ignore[arg-type]
@@ -89,7 +92,12 @@ def test_dpo(case: dict[str, Any]) -> None:
     policy, ref = ((logps(case, each) * mask).sum(1).chunk(2) for each in (logits, tensor(case["ref_logits"])))
     chosen_lengths, rejected_lengths = mask.sum(1).chunk(2)
     found = dpo_losses(
-        *policy, *ref, **case["settings"], chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths
+        *policy,
+        *ref,
+        **case["settings"],
+        chosen_lengths=chosen_lengths,
+        rejected_lengths=rejected_lengths,
+        mean_chosen_length=chosen_lengths.mean(),
     )
     loss = found.losses.mean()
     loss.backward()
@@ -100,6 +108,15 @@ def test_dpo(case: dict[str, Any]) -> None:
     check(found.rejected_rewards.mean(), metrics["rewards/rejected"])
     check(found.margins.mean(), metrics["rewards/margins"])
     check(found.accuracies.mean().double(), metrics["rewards/accuracies"])
+
+
+@cases("sync")
+def test_a_reference_takes_a_share_of_the_policy(case: dict[str, Any]) -> None:
+    reference = [tensor(each) for each in case["reference"]]
+    mix_(reference, [tensor(each) for each in case["policy"]], case["alpha"])
+    for own, old, new, expected in zip(reference, case["reference"], case["policy"], case["mixed"], strict=True):
+        check(own, expected)
+        check(own, (0.4 * tensor(old) + 0.6 * tensor(new)).tolist())
 
 
 def case_advantages(case: dict[str, Any]) -> torch.Tensor:
@@ -133,21 +150,22 @@ def test_grpo(case: dict[str, Any], micro_batches: int) -> None:
             num_tokens=mask.sum(),
             max_completion_length=settings["max_completion_length"],
         )
-        policy = policy_losses(
-            own[rows],
-            None if old is None else old[rows],
-            advantages[rows],
-            mask[rows],
-            epsilon=settings["epsilon"],
-            epsilon_high=settings["epsilon_high"],
-        )
-        divergence = kl_to_reference(own[rows], ref[rows], mask[rows])
+        before = None if old is None else old[rows]
+        ratio = importance_ratio(own[rows], before, mask[rows], level=settings["level"])
+        if settings["loss_type"] == "cispo":
+            policy = cispo_losses(own[rows], ratio, advantages[rows], mask[rows], highest=settings["epsilon_high"])
+        else:
+            bounds = {name: settings[name] for name in ("epsilon", "epsilon_high", "delta")}
+            policy = policy_losses(ratio, advantages[rows], mask[rows], **bounds)
+        divergence = kl_to_reference(own[rows], ref[rows], mask[rows], ratio if settings["bias_correction"] else None)
         loss = loss + ((policy.losses + settings["beta"] * divergence) * weights).sum()
-        clipped, kl = clipped + policy.clipped.sum(), kl + divergence.sum()
+        counts = mask[rows] if settings["level"] == "token" else mask[rows] / mask[rows].sum(1, keepdim=True)
+        clipped, kl = clipped + (policy.clipped * counts).sum(), kl + (divergence * mask[rows]).sum()
     loss.backward()
     check(loss, case["loss"])
     check(logits.grad, case["grad"])  # type: ignore[arg-type]
-    check((clipped / mask.sum()).double(), case["clip_ratio"])
+    count = mask.sum() if settings["level"] == "token" else len(mask)
+    check((clipped / count).double(), case["clip_ratio"])
     if settings["beta"]:
         check(kl / mask.sum(), case["kl"])
 
@@ -171,7 +189,7 @@ def test_ppo(case: dict[str, Any]) -> None:
     check((estimates.advantages * mask)[:, -longest:], (tensor(case["advantages"]) * mask[:, -longest:]).tolist())
     check(advantages[:, -longest:], (tensor(case["whitened"]) * mask[:, -longest:]).tolist())
 
-    policy = policy_losses(own, old, advantages, mask, epsilon=settings["cliprange"])
+    policy = policy_losses(importance_ratio(own, old, mask), advantages, mask, epsilon=settings["cliprange"])
     value = clipped_value_losses(
         values, old_values, estimates.returns, places, cliprange_value=settings["cliprange_value"]
     )

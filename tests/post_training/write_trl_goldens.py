@@ -1,4 +1,4 @@
-"""Writes what TRL's trainers make of small random logits: losses and their gradients, as JSON beside this file.
+"""Writes what TRL's trainers make of small random logits, losses and gradients, and the defaults of TRL's configs.
 
     pip install trl==1.16.0   # of another environment than this project's; torch for CPU is enough
     python tests/post_training/write_trl_goldens.py
@@ -6,11 +6,14 @@
     python tests/post_training/write_trl_goldens.py
 
 Each trainer's own code runs, in fp64 where it does not cast, on a stub of the trainer whose model gives the logits;
-test_trl_goldens.py reads the files. Legend: B rows, P tokens of a prompt, C of a completion, V of the vocabulary.
+test_trl_goldens.py and test_trl_defaults.py read the files, JSON beside this one.
+
+Legend: B rows, P tokens of a prompt, C of a completion, V of the vocabulary.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import defaultdict
@@ -31,11 +34,32 @@ LENGTHS = (3, 4, 1, 4)  # of the completions: ended, cut, ended at once, ended w
 def main() -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
-    cases = ppo_cases() if trl.__version__ == "1.12.0" else [*sft_cases(), *reward_cases(), *dpo_cases(), *grpo_cases()]
+    cases = ppo_cases() if trl.__version__ == "1.12.0" else all_cases()
     path = Path(__file__).parent / f"trl_{trl.__version__}.json"
-    written = {"trl": trl.__version__, "torch": torch.__version__, "cases": cases}
+    written = {"trl": trl.__version__, "torch": torch.__version__, "defaults": config_defaults(), "cases": cases}
     path.write_text(json.dumps(written, default=lambda tensor: as_numbers(tensor.tolist())) + "\n")
     print(f"{path}: {len(cases)} cases")
+
+
+def all_cases() -> list[dict[str, Any]]:
+    return [*sft_cases(), *reward_cases(), *dpo_cases(), *grpo_cases(), *sync_cases()]
+
+
+def config_defaults() -> dict[str, dict[str, Any]]:
+    """Of each config class: field -> its default, as JSON has it."""
+    if trl.__version__ == "1.12.0":
+        from trl.experimental.ppo import PPOConfig
+
+        classes: list[Any] = [PPOConfig]
+    else:
+        classes = [trl.SFTConfig, trl.RewardConfig, trl.DPOConfig, trl.GRPOConfig, trl.RLOOConfig]
+    return {
+        each.__name__: {
+            field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            for field in dataclasses.fields(each)
+        }
+        for each in classes
+    }
 
 
 def as_numbers(value: Any) -> Any:
@@ -122,6 +146,16 @@ class GivenLogits(torch.nn.Module):
         raise NotImplementedError
 
 
+def sync_cases() -> list[dict[str, Any]]:
+    from trl.trainer.callbacks import SyncRefModelCallback
+
+    policy, reference = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    before = [parameter.detach().clone() for parameter in reference.parameters()]
+    SyncRefModelCallback._sync_target_model(policy, reference, 0.6)
+    tensors = {"policy": policy.parameters(), "reference": before, "mixed": reference.parameters()}
+    return [{"kind": "sync", "alpha": 0.6, **{name: [*each] for name, each in tensors.items()}}]
+
+
 def sft_cases() -> list[dict[str, Any]]:
     from trl.trainer.sft_trainer import SFTTrainer
 
@@ -139,24 +173,31 @@ def sft_cases() -> list[dict[str, Any]]:
 
 
 def reward_cases() -> list[dict[str, Any]]:
+    return [reward_case(None), reward_case(0.3)]
+
+
+def reward_case(center_coefficient: float | None) -> dict[str, Any]:
     from trl.trainer.reward_trainer import RewardTrainer
 
     scores = leaf(random(2 * B))
     model = torch.nn.Module()
     model.forward = lambda **_: SimpleNamespace(logits=scores.unsqueeze(-1))  # type: ignore[method-assign]
     trainer = stub(RewardTrainer, model)
-    trainer.args.center_rewards_coefficient = None
+    trainer.args.center_rewards_coefficient = center_coefficient
     loss = trainer.compute_loss(model, {"attention_mask": torch.ones(2 * B, P)})
     loss.backward()
-    return [{"kind": "reward", "scores": scores.detach(), "loss": loss, "grad": scores.grad}]
+    settings = {"center": center_coefficient}
+    return {"kind": "reward", "settings": settings, "scores": scores.detach(), "loss": loss, "grad": scores.grad}
 
 
 def dpo_cases() -> list[dict[str, Any]]:
     from trl.trainer.dpo_trainer import DPOTrainer
 
     cases = []
-    for loss_type in ("sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down"):
-        settings = {"beta": 0.5, "label_smoothing": 0.1, "loss_type": loss_type}
+    types = ["sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "sft"]
+    several = ((["sigmoid", "bco_pair", "sft"], [0.8, 0.2, 1.0]), (["robust", "ipo"], None))
+    for loss_types, loss_weights in (*(([each], None) for each in types), *several):
+        settings = {"beta": 0.5, "label_smoothing": 0.1, "loss_types": loss_types, "loss_weights": loss_weights}
         tokens = rows()
         mask = completion_mask(tokens)
         ref = random(B, P + C, V)
@@ -164,7 +205,8 @@ def dpo_cases() -> list[dict[str, Any]]:
         model = GivenLogits(logits)
         trainer = stub(DPOTrainer, model, ref_model=GivenLogits(ref), ld_alpha=None, precompute_ref_logps=False)
         trainer.beta, trainer.label_smoothing, trainer.f_divergence_type = 0.5, 0.1, "reverse_kl"
-        trainer.loss_types, trainer.loss_weights, trainer.use_weighting = [loss_type], [1.0], False
+        trainer.loss_types, trainer.use_weighting = loss_types, False
+        trainer.loss_weights = loss_weights or [1.0] * len(loss_types)
         inputs = {"input_ids": tokens, "attention_mask": tokens != PAD, "completion_mask": mask}
         loss = trainer._compute_loss(model, inputs, False)
         loss.backward()
@@ -193,6 +235,15 @@ def grpo_cases() -> list[dict[str, Any]]:
         for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo")
         for scale, beta, off_policy in (("group", 0.0, False), ("batch", 0.1, True), ("none", 0.1, True))
     ]
+    variants: list[dict[str, Any]] = [
+        {"loss_type": "cispo", "epsilon_high": 1.1},
+        {"loss_type": "cispo", "level": "sequence"},
+        {"loss_type": "grpo", "level": "sequence"},
+        {"loss_type": "dapo", "level": "sequence", "delta": 1.1},
+        {"loss_type": "dapo", "delta": 1.1},
+        {"loss_type": "dapo", "bias_correction": False},
+    ]
+    cases += [grpo_case(GRPOTrainer, scale="group", beta=0.1, off_policy=True, **each) for each in variants]
     return [*cases, *rloo_cases()]
 
 
@@ -205,13 +256,27 @@ def rloo_cases() -> list[dict[str, Any]]:
     ]
 
 
-def grpo_case(trainer_class: Any, *, loss_type: str, scale: str, beta: float, off_policy: bool) -> dict[str, Any]:
+def grpo_case(
+    trainer_class: Any,
+    *,
+    loss_type: str,
+    scale: str,
+    beta: float,
+    off_policy: bool,
+    epsilon_high: float = 0.3,
+    delta: float | None = None,
+    level: str = "token",
+    bias_correction: bool = True,
+) -> dict[str, Any]:
     """Rewards to advantages, and the loss of the batch that comes of it, by GRPOTrainer."""
     settings = {
         "loss_type": loss_type,
         "beta": beta,
         "epsilon": 0.2,
-        "epsilon_high": 0.3,
+        "epsilon_high": epsilon_high,
+        "delta": delta,
+        "level": level,
+        "bias_correction": bias_correction,
         "temperature": 0.7,
         "max_completion_length": C + 3,
     }
@@ -221,7 +286,9 @@ def grpo_case(trainer_class: Any, *, loss_type: str, scale: str, beta: float, of
     model, before = GivenLogits(logits, temperature=0.7), GivenLogits(old, temperature=0.7)
     trainer = stub(trainer_class, model, beta=beta, loss_type=loss_type, scale_rewards=scale)
     trainer.ref_model = GivenLogits(ref, temperature=0.7)
-    trainer.epsilon_low, trainer.epsilon_high, trainer.max_completion_length = 0.2, 0.3, C + 3
+    trainer.epsilon_low, trainer.epsilon_high, trainer.max_completion_length = 0.2, epsilon_high, C + 3
+    trainer.importance_sampling_level = level
+    trainer.args.delta, trainer.args.use_bias_correction_kl = delta, bias_correction
     inputs = generated(trainer, tokens, rewards)
     if off_policy:
         old_logps, *_ = trainer._get_per_token_logps_and_entropies(before, tokens, tokens != PAD, C)
@@ -241,7 +308,7 @@ def grpo_case(trainer_class: Any, *, loss_type: str, scale: str, beta: float, of
         "logits": logits.detach(),
         "advantages": inputs["advantages"],
         "loss": loss,
-        "clip_ratio": metrics["clip_ratio/region_mean"][0],
+        "clip_ratio": metrics["cispo_clip_ratio" if loss_type == "cispo" else "clip_ratio/region_mean"][0],
         "kl": metrics["kl"][-1] if beta else None,
         "entropy": metrics["entropy"][-1],
         "grad": logits.grad,
@@ -282,8 +349,6 @@ def stub(trainer_class: Any, model: torch.nn.Module, **attributes: Any) -> Any:
         gradient_accumulation_steps=1,
         steps_per_generation=1,
         per_device_train_batch_size=B,
-        delta=None,
-        use_bias_correction_kl=False,
         gradient_checkpointing_kwargs=None,
         report_to=[],
     )

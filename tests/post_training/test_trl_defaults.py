@@ -1,0 +1,213 @@
+"""Every default of TRL's configs: ours is the same, or here is the reason why it is not.
+
+TRL's are in the files that write_trl_goldens.py wrote; where TRL is installed, these are compared with it too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import pytest
+from post_training.test_trl_goldens import FILES
+
+from megazpp.arguments import RunConfig
+from megazpp.post_training.config import PostTrainingConfig, objective_defaults
+from megazpp.post_training.start import EXTRA
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "SFTConfig": {"objective": "sft"},
+    "RewardConfig": {"objective": "reward"},
+    "DPOConfig": {"objective": "dpo"},
+    "GRPOConfig": {"objective": "grpo"},
+    "RLOOConfig": {"objective": "grpo", "advantage_estimator": "rloo"},
+    "PPOConfig": {"objective": "ppo"},
+}
+TRL = {name: defaults for file in FILES.values() for name, defaults in file["defaults"].items()}
+
+RENAMED = {  # TRL's name -> ours, where they differ
+    "learning_rate": "lr",
+    "lr_scheduler_type": "lr_decay_style",
+    "warmup_steps": "lr_warmup_iters",
+    "adam_epsilon": "adam_eps",
+    "max_grad_norm": "clip_grad",
+    "gradient_checkpointing": "recompute_granularity",
+    "logging_steps": "log_interval",
+    "save_steps": "save_interval",
+    "eval_steps": "eval_interval",
+    "per_device_train_batch_size": "micro_batch_size",
+    "max_steps": "train_iters",
+    "dataloader_num_workers": "num_workers",
+    "chat_template_path": "chat_template",
+    "response_length": "max_completion_length",
+    **{name: f"sample_{name}" for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+}
+
+# (config or "", TRL's name) -> ours, TRL's, why they differ
+DIFFERENT: dict[tuple[str, str], tuple[Any, Any, str]] = {
+    ("", "gradient_checkpointing"): (None, True, "recomputation changes no result; it is chosen by memory (--plan)"),
+    ("", "bf16"): (False, None, "the precision is that of the checkpoint"),
+    ("", "logging_steps"): (100, 10, "Megatron's; changes no result"),
+    ("", "save_steps"): (None, 500, "Megatron's; there is always one at the end"),
+    ("", "eval_steps"): (1000, None, "Megatron's; held-out data is what switches evaluation on"),
+    ("", "per_device_train_batch_size"): (None, 8, "one of the batch sizes has to be given"),
+    ("", "max_steps"): (None, -1, "the run's length has to be given, TRL has three epochs"),
+    ("", "seed"): (1234, 42, "Megatron's"),
+    ("", "dataloader_num_workers"): (2, 0, "threads; the order of the data does not depend on them"),
+    ("SFTConfig", "completion_only_loss"): (True, None, "None is True where data has prompt and completion"),
+    ("GRPOConfig", "steps_per_generation"): (1, None, "ours are optimizer steps: None is one of these"),
+    ("RLOOConfig", "steps_per_generation"): (1, None, "the same"),
+    ("GRPOConfig", "log_completions"): (2, False, "a number of completions; changes no result"),
+    ("RLOOConfig", "log_completions"): (2, False, "the same"),
+    ("RLOOConfig", "num_generations"): (8, 2, "RLOO is an estimator of advantages here, beside GRPO's settings"),
+    ("RLOOConfig", "beta"): (0.0, 0.05, "the same; the divergence is in the loss and not in the reward"),
+    ("PPOConfig", "response_length"): (512, 53, "one limit for all that is drawn; 53 cuts most answers"),
+    ("PPOConfig", "temperature"): (1.0, 0.7, "what is drawn is the policy that will be used, as with GRPO"),
+}
+
+# what is always so here, as TRL has it by default
+FIXED: dict[str, Any] = {
+    "optim": "adamw_torch_fused",
+    "average_tokens_across_devices": True,
+    "train_sampling_strategy": "random",
+    "dataset_text_field": "text",
+    "truncation_mode": "keep_start",
+    "packing_strategy": "bfd",
+    "f_divergence_type": "reverse_kl",
+    "multi_objective_aggregation": "sum_then_normalize",
+    "top_entropy_quantile": 1.0,
+    "kl_estimator": "k1",
+    ("SFTConfig", "loss_type"): "nll",
+    ("RewardConfig", "disable_dropout"): True,
+    ("DPOConfig", "disable_dropout"): True,
+    ("GRPOConfig", "shuffle_dataset"): True,
+    ("RLOOConfig", "shuffle_dataset"): True,
+}
+
+# there is no such thing here, and TRL has it off
+OFF = """
+    lr_scheduler_kwargs optim_args optim_target_modules label_smoothing_factor neftune_noise_alpha auto_find_batch_size
+    router_aux_loss_coef dataset_kwargs ld_alpha use_weighting cast_lm_head_to_fp32 num_generations_eval
+    generation_kwargs chat_template_kwargs entropy_coef use_adaptive_entropy off_policy_mask_threshold
+    reward_clip_range normalize_advantages use_vllm max_tool_calling_iterations eos_token pad_token stop_token
+    stop_token_id padding_free eval_packing bf16_full_eval fp16_full_eval use_liger_kernel data_seed
+    dataloader_drop_last tf32 activation_offloading trust_remote_code model_init_kwargs load_best_model_at_end
+    ignore_data_skip generation_batch_size
+"""
+
+# there is no such flag here, and the reason why its default need not be ours
+UNMATCHED = {
+    "of what is off (OFF)": """
+        f_alpha_divergence_coef discopop_tau sapo_temperature_neg sapo_temperature_pos vespo_k_pos
+        vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef_min entropy_coef_max entropy_coef_delta
+        entropy_target vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex
+        vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port
+        vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size
+        vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max
+        vllm_importance_sampling_clip_min vllm_importance_sampling_cap liger_kernel_config
+    """,
+    "GPT-2's dropout is always off here, whatever the objective": "disable_dropout",
+    "epochs are shuffled for every objective; SFT's sampler shuffles in TRL": "shuffle_dataset",
+    "the global batch decides, and how many micro-batches it takes follows": "gradient_accumulation_steps",
+    "the run's length is --train-iters": "num_train_epochs total_episodes num_total_batches",
+    "how it is computed": """
+        activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing_kwargs torch_compile
+        torch_compile_backend torch_compile_mode use_cache torch_empty_cache_steps pad_to_multiple_of
+        precompute_ref_batch_size ds3_gather_for_generation cache_implementation
+        use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged
+        local_rollout_forward_batch_size dataset_num_proc
+    """,
+    "how ranks are started and spread": """
+        full_determinism use_cpu accelerator_config parallelism_config ddp_find_unused_parameters
+        ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config
+        deepspeed world_size
+    """,
+    "how data is loaded": """
+        dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+        dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names
+        length_column_name
+    """,
+    "files, the Hub, the log": """
+        output_dir logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter
+        include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project
+        trackio_space_id trackio_bucket_id trackio_static_space_id save_only_model save_strategy
+        save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub hub_token hub_private_repo
+        hub_model_id hub_strategy hub_always_push hub_revision metric_for_best_model greater_is_better
+        restore_callback_states_from_checkpoint debug skip_memory_metrics resume_from_checkpoint log_multimodal
+        num_completions_to_print log_unique_prompts log_completions_hub_repo num_sample_generations
+    """,
+    "when and how held-out data is asked": """
+        eval_strategy eval_delay per_device_eval_batch_size prediction_loss_only eval_do_concat_batches
+        eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics do_train do_eval
+        do_predict
+    """,
+    "names of models, of an example's command line": """
+        sft_model_path reward_model_path model_adapter_name ref_adapter_name
+    """,
+    "set by the trainer": "batch_size local_batch_size mini_batch_size local_mini_batch_size",
+}
+OTHER_THING = {"micro_batch_size": "set by the trainer", "local_rank": "torchrun says it"}  # of the same name
+
+
+def ours(config: str) -> dict[str, Any]:
+    """Our defaults of all flags under the objective of a TRL config, by their names."""
+    parts = [*typing.get_type_hints(RunConfig).values(), *EXTRA]
+    post = PostTrainingConfig(**OBJECTIVES[config])
+    found = {field.name: field.default for part in parts for field in dataclasses.fields(part)}
+    found |= objective_defaults(OBJECTIVES[config]["objective"])
+    drawn = post.losses[0] if post.objective == "grpo" else [*post.losses]
+    return found | {"beta": post.beta_or_default, "loss_type": drawn, "scale_rewards": post.reward_scale}
+
+
+def reason(config: str, name: str, theirs: Any, own: dict[str, Any]) -> str | None:
+    """Why this default is what it is; None where nothing says so or what says so is not true."""
+    fixed = FIXED.get((config, name), FIXED.get(name, ...))  # type: ignore[call-overload]
+    if fixed is not ...:
+        return "always so" if fixed == theirs else None
+    if name in OTHER_THING:
+        return OTHER_THING[name]
+    flag = RENAMED.get(name, name)
+    if flag in own:
+        different = DIFFERENT.get((config, name), DIFFERENT.get(("", name)))
+        if different is not None:
+            value, trl, why = different
+            return why if (own[flag], theirs) == (value, trl) and value != trl else None
+        return "the same" if own[flag] == theirs else None
+    if name in OFF.split():
+        return "off" if not theirs else None
+    return next((why for why, names in UNMATCHED.items() if name in names.split()), None)
+
+
+@pytest.mark.parametrize("config", OBJECTIVES)
+def test_every_default_is_trl_s_or_has_a_reason(config: str):
+    own = ours(config)
+    reasons = {name: reason(config, name, theirs, own) for name, theirs in TRL[config].items()}
+    for name, why in reasons.items():
+        print(f"{name}: ours {own.get(RENAMED.get(name, name), '-')!r}, TRL's {TRL[config][name]!r}: {why}")
+    assert {name: TRL[config][name] for name, why in reasons.items() if why is None} == {}
+    of_objective = {"SFTConfig": "max_length packing", "DPOConfig": "beta loss_type ref_model_sync_steps"}
+    of_objective |= {
+        "GRPOConfig": "use_bias_correction_kl max_completion_length delta min_p",
+        "PPOConfig": "lam kl_coef",
+    }
+    of_objective |= {"RewardConfig": "center_rewards_coefficient", "RLOOConfig": "top_k"}
+    same = {name for name, why in reasons.items() if why == "the same"}
+    assert {"learning_rate", "weight_decay", "adam_beta2", *of_objective[config].split()} <= same
+
+
+def test_no_reason_is_of_a_default_that_is_not_there():
+    known = {name for defaults in TRL.values() for name in defaults}
+    listed = [*RENAMED, *(name for _, name in DIFFERENT), *OFF.split(), *" ".join(UNMATCHED.values()).split()]
+    listed += [name if isinstance(name, str) else name[1] for name in FIXED]
+    assert {*listed} <= known
+    assert all((config or "SFTConfig") in TRL for config, _ in DIFFERENT)
+
+
+def test_the_written_defaults_are_those_of_the_installed_version():
+    trl = pytest.importorskip("trl")
+    if trl.__version__ not in FILES:
+        pytest.skip(f"TRL {trl.__version__} has not been compared: write_trl_goldens.py")
+    from post_training.write_trl_goldens import config_defaults
+
+    assert config_defaults() == FILES[trl.__version__]["defaults"]
