@@ -53,25 +53,24 @@ def main(argv: list[str]) -> None:
         return
     args.folder = args.folder.resolve()
     build_models(args)
-    rates: dict[tuple[int, str], list[tuple[float, float, float]]] = defaultdict(list)
+    rates: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
 
-    def note(batch: int, name: str, run: tuple[float, float, float]) -> None:
+    def note(batch: int, name: str, run: tuple[float, float]) -> None:
         rates[batch, name].append(run)
-        say(f"{batch} sequences, {name}: {run[0]:.3f} tokens/s, bound {run[1]:.2f}, {run[2]:.3f} GB")
+        say(f"{batch} sequences, {name}: {run[0]:.3f} tokens/s, {run[1]:.3f} GB")
 
     for batch in args.batches:
         for _ in range(args.rounds):
             note(batch, "transformers", measure_theirs(args, batch))
             for bits in args.bits:
                 note(batch, f"{bits} bits", measure_ours(args, batch, bits))
-    print("| sequences | program | tokens/s, median | of transformers | of the bound | peak memory, GB |")
-    print("|---|---|---|---|---|---|")
+    print("| sequences | program | tokens/s, median | of transformers | peak memory, GB |")
+    print("|---|---|---|---|---|")
     for (batch, name), runs in rates.items():
         theirs = rates[batch, "transformers"]
-        rate, peak = statistics.median(run[0] for run in runs), max(run[2] for run in runs)
+        rate, peak = statistics.median(run[0] for run in runs), max(run[1] for run in runs)
         ratio = statistics.median(mine[0] / their[0] for mine, their in zip(runs, theirs, strict=True))
-        share = "" if name == "transformers" else f"{statistics.median(run[0] / run[1] for run in runs):.2f}"
-        print(f"| {batch} | {name} | {rate:.2f} | {ratio:.2f} | {share} | {peak:.2f} |")
+        print(f"| {batch} | {name} | {rate:.2f} | {ratio:.2f} | {peak:.2f} |")
 
 
 def build_models(args: argparse.Namespace) -> None:
@@ -93,21 +92,21 @@ def build_models(args: argparse.Namespace) -> None:
             measure_ours(args, 1, bits)
 
 
-def measure_ours(args: argparse.Namespace, batch: int, bits: int) -> tuple[float, float, float]:
-    """Tokens/s, the bound that the program printed, and its peak memory in GB."""
+def measure_ours(args: argparse.Namespace, batch: int, bits: int) -> tuple[float, float]:
+    """Tokens/s, and the program's peak memory in GB."""
     prompts = [f"{row:0{PROMPT_TOKENS}d}" for row in range(batch)]
     where = ["--weights-on", "disk", "--weight-bits", str(bits), "--weight-store", str(args.folder / f"store{bits}")]
     how = ["--nproc", "1", "--no-bf16", "--temperature", "0", "--sample-tokens", str(args.new_tokens)]
     asked = ["--load", str(args.folder / "checkpoint"), "--prompts-at-once", str(batch), "--prompt", *prompts]
     command = [sys.executable, "tools/generate.py", *where, *how, *asked]
     text, peak = _run(command)
-    return _tokens_per_second(text), float(_only(r"at most ([\d.]+) tokens/s", text)[0]), peak
+    return _tokens_per_second(text), peak
 
 
-def measure_theirs(args: argparse.Namespace, batch: int) -> tuple[float, float, float]:
+def measure_theirs(args: argparse.Namespace, batch: int) -> tuple[float, float]:
     sizes = ["--folder", str(args.folder), "--new-tokens", str(args.new_tokens), "--theirs", str(batch)]
     text, peak = _run([sys.executable, __file__, *sizes])
-    return _tokens_per_second(text), float("nan"), peak
+    return _tokens_per_second(text), peak
 
 
 def continue_with_offload(args: argparse.Namespace) -> None:
@@ -141,14 +140,8 @@ def _run(command: Sequence[str]) -> tuple[str, float]:
 
 
 def _tokens_per_second(text: str) -> float:
-    count, seconds = _only(r"(\d+) tokens in ([\d.]+) s", text)
+    ((count, seconds),) = re.findall(r"(\d+) tokens in ([\d.]+) s", text)
     return int(count) / float(seconds)
-
-
-def _only(pattern: str, text: str) -> tuple[str, ...]:
-    """The groups of the only match."""
-    (match,) = re.finditer(pattern, text)
-    return match.groups()
 
 
 if __name__ == "__main__":
