@@ -18,7 +18,7 @@ import torch
 
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.read import LoadSource, find_weights, load_weights
+from megazpp.checkpoint.read import LoadSource, find_weights, load_soundest, load_weights
 from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint_flags import with_checkpoint_flags
 from megazpp.checks import ModelPlan, check_model_config
@@ -36,7 +36,7 @@ from megazpp.parallel.worker import Worker, run_worker, seed_everything
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import detect_cluster, read_cluster
 from megazpp.training.context import Console
-from megazpp.training.frozen import open_frozen_place
+from megazpp.training.frozen import load_frozen_model, open_frozen_place
 from megazpp.training.setup import build_model
 from megazpp.training.streamed import load_streamed_model
 from megazpp.zero.streamed import StreamedUnits, WeightHandle
@@ -140,6 +140,8 @@ def run_on_checkpoint(
 ) -> int:
     """Read the command line and the checkpoint's flags, load the model on all ranks, and work; returns the exit status.
 
+    A model that is not spread lies whole on each rank, but for tensor parallelism, in the dtype that it computes in.
+
     Args:
         script: the program's file, in a folder of the repository.
         description: its docstring, of which --help has the first line.
@@ -174,7 +176,7 @@ def run_on_checkpoint(
         if not (place.started or launch.nproc is not None or (spread and device_type() == "cuda")):
             place = find_place(dataclasses.replace(launch, nproc=config.parallel.tensor_model_parallel_size))
         plan = check_model_config(config, announced_cluster(config, place), device_type=device_type())
-        return Job(place, launch, functools.partial(_load_and_work, parsed, plan, source, record, work))
+        return Job(place, launch, functools.partial(_load_and_work, parsed, plan, source, record, spread, work))
 
     return run_on_ranks(prepare)
 
@@ -184,6 +186,7 @@ def _load_and_work(
     plan: ModelPlan,
     source: LoadSource,
     record: RunRecord,
+    spread: bool,
     work: Callable[[Loaded], None],
     worker: Worker,
 ) -> None:
@@ -199,11 +202,19 @@ def _load_and_work(
             say(f"note: {notice}")
         spec, (extra, weights) = config.model_spec(tokenizer.vocab_size, plan.wire), parsed.extra
         built: tuple[GPTModel, WeightHandle]
-        if weights.packs:
-            if note := bf16_note(device, spec.precision.param_dtype):
+        if weights.packs or not spread:
+            if weights.packs and (note := bf16_note(device, spec.precision.param_dtype)):
                 say(f"note: {note}")
-            built = load_streamed_model(weights, spec, open_frozen_place(dims, device, say=say), source, record)
-            iteration = source.candidates()[0]
+            place = open_frozen_place(dims, device, say=say, whole=not weights.packs)
+
+            def load(source: LoadSource, record: RunRecord) -> tuple[GPTModel, WeightHandle]:
+                if None not in (tokenizer.identity, record.tokenizer) and tokenizer.identity != record.tokenizer:
+                    say(f"WARNING: the tokenizer gives other ids than that of {source.folder.path}")
+                if weights.packs:
+                    return load_streamed_model(weights, spec, place, source, record)
+                return load_frozen_model(spec, place, source, record)[:2]
+
+            built, iteration = load_soundest(source, load, say)
         else:
             sharded = built = build_model(spec, dims, device)
             size, identity = tokenizer.vocab_size, tokenizer.identity

@@ -82,8 +82,7 @@ def run(loaded: Loaded) -> None:
     speed, count = None, 0
     while prompts := world.share_object(next(batches, [])):
         if loaded.streamed is not None and speed is None:
-            speed = Speed(loaded.streamed, len(prompts))
-            loaded.say(speed.expected())
+            speed = Speed(loaded.streamed)
         _, generated = write(prompts, sample, first_prompt=done, out=out)
         loaded.say(f"with the cache: {generated.describe()}")
         if loaded.extra.compare_without_cache:

@@ -9,7 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -36,6 +36,8 @@ from megazpp.optim.schedule import Schedule
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.sharding import Sharding
+
+T = TypeVar("T")
 
 
 class LoadSource(NamedTuple):
@@ -299,6 +301,25 @@ def find_weights(
     if record is None:
         raise ValueError(f"{folder.name} has no checkpoint")
     return source, record
+
+
+def load_soundest(
+    source: LoadSource, load: Callable[[LoadSource, RunRecord], T], say: Callable[[str], None]
+) -> tuple[T, int]:
+    """What `load` makes of the first candidate that is not damaged, and its iteration; on all ranks together.
+
+    Raises:
+        DamagedError: none is sound, or the wanted one is not and there is no --load-fallback.
+    """
+    problem = DamagedError(f"{source.folder.name} has no checkpoint")
+    for iteration in source.candidates():
+        try:
+            return load(*find_weights(source.folder, iteration)), iteration
+        except DamagedError as error:
+            if source.fallback:
+                say(f"WARNING: {error}")
+            problem = error
+    raise problem
 
 
 def load_weights(

@@ -20,6 +20,7 @@ import torch
 from megazpp.flags import check_not_negative, flag
 from megazpp.model.gpt import GPTModel
 from megazpp.zero.packed import Bits
+from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.streamed import StreamedUnits
 
 MOST_SEQUENCES = 256  # of a batch that is chosen
@@ -32,8 +33,9 @@ class WeightsConfig:
     weights_on: Literal["device", "host", "disk"] = flag(
         "device", "where weights lie between uses; of host and disk the device holds the ends and a few layers"
     )
-    weight_bits: Literal[16, 8, 4] | None = flag(
-        None, "bits of an element of the weights at rest (default: 16 on host and disk, else as the model computes)"
+    weight_bits: Literal[32, 16, 8, 4] | None = flag(
+        None,
+        "bits of an element of the weights at rest (default: as the model computes, so none is rounded)",
     )
     weight_store: str | None = flag(
         None, "folder of packed weights for --weights-on disk, written once (default: in the user's cache)"
@@ -50,40 +52,27 @@ class WeightsConfig:
         """Whether weights are kept packed; else they are shards, as in a training."""
         return self.weights_on != "device" or self.weight_bits is not None
 
-    @property
-    def bits(self) -> Bits:
-        return self.weight_bits or 16
+    def at_rest(self, precision: PrecisionConfig) -> tuple[Bits, torch.dtype]:
+        """Bits of an element at rest, and the dtype of 32 and 16 bits, for a model that computes in `precision`."""
+        half = torch.float16 if precision.fp16 else torch.bfloat16
+        bits: Bits = self.weight_bits or (32 if precision.param_dtype == torch.float32 else 16)
+        return bits, torch.float32 if bits == 32 else half
 
 
 class Speed:
-    """What streamed weights allow, said before the work, and what was reached, said after it.
+    """What streamed weights took since this was made."""
 
-    Args:
-        batch: sequences that one pass serves.
-    """
-
-    def __init__(self, units: StreamedUnits, batch: int) -> None:
-        self._units, self._batch = units, batch
-        self._seconds = units.measure(batch)
-        self._passes, self._waited, self._started = units.passes, units.waited_seconds, time.perf_counter()
-
-    def expected(self) -> str:
-        """One line."""
-        fetch, compute = self._seconds
-        return (
-            f" a pass over the weights serves {self._batch} sequences: {self._units.plan.pass_bytes} bytes in "
-            f"{fetch:.3f} s beside products in {compute:.3f} s, measured on one layer: at most "
-            f"{self._seconds.bound(self._batch):.1f} tokens/s"
-        )
+    def __init__(self, units: StreamedUnits) -> None:
+        self._units, self._passes, self._waited = units, units.passes, units.waited_seconds
+        self._started = time.perf_counter()
 
     def reached(self, num_tokens: int) -> str:
-        """One line about all since this was made, in which `num_tokens` were generated."""
+        """One line about this time, in which `num_tokens` were generated."""
         seconds, passes = time.perf_counter() - self._started, self._units.passes - self._passes
         waited = self._units.waited_seconds - self._waited
-        rate, bound = num_tokens / seconds, self._seconds.bound(self._batch)
         return (
-            f" {passes} passes fetched {passes * self._units.plan.pass_bytes} bytes; {rate:.1f} tokens/s are "
-            f"{100 * rate / bound:.0f} % of the bound; {100 * waited / seconds:.0f} % of the time waited for weights"
+            f" {passes} passes fetched {passes * self._units.plan.pass_bytes} bytes; {num_tokens / seconds:.1f} "
+            f"tokens/s; {100 * waited / seconds:.0f} % of the time waited for weights"
         )
 
 
@@ -114,4 +103,4 @@ def bf16_note(device: torch.device, dtype: torch.dtype) -> str | None:
         return None
     if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         return None
-    return "this CPU has no bf16 instructions: --no-bf16 computes in fp32, with the same bits at rest, and much faster"
+    return "this CPU has no bf16 instructions: --no-bf16 --weight-bits 16 is much faster, with the same bits at rest"

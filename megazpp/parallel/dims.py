@@ -90,7 +90,7 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, isla
             raise ValueError(f"{asked} needs --zero-stage 1 or more: stage 0 shards nothing")
         replicas = cluster.world_size // max(tp, 1)
     layout = plan_layout(cluster, tp=tp, replicas=max(replicas, 1), islands=islands)
-    if not layout.groups_ascend and not can_order_groups():
+    if not can_order_groups() and not layout.groups_ascend:
         raise ValueError(
             f"ranks are placed in an order for which torch {torch.__version__} cannot make process groups (its "
             "new_group has no sort_ranks); use torch 2.13, or have the launcher number the ranks node by node"

@@ -143,8 +143,7 @@ def _streamed_bytes(config: RunConfig, weights: WeightsConfig, plan: RunPlan, *,
     assert config.tokenizer.vocab_size is not None
     with torch.device("meta"):
         model = GPTModel(config.model, vocab_size=config.tokenizer.vocab_size, tp=tp)
-    half = torch.float16 if config.precision.fp16 else torch.bfloat16
-    stream = plan_stream(model, list(model.layers), plan.layout.axis_size("local"), weights.bits, half)
+    stream = plan_stream(model, list(model.layers), plan.layout.axis_size("local"), *weights.at_rest(config.precision))
     fetched = weights.weights_on == "disk" or (weights.weights_on == "host" and not on_cpu)
     return stream.device_bytes(weights.prefetch_layers, fetched=fetched)
 

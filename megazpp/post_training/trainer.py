@@ -266,7 +266,7 @@ class PostTrainer(Trainer):
         """Give each data set the reference's log-probabilities of its pairs; the reference is gone afterwards."""
         source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step)
         weights, dtype = self.weights, self.config.precision.param_dtype
-        bits = f"{weights.bits} bits" if weights.packs else "its own bits"
+        bits = f"{weights.at_rest(self.config.precision)[0]} bits" if weights.packs else "its own bits"
         digest = checkpoint_digest(source.folder.of(source.candidates()[0]))
         open_once = functools.cache(self._open_reference)
         for dataset in self.datasets:

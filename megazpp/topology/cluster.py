@@ -15,6 +15,7 @@ The larger of node and domain is the local domain: traffic inside it is "local",
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -22,6 +23,7 @@ from typing import Literal, NamedTuple
 LinkKind = Literal["domain", "node", "network"]
 LINK_KINDS: tuple[LinkKind, ...] = ("domain", "node", "network")  # fastest first
 MEASURED = "measured"  # how the source of a measured figure begins
+MOST_RANKS = 1 << 20  # of a cluster; an order, and the groups of an axis, are lists of ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,8 @@ class Cluster:
         device: what a rank computes with, where a file says it.
         notices: lines to show.
     Raises:
-        ValueError: domains that fit neither nodes nor the whole, or an order that is no order of all ranks; in the
-            words of a cluster file.
+        ValueError: more than MOST_RANKS ranks, domains that fit neither nodes nor the whole, or an order that is no
+            order of all ranks; in the words of a cluster file.
     """
 
     num_nodes: int
@@ -48,6 +50,9 @@ class Cluster:
     notices: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        if self.world_size > MOST_RANKS:
+            sizes = f"nodes {self.num_nodes} x ranks_per_node {self.ranks_per_node}"
+            raise ValueError(f"{sizes}: a cluster has at most {MOST_RANKS} ranks")
         fitting = nested_sizes(self.ranks_per_node, self.world_size)
         if self.domain_size not in (None, *fitting):
             raise ValueError(
@@ -107,9 +112,12 @@ class Cluster:
 
 def nested_sizes(inner: int, total: int) -> list[int]:
     """Sizes of equal parts of `total` that are part of an `inner` or made of several; `inner` divides `total`."""
-    parts = [size for size in range(1, inner + 1) if inner % size == 0]
-    count = total // inner
-    return parts + [inner * times for times in range(2, count + 1) if count % times == 0]
+    return _divisors(inner) + [inner * times for times in _divisors(total // inner)[1:]]
+
+
+def _divisors(number: int) -> list[int]:
+    small = [size for size in range(1, math.isqrt(max(number, 0)) + 1) if number % size == 0]
+    return small + [number // size for size in reversed(small) if size * size != number]
 
 
 def _check_order(order: tuple[int, ...], world_size: int) -> None:

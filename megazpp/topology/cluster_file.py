@@ -29,6 +29,7 @@ device:                   # optional, all of it: what one rank computes with; --
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Collection, Mapping
@@ -39,7 +40,7 @@ from typing import Any, Literal
 import yaml
 
 from megazpp.flags import flag
-from megazpp.topology.cluster import LINK_KINDS, Cluster, Device, Link, Links, nested_sizes
+from megazpp.topology.cluster import LINK_KINDS, MOST_RANKS, Cluster, Device, Link, Links, nested_sizes
 from megazpp.topology.shares import CALIBRATIONS
 
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device")
@@ -178,16 +179,16 @@ def _cluster(content: Any, *, source: str) -> Cluster:
     """`source` is that of figures that name none."""
     top = _mapping("the file", content, KEYS, needed=("nodes", "ranks_per_node"))
     counts = {key: _count(key, top[key]) for key in ("nodes", "ranks_per_node", "fast_domain") if key in top}
-    order = _rank_order(top.get("rank_order", "block"), counts["nodes"], counts["ranks_per_node"])
     links = _mapping("links", top["links"], LINK_KINDS) if "links" in top else None
-    return Cluster(
+    cluster = Cluster(
         num_nodes=counts["nodes"],
         ranks_per_node=counts["ranks_per_node"],
         domain_size=counts.get("fast_domain"),
-        order=order,
         links=None if links is None else Links(**{kind: _link(f"links.{kind}", links[kind], source) for kind in links}),
         device=_device(top["device"], source) if "device" in top else None,
     )
+    order = _rank_order(top.get("rank_order", "block"), cluster.num_nodes, cluster.ranks_per_node)
+    return dataclasses.replace(cluster, order=order)
 
 
 def _rank_order(value: Any, nodes: int, ranks_per_node: int) -> tuple[int, ...] | None:
@@ -247,6 +248,8 @@ def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collectio
 def _count(key: str, value: Any) -> int:
     if not _is_integer(value) or value < 1:
         raise ValueError(f"{key} {value!r} is not a positive whole number")
+    if value > MOST_RANKS:
+        raise ValueError(f"{key} {value if value < 1 << 64 else '>= 2^64'}: a cluster has at most {MOST_RANKS} ranks")
     return int(value)
 
 

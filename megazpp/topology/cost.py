@@ -21,9 +21,7 @@ as its full tiles at a share of the peak, or as its bytes from memory, whichever
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 from megazpp.topology.cluster import Device, Link, LinkKind
@@ -78,13 +76,12 @@ class AxisCost:
             if kind == "network" and not link.is_measured:
                 byte_seconds += 1.0 / shares.uplink
             self._byte_seconds = max(self._byte_seconds, 1e-9 * byte_seconds)
-        ranks = layout.axis_ranks(axis, 0)
-        hops = Counter(layout.cluster.link_between(*pair) for pair in itertools.pairwise(ranks))
+        hops = layout.hops(axis)
         self._ring = sum(hops[kind] * _latency(layout, kind, axis, RING_MICROSECONDS) for kind in hops)
-        domains = hops["network"] + 1
+        domains = hops.get("network", 0) + 1
         chain = self._size / domains - 1
         inside = max((_latency(layout, kind, axis, TREE_MICROSECONDS) for kind in hops if kind != "network"), default=0)
-        across = _latency(layout, "network", axis, TREE_MICROSECONDS) if hops["network"] else 0.0
+        across = _latency(layout, "network", axis, TREE_MICROSECONDS) if domains > 1 else 0.0
         self._tree = chain * inside + math.log2(domains) * across
 
     def seconds(self, collective: str, sent_bytes: int) -> float:

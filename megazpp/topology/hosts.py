@@ -119,7 +119,8 @@ def cluster_from_hosts(infos: Sequence[HostInfo]) -> Cluster:
     _check_domains(infos, nodes, domains)
     first_of_domain = {rank: domain[0] for domain in domains for rank in domain}
     nodes = sorted(nodes, key=lambda node: (min(first_of_domain[rank] for rank in node), node[0]))
-    order = tuple(rank for node in nodes for rank in _by_position(infos, node, domains))
+    domain_of = {rank: number for number, domain in enumerate(domains) for rank in domain}
+    order = tuple(rank for node in nodes for rank in _by_position(infos, node, domain_of))
     return Cluster(
         num_nodes=len(nodes),
         ranks_per_node=len(nodes[0]),
@@ -252,14 +253,13 @@ def _check_domains(infos: Sequence[HostInfo], nodes: list[list[int]], domains: l
             )
 
 
-def _by_position(infos: Sequence[HostInfo], node: list[int], domains: list[list[int]]) -> list[int]:
+def _by_position(infos: Sequence[HostInfo], node: list[int], domain_of: dict[int, int]) -> list[int]:
     """The ranks of a node domain by domain, both by PCI address or local rank."""
 
     def place(rank: int) -> tuple[str, int, int]:
         gpu = infos[rank].gpu
         return (gpu.pci if gpu is not None else "", infos[rank].local_rank, rank)
 
-    domain_of = {rank: number for number, domain in enumerate(domains) for rank in domain}
     parts = _group(sorted(node, key=place), domain_of.__getitem__)
     return [rank for part in parts for rank in part]
 

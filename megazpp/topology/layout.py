@@ -20,7 +20,7 @@ Tensor parallelism over more ranks than a local domain has takes whole ones; the
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -101,8 +101,20 @@ class Layout:
         """How many ranks send over which kind of link in the rings of `axis`, fastest first; {} for an axis of 1."""
         if self.axis_size(axis) == 1:
             return {}
-        counts = Counter(self.link(axis, rank) for rank in range(self.cluster.world_size))
-        return {kind: counts[kind] for kind in LINK_KINDS if counts[kind]}
+        cluster, sizes = self.cluster, (self.cluster.ranks_per_domain, self.cluster.local_domain_size)
+        return _by_kind(cluster.world_size, *(self._rings_inside(axis, size) for size in sizes))
+
+    def hops(self, axis: str) -> dict[LinkKind, int]:
+        """The links from each rank of rank 0's group of `axis` to the next, without the one that closes the ring."""
+        (stride, size), position = self._stride_and_size(axis), self.cluster.position_of(0)
+        first = position - position // stride % size * stride
+        last = first + (size - 1) * stride
+
+        def inside(part: int) -> int:
+            """Those inside parts of so many positions."""
+            return size - 1 - (last // part - first // part) if stride < part else 0
+
+        return _by_kind(size - 1, inside(self.cluster.ranks_per_domain), inside(self.cluster.local_domain_size))
 
     def wire(self, axis: str, rank: int) -> str:
         """How traffic from `rank` along the ring of `axis` is counted: "tp", "local" or "cross" (between domains)."""
@@ -142,6 +154,21 @@ class Layout:
             f"shards {self.shard} ({self.cross} across {_local_domains(c)} x {self.local} inside), replicas "
             f"{self.replicate}" + (f", islands {self.island}" if self.island > 1 else "")
         )
+
+    def _rings_inside(self, axis: str, part: int) -> int:
+        """How many ranks' successors in the rings of `axis` are in the same part of `part` positions.
+
+        A part is made of whole rings, or a ring of whole parts, or both are parts of a node.
+        """
+        stride, size = self._stride_and_size(axis)
+        span, world = stride * size, self.cluster.world_size
+        if part % span == 0:
+            return world
+        if span % part == 0:
+            return world // part * max(part - stride, 0)
+        period = math.lcm(span, part)
+        successors = (p + stride if p // stride % size < size - 1 else p + stride - span for p in range(period))
+        return world // period * sum(p // part == other // part for p, other in enumerate(successors))
 
     def _group(self, axis: str, position: int) -> tuple[int, ...]:
         stride, size = self._stride_and_size(axis)
@@ -227,6 +254,11 @@ def layout_from_record(record: Mapping[str, Any]) -> Layout:
     if layout.data * layout.tp != cluster.world_size or not cluster.world_size:
         raise ValueError(f"axes of {layout.data} x {layout.tp} ranks are not the {cluster.world_size} of the cluster")
     return layout
+
+
+def _by_kind(total: int, in_domain: int, in_local_domain: int) -> dict[LinkKind, int]:
+    counts = (in_domain, in_local_domain - in_domain, total - in_local_domain)
+    return {kind: count for kind, count in zip(LINK_KINDS, counts, strict=True) if count}
 
 
 def _local_domains(cluster: Cluster) -> str:

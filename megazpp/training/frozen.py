@@ -38,9 +38,16 @@ class FrozenPlace:
     say: Callable[[str], None] = lambda line: None
 
 
-def open_frozen_place(dims: ParallelDims, device: torch.device, *, say: Callable[[str], None]) -> FrozenPlace:
-    """Make the axes of frozen models; every rank calls this once."""
-    return FrozenPlace(dims=dims, device=device, axis=frozen_axis(dims), files=open_axis(dims), say=say)
+def open_frozen_place(
+    dims: ParallelDims, device: torch.device, *, say: Callable[[str], None], whole: bool = False
+) -> FrozenPlace:
+    """Make the axes of frozen models; every rank calls this once.
+
+    Args:
+        whole: every rank has all weights of its tensor-parallel part: nothing is gathered, or there twice.
+    """
+    axis = MeshAxis("whole", timeline=dims.timeline) if whole else frozen_axis(dims)
+    return FrozenPlace(dims=dims, device=device, axis=axis, files=open_axis(dims), say=say)
 
 
 class FrozenBuilt(NamedTuple):

@@ -62,8 +62,8 @@ def load_streamed_model(
     plain = dataclasses.replace(spec.config, compile=False)
     model = model_on_meta(dataclasses.replace(spec, config=plain, sequence_parallel=False), dims, device)
     units: list[nn.Module] = list(model.layers)
-    half = torch.float16 if spec.precision.fp16 else torch.bfloat16
-    plan = plan_stream(model, units, axis.size, config.bits, half)
+    bits, exact = config.at_rest(spec.precision)
+    plan = plan_stream(model, units, axis.size, bits, exact)
     make_reader = functools.partial(WeightReader, model, source, record, files, vocab_size=spec.vocab_size, say=say)
     queue = ThreadQueue("fetch", dims.timeline)
     sizes, ring = [message.num_bytes for message in plan.streamed], min(1 + config.prefetch_layers, len(units))
@@ -71,7 +71,7 @@ def load_streamed_model(
     messages: Messages
     if config.weights_on == "disk":
         checkpoint = source.folder.of(source.candidates()[0])
-        identity = _identity(checkpoint, plan, config.bits, half, model.tp, axis)
+        identity = _identity(checkpoint, plan, bits, model.tp, axis)
         path = _path(config, identity, model.tp, axis)
         store = open_or_write(path, identity, plan, axis.rank, make_reader, files, say=say)
         kept = together(files, lambda: store.read(0, torch.empty(plan.kept.num_bytes, dtype=torch.uint8)))
@@ -95,8 +95,10 @@ def load_streamed_model(
         dtype=spec.precision.param_dtype,
         prefetch=config.prefetch_layers,
     )
+    rounded = "" if bits >= 8 * spec.precision.param_dtype.itemsize else " (rounded: tokens may differ)"
+    where = f"{bits} bits{rounded} from {where}"
     say(
-        f" weights: {config.bits} bits from {where}; at most {handle.device_bytes / GIGA:.3f} GB of them are in memory "
+        f" weights: {where}; at most {handle.device_bytes / GIGA:.3f} GB of them are in memory "
         f"at a time ({plan.kept.num_bytes / GIGA:.3f} GB stay), {plan.pass_bytes} bytes are fetched per pass"
     )
     return Streamed(model, handle)
@@ -146,9 +148,7 @@ def open_or_write(
     return store
 
 
-def _identity(
-    checkpoint: Path, plan: StreamPlan, bits: Bits, half: torch.dtype, tp: MeshAxis, axis: MeshAxis
-) -> dict[str, Any]:
+def _identity(checkpoint: Path, plan: StreamPlan, bits: Bits, tp: MeshAxis, axis: MeshAxis) -> dict[str, Any]:
     """What the content of a store follows from."""
     return {
         "checkpoint": checkpoint_digest(checkpoint),

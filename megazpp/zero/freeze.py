@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from megazpp.zero.layout import MessageLayout, plan_message, plan_segments
 from megazpp.zero.wire import Codec
 
 LoadRows = Callable[[str, slice], torch.Tensor]
+_LOADED_AT_ONCE = 1 << 21  # elements of a checkpoint that are in memory beside what is made of them
 
 
 def frozen_axis(dims: ParallelDims) -> MeshAxis:
@@ -41,7 +43,7 @@ def freeze(
         units: modules whose weights are used together, in the order of use; `model` takes what is left.
         axis: see `frozen_axis`; one of size 1 is a whole copy on this rank.
         load: (name, rows) -> these rows of dim 0 of this tensor-parallel rank's part, of any dtype. Each is asked for
-            once, on one rank of the axis; there is never more than one weight's rows in memory beside the messages.
+            once, on one rank of the axis, a few megabytes at a time.
         device: where messages are kept and weights unpacked.
         dtype: in which the model computes.
         fmt: how weights are packed, but for those of one dim; None: as they are, in `dtype`.
@@ -146,14 +148,16 @@ def _pack(
         start += layout.message_bytes
     message = torch.zeros(start if packs else 0, dtype=torch.uint8, device=device)
     for each in weights:
-        loaded = load(each.name, each.rows)
-        expected = (each.rows.stop - each.rows.start, *each.weight.shape[1:])
-        if tuple(loaded.shape) != expected:
-            raise ValueError(f"{each.name}: rows of shape {tuple(loaded.shape)} were loaded, not {expected}")
-        if not packs:
-            each.weight.copy_(loaded)
-            continue
-        shard = torch.zeros(each.codec.layout.size, dtype=dtype, device=device)
-        shard[: loaded.numel()].copy_(loaded.flatten())
-        each.codec.pack(shard, each.part_of(message))
+        flat = torch.zeros(each.codec.layout.size, dtype=dtype, device=device) if packs else each.whole
+        width, done = math.prod(each.weight.shape[1:]), 0
+        at_once = max(_LOADED_AT_ONCE // max(width, 1), 1)
+        for start in range(each.rows.start, each.rows.stop, at_once):
+            some = slice(start, min(start + at_once, each.rows.stop))
+            loaded, expected = load(each.name, some), (some.stop - start, *each.weight.shape[1:])
+            if tuple(loaded.shape) != expected:
+                raise ValueError(f"{each.name}: rows of shape {tuple(loaded.shape)} were loaded, not {expected}")
+            flat[done : done + loaded.numel()].copy_(loaded.flatten())
+            done += loaded.numel()
+        if packs:
+            each.codec.pack(flat, each.part_of(message))
     return weights, message if packs else None

@@ -132,12 +132,14 @@ class FrozenUnit:
 
 
 class FrozenUnits:
-    """The handle on frozen units, which unpacks and frees them around the modules' forwards and backwards.
+    """The `WeightHandle` on frozen units, which unpacks and frees them around the modules' forwards and backwards.
 
     Args:
         units: in the order of use.
         outermost: whether the first unit is used around all others, as the root module's own weights are.
     """
+
+    keeps_gathered = True
 
     def __init__(self, units: Sequence[FrozenUnit], *, outermost: bool) -> None:
         self.units = tuple(units)

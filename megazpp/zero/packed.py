@@ -1,6 +1,6 @@
 """Weights that stay packed: rows of a matrix in 16, 8 or 4 bits, which products and lookups unpack a piece at a time.
 
-    row    | payload, 16 bits per element                     | to a multiple of 16 bytes
+    row    | payload, 32 or 16 bits per element               | to a multiple of 16 bytes
            | payload of blocks, 8 or 4 bits | bf16 scales      |
 
     weight [rows, columns] --a piece of rows--> compute dtype, in one small buffer --product--> columns of the result
@@ -29,7 +29,7 @@ import kernels.block_quant.reference as reference
 from kernels.block_quant import RangeTable, pack, range_table, unpack
 from kernels.formats import BlockFormat, align, plan_row
 
-Bits = Literal[16, 8, 4]
+Bits = Literal[32, 16, 8, 4]
 
 # of the scale with which the largest element of a block is exact: smaller ones clip it and are finer elsewhere
 _SHARES = (1.0, 1.1, 1.05, 0.95, 0.9, 0.85, 0.8)
@@ -43,8 +43,8 @@ class RowFormat:
 
     Attributes:
         columns: elements of a row.
-        dtype: of what is not quantized: bf16 or fp16.
-        fmt: None for 16 bits.
+        dtype: of what is not quantized: fp32, bf16 or fp16.
+        fmt: None where nothing is.
     """
 
     columns: int
@@ -99,10 +99,10 @@ def plan_rows(columns: int, bits: Bits, dtype: torch.dtype = torch.bfloat16) -> 
     """The format of rows in `bits`; rows so short that blocks would be no shorter stay in 16 bits.
 
     Args:
-        dtype: of 16 bits.
+        dtype: of 32 or 16 bits.
     """
     exact = RowFormat(columns=columns, dtype=dtype, fmt=None)
-    if bits == 16:
+    if bits >= 16:
         return exact
     blocks = RowFormat(columns=columns, dtype=dtype, fmt=BlockFormat(8, 64) if bits == 8 else BlockFormat(4, 32))
     return blocks if blocks.row_bytes < exact.row_bytes else exact

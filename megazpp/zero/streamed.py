@@ -120,7 +120,7 @@ def plan_stream(
         model: with the shapes of this tensor-parallel rank's part.
         units: modules whose matrices stream, in the order of use.
         num_parts: ranks of a node that share a unit.
-        dtype: of 16 bits.
+        dtype: of 32 or 16 bits.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     titles = {module: name for name, module in model.named_modules()}
@@ -173,17 +173,6 @@ def pack_message(message: MessagePlan, load: LoadRows, part: int) -> Iterator[to
             yield torch.zeros(padding * weight.rows.row_bytes, dtype=torch.uint8)
         done = weight.stop
     yield torch.zeros(message.num_bytes - done, dtype=torch.uint8)
-
-
-class PassSeconds(NamedTuple):
-    """What one pass over the weights takes; the two run beside each other."""
-
-    fetch: float
-    compute: float
-
-    def bound(self, batch: int) -> float:
-        """Tokens per second of `batch` sequences at most."""
-        return batch / max(*self, 1e-9)
 
 
 class Messages(Protocol):
@@ -325,40 +314,6 @@ class StreamedUnits:
 
     def free_gathered(self) -> None:
         """Nothing is kept but the ring."""
-
-    def measure(self, batch: int) -> PassSeconds:
-        """Fetch two units, and compute its products and those of what is kept for `batch` tokens; call on all ranks.
-
-        For an estimate before the first pass; attention and collectives are not in it.
-        """
-        self._drop_started()
-        index = len(self._matrices) - 1  # the first pass begins with another one
-        share = self.plan.pass_bytes / self.plan.streamed[index].num_bytes
-        seconds = []
-        for each in (max(index - 1, 0), index):  # the first fills pages of the ring that nobody has written to
-            started = time.perf_counter()
-            received = self._messages.fetch(each).wait()
-            seconds.append(time.perf_counter() - started)
-        fetched, message = min(seconds), received.unsqueeze(0).expand(self._axis.size, -1)
-        matrices = [matrix for _, matrix in self._matrices[index]]
-        for weight, matrix in self._matrices[index]:
-            matrix.parts = message[:, weight.start : weight.stop].unflatten(1, (weight.part_rows, -1))
-        streamed = sum(self._product_seconds(matrix, batch) for matrix in matrices)
-        for matrix in matrices:
-            matrix.parts = None
-        ends = [self._product_seconds(matrix, batch) for matrix in self._kept]
-        return PassSeconds(fetched * share, streamed * share + max(ends, default=0.0))
-
-    def _product_seconds(self, matrix: PackedMatrix, batch: int) -> float:
-        x = torch.zeros(batch, matrix.shape[1], dtype=self._dtype, device=self._device)
-        seconds = []
-        for _ in range(2):
-            started = time.perf_counter()
-            matrix.linear(x)
-            if x.is_cuda:
-                torch.cuda.synchronize(x.device)
-            seconds.append(time.perf_counter() - started)
-        return min(seconds)
 
     @property
     def device_bytes(self) -> int:

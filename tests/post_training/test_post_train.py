@@ -115,7 +115,7 @@ def test_dpo_prefers_what_it_is_shown_and_a_reference_that_was_computed_before_c
     held_out = "--valid-data-path pairs.jsonl --eval-iters 1 --eval-interval 10"
     code, output = post_train(home, "dpo-3", f"{flags} --precompute-ref-log-probs {held_out}")
     assert code == 0, output
-    assert "loading frozen weights" not in output  # both files are the same pairs, which are known
+    assert "loading weights" not in output  # both files are the same pairs, which are known
     assert [untimed(row) for row in rows(home, "dpo-3")] == [untimed(row) for row in before]
     (validation,) = rows(home, "dpo-3", "validation.jsonl")
     assert validation["lm_loss"] < 0.6

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +16,8 @@ from typing import Any
 import generate
 import pytest
 from generate import GenerateConfig, read_prompts
-from helpers.program import run_forked
+from helpers.hf_models import make_llama, save
+from helpers.program import ROOT, run_forked
 from helpers.trained import Trained
 
 from megazpp.inference.sample import SampleConfig
@@ -45,7 +50,62 @@ def test_greedy_texts_are_the_same_with_and_without_the_cache_and_for_1_and_2_tp
     )
     assert texts(split) == texts(alone)
     assert split.count("with the cache: ") == 2  # batches
-    assert split.count("loading checkpoint") == 1
+    assert split.count("loading weights") == 1
+
+
+MEASURED = (
+    "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True);"
+    "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Models of 1 and 9 layers of 4.2 million fp32 weights."""
+    home = tmp_path_factory.mktemp("large")
+    for layers in (1, 9):
+        model = make_llama(vocab_size=300, hidden_size=512, intermediate_size=2304, num_hidden_layers=layers)
+        places = ["--input", str(save(model, home / f"hf{layers}")), "--output", str(home / f"{layers}")]
+        kind = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "299"]
+        code, output = run_forked("tools/convert_checkpoint.py", *places, *kind, folder=home)
+        assert code == 0, output
+    return [home / "1", home / "9"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("--no-bf16",), ("--bf16",), ("--no-bf16", "--tensor-model-parallel-size", "2")])
+def test_weights_are_in_memory_once_in_the_dtype_that_is_computed_in(large: list[Path], flags: tuple[str, ...]):
+    peaks = []
+    for load in large:
+        command = [sys.executable, "tools/generate.py", "--load", str(load), "--prompt", "a", *flags]
+        run = [sys.executable, "-c", MEASURED, *command, "--sample-tokens", "3", "--temperature", "0"]
+        done = subprocess.run(run, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        peaks.append(1024 * int(done.stdout.split()[-1]))
+    weights = 8 * 4_325_376 * (2 if "--bf16" in flags else 4) / (2 if len(flags) > 1 else 1)
+    assert peaks[1] - peaks[0] < 1.3 * weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it_if_that_is_asked_for(
+    trained: Trained, tmp_path: Path, where: str
+):
+    shutil.copytree(trained.load, tmp_path / "load")
+    (good,) = (tmp_path / "load").glob("iter_*")
+    bad = shutil.copytree(good, tmp_path / "load/iter_0000099")
+    values = json.loads((bad / "run.json").read_text())
+    values["progress"]["iteration"] = 99
+    (bad / "run.json").write_text(json.dumps(values))
+    (tmp_path / "load/latest_checkpointed_iteration.txt").write_text("99\n")
+    flags = ["--prompt", PROMPTS[0], "--temperature", "0", "--sample-tokens", "5", "--weights-on", where]
+    load = ["--load", str(tmp_path / "load")]
+    code, output = run_forked("tools/generate.py", *load, *flags, folder=trained.home)
+    assert (code, "run.json is damaged" in output) == (2, True), output
+    code, output = run_forked("tools/generate.py", *load, *flags, "--load-fallback", folder=trained.home)
+    assert code == 0, output
+    assert f"loading weights from {good}" in output
+    assert texts(output) == texts(run(trained, *flags))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -115,6 +116,9 @@ def test_only_links_between_local_domains_are_cross_and_a_notice_says_when_tp_le
                 inside = "tp" if axis == "tp" else "local"
                 assert layout.wire(axis, rank) == ("cross" if leaves else inside)
                 assert layout.link(axis, rank) == cluster.link_between(rank, successor)
+        ring = Counter(layout.link(axis, rank) for rank in range(cluster.world_size) if layout.axis_size(axis) > 1)
+        hops = Counter(cluster.link_between(*pair) for pair in itertools.pairwise(layout.axis_ranks(axis, 0)))
+        assert (layout.links(axis), layout.hops(axis)) == (ring, hops)
     assert bool(layout.notices) == (layout.axis_size("tp") > 1 and list(layout.links("tp")) != ["domain"])
 
 
@@ -245,6 +249,16 @@ def test_131072_ranks_in_any_order_are_planned_in_under_two_seconds():
     assert [len(ranks) for ranks in mine] == [4, 2, 1024, 2048, 16, 1]
     assert wires[:3] == ["tp", "local", "cross"]
     assert seconds < 2
+
+
+def test_what_the_links_of_a_million_ranks_are_follows_from_one_node_of_them():
+    start = time.process_time()
+    layout = plan_layout(Cluster(num_nodes=1 << 17, ranks_per_node=8, domain_size=2), tp=4, replicas=16, islands=2)
+    links = {axis: layout.links(axis) for axis in AXES}
+    assert (links["tp"], links["local"]) == ({"domain": 1 << 19, "node": 1 << 19}, {"node": 1 << 20})
+    assert links["cross"] == links["island"] == {"network": 1 << 20}
+    assert layout.hops("shard") == {"node": 1 << 12, "network": (1 << 12) - 1}
+    assert time.process_time() - start < 1
 
 
 def test_the_log_line_names_domains_and_an_order_of_its_own():
