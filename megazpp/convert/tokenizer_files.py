@@ -57,7 +57,12 @@ def find_differences(tokenizer: Tokenizer) -> list[str]:
     """A line for each way in which transformers, given the tokenizer's files, does something else to a text."""
     if not tokenizer.marks.used and (note := marks_note(tokenizer)):
         return [note]
-    if SENTENCEPIECE in tokenizer.files:
+    if SENTENCEPIECE in tokenizer.files and DEFINITION not in tokenizer.files:
+        if not json.loads(tokenizer.files.get(DESCRIPTION, json.dumps(_PLAIN))).get("split_special_tokens"):
+            return [
+                "of tokenizer.model alone, texts that begin with a space or name special tokens get other ids than in "
+                "transformers; with the tokenizer.json that its save_pretrained writes they get the same"
+            ]
         processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files[SENTENCEPIECE])
         if processor.normalize(_UNUSUAL).replace(_SPACE, " ").removeprefix(" ") != _UNUSUAL:
             return ["the SentencePiece model normalizes texts, transformers does not: some get other ids there"]

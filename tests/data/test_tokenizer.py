@@ -13,6 +13,7 @@ from helpers.hf_models import write_llama_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megazpp.convert.tokenizer_files import find_differences
 from megazpp.data.dataset import DataConfig, check_inputs
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.preprocess import PreprocessConfig, preprocess
@@ -262,6 +263,7 @@ def test_add_bos_token_counts_for_sentencepiece_without_a_tokenizer_json(tmp_pat
         transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(find_tokenizer(folder))
     assert ours is not None
+    assert [line[:24] for line in find_differences(ours)] == ["of tokenizer.model alone"] * (files != "tokenizer.json")
     for text in ("Call me", "never mind", ""):
         ids = theirs(text)["input_ids"]
         assert ours.encode(text) == ids
