@@ -12,7 +12,7 @@ from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder
 from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.tokenizer import read_tokenizer
-from megazpp.data.tokenizer import names_tokenizer
+from megazpp.data.tokenizer import load_tokenizer, marks_note, names_tokenizer
 from megazpp.flags import spelling, wrong_types
 from megazpp.zero.diloco_config import CHOSEN
 
@@ -90,22 +90,38 @@ def with_outer_rates(parsed: ParsedRun, record: RunRecord, folder: CheckpointFol
 def with_checkpoint_tokenizer(parsed: ParsedRun, record: RunRecord, folder: CheckpointFolder) -> ParsedRun:
     """`parsed` with the tokenizer whose files lie beside the checkpoint, unless flags name one.
 
+    Special tokens stay as the checkpoint has them, unless --add-special-tokens or --no-add-special-tokens is given; one
+    that says nothing was made without. Its tokenizer has the model's vocabulary, wherever it lies.
+
     Args:
         folder: of the checkpoint.
     Raises:
         DamagedError: files of the tokenizer are missing or damaged.
+        ValueError: flags name a tokenizer that cannot be read.
     """
-    config = parsed.config
-    if record.tokenizer_folder is None or names_tokenizer(config.tokenizer):
-        return parsed
-    found = read_tokenizer(folder.path, record.tokenizer_folder)
-    notices = [f"the tokenizer is that of {folder.name}: {record.tokenizer_folder}"]
-    size = config.tokenizer.vocab_size
-    if size not in (None, record.vocab_size):
-        notices.append(f"--vocab-size {size} gives way to the checkpoint's {record.vocab_size}")
+    given, notices = parsed.config.tokenizer, []
+    adds, named = bool(record.flags.get("add_special_tokens", False)), names_tokenizer(given)
+    found, names = given, set()
+    if record.tokenizer_folder is not None and not named:
+        found = read_tokenizer(folder.path, record.tokenizer_folder)
+        names = {f.name for f in dataclasses.fields(found)} - {"model_vocab_size"}
+        notices.append(f"the tokenizer is that of {folder.name}: {record.tokenizer_folder}")
+        if given.vocab_size not in (None, record.vocab_size):
+            notices.append(f"--vocab-size {given.vocab_size} gives way to the checkpoint's {record.vocab_size}")
+    found = dataclasses.replace(found, add_special_tokens=adds, model_vocab_size=given.model_vocab_size)
+    tokenizer = load_tokenizer(found) if names_tokenizer(found) else None
+    if named and (tokenizer is None or tokenizer.identity != record.tokenizer):
+        return parsed  # another one
+    if tokenizer is not None and tokenizer.vocab_size != record.vocab_size and given.model_vocab_size is None:
+        found, names = dataclasses.replace(found, model_vocab_size=record.vocab_size), names | {"model_vocab_size"}
+    if "add_special_tokens" in parsed.origins:
+        found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens)
+    elif tokenizer is not None and "add_special_tokens" not in record.flags and (note := marks_note(tokenizer)):
+        notices.append(f"{folder.name} was made before special tokens were added; {note}")
+    by_hand = {name: parsed.origins[name] for name in ("add_special_tokens",) if name in parsed.origins}
     return parsed._replace(
-        config=dataclasses.replace(config, tokenizer=found),
-        origins=parsed.origins | {f.name: "checkpoint" for f in dataclasses.fields(found)},
+        config=dataclasses.replace(parsed.config, tokenizer=found),
+        origins=parsed.origins | dict.fromkeys({*names, "add_special_tokens"}, "checkpoint") | by_hand,
         notices=(*parsed.notices, *notices),
     )
 

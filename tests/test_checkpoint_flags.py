@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.checkpoint.tokenizer import write_tokenizer
 from megazpp.checkpoint_flags import with_checkpoint_flags, with_checkpoint_tokenizer, with_outer_rates
-from megazpp.data.tokenizer import HFTokenizer, TokenizerConfig
+from megazpp.data.tokenizer import HFTokenizer, TokenizerConfig, load_tokenizer
 
 SAVED = {
     "num_layers": 3,
@@ -110,8 +111,10 @@ def beside(folder: CheckpointFolder) -> Path:
 def test_the_tokenizer_beside_the_checkpoint_comes_before_the_path_it_was_trained_with(folder: CheckpointFolder):
     saved = record(beside(folder).name, tokenizer_type="SentencePieceTokenizer", tokenizer_model="/gone.model")
     parsed = with_checkpoint_flags(parse(), saved, folder)
-    expected = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(beside(folder)))
-    assert parsed.config.tokenizer == expected
+    path = str(beside(folder))
+    assert parsed.config.tokenizer == TokenizerConfig(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path, add_special_tokens=False, model_vocab_size=300
+    )
     assert parsed.origins["tokenizer_model"] == "checkpoint"
     for lines in (parsed.notices, with_checkpoint_tokenizer(parse(), saved, folder).notices):
         assert lines == (f"the tokenizer is that of --load {folder.path}: {beside(folder).name}",)
@@ -119,11 +122,36 @@ def test_the_tokenizer_beside_the_checkpoint_comes_before_the_path_it_was_traine
 
 def test_a_tokenizer_that_flags_name_is_taken_whole(folder: CheckpointFolder):
     saved = record(beside(folder).name, vocab_file="v", merge_file="m", tokenizer_type="GPT2BPETokenizer")
-    for argv in (("--tokenizer-model", "my.model"), ("--tokenizer-type", "NullTokenizer")):
+    other = folder.path / "other.json"
+    other.write_text(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).to_str())
+    for argv in (("--tokenizer-model", str(other)), ("--tokenizer-type", "NullTokenizer")):
         given = parse(*argv)
         for parsed in (with_checkpoint_flags(given, saved, folder), with_checkpoint_tokenizer(given, saved, folder)):
             assert parsed.config.tokenizer == given.config.tokenizer
             assert parsed.notices == ()
+
+
+@pytest.mark.parametrize("recorded", [None, True, False])
+def test_special_tokens_and_rows_are_the_checkpoint_s_unless_flags_say_otherwise(tmp_path: Path, recorded: bool | None):
+    """A record that says nothing was made without, and that is said; so with a tokenizer that flags name once more."""
+    definition = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1}, "<s>"))
+    definition.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    made = HFTokenizer(definition.to_str(), add_special_tokens=bool(recorded))
+    flags = {} if recorded is None else {"add_special_tokens": recorded}
+    saved = dataclasses.replace(record(write_tokenizer(tmp_path, made.files), **flags), tokenizer=made.identity)
+    folder = CheckpointFolder(tmp_path, "--load")
+    named = ("--tokenizer-model", str(beside(folder)))
+    for argv in ((), named):
+        parsed = with_checkpoint_flags(parse(*argv), saved, folder)
+        loaded = load_tokenizer(parsed.config.tokenizer)
+        assert loaded is not None
+        assert (loaded.identity, loaded.vocab_size, loaded.encode("</s>")) == (made.identity, 300, made.encode("</s>"))
+        assert [line for line in parsed.notices if "made before special tokens were added" in line] == (
+            [parsed.notices[-1]] if recorded is None else []
+        )
+        other = with_checkpoint_flags(parse(*argv, f"--{'no-' * bool(recorded)}add-special-tokens"), saved, folder)
+        assert other.config.tokenizer.add_special_tokens is not bool(recorded)
+        assert other.config.tokenizer.model_vocab_size == 300
 
 
 def test_a_vocabulary_size_alone_names_no_tokenizer_and_gives_way_with_a_word(folder: CheckpointFolder):

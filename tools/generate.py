@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from megazpp.arguments import RunConfig
+from megazpp.data.tokenizer import marks_note
 from megazpp.flags import check_positive, flag
 from megazpp.inference.text import continue_texts
 from megazpp.inference.weights import Speed, sequences_that_fit
@@ -79,6 +80,8 @@ def run(loaded: Loaded) -> None:
         seed=config.launch.seed,
         cache_on_host=loaded.extra.kv_on == "host",
     )
+    if note := marks_note(loaded.tokenizer):
+        loaded.say(f"note: {note}")
     speed, count = None, 0
     while prompts := world.share_object(next(batches, [])):
         if loaded.streamed is not None and speed is None:

@@ -25,6 +25,7 @@ from megazpp.checkpoint.record import (
     check_same_optimizer,
     data_notes,
     read_record,
+    rows_problem,
 )
 from megazpp.checkpoint.safe_reader import FittingPlanner, SafeReader
 from megazpp.checkpoint.state import MODEL, SCALAR_HEAD, Saved, TrainState
@@ -228,6 +229,8 @@ class CheckpointReader:
             raise ValueError(f"the tokenizer has {own.vocab_size} tokens, that of {checkpoint} had {record.vocab_size}")
         if None not in (own.tokenizer, record.tokenizer) and own.tokenizer != record.tokenizer:
             another = f"the tokenizer gives other ids than that of {checkpoint}"
+            if "add_special_tokens" not in record.flags:
+                another += " (made by a version that did not read all of its files)"
             if source.continues:
                 raise ValueError(f"{another}: leave its flags away to go on with that one, or --finetune begins anew")
             self._say(f"WARNING: {another}")
@@ -282,8 +285,8 @@ class CheckpointReader:
                 problem = f"{key} has no place in it" if wanted is None else f"{key} is missing"
             elif there != wanted if key not in padded else there[1:] != wanted[1:]:
                 problem = f"{key} has shape {there}, not {wanted}"
-            elif key in padded and record.layout and there[0] < record.vocab_size:  # a converted one may have fewer
-                problem = f"{key} has {there[0]} rows, the tokenizer has {record.vocab_size} tokens"
+            elif key in padded and (rows := rows_problem(record, there[0])):
+                problem = f"{key} {rows}"
             else:
                 continue
             raise DamagedError(f"{checkpoint}: the tensors are not of the model that {RECORD} describes: {problem}")

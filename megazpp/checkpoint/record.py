@@ -109,6 +109,14 @@ def read_record(checkpoint: Path) -> RunRecord:
     return record
 
 
+def rows_problem(record: RunRecord, rows: int) -> str | None:
+    """What is wrong with so many rows of a matrix of the vocabulary: a run may pad it, a conversion does not."""
+    if rows == record.vocab_size or (record.layout and rows > record.vocab_size):
+        return None
+    hint = "" if record.layout else "; convert it again: rows decide, and the tokenizer's tokens did when it was made"
+    return f"has {rows} rows for {record.vocab_size} tokens{hint}"
+
+
 # What decides the shapes and the meaning of the weights: flag and the property of GPTConfig that it ends up in.
 SHAPE = {
     "num_layers": "layers",

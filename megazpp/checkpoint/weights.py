@@ -14,7 +14,7 @@ import torch
 
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.read import LoadSource
-from megazpp.checkpoint.record import RunRecord, check_same_model
+from megazpp.checkpoint.record import RunRecord, check_same_model, rows_problem
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL
 from megazpp.checkpoint.together import together
@@ -71,7 +71,7 @@ class WeightReader:
         say(f" loading weights from {self.checkpoint}")
         together(files, lambda: verify_files(self.checkpoint, rank=files.rank, num_ranks=files.size))
         self._reader, self._tp, self._sum = SafeReader(self.checkpoint), model.tp, 0
-        self._saved = together(files, lambda: self._find(model, trained))
+        self._saved = together(files, lambda: self._find(model, record, trained))
 
     def __call__(self, name: str, rows: slice) -> torch.Tensor:
         """These rows of dim 0, on the CPU in the dtype that was saved; rows of padding are zeros."""
@@ -97,7 +97,7 @@ class WeightReader:
             total = axis.all_reduce_(total.to(on)).cpu()
         return spell_checksum(int(total))
 
-    def _find(self, model: GPTModel, trained: Callable[[str], bool]) -> dict[str, _Saved]:
+    def _find(self, model: GPTModel, record: RunRecord, trained: Callable[[str], bool]) -> dict[str, _Saved]:
         entries, found = self._reader.tensors(), {}
         for name, module, attribute, spec in owned_parameters(model):
             if trained(name):
@@ -108,6 +108,8 @@ class WeightReader:
             there = tuple(entries[key].size) if key in entries else None
             if there is None or list(there[1:]) != wanted[1:] or (spec.rows is None and there[0] != wanted[0]):
                 raise ValueError(f"{self.checkpoint}: {key} is {there or 'missing'}, the model's is {tuple(wanted)}")
+            if spec.rows is not None and (problem := rows_problem(record, there[0])):
+                raise ValueError(f"{self.checkpoint}: {key} {problem}")
             found[name] = _Saved(key, spec, part, there, entries[key].properties.dtype)
         return found
 

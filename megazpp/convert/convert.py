@@ -22,7 +22,7 @@ from megazpp.convert.native import open_checkpoint, open_tokenizer, write_weight
 from megazpp.convert.output import check_output, whole_folder
 from megazpp.convert.peft import merged
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
-from megazpp.data.tokenizer import CONFIG, TokenizerConfig, find_tokenizer, load_tokenizer
+from megazpp.data.tokenizer import CONFIG, TokenizerConfig, find_tokenizer, load_tokenizer, marks_note, names_tokenizer
 from megazpp.flags import flag
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
 
@@ -139,9 +139,8 @@ def rewrite(
     model, record = open_checkpoint(source, iteration)
     model = _with(adapter, model)
     tokenizer = open_tokenizer(source, record, given, say)
-    new = dataclasses.replace(
-        record, scaler={}, groups=[], guard={}, layout={}, has_optimizer=False, has_rng=False, tokenizer_folder=None
-    )
+    new = dataclasses.replace(record, scaler={}, groups=[], guard={}, layout={}, tokenizer_folder=None)
+    new = dataclasses.replace(new, vocab_size=model.rows, has_optimizer=False, has_rng=False)
     with whole_folder(target) as folder:
         write_weights(folder, model, new, {} if tokenizer is None else tokenizer.files)
     return f"{target} holds the model as iteration {record.progress.iteration}{_described(model)}"
@@ -149,16 +148,22 @@ def rewrite(
 
 def bring_in(imported: Imported, target: Path, given: TokenizerConfig, say: Callable[[str], None]) -> str:
     """A model as a checkpoint of ours, without an optimizer."""
-    found = given if given != TokenizerConfig() else imported.tokenizer
-    tokenizer = load_tokenizer(found)
-    model = imported.model
-    vocab_size = model.rows if tokenizer is None else tokenizer.vocab_size
+    found = given if names_tokenizer(given) else imported.tokenizer
+    found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens)
+    tokenizer, model = load_tokenizer(found), imported.model
     if tokenizer is None:
         say("note: no tokenizer was found; the flags for one (see --help) record it with the checkpoint")
-    elif vocab_size > model.rows:
-        say(f"note: the tokenizer has {vocab_size} tokens, the model knows the first {model.rows}")
-    if imported.padded:
-        model = model.first_rows(min(vocab_size, model.rows))
+    else:
+        num_ids, missing = tokenizer.vocab_size, "a text with one of the rest is refused"
+        if imported.padded:
+            model = model.first_rows(min(num_ids, model.rows))
+        if num_ids != model.rows:
+            what = missing if num_ids > model.rows else "all count, as in transformers"
+            say(f"note: the tokenizer has {num_ids} tokens, the model's vocabulary is its {model.rows} rows: {what}")
+            tokenizer.fit(model.rows)
+        for note in (marks_note(tokenizer), *find_differences(tokenizer)):
+            if note is not None:
+                say(f"note: {note}")
     schedule = build_schedule(  # which no weights go with
         ScheduleConfig(lr=0.0), weight_decay=0.0, train_iters=1, train_samples=None, global_batch_size=1
     )
@@ -169,7 +174,7 @@ def bring_in(imported: Imported, target: Path, given: TokenizerConfig, say: Call
             groups=[],
             schedule=schedule.state_dict(),
             flags=found_from_anywhere(_flags(model, imported.seq_length, found)),
-            vocab_size=vocab_size,
+            vocab_size=model.rows,
             tokenizer=None if tokenizer is None else tokenizer.identity,
             layout={},
             has_optimizer=False,

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -67,14 +68,18 @@ def open_tokenizer(
     if names_tokenizer(given):
         tokenizer = load_tokenizer(given)
     elif record.tokenizer_folder is not None:
-        tokenizer = load_tokenizer(read_tokenizer(folder, record.tokenizer_folder))
+        adds = bool(record.flags.get("add_special_tokens", False))
+        found = read_tokenizer(folder, record.tokenizer_folder)
+        tokenizer = load_tokenizer(dataclasses.replace(found, add_special_tokens=adds))
     else:
         tokenizer = _remade_tokenizer(record, say)
     if tokenizer is None:
         say("note: the checkpoint comes without a tokenizer; --tokenizer-model adds it to the output")
+    elif record.tokenizer in (None, tokenizer.identity):
+        pass  # the model may have more rows than it has ids, or fewer
     elif tokenizer.vocab_size != record.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, that of {folder} had {record.vocab_size}")
-    elif record.tokenizer not in (None, tokenizer.identity):
+    else:
         say(f"WARNING: the tokenizer gives other ids than that of {folder}")
     return tokenizer
 
@@ -107,7 +112,8 @@ def _read_config(record: RunRecord, where: str) -> GPTConfig:
 
 def _remade_tokenizer(record: RunRecord, say: Callable[[str], None]) -> Tokenizer | None:
     """The tokenizer that the flags of a checkpoint without its files name, or were trained with."""
-    saved = {f.name: record.flags.get(f.name) for f in dataclasses.fields(TokenizerConfig)}
+    saved: dict[str, Any] = {f.name: record.flags.get(f.name) for f in dataclasses.fields(TokenizerConfig)}
+    saved["add_special_tokens"] = bool(saved["add_special_tokens"])
     config, texts = TokenizerConfig(**saved), record.flags.get("text_path") or ()
     if not (names_tokenizer(config) or texts or record.flags.get("mock_data")):
         return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import sentencepiece
 
-from megazpp.data.tokenizer import CONFIG, DEFINITION, DESCRIPTION, SENTENCEPIECE, VOCABULARY, HFTokenizer, Tokenizer
+from megazpp.data.tokenizer import CONFIG, DEFINITION, DESCRIPTION, SENTENCEPIECE, VOCABULARY, Tokenizer, marks_note
 from megazpp.files import write_whole
 
 _EOD = "<eod>"
@@ -31,6 +31,7 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
         return dict.fromkeys(("bos_token_id", "eos_token_id"))
     files = dict(tokenizer.files)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eod) | json.loads(files.pop(CONFIG, b"{}"))
+    ids.pop("model_type", None)  # of what it came from
     if not files:
         made = {DEFINITION: _byte_level(tokenizer.vocab_size), DESCRIPTION: _fast(_EOD) | _PLAIN}
     elif DESCRIPTION in files:
@@ -54,9 +55,14 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
 
 def find_differences(tokenizer: Tokenizer) -> list[str]:
     """A line for each way in which transformers, given the tokenizer's files, does something else to a text."""
-    if isinstance(tokenizer, HFTokenizer) and tokenizer.num_marks:
-        return [f"transformers puts {tokenizer.num_marks} special token(s) around a text, which is not done here"]
-    if SENTENCEPIECE in tokenizer.files:
+    if not tokenizer.marks.used and (note := marks_note(tokenizer)):
+        return [note]
+    if SENTENCEPIECE in tokenizer.files and DEFINITION not in tokenizer.files:
+        if not json.loads(tokenizer.files.get(DESCRIPTION, json.dumps(_PLAIN))).get("split_special_tokens"):
+            return [
+                "of tokenizer.model alone, texts that begin with a space or name special tokens get other ids than in "
+                "transformers; with the tokenizer.json that its save_pretrained writes they get the same"
+            ]
         processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files[SENTENCEPIECE])
         if processor.normalize(_UNUSUAL).replace(_SPACE, " ").removeprefix(" ") != _UNUSUAL:
             return ["the SentencePiece model normalizes texts, transformers does not: some get other ids there"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
@@ -20,6 +20,7 @@ import numpy as np
 from megazpp.data.batch import check_eod
 from megazpp.data.blend import parse_blend
 from megazpp.data.cache import check_cache_dir
+from megazpp.data.gpt_dataset import Sequences
 from megazpp.data.sources import (
     DataSource,
     MockSequences,
@@ -112,6 +113,7 @@ class Dataset(Protocol):
         ...
 
 
+_LOOKED_AT = 64  # sequences of a dataset
 _NO_TOKENIZER = "--tokenizer-model is missing: the ids in --data-path mean nothing without their tokenizer"
 
 
@@ -122,14 +124,35 @@ def check_inputs(config: DataConfig, tokenizer: TokenizerConfig) -> None:
         ValueError: no data is given, a file is missing or damaged, or a tokenizer is; the flag and the file are named.
     """
     _require_source(config)
-    if load_tokenizer(tokenizer) is None and not (config.text_path or config.mock_data):
+    loaded, sources = load_tokenizer(tokenizer), list[DataSource]()
+    if loaded is None and not (config.text_path or config.mock_data):
         raise ValueError(_NO_TOKENIZER)
     check_cache_dir(cache_dir(config))
     if config.text_path:
         check_texts(resolve_text_paths(config.text_path))
     for flag_name, values in {"--data-path": config.data_path, **_paths_by_use(config)}.items():
         if values:
-            open_sources(values, flag_name=flag_name)
+            sources += open_sources(values, flag_name=flag_name).sources
+    if loaded is not None:
+        check_marks([source.sequences for source in sources], loaded, " ".join(source.name for source in sources))
+
+
+def check_marks(datasets: Sequence[Sequences], tokenizer: Tokenizer, name: str) -> None:
+    """Raises ValueError if datasets were all tokenized the other way: with special tokens before texts, or without.
+
+    They say so themselves, whoever has written them: by how their first sequences begin.
+    """
+    before, count = tokenizer.marks.before, len(tokenizer.marks.before)
+    places = [(each, i) for each in datasets for i in range(min(len(each.lengths), _LOOKED_AT)) if each.lengths[i]]
+    begins = [each.get(i)[:count].tolist() == before for each, i in places]
+    if count == 0 or not begins or any(begins) != all(begins) or all(begins) == tokenizer.marks.used:
+        return
+    if tokenizer.marks.used:
+        raise ValueError(
+            f"{name}: no text begins with the special tokens {before} that --add-special-tokens puts there; "
+            "--no-add-special-tokens goes on without, or tokenize it again"
+        )
+    raise ValueError(f"{name}: all texts begin with the special tokens {before}, against --no-add-special-tokens")
 
 
 def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, log: Callable[[str], None]) -> Tokenizer:

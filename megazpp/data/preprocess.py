@@ -21,7 +21,7 @@ import numpy as np
 
 from megazpp.data.documents import BadLine, Block, check_readable, parse_block, read_blocks, stop_or_skip
 from megazpp.data.indexed_dataset import IndexedDatasetBuilder, check_output, optimal_dtype
-from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, document_end, load_tokenizer, marks_note
 from megazpp.data.workers import map_in_processes
 from megazpp.flags import check_positive, flag
 
@@ -104,6 +104,8 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
     loaded = load_tokenizer(tokenizer)
     inputs, prefixes = _check(config, loaded)
     assert loaded is not None
+    if note := marks_note(loaded):
+        log(f"note: {note}")
     dtype, keys = optimal_dtype(loaded.vocab_size), config.json_keys
     progress = PreprocessProgress(total_disk_bytes=sum(path.stat().st_size for path in inputs))
     with contextlib.ExitStack() as stack:
@@ -133,8 +135,8 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
 
 
 def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], append_eod: bool) -> Encoded:
-    """Tokenize the documents of a block; an empty text has no ids, not even an eod."""
-    end = [tokenizer.eod] if append_eod and tokenizer.eod is not None else []
+    """Tokenize the documents of a block; an empty text has no ids, not even marks or an eod."""
+    end, marks = document_end(tokenizer) if append_eod else [], tokenizer.marks.number
     ids = [array.array("i") for _ in keys]  # a list would keep an object for every token of the block: 5 % slower
     lengths: list[list[int]] = [[] for _ in keys]
     bad_lines, text_bytes = [], 0
@@ -144,8 +146,7 @@ def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], app
             continue
         for i, text in enumerate(document):
             tokens = tokenizer.encode(text)
-            if tokens:
-                tokens += end
+            tokens = tokens + end if len(tokens) > marks else []
             ids[i].fromlist(tokens)
             lengths[i].append(len(tokens))
             text_bytes += len(text) if text.isascii() else len(text.encode())

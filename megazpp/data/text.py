@@ -14,7 +14,7 @@ from pathlib import Path
 from megazpp.data.cache import build_once, cache_key
 from megazpp.data.documents import BadLine, check_readable, kind_of, read_texts
 from megazpp.data.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
-from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer
+from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, document_end
 from megazpp.data.tokenizer_training import MAX_CHARACTERS, first_characters, train_sentencepiece
 
 _CORPUS = Path(__file__).parent / "corpus"
@@ -112,7 +112,7 @@ def cached_indexed_dataset(
 
 def write_indexed_dataset(documents: Iterator[str], tokenizer: Tokenizer, prefix: Path) -> None:
     """Tokenize `documents` into `<prefix>.bin` and `<prefix>.idx`, each ended by eod if the tokenizer has one."""
-    end = [] if tokenizer.eod is None else [tokenizer.eod]
+    end = document_end(tokenizer)
     with IndexedDatasetBuilder(prefix, optimal_dtype(tokenizer.vocab_size)) as builder:
         for text in documents:
             builder.add_document(tokenizer.encode(text) + end)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megazpp.data.dataset import DataConfig, Dataset, batch_options, cache_dir
+from megazpp.data.dataset import DataConfig, Dataset, batch_options, cache_dir, check_marks
 from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
 from megazpp.data.loader import BatchLoader
 from megazpp.data.text import cached_indexed_dataset, check_texts, read_documents, resolve_text_paths
@@ -101,9 +101,9 @@ def score_whole(
         files = resolve_text_paths([path])
         prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(data), log=say, flag_name="--input")
     sequences = IndexedDataset(prefix)
-    text = WholeText(
-        sequences, seq_length=data.seq_length, eod=tokenizer.eod, vocab_size=tokenizer.vocab_size, name=path
-    )
+    check_marks([sequences], tokenizer, f"--input {path}")
+    start = None if tokenizer.marks.used and tokenizer.marks.before else tokenizer.eod  # a text begins with its mark
+    text = WholeText(sequences, seq_length=data.seq_length, eod=start, vocab_size=tokenizer.vocab_size, name=path)
     batch_size = micro_batch_size * dims.data_size
     with BatchLoader(
         text,

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
+from helpers.hf_models import write_llama_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megazpp.convert.tokenizer_files import find_differences
+from megazpp.data.dataset import DataConfig, check_inputs
+from megazpp.data.indexed_dataset import IndexedDataset
+from megazpp.data.preprocess import PreprocessConfig, preprocess
+from megazpp.data.text import write_indexed_dataset
 from megazpp.data.tokenizer import (
     ByteTokenizer,
     HFTokenizer,
     SentencePieceTokenizer,
     TokenizerConfig,
+    find_tokenizer,
     load_tokenizer,
 )
 from megazpp.data.tokenizer_training import train_sentencepiece
@@ -189,3 +198,145 @@ def test_the_name_of_eod_in_a_text_is_eod_and_has_its_place(
         assert ids == [*money, tokenizer.eod, *never, tokenizer.eod]
         assert spans[len(money)] == (5, 5 + len(name))
         assert spans[-1] == (10 + len(name), 10 + 2 * len(name))
+
+
+SPECIAL = ["Call me", " two", "money</s>me", "money</s> <s>me", "", "me  me", "[PAD] money", "<|endoftext|>me", "é"]
+BOTH = {"add_bos_token": True, "add_eos_token": True}
+LLAMA: list[dict[str, object]] = [
+    {},
+    BOTH,  # which a tokenizer.json overrules
+    {"tokenizer_class": "LlamaTokenizerFast"},
+    {"tokenizer_class": "LlamaTokenizer", "legacy": True},
+    {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": False},
+    {"tokenizer_class": "LlamaTokenizer", "model_type": "mistral"},
+    {"pad_token": "[PAD]", "eos_token": {"__type": "AddedToken", "content": "</s>", "lstrip": True}},
+    {"extra_special_tokens": ["money"]},
+    {"added_tokens_decoder": {"200": {"content": "[PAD]", "special": False, "normalized": True}}},
+]
+GPT2: list[dict[str, object]] = [
+    {"model_type": "gpt2"},
+    {"tokenizer_class": "GPT2Tokenizer", **BOTH},
+    {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True},
+    {"tokenizer_class": "GPT2Tokenizer", "pad_token": "[PAD]", "add_bos_token": False},
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [*(("llama", each) for each in LLAMA), *((k, each) for k in ("json", "merges") for each in GPT2)],
+)
+def test_a_folder_gives_the_ids_that_transformers_gives_for_it(
+    tmp_path: Path, byte_level_bpe: tokenizers.ByteLevelBPETokenizer, kind: str, config: dict[str, object]
+) -> None:
+    config = dict(config)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": config.pop("model_type", "llama")}))
+    if kind == "llama":
+        write_llama_tokenizer(tmp_path, TEXT, **config)
+    else:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        byte_level_bpe.save_model(str(tmp_path))
+        if kind == "json":
+            byte_level_bpe.save(str(tmp_path / "tokenizer.json"))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(find_tokenizer(tmp_path))
+    plain = load_tokenizer(dataclasses.replace(find_tokenizer(tmp_path), add_special_tokens=False))
+    assert ours is not None
+    assert plain is not None
+    assert ours.vocab_size == plain.vocab_size == len(theirs)
+    marked = False
+    for text in SPECIAL:
+        assert ours.encode(text) == ours.encode_spans(text).ids == theirs(text)["input_ids"], text
+        bare = plain.encode(text)
+        assert bare == ours.encode_spans(text, marked=False).ids == theirs(text, add_special_tokens=False)["input_ids"]
+        marked |= bare != ours.encode(text)
+    assert (ours.identity != plain.identity) == marked
+
+
+@pytest.mark.parametrize("files", ["tokenizer.json", "tokenizer.model"])
+def test_add_bos_token_counts_for_sentencepiece_without_a_tokenizer_json(tmp_path: Path, files: str) -> None:
+    folder = tmp_path / "spm"
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(train_sentencepiece(iter([TEXT]), 288, model_type="bpe"))
+    description = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<eod>", "add_prefix_space": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(description | BOTH | {"eos_token": "<eod>"}))
+    if files == "tokenizer.json":  # as transformers saves it
+        transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(find_tokenizer(folder))
+    assert ours is not None
+    assert [line[:24] for line in find_differences(ours)] == ["of tokenizer.model alone"] * (files != "tokenizer.json")
+    for text in ("Call me", "never mind", ""):
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids
+        assert len(ids) == len(theirs(text, add_special_tokens=False)["input_ids"]) + 2
+
+
+def test_a_truncating_call_before_save_pretrained_cuts_and_pads_nothing_here(tmp_path: Path) -> None:
+    """Its blocks are in the tokenizer.json that transformers writes; tokens that were kept with them are not used."""
+    theirs = transformers.AutoTokenizer.from_pretrained(write_llama_tokenizer(tmp_path, TEXT, pad_token="</s>"))
+    before = load_tokenizer(find_tokenizer(tmp_path))
+    theirs(["money", "me"], truncation=True, max_length=16, padding="max_length")
+    theirs.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert saved["truncation"]["max_length"] == saved["padding"]["strategy"]["Fixed"] == 16
+    ours = load_tokenizer(find_tokenizer(tmp_path))
+    assert before is not None
+    assert ours is not None
+    for text in (TEXT, "me"):
+        assert ours.encode(text) == before.encode(text) == theirs(text)["input_ids"]
+    assert len(ours.encode(TEXT)) > 100
+    assert ours.identity.split("-")[1] != ours.identity.split("-")[3]
+
+
+def test_documents_have_their_marks_once_and_a_run_that_goes_the_other_way_is_refused(tmp_path: Path) -> None:
+    folder = write_llama_tokenizer(tmp_path / "their", TEXT)
+    (tmp_path / "a.jsonl").write_text('{"text": "Call me"}\n{"text": ""}\n{"text": "money"}\n')
+    lines: list[str] = []
+    for name, adds in (("with", True), ("without", False)):
+        config = TokenizerConfig(tokenizer_model=str(folder), add_special_tokens=adds)
+        tokenizer = load_tokenizer(config)
+        assert tokenizer is not None
+        source = PreprocessConfig(
+            input=(str(tmp_path / "a.jsonl"),), output_prefix=str(tmp_path / name), append_eod=True
+        )
+        preprocess(source, config, lines.append)
+        written = IndexedDataset(tmp_path / f"{name}_text_document")
+        ids = [written.get(i).tolist() for i in range(len(written))]
+        assert ids == [[*tokenizer.encode(text), 2] for text in ("Call me", "money")]
+        assert [document[0] == 1 for document in ids] == [adds, adds]
+        write_indexed_dataset(iter(["Call me", "money"]), tokenizer, tmp_path / "streamed")
+        assert (tmp_path / "streamed.bin").read_bytes() == written.bin_path.read_bytes()
+        data = DataConfig(data_path=(str(tmp_path / f"{name}_text_document"),), seq_length=8)
+        check_inputs(data, config)
+        other = dataclasses.replace(config, add_special_tokens=not adds)
+        with pytest.raises(ValueError, match=r"--no-add-special-tokens") as refused:
+            check_inputs(data, other)
+        assert f"{name}_text_document" in str(refused.value)
+    assert "texts get the special tokens [1] before them" in lines[0]
+    assert "--no-add-special-tokens: texts do not get the special tokens [1] before them" in lines[1]
+
+
+def test_one_eod_ends_a_document_whose_tokenizer_ends_it_itself(
+    tmp_path: Path, byte_level_bpe: tokenizers.ByteLevelBPETokenizer
+) -> None:
+    byte_level_bpe.save_model(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(GPT2[1]))
+    tokenizer = load_tokenizer(find_tokenizer(tmp_path))
+    assert tokenizer is not None
+    write_indexed_dataset(iter(["money"]), tokenizer, tmp_path / "a")
+    ids = IndexedDataset(tmp_path / "a").get(0).tolist()
+    assert ids == tokenizer.encode("money")
+    assert ids[0] == ids[-1] == tokenizer.eod != ids[-2]
+
+
+def test_an_id_without_a_row_is_refused_where_it_occurs(tmp_path: Path) -> None:
+    folder = write_llama_tokenizer(tmp_path, TEXT, pad_token="[PAD]")
+    rows = len(transformers.AutoTokenizer.from_pretrained(folder)) - 1
+    tokenizer = load_tokenizer(TokenizerConfig(tokenizer_model=str(folder), model_vocab_size=rows))
+    assert tokenizer is not None
+    assert tokenizer.vocab_size == rows
+    assert tokenizer.encode("money")
+    for encode in (tokenizer.encode, tokenizer.encode_spans):
+        with pytest.raises(ValueError, match=f"the id {rows}, which the model's vocabulary of {rows} tokens has not"):
+            encode("money [PAD]")
+    with pytest.raises(ValueError, match="the tokenizer's </s> has the id 2, the model 2 tokens"):
+        load_tokenizer(TokenizerConfig(tokenizer_model=str(folder), model_vocab_size=2))

@@ -151,7 +151,7 @@ def template(job: Job) -> RunRecord:
         flags=flags | ({"objective": "reward"} if job.case.scalar_head else {}),
         vocab_size=job.case.vocab_size,
         tokenizer="ids",
-        layout={},
+        layout={"tp": job.case.tp},
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import tokenizers
 import torch
 import transformers
 
@@ -88,3 +89,31 @@ def randomized(model: transformers.PreTrainedModel) -> transformers.PreTrainedMo
             is_norm = name.endswith("weight") and parameter.dim() == 1
             parameter.copy_(is_norm + 0.15 * torch.randn(parameter.shape, generator=generator))
     return model.eval()
+
+
+def write_llama_tokenizer(folder: Path, text: str, **config: Any) -> Path:
+    """Llama 2's tokenizer.json of the words of `text`, with a template that puts <s> before a text.
+
+    Args:
+        config: tokenizer_config.json, beside bos_token and eos_token.
+    """
+    space, marks = "\u2581", ["<unk>", "<s>", "</s>"]
+    trained = tokenizers.SentencePieceBPETokenizer()
+    trained.train_from_iterator([text], vocab_size=200, special_tokens=marks)
+    start, body = ({"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}})
+    prepend = {"type": "Prepend", "prepend": space}
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": space}
+    definition = json.loads(trained.to_str()) | {
+        "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]},
+        "pre_tokenizer": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [start, body],
+            "pair": [body, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"} | config))
+    return folder

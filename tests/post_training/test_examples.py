@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+import transformers
+from helpers.hf_models import write_llama_tokenizer
 from pyarrow import parquet
 
-from megazpp.data.tokenizer import ByteTokenizer
+from megazpp.data.tokenizer import ByteTokenizer, EncodedText, find_tokenizer, load_tokenizer
 from megazpp.post_training.chat import ChatTemplate, load_chat_template
 from megazpp.post_training.examples import DataFormatConfig, Examples, read_pairs, read_prompts, read_supervised
 
@@ -128,9 +130,10 @@ def test_an_answer_that_begins_within_a_token_of_its_prompt_is_noted(tmp_path: P
     """As with a tokenizer whose words begin with their space."""
 
     class InPairs(ByteTokenizer):
-        def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        def _encode_spans(self, text: str) -> EncodedText:
             starts = range(0, len(text), 2)
-            return [ord(text[start]) for start in starts], [(start, min(start + 2, len(text))) for start in starts]
+            spans = [(start, min(start + 2, len(text))) for start in starts]
+            return EncodedText([ord(text[start]) for start in starts], spans)
 
     path = write(tmp_path / "a.jsonl", {"prompt": "ab", "completion": "c"}, {"prompt": "abc", "completion": "d"})
     lines: list[str] = []
@@ -216,3 +219,34 @@ def test_prompts_keep_their_columns_and_place(tmp_path: Path) -> None:
 def test_a_length_without_a_token_to_predict_is_refused(value: int) -> None:
     with pytest.raises(ValueError, match=f"--max-length {value} "):
         DataFormatConfig(max_length=value)
+
+
+def test_strings_have_the_tokenizer_s_marks_and_conversations_those_that_their_template_writes(tmp_path: Path) -> None:
+    """The ids that TRL's trainers give a folder of transformers: text and eos as one string, templates as they are."""
+    words = "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money\n" * 9
+    template = "{{ bos_token }}{% for m in messages %}{{ m['role'] + ' ' + m['content'] + eos_token }}{% endfor %}"
+    folder = write_llama_tokenizer(tmp_path / "their", words, chat_template=template)
+    theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(find_tokenizer(folder))
+    assert tokenizer is not None
+    talk = [{"role": "user", "content": "money"}, {"role": "assistant", "content": "little"}]
+    records = [
+        {"prompt": "Call", "completion": " me"},
+        {"prompt": "Call", "completion": " me</s>"},
+        {"text": "money"},
+        {"messages": talk},
+    ]
+    path, config = write(tmp_path / "a.jsonl", *records), DataFormatConfig(max_length=200)
+    chat = load_chat_template(None, tokenizer)
+    examples = read_supervised([path], tokenizer, chat, config, cache_dir=None, log=lambda _: None)
+    rendered = theirs.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
+    answered, text = theirs("Call me</s>")["input_ids"], theirs("money</s>")["input_ids"]
+    assert [examples.row(i)[0].tolist() for i in range(4)] == [answered, answered, text, rendered]
+    first = len(theirs("Call")["input_ids"])
+    learned = [examples.row(i)[1].tolist() for i in range(4)]
+    assert learned[:2] == [[0] * first + [1] * (len(answered) - first)] * 2
+    assert learned[2:] == [[0] + [1] * (len(ids) - 1) for ids in (text, rendered)]
+    assert rendered[:2].count(1) == answered[:2].count(1) == 1
+    prompts = write(tmp_path / "p.jsonl", {"prompt": "money"}, {"prompt": talk[:1]})
+    one, two = read_prompts([prompts], tokenizer, chat, max_prompt_length=50)
+    assert one.tokens == theirs("money")["input_ids"]
+    assert two.tokens == theirs.apply_chat_template(talk[:1], tokenize=True, return_dict=True)["input_ids"]

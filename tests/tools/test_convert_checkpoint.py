@@ -123,13 +123,13 @@ def test_the_format_is_found_or_said_and_the_iteration_chosen(tmp_path: Path, ca
     assert torch.equal(file_tensors(tmp_path / "out")["transformer.wte.weight"], weights["embedding.word.weight"][:300])
 
 
-def test_rows_that_were_there_stay_and_the_tokenizer_s_number_of_tokens_is_recorded(tmp_path: Path, home: Path):
+def test_rows_that_were_there_are_the_vocabulary_and_stay(tmp_path: Path, home: Path):
     """A vocabulary that its makers have padded, 320 rows for 300 tokens, keeps its rows on the way back."""
     source = save(make_llama(vocab_size=320), tmp_path / "theirs")
     shutil.copy(home / "theirs/tokenizer.json", source)
     for name, place in (("theirs", "ours"), ("ours", "back")):
         assert convert_checkpoint.main(["--input", str(tmp_path / name), "--output", str(tmp_path / place)]) == 0
-    assert json.loads((tmp_path / "ours/iter_0000000/run.json").read_text())["vocab_size"] == 300
+    assert json.loads((tmp_path / "ours/iter_0000000/run.json").read_text())["vocab_size"] == 320
     assert len(file_tensors(tmp_path / "back")["model.embed_tokens.weight"]) == 320
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import convert_checkpoint
 import evaluate
 import pytest
+import torch
+import transformers
+from helpers.hf_models import file_tensors, make_llama, save, write_llama_tokenizer
 from helpers.program import run_forked
 from helpers.trained import Trained
 
@@ -89,3 +93,40 @@ def test_what_cannot_be_is_refused_in_one_line(trained: Trained, tmp_path: Path,
         assert message in error
         assert error.count("\n") == 1, error
         assert "--text-path" not in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more_rows", [5, -1])
+def test_an_imported_model_has_the_loss_of_transformers_with_more_rows_than_ids_and_with_fewer(
+    more_rows: int, tmp_path: Path
+):
+    """Every row counts, and no other: logits near -35 show a row that is left out or made up. <s> begins the text."""
+    text = "Call me Ishmael. Some years ago never mind how long precisely having little or no money\n"
+    theirs, ours, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"
+    write_llama_tokenizer(theirs, text, pad_token="[PAD]")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(theirs)
+    tokenizer.save_pretrained(theirs)  # [PAD] in tokenizer.json
+    model = make_llama(vocab_size=len(tokenizer) + more_rows, max_position_embeddings=64)
+    with torch.no_grad():  # each logit minus 35: a channel that is the same everywhere is subtracted
+        model.model.embed_tokens.weight[:, 0] = 30.0
+        model.lm_head.weight[:, 0] = -7.0
+    save(model, theirs)
+    ids = torch.tensor([tokenizer("Call me money")["input_ids"] + [2]])
+    with torch.no_grad():
+        expected = float(model(ids, labels=ids).loss)
+    assert convert_checkpoint.main(["--input", str(theirs), "--output", str(ours)]) == 0
+    (tmp_path / "a.jsonl").write_text('{"text": "Call me money"}\n')
+    flags = ("--load", str(ours), "--input", str(tmp_path / "a.jsonl"), "--tensor-model-parallel-size", "2")
+    code, output = run_forked("tools/evaluate.py", *flags, "--data-cache-path", str(tmp_path / "c"), folder=tmp_path)
+    assert code == 0, output
+    found = float(output.split("lm loss value: ")[1].split()[0])
+    assert abs(found - expected) < 1e-5
+    (tmp_path / "b.jsonl").write_text('{"text": "[PAD] money"}\n')
+    flags = ("--load", str(ours), "--input", str(tmp_path / "b.jsonl"), "--data-cache-path", str(tmp_path / "c"))
+    code, output = run_forked("tools/evaluate.py", *flags, folder=tmp_path)
+    assert (code == 0) == (more_rows > 0)
+    assert (f"the id {len(tokenizer) - 1}, which the model's vocabulary of" in output) == (more_rows < 0)
+    assert convert_checkpoint.main(["--input", str(ours), "--output", str(back)]) == 0
+    kept, given = (file_tensors(folder)["model.embed_tokens.weight"] for folder in (back, theirs))
+    assert torch.equal(kept, given)
+    assert transformers.AutoTokenizer.from_pretrained(back)("[PAD] me").input_ids == tokenizer("[PAD] me").input_ids
