@@ -3,7 +3,8 @@
     expand    `@path` is replaced by the flags that the file holds; every word remembers where it was written
     split     a flag and the words up to the next flag belong together
     sift      Megatron's flags that we do not have are ignored with a notice, or refused with a reason
-    parse     values get the types of their fields; what comes later wins
+    parse     values get the types of their fields; what comes later wins, and by hand a flag wins over those of files
+              that exclude it
 
 A flag file has shell-style lines (quotes, `#` comments, a backslash at the end does no harm) and may itself include
 files with `@path`. Because words remember their place, every later message can say `configs/gpt_125m.args:7`.
@@ -27,7 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from megazpp.flags import FlagSpec, as_words, config_title, flag_name
+from megazpp.flags import FlagSpec, as_words, asks, config_title, flag_name, rivals
 
 COMMAND_LINE = "command line"
 MEGATRON_TABLE = Path(__file__).with_name("megatron_flags.txt")
@@ -120,12 +121,13 @@ class FlagParser:
         """
         given = split_into_flags(expand_flag_files(argv, script_dir))
         flags, notices = sift_flags(given, self.spellings, megatron_flags)
-        return self.parse(flags)._replace(notices=notices)
+        parsed = self.parse(flags)
+        return parsed._replace(notices=(*notices, *parsed.notices))
 
     def parse(self, flags: Sequence[Given]) -> Parsed:
         """The last step, for flags whose names are in `spellings`; errors as of `read`."""
         values: dict[str, Any] = {}
-        origins: dict[str, str] = {}
+        words: dict[str, Given] = {}
         problems = []
         for given in flags:
             try:
@@ -133,15 +135,22 @@ class FlagParser:
             except ValueError as error:
                 problems.append(f"{given.origin}: {error}")
                 continue
+            for name in read:
+                words.pop(name, None)  # the order is that of the last place
             values |= read
-            origins |= dict.fromkeys(read, given.origin)
+            words |= dict.fromkeys(read, given)
         if problems:
             raise ValueError("\n".join(problems))
+        notices = []
+        for name, other in _replaced(self.configs, values, words):
+            if asks(values.pop(other, None)):
+                loser, winner = (f"{' '.join([word.name, *word.values])}" for word in (words[other], words[name]))
+                notices.append(f"{words[other].origin}: {loser} gives way to {winner} ({words[name].origin})")
         configs = (
             config(**{f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values})
             for config in self.configs
         )
-        return Parsed(tuple(configs), origins)
+        return Parsed(tuple(configs), {name: words[name].origin for name in values}, tuple(notices))
 
     def _read(self, given: Given) -> dict[str, Any]:
         """{field name: value} of one flag."""
@@ -157,6 +166,20 @@ class FlagParser:
         if len(given.values) == 1:
             argv = [f"{given.name}={given.values[0]}"]  # the = keeps argparse from reading -1e-3 as a flag
         return vars(self._argparse.parse_args(argv, argparse.Namespace()))
+
+
+def _replaced(
+    configs: Sequence[type], values: Mapping[str, Any], words: Mapping[str, Given]
+) -> Iterator[tuple[str, str]]:
+    """Pairs of given flags that exclude each other, and come from different places: by field, the one that stays first.
+
+    The command line stays, wherever its `@file` stands; of files the one that is read later.
+    """
+    order = {name: (given.origin == COMMAND_LINE, place) for place, (name, given) in enumerate(words.items())}
+    for name, other in rivals(configs, values):
+        sources = [words[each].origin.rpartition(":")[0] for each in (name, other) if each in words]
+        if len(set(sources)) == 2 and order[name] > order[other]:
+            yield name, other
 
 
 # ---- flag files and words -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ between configs, or between them and the machine, in checks.py. command_line.py 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import shlex
 import types
@@ -33,6 +34,7 @@ class FlagSpec(NamedTuple):
     aliases: tuple[str, ...]
     nargs: int | str | None
     metavar: str | None
+    replaces: tuple[str, ...]
 
 
 def flag(
@@ -43,6 +45,7 @@ def flag(
     aliases: Sequence[str] = (),
     nargs: int | str | None = None,
     metavar: str | None = None,
+    replaces: Sequence[str] = (),
 ) -> Any:
     """A dataclass field that is a command-line flag.
 
@@ -52,8 +55,10 @@ def flag(
         aliases: further accepted spellings (newer Megatron names, old ones).
         nargs: for tuple fields: a fixed count, "*" or "+".
         metavar: how the value is shown in --help.
+        replaces: fields of flags that exclude this one: by hand, or in a later file, it takes their place (`rivals`).
     """
-    return dataclasses.field(default=default, metadata={"flag": FlagSpec(help, name, tuple(aliases), nargs, metavar)})
+    spec = FlagSpec(help, name, tuple(aliases), nargs, metavar, tuple(replaces))
+    return dataclasses.field(default=default, metadata={"flag": spec})
 
 
 def flag_name(field: dataclasses.Field[Any]) -> str:
@@ -86,6 +91,40 @@ def check_not_negative(config: Any, *names: str) -> None:
 def spelling(config: Any, name: str) -> str:
     """The flag of a config's field, as it is written."""
     return next(flag_name(field) for field in dataclasses.fields(config) if field.name == name)
+
+
+def rivals(configs: Sequence[Any], given: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Pairs (field of a given flag, field of another flag whose place it takes).
+
+    Args:
+        configs: config classes, or instances of them.
+        given: field name -> value of the flags; none, a --no- and an empty list take no place.
+    """
+    fields = [field for config in configs for field in dataclasses.fields(config) if asks(given.get(field.name))]
+    return [(field.name, other) for field in fields for other in field.metadata["flag"].replaces]
+
+
+def asks(value: Any) -> bool:
+    """Whether a flag's value asks for something: a number does, also 0."""
+    return not (value is None or value is False or value == ())
+
+
+def check_words(config: Any) -> None:
+    """Raises ValueError for the first field of words (`Literal`) whose value has another than these."""
+    for name, hint in _hints(config.__class__).items():
+        value, words = getattr(config, name), _words(hint)
+        if words and not _has_type(value, hint):
+            raise ValueError(f"{spelling(config, name)} {as_words(value)} is not one of {', '.join(map(str, words))}")
+
+
+@functools.cache
+def _hints(config: Any) -> dict[str, Any]:
+    return typing.get_type_hints(config)
+
+
+def _words(hint: Any) -> list[Any]:
+    parts = typing.get_args(hint)
+    return [*parts] if typing.get_origin(hint) is Literal else [word for part in parts for word in _words(part)]
 
 
 def wrong_types(config: type, values: dict[str, Any]) -> list[str]:

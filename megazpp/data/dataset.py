@@ -32,12 +32,14 @@ from megazpp.data.sources import (
 from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.files import cache_folder
-from megazpp.flags import check_not_negative, check_positive, flag
+from megazpp.flags import check_not_negative, check_positive, check_words, flag
 
 T = TypeVar("T")
 
 DEFAULT_VOCAB_SIZE = 4096
 SOURCES = ("--data-path", "--text-path", "--train-data-path, --valid-data-path or --test-data-path", "--mock-data")
+_WHOLE = ("data_path", "text_path", "mock_data")
+_FIELDS = (*_WHOLE, "train_data_path", "valid_data_path", "test_data_path")
 _ONE_SOURCE = f"exactly one source of data is needed: {'; '.join(SOURCES)}; {{}}"
 _TAKEN_BACK = " (given again without a value, a flag takes an earlier one back)"
 
@@ -47,19 +49,25 @@ class DataConfig:
     """Where the tokens come from and how they are cut into samples."""
 
     data_path: tuple[str, ...] = flag(
-        (), "prefixes of .bin/.idx pairs, each optionally preceded by its weight: 0.3 A 0.7 B", nargs="*"
+        (),
+        "prefixes of .bin/.idx pairs, each optionally preceded by its weight: 0.3 A 0.7 B",
+        nargs="*",
+        replaces=_FIELDS,
     )
     text_path: tuple[str, ...] = flag(
-        (), "text files or JSON lines to tokenize (cached), or builtin:moby_dick, instead of --data-path", nargs="*"
+        (),
+        "text files or JSON lines to tokenize (cached), or builtin:moby_dick, instead of --data-path",
+        nargs="*",
+        replaces=_FIELDS,
     )
-    train_data_path: tuple[str, ...] = flag((), "as --data-path, for training alone", nargs="*")
-    valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation alone", nargs="*")
-    test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test alone", nargs="*")
+    train_data_path: tuple[str, ...] = flag((), "as --data-path, for training alone", nargs="*", replaces=_WHOLE)
+    valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation alone", nargs="*", replaces=_WHOLE)
+    test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test alone", nargs="*", replaces=_WHOLE)
     split: str = flag("969, 30, 1", "shares of the documents (of the tokens, if those are few) for each use")
     data_cache_path: str | None = flag(
         None, "directory for indices and trained tokenizers (default: megazpp in the user's cache directory)"
     )
-    mock_data: bool = flag(False, "made-up documents instead of files")
+    mock_data: bool = flag(False, "made-up documents instead of files", replaces=_FIELDS)
     num_workers: int = flag(2, "threads that prepare the next steps' samples; 0 prepares them when asked")
     dataloader_type: Literal["single", "cyclic", "external"] | None = flag(
         None, "only single: the indices already repeat and reshuffle the data for as long as training lasts"
@@ -70,6 +78,7 @@ class DataConfig:
     eod_mask_loss: bool = flag(False, "no loss on predicting what follows an end-of-document token")
 
     def __post_init__(self) -> None:
+        check_words(self)
         check_positive(self, "seq_length")
         check_not_negative(self, "num_workers")
         if len(self.sources) > 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from megazpp.flags import check_not_negative, check_positive, flag, spelling
+from megazpp.flags import check_not_negative, check_positive, check_words, flag, spelling
 from megazpp.post_training.losses import PairLoss, TokenLoss
 
 ROLLOUTS = ("grpo", "ppo")
@@ -84,6 +84,7 @@ class PostTrainingConfig:
     log_completions: int = flag(2, "completions that a log line comes with; completions.jsonl has as many; 0: none")
 
     def __post_init__(self) -> None:
+        check_words(self)
         check_positive(self, "num_generations", "max_completion_length", "rollouts_at_once", "steps_per_generation")
         check_positive(self, "num_iterations", "num_ppo_epochs", "num_mini_batches")
         check_positive(self, "epsilon", "epsilon_high", "cliprange", "cliprange_value")

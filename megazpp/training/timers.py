@@ -25,7 +25,7 @@ from typing import Literal
 
 import torch
 
-from megazpp.flags import flag
+from megazpp.flags import check_words, flag
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import COMPUTE, WAIT, Span, total, track_seconds, union
 from megazpp.topology.layout import DATA_AXES
@@ -55,6 +55,9 @@ class TimersConfig:
     timing_log_option: Literal["max", "minmax", "all"] = flag(
         "minmax", "of which ranks: the slowest, the fastest and the slowest, or all"
     )
+
+    def __post_init__(self) -> None:
+        check_words(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from kernels.block_quant import backend
 from kernels.formats import BlockFormat
-from megazpp.flags import as_words, as_written, check_positive, flag
+from megazpp.flags import as_words, as_written, check_positive, check_words, flag
 from megazpp.topology.layout import Layout
 
 T = TypeVar("T")
@@ -22,9 +22,11 @@ class ZeroConfig:
     """ZeRO and ZeRO++: what is sharded over the data ranks, and how it travels."""
 
     zero_stage: Literal[0, 1, 2, 3] | None = flag(
-        None, "0: nothing, 1: moments, 2: and gradients, 3: and parameters (default 3)"
+        None,
+        "0: nothing, 1: moments, 2: and gradients, 3: and parameters (default 3)",
+        replaces=["use_distributed_optimizer"],
     )
-    use_distributed_optimizer: bool = flag(False, "Megatron's name for --zero-stage 1")
+    use_distributed_optimizer: bool = flag(False, "Megatron's name for --zero-stage 1", replaces=["zero_stage"])
     zeropp: bool = flag(
         False,
         "ZeRO++: --zero-quantized-weights, --zero-hpz-partition-size auto and --zero-quantized-gradients, each "
@@ -83,6 +85,9 @@ class ZeroConfig:
     overlap_grad_reduce: bool | None = flag(
         None, "reduce gradients under the rest of the backward (default: on with --zeropp)"
     )
+
+    def __post_init__(self) -> None:
+        check_words(self)
 
     @property
     def weight_bits(self) -> tuple[int, ...]:
