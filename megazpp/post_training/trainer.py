@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from megazpp.data.loader import BatchLoader
 from megazpp.errors import user_errors
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.worker import Worker
+from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.data import (
     PreferenceDataset,
@@ -179,14 +181,15 @@ class PostTrainer(Trainer):
 
     def _open_loader(self, dataset: Any, *, ramp_up: bool) -> BatchLoader:
         plan, dims = self.plan.batches, self.run.dims
+        make: Callable[..., Any] = functools.partial(make_supervised_batch, packing=self.form.packing)
+        if self.post.objective != "sft":
+            make = functools.partial(make_pair_batch, ref_logps=dataset.ref_logps)
         return BatchLoader(
             dataset,
             micro_batch_size=plan.micro_batch_size,
             data_rank=dims.data_rank,
             data_size=dims.data_size,
-            make_batch=functools.partial(make_supervised_batch, packing=self.form.packing)
-            if self.post.objective == "sft"
-            else functools.partial(make_pair_batch, ref_logps=dataset.ref_logps),
+            make_batch=functools.partial(make, multiple=row_multiple(self.run.device, dims)),
             device=self.run.device,
             num_workers=self.config.data.num_workers,
             batch_size_at=plan.batch_size_at if ramp_up else None,
