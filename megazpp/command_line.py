@@ -3,8 +3,7 @@
     expand    `@path` is replaced by the flags that the file holds; every word remembers where it was written
     split     a flag and the words up to the next flag belong together
     sift      Megatron's flags that we do not have are ignored with a notice, or refused with a reason
-    parse     values get the types of their fields; what comes later wins, and by hand a flag wins over those of files
-              that exclude it
+    parse     values get the types of their fields; what comes later wins, by hand also over what it excludes in files
 
 A flag file has shell-style lines (quotes, `#` comments, a backslash at the end does no harm) and may itself include
 files with `@path`. Because words remember their place, every later message can say `configs/gpt_125m.args:7`.
@@ -28,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from megazpp.flags import FlagSpec, as_words, asks, config_title, flag_name, rivals
+from megazpp.flags import FlagSpec, as_words, asks, config_title, flag_name
 
 COMMAND_LINE = "command line"
 MEGATRON_TABLE = Path(__file__).with_name("megatron_flags.txt")
@@ -79,10 +78,13 @@ class FlagParser:
         configs: config classes; no two may share a field name or a spelling.
         program: name shown in --help.
         description: first lines of --help.
+        rivals: pairs of fields: the first, by hand or in a later file, takes the place of the second.
     """
 
-    def __init__(self, configs: Sequence[type], *, program: str, description: str = "") -> None:
-        self.configs = tuple(configs)
+    def __init__(
+        self, configs: Sequence[type], *, program: str, description: str = "", rivals: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        self.configs, self._rivals = tuple(configs), rivals
         self._argparse = _RaisingParser(
             prog=program,
             usage="%(prog)s [@file ...] [--flag value ...]",
@@ -141,11 +143,19 @@ class FlagParser:
             words |= dict.fromkeys(read, given)
         if problems:
             raise ValueError("\n".join(problems))
+        rank = {name: (given.origin == COMMAND_LINE, at) for at, (name, given) in enumerate(words.items())}
+        file = {name: given.origin.rpartition(":")[0] for name, given in words.items()}
         notices = []
-        for name, other in _replaced(self.configs, values, words):
-            if asks(values.pop(other, None)):
-                loser, winner = (f"{' '.join([word.name, *word.values])}" for word in (words[other], words[name]))
-                notices.append(f"{words[other].origin}: {loser} gives way to {winner} ({words[name].origin})")
+        for one, other in self._rivals:
+            if (
+                asks(values.get(one))
+                and asks(values.get(other))
+                and file[one] != file[other]
+                and rank[one] > rank[other]
+            ):
+                del values[other]
+                stays, goes = (" ".join([words[name].name, *words[name].values]) for name in (one, other))
+                notices.append(f"{words[other].origin}: {goes} gives way to {stays} ({words[one].origin})")
         configs = (
             config(**{f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values})
             for config in self.configs
@@ -166,20 +176,6 @@ class FlagParser:
         if len(given.values) == 1:
             argv = [f"{given.name}={given.values[0]}"]  # the = keeps argparse from reading -1e-3 as a flag
         return vars(self._argparse.parse_args(argv, argparse.Namespace()))
-
-
-def _replaced(
-    configs: Sequence[type], values: Mapping[str, Any], words: Mapping[str, Given]
-) -> Iterator[tuple[str, str]]:
-    """Pairs of given flags that exclude each other, and come from different places: by field, the one that stays first.
-
-    The command line stays, wherever its `@file` stands; of files the one that is read later.
-    """
-    order = {name: (given.origin == COMMAND_LINE, place) for place, (name, given) in enumerate(words.items())}
-    for name, other in rivals(configs, values):
-        sources = [words[each].origin.rpartition(":")[0] for each in (name, other) if each in words]
-        if len(set(sources)) == 2 and order[name] > order[other]:
-            yield name, other
 
 
 # ---- flag files and words -----------------------------------------------------------------------------------------

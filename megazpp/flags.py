@@ -34,7 +34,6 @@ class FlagSpec(NamedTuple):
     aliases: tuple[str, ...]
     nargs: int | str | None
     metavar: str | None
-    replaces: tuple[str, ...]
 
 
 def flag(
@@ -45,7 +44,6 @@ def flag(
     aliases: Sequence[str] = (),
     nargs: int | str | None = None,
     metavar: str | None = None,
-    replaces: Sequence[str] = (),
 ) -> Any:
     """A dataclass field that is a command-line flag.
 
@@ -55,10 +53,8 @@ def flag(
         aliases: further accepted spellings (newer Megatron names, old ones).
         nargs: for tuple fields: a fixed count, "*" or "+".
         metavar: how the value is shown in --help.
-        replaces: fields of flags that exclude this one: by hand, or in a later file, it takes their place (`rivals`).
     """
-    spec = FlagSpec(help, name, tuple(aliases), nargs, metavar, tuple(replaces))
-    return dataclasses.field(default=default, metadata={"flag": spec})
+    return dataclasses.field(default=default, metadata={"flag": FlagSpec(help, name, tuple(aliases), nargs, metavar)})
 
 
 def flag_name(field: dataclasses.Field[Any]) -> str:
@@ -91,17 +87,6 @@ def check_not_negative(config: Any, *names: str) -> None:
 def spelling(config: Any, name: str) -> str:
     """The flag of a config's field, as it is written."""
     return next(flag_name(field) for field in dataclasses.fields(config) if field.name == name)
-
-
-def rivals(configs: Sequence[Any], given: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pairs (field of a given flag, field of another flag whose place it takes).
-
-    Args:
-        configs: config classes, or instances of them.
-        given: field name -> value of the flags; none, a --no- and an empty list take no place.
-    """
-    fields = [field for config in configs for field in dataclasses.fields(config) if asks(given.get(field.name))]
-    return [(field.name, other) for field in fields for other in field.metadata["flag"].replaces]
 
 
 def asks(value: Any) -> bool:

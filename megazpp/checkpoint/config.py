@@ -33,14 +33,12 @@ class CheckpointConfig:
         "where the schedule is not the checkpoint's, go on with this run's",
         name="--override-opt_param-scheduler",
         aliases=("--override-opt-param-scheduler", "--override-lr-scheduler"),
-        replaces=["use_checkpoint_opt_param_scheduler"],
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
         "where the schedule is not the checkpoint's, go on with the checkpoint's",
         name="--use-checkpoint-opt_param-scheduler",
         aliases=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
-        replaces=["override_opt_param_scheduler"],
     )
 
     def __post_init__(self) -> None:

@@ -38,8 +38,6 @@ T = TypeVar("T")
 
 DEFAULT_VOCAB_SIZE = 4096
 SOURCES = ("--data-path", "--text-path", "--train-data-path, --valid-data-path or --test-data-path", "--mock-data")
-_WHOLE = ("data_path", "text_path", "mock_data")
-_FIELDS = (*_WHOLE, "train_data_path", "valid_data_path", "test_data_path")
 _ONE_SOURCE = f"exactly one source of data is needed: {'; '.join(SOURCES)}; {{}}"
 _TAKEN_BACK = " (given again without a value, a flag takes an earlier one back)"
 
@@ -49,25 +47,19 @@ class DataConfig:
     """Where the tokens come from and how they are cut into samples."""
 
     data_path: tuple[str, ...] = flag(
-        (),
-        "prefixes of .bin/.idx pairs, each optionally preceded by its weight: 0.3 A 0.7 B",
-        nargs="*",
-        replaces=_FIELDS,
+        (), "prefixes of .bin/.idx pairs, each optionally preceded by its weight: 0.3 A 0.7 B", nargs="*"
     )
     text_path: tuple[str, ...] = flag(
-        (),
-        "text files or JSON lines to tokenize (cached), or builtin:moby_dick, instead of --data-path",
-        nargs="*",
-        replaces=_FIELDS,
+        (), "text files or JSON lines to tokenize (cached), or builtin:moby_dick, instead of --data-path", nargs="*"
     )
-    train_data_path: tuple[str, ...] = flag((), "as --data-path, for training alone", nargs="*", replaces=_WHOLE)
-    valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation alone", nargs="*", replaces=_WHOLE)
-    test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test alone", nargs="*", replaces=_WHOLE)
+    train_data_path: tuple[str, ...] = flag((), "as --data-path, for training alone", nargs="*")
+    valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation alone", nargs="*")
+    test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test alone", nargs="*")
     split: str = flag("969, 30, 1", "shares of the documents (of the tokens, if those are few) for each use")
     data_cache_path: str | None = flag(
         None, "directory for indices and trained tokenizers (default: megazpp in the user's cache directory)"
     )
-    mock_data: bool = flag(False, "made-up documents instead of files", replaces=_FIELDS)
+    mock_data: bool = flag(False, "made-up documents instead of files")
     num_workers: int = flag(2, "threads that prepare the next steps' samples; 0 prepares them when asked")
     dataloader_type: Literal["single", "cyclic", "external"] | None = flag(
         None, "only single: the indices already repeat and reshuffle the data for as long as training lasts"

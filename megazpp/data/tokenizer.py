@@ -57,15 +57,13 @@ class TokenizerConfig:
         | None
     ) = flag(None, "kind of tokenizer (default: what --tokenizer-model looks like; trained if there is none)")
     tokenizer_model: str | None = flag(
-        None,
-        "a SentencePiece model, a Hugging Face tokenizer.json, or a directory that holds one",
-        replaces=["vocab_file", "merge_file"],
+        None, "a SentencePiece model, a Hugging Face tokenizer.json, or a directory that holds one"
     )
     vocab_size: int | None = flag(
         None, "pieces of a SentencePiece model to train (default 4096), or of the NullTokenizer (default 256)"
     )
-    vocab_file: str | None = flag(None, "GPT-2's vocab.json, for GPT2BPETokenizer", replaces=["tokenizer_model"])
-    merge_file: str | None = flag(None, "GPT-2's merges.txt, for GPT2BPETokenizer", replaces=["tokenizer_model"])
+    vocab_file: str | None = flag(None, "GPT-2's vocab.json, for GPT2BPETokenizer")
+    merge_file: str | None = flag(None, "GPT-2's merges.txt, for GPT2BPETokenizer")
 
     def __post_init__(self) -> None:
         check_words(self)

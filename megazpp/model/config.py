@@ -31,11 +31,9 @@ class GPTConfig:
     num_query_groups: int = flag(1, "key and value heads, with --group-query-attention")
     max_position_embeddings: int | None = flag(None, "longest sequence the positions are defined for, in tokens")
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag(
-        "learned_absolute", "how positions enter", replaces=["use_rotary_position_embeddings"]
+        "learned_absolute", "how positions enter"
     )
-    use_rotary_position_embeddings: bool = flag(
-        False, "old spelling of --position-embedding-type rope", replaces=["position_embedding_type"]
-    )
+    use_rotary_position_embeddings: bool = flag(False, "old spelling of --position-embedding-type rope")
     rotary_base: float = flag(10000.0, "base of the rotary frequencies")
     rotary_percent: float = flag(1.0, "share of each head that is rotated, 0 to 1")
     use_rope_scaling: bool = flag(
@@ -52,11 +50,9 @@ class GPTConfig:
     norm_epsilon: float = flag(1e-5, "added to the variance inside the norms", aliases=("--layernorm-epsilon",))
     qk_layernorm: bool = flag(False, "normalise queries and keys, each head by itself, before they are rotated")
     apply_layernorm_1p: bool = flag(False, "norm weights are stored as w - 1, so that weight decay pulls to 1")
-    swiglu: bool = flag(False, "SwiGLU instead of GeLU in the MLP", replaces=["squared_relu", "openai_gelu"])
-    squared_relu: bool = flag(False, "squared ReLU instead of GeLU in the MLP", replaces=["swiglu", "openai_gelu"])
-    openai_gelu: bool = flag(
-        False, "the tanh approximation of GeLU, as GPT-2 has it", replaces=["swiglu", "squared_relu"]
-    )
+    swiglu: bool = flag(False, "SwiGLU instead of GeLU in the MLP")
+    squared_relu: bool = flag(False, "squared ReLU instead of GeLU in the MLP")
+    openai_gelu: bool = flag(False, "the tanh approximation of GeLU, as GPT-2 has it")
     untie_embeddings_and_output_weights: bool = flag(False, "give the output layer its own weight")
     disable_bias_linear: bool = flag(False, "no bias in any linear layer")
     add_qkv_bias: bool = flag(False, "bias on the query, key and value projection even with --disable-bias-linear")
@@ -73,14 +69,11 @@ class GPTConfig:
     fp16_lm_cross_entropy: bool = flag(
         False, "accepted and without effect: logits are never kept in fp32, and losses are as exact as if they were"
     )
-    recompute_activations: bool = flag(
-        False, "short for --recompute-granularity selective", replaces=["recompute_granularity"]
-    )
+    recompute_activations: bool = flag(False, "short for --recompute-granularity selective")
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None,
         "full: keep only each layer's input; selective: keep what matrix products and attention give, and recompute "
         "what lies between them (other modules with --recompute-modules)",
-        replaces=["recompute_activations"],
     )
     recompute_modules: tuple[RecomputeModule, ...] | None = flag(
         None,

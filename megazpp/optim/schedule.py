@@ -25,29 +25,17 @@ class ScheduleConfig:
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
         "linear", "shape of the learning rate after warm-up; WSD holds the peak and anneals at the end"
     )
-    lr_decay_iters: int | None = flag(
-        None, "iterations until --min-lr is reached; default: --train-iters", replaces=["lr_decay_samples"]
-    )
-    lr_decay_samples: int | None = flag(
-        None, "samples until --min-lr is reached; default: --train-samples", replaces=["lr_decay_iters"]
-    )
-    lr_warmup_fraction: float | None = flag(
-        None,
-        "linear warm-up as a fraction of the decay iterations or samples",
-        replaces=["lr_warmup_iters", "lr_warmup_samples"],
-    )
-    lr_warmup_iters: int = flag(0, "iterations of linear warm-up", replaces=["lr_warmup_fraction", "lr_warmup_samples"])
-    lr_warmup_samples: int = flag(0, "samples of linear warm-up", replaces=["lr_warmup_fraction", "lr_warmup_iters"])
+    lr_decay_iters: int | None = flag(None, "iterations until --min-lr is reached; default: --train-iters")
+    lr_decay_samples: int | None = flag(None, "samples until --min-lr is reached; default: --train-samples")
+    lr_warmup_fraction: float | None = flag(None, "linear warm-up as a fraction of the decay iterations or samples")
+    lr_warmup_iters: int = flag(0, "iterations of linear warm-up")
+    lr_warmup_samples: int = flag(0, "samples of linear warm-up")
     lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up")
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
         "exponential", "shape of the final anneal of --lr-decay-style WSD"
     )
-    lr_wsd_decay_iters: int | None = flag(
-        None, "iterations of the final anneal of --lr-decay-style WSD", replaces=["lr_wsd_decay_samples"]
-    )
-    lr_wsd_decay_samples: int | None = flag(
-        None, "samples of the final anneal of --lr-decay-style WSD", replaces=["lr_wsd_decay_iters"]
-    )
+    lr_wsd_decay_iters: int | None = flag(None, "iterations of the final anneal of --lr-decay-style WSD")
+    lr_wsd_decay_samples: int | None = flag(None, "samples of the final anneal of --lr-decay-style WSD")
     start_weight_decay: float | None = flag(None, "weight decay at the first step; needs an increasing style")
     end_weight_decay: float | None = flag(None, "weight decay at the last step; needs an increasing style")
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(

@@ -48,15 +48,9 @@ class ParallelConfig:
         "split the activations between tensor-parallel regions along the sequence: same bytes, less memory",
     )
     num_distributed_optimizer_instances: int = flag(
-        1,
-        "copies of the sharded model (HSDP): shard inside a copy, all-reduce gradients between copies",
-        replaces=["hsdp"],
+        1, "copies of the sharded model (HSDP): shard inside a copy, all-reduce gradients between copies"
     )
-    hsdp: bool = flag(
-        False,
-        "one copy of the sharded model per node (per NVLink domain, where that is larger)",
-        replaces=["num_distributed_optimizer_instances"],
-    )
+    hsdp: bool = flag(False, "one copy of the sharded model per node (per NVLink domain, where that is larger)")
 
     def __post_init__(self) -> None:
         for name in ("pipeline_model_parallel_size", "context_parallel_size"):

@@ -13,8 +13,6 @@ from functools import cached_property
 
 from megazpp.flags import check_positive, flag
 
-_PARTS = ("decay", "warmup", "wsd_decay")  # of the schedule, which has the run's unit
-
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
@@ -33,16 +31,8 @@ class BatchConfig:
         nargs=3,
         metavar="N",
     )
-    train_iters: int | None = flag(
-        None,
-        "optimizer steps of the run; or give --train-samples",
-        replaces=["train_samples", "rampup_batch_size", *(f"lr_{part}_samples" for part in _PARTS)],
-    )
-    train_samples: int | None = flag(
-        None,
-        "samples of the run; or give --train-iters",
-        replaces=["train_iters", *(f"lr_{part}_iters" for part in _PARTS)],
-    )
+    train_iters: int | None = flag(None, "optimizer steps of the run; or give --train-samples")
+    train_samples: int | None = flag(None, "samples of the run; or give --train-iters")
 
     def __post_init__(self) -> None:
         check_positive(self, "micro_batch_size", "global_batch_size", "train_iters", "train_samples")

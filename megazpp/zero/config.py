@@ -22,11 +22,9 @@ class ZeroConfig:
     """ZeRO and ZeRO++: what is sharded over the data ranks, and how it travels."""
 
     zero_stage: Literal[0, 1, 2, 3] | None = flag(
-        None,
-        "0: nothing, 1: moments, 2: and gradients, 3: and parameters (default 3)",
-        replaces=["use_distributed_optimizer"],
+        None, "0: nothing, 1: moments, 2: and gradients, 3: and parameters (default 3)"
     )
-    use_distributed_optimizer: bool = flag(False, "Megatron's name for --zero-stage 1", replaces=["zero_stage"])
+    use_distributed_optimizer: bool = flag(False, "Megatron's name for --zero-stage 1")
     zeropp: bool = flag(
         False,
         "ZeRO++: --zero-quantized-weights, --zero-hpz-partition-size auto and --zero-quantized-gradients, each "

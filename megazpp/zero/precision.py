@@ -13,18 +13,12 @@ from megazpp.flags import flag
 class PrecisionConfig:
     """Precision: fp32 master weights always; compute in fp32, bf16 or fp16."""
 
-    fp16: bool = flag(False, "compute in fp16, with loss scaling", replaces=["bf16", "grad_reduce_in_bf16"])
-    bf16: bool = flag(False, "compute in bf16", replaces=["fp16"])
+    fp16: bool = flag(False, "compute in fp16, with loss scaling")
+    bf16: bool = flag(False, "compute in bf16")
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        False,
-        "accumulate and reduce gradients in fp32 (always so with --bf16, unless --grad-reduce-in-bf16)",
-        replaces=["grad_reduce_in_bf16"],
+        False, "accumulate and reduce gradients in fp32 (always so with --bf16, unless --grad-reduce-in-bf16)"
     )
-    grad_reduce_in_bf16: bool = flag(
-        False,
-        "reduce gradients in bf16: half the bytes, less exact sums",
-        replaces=["accumulate_allreduce_grads_in_fp32", "fp16"],
-    )
+    grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bf16: half the bytes, less exact sums")
 
     def __post_init__(self) -> None:
         if self.fp16 and self.bf16:
