@@ -108,13 +108,3 @@ def row_multiple(device: torch.device, dims: ParallelDims) -> int:
     Ranks that split a batch (tp) have the same rows; those that have others share no tensor of that length.
     """
     return math.lcm(64 if device.type == "cuda" else 8, dims.tp.size)
-
-
-def last_token_places(mask: torch.Tensor) -> torch.Tensor:
-    """[rows] int64: where in `tokens` the last token of each answer is, at which a reward model gives its score.
-
-    Args:
-        mask: [rows, S] loss mask of the labels; at least one place of each row is 1, and there is room for one more.
-    """
-    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return (places * (mask > 0)).amax(dim=1).clamp(max=mask.shape[1] - 1)

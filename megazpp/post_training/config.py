@@ -7,6 +7,7 @@ otherwise, so that what is drawn is the policy that is trained.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -94,6 +95,8 @@ class PostTrainingConfig:
         for name in ("gamma", "lam"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is not in (0, 1]")
+        if self.ref_checksum is not None and not re.fullmatch(r"[0-9a-f]{16}", self.ref_checksum):
+            raise ValueError(f"--ref-checksum {self.ref_checksum} is no checksum of weights: 16 digits of 0-9 and a-f")
         if not 0.0 <= self.label_smoothing < 0.5:
             raise ValueError(f"--label-smoothing {self.label_smoothing} is not in [0, 0.5)")
         if self.objective is None:

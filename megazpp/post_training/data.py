@@ -60,7 +60,7 @@ class SupervisedDataset:
     """Samples of supervised training: [3, max_length + 1] int64, to be batched by `make_supervised_batch`.
 
     Args:
-        examples: `read_supervised`'s.
+        examples: `read_examples`'s.
         num_samples: how many will be asked for; None for one epoch.
         seed: of their order; None keeps that of the files.
         max_length: S.
@@ -96,10 +96,6 @@ class SupervisedDataset:
             sample[:, start:end] = tokens, mask, np.arange(len(tokens))
         sample[2, end:] = np.arange(sample.shape[1] - end)
         return sample
-
-    def token_counts(self, size: int) -> npt.NDArray[np.int64]:
-        """How often each id below `size` occurs in one epoch: [size]."""
-        return np.bincount(self._examples.tokens, minlength=size)
 
 
 class PreferenceDataset:
@@ -139,10 +135,6 @@ class PreferenceDataset:
         for array in (self._examples.tokens, self._examples.mask, self._examples.starts):
             found.update(np.ascontiguousarray(array).data)
         return found.hexdigest()
-
-    def token_counts(self, size: int) -> npt.NDArray[np.int64]:
-        """How often each id below `size` occurs in one epoch: [size]."""
-        return np.bincount(self._examples.tokens, minlength=size)
 
 
 class PromptDataset:

@@ -19,6 +19,7 @@ from megazpp.checks import RunPlan
 from megazpp.data.dataset import Splits, cache_dir
 from megazpp.data.loader import BatchLoader
 from megazpp.errors import user_errors
+from megazpp.flags import DEFAULT
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.worker import Worker
 from megazpp.post_training.batch import row_multiple
@@ -31,7 +32,7 @@ from megazpp.post_training.data import (
     make_supervised_batch,
 )
 from megazpp.post_training.evaluate import ObjectiveEvaluator
-from megazpp.post_training.examples import read_pairs, read_prompts, read_supervised
+from megazpp.post_training.examples import read_examples, read_prompts
 from megazpp.post_training.lora import AdaptedPolicy, load_adapted, save_adapter
 from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss, Scorer
 from megazpp.post_training.precomputed import known_logps
@@ -96,9 +97,9 @@ class PostTrainer(Trainer):
         )
         found, wanted = self._adapted.settings.checksum, self.post.ref_checksum
         if wanted not in (None, found):
-            raise ValueError(
-                f"the base {source.folder.path} has checksum {found}, the adapters were trained on {wanted}"
-            )
+            by_hand = not self.parsed.origins["ref_checksum"].startswith(DEFAULT)
+            whose = f"--ref-checksum says {wanted}" if by_hand else f"the adapters were trained on {wanted}"
+            raise ValueError(f"the base {source.folder.path} has checksum {found}, {whose}")
         return self._adapted.built
 
     def flags(self) -> dict[str, Any]:
@@ -167,8 +168,8 @@ class PostTrainer(Trainer):
             prompts = read_prompts(files, self.tokenizer, template, max_prompt_length=longest)
             log(f"{use}: {len(prompts):,} prompts")
             return PromptDataset(prompts, num_samples=count, seed=seed)
-        read = read_supervised if self.post.objective == "sft" else read_pairs
-        examples = read(files, self.tokenizer, template, self.form, cache_dir=cache_dir(self.config.data), log=log)
+        pairs, kept = self.post.objective != "sft", cache_dir(self.config.data)
+        examples = read_examples(files, self.tokenizer, template, self.form, pairs=pairs, cache_dir=kept, log=log)
         options: dict[str, Any] = {
             "num_samples": count,
             "seed": seed,
