@@ -22,6 +22,7 @@ from megazpp.checkpoint_flags import with_checkpoint_args, with_checkpoint_token
 from megazpp.checks import check_run_config
 from megazpp.data.dataset import check_inputs
 from megazpp.errors import EXIT_ERROR
+from megazpp.model.float8 import check_device
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
 from megazpp.parallel.worker import leave
 from megazpp.planner.dry_run import dry_run
@@ -62,6 +63,7 @@ def prepare() -> Job | int:
     config = parsed.config
     place = find_place(config.launch)
     plan = check_run_config(config, announced_cluster(config, place), device_type=device_type())
+    check_device(config.model, device_type())
     check_inputs(config.data, config.tokenizer)
     return Job(place, config.launch, functools.partial(run_training, Trainer, parsed, plan, source, earlier))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,31 @@ from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.verify import VerifyConfig
 
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
+_EXCLUSIVE = (  # fields, of which one is given
+    ("train_iters", "train_samples"),
+    ("lr_decay_iters", "lr_decay_samples"),
+    ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
+    ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    ("swiglu", "squared_relu", "openai_gelu"),
+    ("position_embedding_type", "use_rotary_position_embeddings"),
+    ("recompute_granularity", "recompute_activations"),
+    ("fp16", "bf16"),
+    ("fp16", "grad_reduce_in_bf16"),
+    ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"),
+    ("zero_stage", "use_distributed_optimizer"),
+    ("num_distributed_optimizer_instances", "hsdp"),
+    ("tokenizer_model", "vocab_file"),
+    ("tokenizer_model", "merge_file"),
+    ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
+    *(("data_path", "text_path", "mock_data", f"{use}_data_path") for use in ("train", "valid", "test")),
+)
+_PARTS = ("decay", "warmup", "wsd_decay")  # of the schedule, in the unit of the run's length
+RIVALS = (  # of each pair the first, given by hand, takes the place of the second in a file
+    *(pair for group in _EXCLUSIVE for pair in itertools.permutations(group, 2)),
+    *(("train_iters", f"lr_{part}_samples") for part in _PARTS),
+    *(("train_samples", f"lr_{part}_iters") for part in _PARTS),
+    ("train_iters", "rampup_batch_size"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +187,7 @@ def parse_run_config(
         argv = [default_file, *argv]
     classes = typing.get_type_hints(RunConfig)
     parser = FlagParser(
-        [*extra, *classes.values(), ShowConfig], program=program, description=description or _DESCRIPTION
+        [*extra, *classes.values(), ShowConfig], program=program, description=description or _DESCRIPTION, rivals=RIVALS
     )
     (*configs, show), origins, notices = parser.read(argv, script_dir, read_megatron_flags())
     own, configs = configs[: len(extra)], configs[len(extra) :]

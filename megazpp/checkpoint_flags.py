@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megazpp.arguments import ParsedRun
+from megazpp.arguments import RIVALS, ParsedRun
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder
 from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.tokenizer import read_tokenizer
 from megazpp.data.tokenizer import load_tokenizer, marks_note, names_tokenizer
-from megazpp.flags import spelling, wrong_types
+from megazpp.flags import asks, spelling, wrong_types
 from megazpp.zero.diloco_config import CHOSEN
 
 # What a model is and was trained on. Where it runs now, and how it is spread there, is for this program to say.
@@ -34,7 +34,9 @@ def with_checkpoint_flags(
     parsed = with_checkpoint_tokenizer(parsed, record, folder)
     config = parsed.config
     taken = [name for name in parts_taken if name != "tokenizer" or not names_tokenizer(config.tokenizer)]
-    free = {name: value for name, value in record.flags.items() if name not in {*parsed.origins, *OF_THE_DEVICE}}
+    given = {name: value for name, value in parsed.values().items() if name in parsed.origins}
+    others = {other for name, other in RIVALS if asks(given.get(name))}
+    free = {name: value for name, value in record.flags.items() if name not in {*given, *others, *OF_THE_DEVICE}}
     where = folder.of(record.progress.iteration) / RECORD
     parts: dict[str, Any] = {name: _updated(getattr(config, name), free, where) for name in taken}
     names = {f.name for name in taken for f in dataclasses.fields(parts[name])} & free.keys()

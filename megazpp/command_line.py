@@ -3,7 +3,7 @@
     expand    `@path` is replaced by the flags that the file holds; every word remembers where it was written
     split     a flag and the words up to the next flag belong together
     sift      Megatron's flags that we do not have are ignored with a notice, or refused with a reason
-    parse     values get the types of their fields; what comes later wins
+    parse     values get the types of their fields; what comes later wins, by hand also over what it excludes in files
 
 A flag file has shell-style lines (quotes, `#` comments, a backslash at the end does no harm) and may itself include
 files with `@path`. Because words remember their place, every later message can say `configs/gpt_125m.args:7`.
@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from megazpp.flags import FlagSpec, as_words, config_title, flag_name
+from megazpp.flags import FlagSpec, as_words, asks, config_title, flag_name
 
 COMMAND_LINE = "command line"
 MEGATRON_TABLE = Path(__file__).with_name("megatron_flags.txt")
@@ -78,10 +78,13 @@ class FlagParser:
         configs: config classes; no two may share a field name or a spelling.
         program: name shown in --help.
         description: first lines of --help.
+        rivals: pairs of fields: the first, by hand or in a later file, takes the place of the second.
     """
 
-    def __init__(self, configs: Sequence[type], *, program: str, description: str = "") -> None:
-        self.configs = tuple(configs)
+    def __init__(
+        self, configs: Sequence[type], *, program: str, description: str = "", rivals: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        self.configs, self._rivals = tuple(configs), rivals
         self._argparse = _RaisingParser(
             prog=program,
             usage="%(prog)s [@file ...] [--flag value ...]",
@@ -120,12 +123,13 @@ class FlagParser:
         """
         given = split_into_flags(expand_flag_files(argv, script_dir))
         flags, notices = sift_flags(given, self.spellings, megatron_flags)
-        return self.parse(flags)._replace(notices=notices)
+        parsed = self.parse(flags)
+        return parsed._replace(notices=(*notices, *parsed.notices))
 
     def parse(self, flags: Sequence[Given]) -> Parsed:
         """The last step, for flags whose names are in `spellings`; errors as of `read`."""
         values: dict[str, Any] = {}
-        origins: dict[str, str] = {}
+        words: dict[str, Given] = {}
         problems = []
         for given in flags:
             try:
@@ -133,15 +137,30 @@ class FlagParser:
             except ValueError as error:
                 problems.append(f"{given.origin}: {error}")
                 continue
+            for name in read:
+                words.pop(name, None)  # the order is that of the last place
             values |= read
-            origins |= dict.fromkeys(read, given.origin)
+            words |= dict.fromkeys(read, given)
         if problems:
             raise ValueError("\n".join(problems))
+        rank = {name: (given.origin == COMMAND_LINE, at) for at, (name, given) in enumerate(words.items())}
+        file = {name: given.origin.rpartition(":")[0] for name, given in words.items()}
+        notices = []
+        for one, other in self._rivals:
+            if (
+                asks(values.get(one))
+                and asks(values.get(other))
+                and file[one] != file[other]
+                and rank[one] > rank[other]
+            ):
+                del values[other]
+                stays, goes = (" ".join([words[name].name, *words[name].values]) for name in (one, other))
+                notices.append(f"{words[other].origin}: {goes} gives way to {stays} ({words[one].origin})")
         configs = (
             config(**{f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values})
             for config in self.configs
         )
-        return Parsed(tuple(configs), origins)
+        return Parsed(tuple(configs), {name: words[name].origin for name in values}, tuple(notices))
 
     def _read(self, given: Given) -> dict[str, Any]:
         """{field name: value} of one flag."""

@@ -14,6 +14,7 @@ between configs, or between them and the machine, in checks.py. command_line.py 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import shlex
 import types
@@ -86,6 +87,29 @@ def check_not_negative(config: Any, *names: str) -> None:
 def spelling(config: Any, name: str) -> str:
     """The flag of a config's field, as it is written."""
     return next(flag_name(field) for field in dataclasses.fields(config) if field.name == name)
+
+
+def asks(value: Any) -> bool:
+    """Whether a flag's value asks for something: a number does, also 0."""
+    return not (value is None or value is False or value == ())
+
+
+def check_words(config: Any) -> None:
+    """Raises ValueError for the first field of words (`Literal`) whose value has another than these."""
+    for name, hint in _hints(config.__class__).items():
+        value, words = getattr(config, name), _words(hint)
+        if words and not _has_type(value, hint):
+            raise ValueError(f"{spelling(config, name)} {as_words(value)} is not one of {', '.join(map(str, words))}")
+
+
+@functools.cache
+def _hints(config: Any) -> dict[str, Any]:
+    return typing.get_type_hints(config)
+
+
+def _words(hint: Any) -> list[Any]:
+    parts = typing.get_args(hint)
+    return [*parts] if typing.get_origin(hint) is Literal else [word for part in parts for word in _words(part)]
 
 
 def wrong_types(config: type, values: dict[str, Any]) -> list[str]:

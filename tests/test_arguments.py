@@ -13,7 +13,11 @@ import pytest
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checks import check_run_config
 from megazpp.command_line import FlagParser, read_megatron_flags
+from megazpp.convert.convert import ConvertConfig
+from megazpp.data.preprocess import PreprocessConfig
+from megazpp.data.tokenizer_training import TrainTokenizerConfig
 from megazpp.flags import FlagSpec, flag_name
+from megazpp.post_training.start import EXTRA
 from megazpp.topology.cluster import Cluster
 
 ROOT = Path(__file__).parent.parent
@@ -185,6 +189,49 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         assert name in text
 
 
+@pytest.mark.parametrize(
+    ("file", "hand"),
+    [
+        ("--lr-warmup-fraction 0.06", "--lr-warmup-iters 0"),
+        ("--lr-warmup-iters 3", "--lr-warmup-fraction 0.1"),
+        ("--train-samples 640 --lr-decay-samples 64 --rampup-batch-size 2 2 8", "--train-iters 10"),
+        ("--lr-decay-iters 10 --lr-warmup-iters 3", "--lr-decay-samples 64 --train-samples 640"),
+        ("--lr-wsd-decay-iters 3", "--lr-wsd-decay-samples 64 --train-samples 640"),
+        ("--data-path a", "--mock-data"),
+        ("--text-path a.txt", "--train-data-path b --valid-data-path c"),
+        ("--train-data-path b --test-data-path c", "--data-path a"),
+        ("--swiglu", "--squared-relu"),
+        ("--squared-relu", "--openai-gelu"),
+        ("--use-rotary-position-embeddings", "--position-embedding-type none"),
+        ("--recompute-granularity full", "--recompute-activations"),
+        ("--bf16 --grad-reduce-in-bf16", "--fp16"),
+        ("--fp16", "--bf16 --grad-reduce-in-bf16"),
+        ("--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32 --bf16"),
+        ("--zero-stage 3", "--use-distributed-optimizer"),
+        ("--num-distributed-optimizer-instances 2", "--hsdp"),
+        ("--vocab-file a --merge-file b", "--tokenizer-model c"),
+        ("--override-lr-scheduler", "--use-checkpoint-lr-scheduler"),
+    ],
+)
+def test_by_hand_a_flag_takes_the_place_of_flags_from_a_file_that_exclude_it(tmp_path: Path, file: str, hand: str):
+    base = SMALL.replace("--mock-data", "").replace("--train-iters 10", "")
+    (tmp_path / "a.args").write_text(f"{base}\n{file}\n")
+    wanted = parse(f"{base} {hand}")
+    for text in (f"@{tmp_path}/a.args {hand}", f"{hand} @{tmp_path}/a.args"):
+        found = parse(text)
+        assert found.config == wanted.config
+        assert found.origins.keys() == wanted.origins.keys()
+        assert f"a.args:2: {file.split(' --')[0]} gives way to {hand.split(' --')[0]}" in found.notices[0]
+    (tmp_path / "b.args").write_text(f"@a.args\n{hand}\n")  # as one file does of a file that it includes
+    assert parse(f"@{tmp_path}/b.args").config == wanted.config
+
+
+def test_a_flag_that_asks_for_nothing_takes_no_place(tmp_path: Path):
+    (tmp_path / "a.args").write_text(f"{SMALL} --bf16 --swiglu --lr-warmup-fraction 0.1")
+    found = parse(f"@{tmp_path}/a.args --no-fp16 --no-squared-relu --data-path --lr-warmup-fraction none")
+    assert (found.config.precision.bf16, found.config.model.swiglu, found.notices) == (True, True, ())
+
+
 # ---- checks -----------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +239,7 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     ("flags", "message"),
     [
         ("--fp16 --bf16", "--fp16 and --bf16 exclude each other"),
+        ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "--lr-warmup-fraction 0.1 and --lr-warmup-iters 2: give only"),
         ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 needs --bf16"),
         ("--eval-iters -1", "--eval-iters -1 is negative"),
     ],
@@ -199,3 +247,13 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_config_that_contradicts_itself_is_refused_when_it_is_read(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(f"{SMALL} {flags}")
+
+
+@pytest.mark.parametrize("config", [*CLASSES, *EXTRA, PreprocessConfig, TrainTokenizerConfig, ConvertConfig])
+def test_a_word_that_a_field_does_not_have_is_refused_in_python_too(config: type) -> None:
+    for field in dataclasses.fields(config):
+        hint = str(typing.get_type_hints(config)[field.name])
+        if "Literal" in hint:
+            value = ("mlp",) if "tuple" in hint else "mlp"
+            with pytest.raises(ValueError, match=f"^{flag_name(field)} mlp is not one of "):
+                config(**{field.name: value})

@@ -65,6 +65,11 @@ def test_model_data_tokenizer_precision_and_seed_are_the_checkpoint_s():
     assert config.data.text_path == ("a.txt", "b.txt")
 
 
+def test_a_given_flag_takes_the_place_of_one_of_the_checkpoint_s_that_excludes_it():
+    config = settle("--fp16", "--mock-data", grad_reduce_in_bf16=True).config
+    assert (config.precision.fp16, config.precision.bf16, config.data.sources) == (True, False, ["--mock-data"])
+
+
 def test_where_and_how_the_tool_runs_is_not():
     config = settle().config
     assert config.launch.nproc is None

@@ -19,12 +19,14 @@ from pathlib import Path
 
 from megazpp.arguments import ParsedRun
 from megazpp.checks import check_run_config
-from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
+from megazpp.model.float8 import check_device
+from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, device_type, find_place, launched_rank
 from megazpp.planner.report import plan_report
 from megazpp.planner.variants import changed
 from megazpp.post_training.dry_run import dry_run_models
 from megazpp.post_training.memory import plan_models
 from megazpp.post_training.start import (
+    check_files,
     check_post_training,
     find_start,
     parse_post_training,
@@ -66,6 +68,9 @@ def prepare(argv: list[str]) -> Job | int:
     if show.plan:
         show_plan(parsed, start.earlier.vocab_size)
         return 0
+    check_device(config.model, device_type())
+    if launched_rank() == 0 and LAUNCHER_PID not in os.environ:  # what our launcher has started, it has checked
+        check_files(start)
     work = functools.partial(run_training, PostTrainer, parsed, plan, start.source, start.earlier)
     return Job(place, config.launch, work)
 

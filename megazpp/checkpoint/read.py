@@ -70,8 +70,9 @@ class LoadSource(NamedTuple):
         self.folder.check_not_inside()
         found = self.folder.iterations()
         if self.iteration is not None and self.iteration not in found:
+            step = "--ref-ckpt-step" if self.folder.flag == "--ref-load" else "--ckpt-step"
             raise ValueError(
-                f"--ckpt-step {self.iteration}: {self.folder.of(self.iteration)} is missing; "
+                f"{step} {self.iteration}: {self.folder.of(self.iteration)} is missing; "
                 f"{self.folder.name} has iterations {', '.join(map(str, found)) or 'none'}"
             )
         wanted = self.iteration

@@ -23,7 +23,7 @@ from megazpp.convert.output import check_output, whole_folder
 from megazpp.convert.peft import merged
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
 from megazpp.data.tokenizer import CONFIG, TokenizerConfig, find_tokenizer, load_tokenizer, marks_note, names_tokenizer
-from megazpp.flags import flag
+from megazpp.flags import check_words, flag
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
 
 
@@ -41,6 +41,9 @@ class ConvertConfig:
     )
     ckpt_step: int | None = flag(None, "convert the checkpoint of this iteration instead of the latest")
     adapter: str | None = flag(None, "folder of a LoRA adapter (adapter_config.json), which is merged into the weights")
+
+    def __post_init__(self) -> None:
+        check_words(self)
 
 
 def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[str], None]) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from megazpp.files import locked, remove, renamed_when_done
 
 
-def check_cache_dir(path: Path) -> None:
+def check_cache_dir(path: Path, flag: str = "--data-cache-path") -> None:
     """Refuse a directory that cannot be made, and make nothing. One that is there may be read-only: all may be in it.
 
     Raises:
@@ -28,9 +28,9 @@ def check_cache_dir(path: Path) -> None:
     """
     existing = next(place for place in (path, *path.parents) if place.exists())
     if not existing.is_dir():
-        raise ValueError(f"--data-cache-path: cannot write {path}: {existing} is no directory")
+        raise ValueError(f"{flag}: cannot write {path}: {existing} is no directory")
     if existing != path and not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"--data-cache-path: cannot write {path}: {existing} cannot be written to")
+        raise ValueError(f"{flag}: cannot write {path}: {existing} cannot be written to")
 
 
 def cache_key(**parts: Any) -> str:

@@ -33,7 +33,7 @@ from megazpp.data.sources import (
 from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.files import cache_folder
-from megazpp.flags import check_not_negative, check_positive, flag
+from megazpp.flags import check_not_negative, check_positive, check_words, flag
 
 T = TypeVar("T")
 
@@ -71,6 +71,7 @@ class DataConfig:
     eod_mask_loss: bool = flag(False, "no loss on predicting what follows an end-of-document token")
 
     def __post_init__(self) -> None:
+        check_words(self)
         check_positive(self, "seq_length")
         check_not_negative(self, "num_workers")
         if len(self.sources) > 1:

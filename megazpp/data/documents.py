@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from io import BufferedIOBase
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Literal, NamedTuple, cast
+from typing import IO, Literal, NamedTuple, TypeVar, cast
 
+T = TypeVar("T")
 Kind = Literal["json lines", "parquet", "text"]
 
 BLOCK_BYTES = 1 << 20
@@ -152,21 +153,8 @@ def read_blocks(path: Path, keys: Sequence[str] | None = None, *, block_bytes: i
 
 def parse_block(block: Block, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
     """The documents of a block: each the texts under `keys`, possibly empty. Blank lines are none."""
-    if block.damage is not None:
-        yield BadLine(block.path, block.first_line, block.damage)
-        return
-    for number, record in _records(block):
-        try:
-            text = record.removeprefix(_BOM).decode() if isinstance(record, bytes) else ""
-            if block.kind == "text":
-                yield (text.replace("\r\n", "\n").replace("\r", "\n"),)
-            else:
-                yield _texts(_json_value(text) if isinstance(record, bytes) else record, keys)
-        except UnicodeDecodeError as error:
-            inside = error.object.count(b"\n", 0, error.start)  # of plain text: its line
-            yield BadLine(block.path, number + inside, f"not UTF-8: {error}")
-        except (ValueError, RecursionError) as error:
-            yield BadLine(block.path, number, str(error))
+    for found in _parsed(block, lambda value: (str(value),) if block.kind == "text" else _texts(value, keys)):
+        yield found if isinstance(found, BadLine) else found[1]
 
 
 def read_texts(path: Path, key: str, on_bad_line: Callable[[BadLine], None]) -> Iterator[str]:
@@ -179,28 +167,40 @@ def read_texts(path: Path, key: str, on_bad_line: Callable[[BadLine], None]) -> 
                 yield document[0]
 
 
-def read_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """The objects of a file's lines, or its rows with all columns, each with its number.
+def read_records(path: Path, read: Callable[[dict[str, object]], T]) -> Iterator[tuple[int, T]]:
+    """What `read` makes of the objects of a file's lines, or of its rows with all columns, each with its number.
 
     Raises:
-        ValueError: the file cannot be read, is plain text, or a line is no object; it is named.
+        ValueError: the file cannot be read, is plain text, or a line is no object, or `read` refuses it; it is named.
     """
     if path.is_file() and kind_of(path) == "text":
         raise ValueError(f"{path} cannot be read: it is plain text, neither JSON lines nor Parquet")
     check_readable(path, ())
     for block in read_blocks(path):
-        if block.damage is not None:
-            raise ValueError(str(BadLine(path, block.first_line, block.damage)))
-        for number, record in _records(block):
-            try:
-                value = _json_value(record.removeprefix(_BOM).decode()) if isinstance(record, bytes) else record
-                if not isinstance(value, dict):
-                    raise ValueError(f"{_named_type(value)}, not an object")
-            except UnicodeDecodeError as error:
-                raise ValueError(str(BadLine(path, number, f"not UTF-8: {error}"))) from error
-            except ValueError as error:
-                raise ValueError(str(BadLine(path, number, str(error)))) from error
-            yield number, value
+        for found in _parsed(block, lambda value: read(_object(value))):
+            if isinstance(found, BadLine):
+                raise ValueError(str(found))
+            yield found
+
+
+def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T] | BadLine]:
+    """What `read` makes of each record, with the number of its line; raises nothing where a record is bad."""
+    if block.damage is not None:
+        yield BadLine(block.path, block.first_line, block.damage)
+        return
+    for number, record in _records(block):
+        try:
+            value: object = record
+            if isinstance(record, bytes):
+                text = record.removeprefix(_BOM).decode()
+                plain = block.kind == "text"
+                value = text.replace("\r\n", "\n").replace("\r", "\n") if plain else _json_value(text)
+            yield number, read(value)
+        except UnicodeDecodeError as error:
+            inside = error.object.count(b"\n", 0, error.start)  # of plain text: its line
+            yield BadLine(block.path, number + inside, f"not UTF-8: {error}")
+        except (ValueError, RecursionError) as error:
+            yield BadLine(block.path, number, str(error))
 
 
 def stop_or_skip(bad: BadLine, on_error: Literal["stop", "skip"], log: Callable[[str], None]) -> None:
@@ -261,10 +261,14 @@ def _json_value(line: str) -> object:
         raise ValueError(f"not JSON: {error}") from error
 
 
-def _texts(record: object, keys: Sequence[str]) -> tuple[str, ...]:
-    if not isinstance(record, dict):
-        raise ValueError(f"{_named_type(record)}, not an object")
-    texts = []
+def _object(value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{_named_type(value)}, not an object")
+    return value
+
+
+def _texts(value: object, keys: Sequence[str]) -> tuple[str, ...]:
+    texts, record = [], _object(value)
     for key in keys:
         text = record.get(key)
         if not isinstance(text, str):

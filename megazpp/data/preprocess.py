@@ -23,7 +23,7 @@ from megazpp.data.documents import BadLine, Block, check_readable, parse_block, 
 from megazpp.data.indexed_dataset import IndexedDatasetBuilder, check_output, optimal_dtype
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, document_end, load_tokenizer, marks_note
 from megazpp.data.workers import map_in_processes
-from megazpp.flags import check_positive, flag
+from megazpp.flags import check_positive, check_words, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,7 @@ class PreprocessConfig:
     overwrite: bool = flag(False, "replace datasets of that name")
 
     def __post_init__(self) -> None:
+        check_words(self)
         check_positive(self, "workers", "log_interval")
         if len(set(self.json_keys)) != len(self.json_keys):
             raise ValueError(f"--json-keys {' '.join(self.json_keys)} names one twice")

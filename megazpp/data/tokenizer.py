@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import sentencepiece
 
-from megazpp.flags import check_positive, flag
+from megazpp.flags import check_positive, check_words, flag
 
 try:
     import tokenizers
@@ -82,6 +82,7 @@ class TokenizerConfig:
     )
 
     def __post_init__(self) -> None:
+        check_words(self)
         check_positive(self, "vocab_size", "model_vocab_size")
 
 

@@ -15,7 +15,7 @@ import sentencepiece
 
 from megazpp.data.documents import check_readable, read_texts, stop_or_skip
 from megazpp.files import check_writable, write_whole
-from megazpp.flags import check_positive, flag
+from megazpp.flags import check_positive, check_words, flag
 
 MAX_CHARACTERS = 100_000_000  # more text does not make a better vocabulary, only a slower one
 _MAX_LINE_CHARACTERS = 4096
@@ -43,6 +43,7 @@ class TrainTokenizerConfig:
     overwrite: bool = flag(False, "replace a tokenizer of that name")
 
     def __post_init__(self) -> None:
+        check_words(self)
         check_positive(self, "vocab_size", "max_characters", "workers")
 
 

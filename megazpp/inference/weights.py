@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from megazpp.flags import check_not_negative, flag
+from megazpp.flags import check_not_negative, check_words, flag
 from megazpp.model.gpt import GPTModel
 from megazpp.zero.packed import Bits
 from megazpp.zero.precision import PrecisionConfig
@@ -43,6 +43,7 @@ class WeightsConfig:
     prefetch_layers: int = flag(1, "layers that are fetched ahead of their use; each costs its packed bytes")
 
     def __post_init__(self) -> None:
+        check_words(self)
         check_not_negative(self, "prefetch_layers")
         if self.weight_store is not None and self.weights_on != "disk":
             raise ValueError(f"--weight-store {self.weight_store} needs --weights-on disk, not {self.weights_on}")

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megazpp.flags import check_positive, flag, spelling
+from megazpp.flags import check_positive, check_words, flag, spelling
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp_act"]
 
@@ -106,6 +106,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         """What layers, hidden size and heads have to do with it is left out where they are not known yet."""
+        check_words(self)
         check_positive(self, "num_attention_heads", "num_layers", "hidden_size", "ffn_hidden_size", "kv_channels")
         check_positive(self, "num_query_groups", "make_vocab_size_divisible_by")
         check_positive(self, "norm_epsilon", "init_method_std", "rotary_base")

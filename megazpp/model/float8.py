@@ -49,6 +49,12 @@ def find_product(config: GPTConfig, device: torch.device) -> Product | None:
     return float8_product(config.fp8_format)
 
 
+def check_device(config: GPTConfig, device_type: str) -> None:
+    """Raises ValueError where no device of this type has float8; which GPU has it, its worker finds out."""
+    if device_type == "cpu":
+        find_product(config, torch.device("cpu"))
+
+
 def float8_product(fmt: Float8Format, *, emulate: bool = False) -> Product:
     """The product of x [..., K], weight [N, K] and bias [N] or None: x W^T + b, [..., N].
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from megazpp.flags import check_not_negative, check_positive, flag, spelling
+from megazpp.flags import check_not_negative, check_positive, check_words, flag, spelling
 from megazpp.optim.apex import ApexAdam, check_apex
 from megazpp.optim.clip import divide_grads_
 from megazpp.tensor_parallel.parameters import local
@@ -42,6 +42,7 @@ class OptimizerConfig:
     clip_grad: float = flag(1.0, "gradients are scaled down to this global L2 norm; 0 turns clipping off")
 
     def __post_init__(self) -> None:
+        check_words(self)
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
             value = getattr(self, name)
             if not 0.0 <= value < 1.0:

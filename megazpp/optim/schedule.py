@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megazpp.flags import check_not_negative, check_positive, flag, spelling
+from megazpp.flags import check_not_negative, check_positive, check_words, flag, spelling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,7 @@ class ScheduleConfig:
     )
 
     def __post_init__(self) -> None:
+        check_words(self)
         check_not_negative(self, "lr", "min_lr")
         if self.lr is not None and self.lr < self.min_lr:
             raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}")

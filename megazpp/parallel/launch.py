@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megazpp.flags import check_not_negative, check_positive, flag, spelling
+from megazpp.flags import check_not_negative, check_positive, check_words, flag, spelling
 
 DEFAULT_CPU_WORKERS = 4
 LARGEST_SEED = 2**32 - 1  # that numpy takes
@@ -61,6 +61,7 @@ class LaunchConfig:
     seed: int = flag(1234, "seed of the weights, the data order and dropout")
 
     def __post_init__(self) -> None:
+        check_words(self)
         check_positive(self, "nproc", "distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
         check_not_negative(self, "max_restarts")
         if not 0 <= self.seed <= LARGEST_SEED:

@@ -4,16 +4,20 @@ All of them begin with the fields of a `MicroBatch`, so that the model is called
 row belongs to the label there: `loss_mask[:, t]` is 1 where `labels[:, t]` is a token of the answer, log-probabilities
 at t are of that label, and a value at t is that of the tokens up to and including `tokens[:, t]`.
 
+Rows of data sets and buffers are --max-length long; a batch is as long as what counts of its longest row (`shortened`).
+
 Legend: B pairs or completions of a micro-batch, S tokens of a row.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
-from megazpp.data.batch import mapped
+from megazpp.data.batch import Batch, mapped
+from megazpp.parallel.dims import ParallelDims
 
 
 class PairBatch(NamedTuple):
@@ -37,10 +41,6 @@ class PairBatch(NamedTuple):
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PairBatch:
         """The same pairs on `device`."""
         return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> PairBatch:
-        """The same pairs in page-locked memory, from which copies to a GPU do not block."""
-        return mapped(self, torch.Tensor.pin_memory)
 
 
 class RolloutBatch(NamedTuple):
@@ -76,3 +76,27 @@ class RolloutBatch(NamedTuple):
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> RolloutBatch:
         """The same completions on `device`."""
         return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
+
+
+def shortened(batch: Batch, multiple: int) -> Batch:
+    """A batch without the places of its [B, S] tensors behind which no row has a loss, a score or a value.
+
+    Losses stay what they are: attention looks back only.
+
+    Args:
+        multiple: of which the new S is one, unless it stays (`row_multiple`).
+    """
+    mask: torch.Tensor = batch.loss_mask  # type: ignore[attr-defined]
+    counts = mask.any(dim=0).nonzero()
+    # the token of the last label is an input too: a reward model's score is there, and PPO's last value
+    size = int(counts[-1]) + 2 if len(counts) else 1
+    size = -(-size // multiple) * multiple
+    return mapped(batch, lambda t: t[:, :size].contiguous() if t.dim() == 2 else t)
+
+
+def row_multiple(device: torch.device, dims: ParallelDims) -> int:
+    """What the length of rows is rounded up to: few shapes on a GPU, and equal parts with sequence parallelism.
+
+    Ranks that split a batch (tp) have the same rows; those that have others share no tensor of that length.
+    """
+    return math.lcm(64 if device.type == "cuda" else 8, dims.tp.size)

@@ -36,6 +36,7 @@ DEFAULT_TEMPLATE = """\
 {{- '\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEMPLATE_FILE = "chat_template.jinja"
 # Unicode's noncharacters "for internal use": around the assistant's words until the text is complete
 _BEGIN, _END = "\ufdd0", "\ufdd1"
@@ -123,6 +124,12 @@ class ChatTemplate:
         return ChatText(text, spans)
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[object] | None) -> str:
+        for number, role in enumerate((message["role"] for message in messages), start=1):
+            if not (role in _ROLES or any(f"{quote}{role}{quote}" in self.source for quote in "'\"")):
+                raise ValueError(
+                    f"message {number} has the role {role!r}, which is none of {', '.join(_ROLES)}, and {self.name} has"
+                    " no such word"
+                )
         try:
             return self._template.render(
                 self._variables | {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}

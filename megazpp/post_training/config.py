@@ -7,10 +7,11 @@ micro-batch in places. Every default that differs is listed with its reason in t
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from megazpp.flags import as_words, as_written, check_not_negative, check_positive, flag, spelling
+from megazpp.flags import as_words, as_written, check_not_negative, check_positive, check_words, flag, spelling
 from megazpp.post_training.losses import PairLoss, RewardScale, TokenLoss
 
 ROLLOUTS = ("grpo", "ppo")
@@ -125,6 +126,7 @@ class PostTrainingConfig:
     )
 
     def __post_init__(self) -> None:
+        check_words(self)
         check_positive(self, "num_generations", "max_completion_length", "rollouts_at_once", "steps_per_generation")
         check_positive(self, "num_iterations", "num_ppo_epochs", "num_mini_batches", "ref_model_sync_steps", "delta")
         check_positive(self, "epsilon", "epsilon_high", "cliprange", "cliprange_value", "center_rewards_coefficient")
@@ -134,6 +136,8 @@ class PostTrainingConfig:
         for name in ("gamma", "lam", "ref_model_mixup_alpha"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is not in (0, 1]")
+        if self.ref_checksum is not None and not re.fullmatch(r"[0-9a-f]{16}", self.ref_checksum):
+            raise ValueError(f"--ref-checksum {self.ref_checksum} is no checksum of weights: 16 digits of 0-9 and a-f")
         if not 0.0 <= self.label_smoothing < 0.5:
             raise ValueError(f"--label-smoothing {self.label_smoothing} is not in [0, 0.5)")
         if not all(weight > 0.0 for weight in self.loss_weights or ()):

@@ -9,6 +9,8 @@ takes them as it takes windows of documents:
     supervised    tokens, mask, positions
     pairs         preferred tokens, mask, rejected tokens, mask; the last row begins with the number of the pair
 
+Batches made of them are cut to their longest row, rounded up (`shortened`).
+
 A mask is 1 where the token is to be predicted. With --packing a row holds several examples, each with positions from
 0: the best fit in the order of falling length (as TRL's `bfd`), once for all epochs.
 """
@@ -25,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from megazpp.data.batch import MicroBatch
-from megazpp.post_training.batch import PairBatch
+from megazpp.post_training.batch import PairBatch, shortened
 from megazpp.post_training.examples import Examples, Prompt
 
 
@@ -58,7 +60,7 @@ class SupervisedDataset:
     """Samples of supervised training: [3, max_length + 1] int64, to be batched by `make_supervised_batch`.
 
     Args:
-        examples: `read_supervised`'s.
+        examples: `read_examples`'s.
         num_samples: how many will be asked for; None for one epoch.
         seed: of their order; None keeps that of the files.
         max_length: S.
@@ -94,10 +96,6 @@ class SupervisedDataset:
             sample[:, start:end] = tokens, mask, np.arange(len(tokens))
         sample[2, end:] = np.arange(sample.shape[1] - end)
         return sample
-
-    def token_counts(self, size: int) -> npt.NDArray[np.int64]:
-        """How often each id below `size` occurs in one epoch: [size]."""
-        return np.bincount(self._examples.tokens, minlength=size)
 
 
 class PreferenceDataset:
@@ -138,10 +136,6 @@ class PreferenceDataset:
             found.update(np.ascontiguousarray(array).data)
         return found.hexdigest()
 
-    def token_counts(self, size: int) -> npt.NDArray[np.int64]:
-        """How often each id below `size` occurs in one epoch: [size]."""
-        return np.bincount(self._examples.tokens, minlength=size)
-
 
 class PromptDataset:
     """Prompts in the order of the samples; arguments as for `SupervisedDataset`."""
@@ -157,28 +151,33 @@ class PromptDataset:
         return self._prompts[self._order[index]]
 
 
-def make_supervised_batch(samples: torch.Tensor, *, packing: bool = False) -> MicroBatch:
-    """A micro-batch of [B, 3, S + 1] samples of a `SupervisedDataset`; with packing, attention stays in examples."""
+def make_supervised_batch(samples: torch.Tensor, *, multiple: int = 1, packing: bool = False) -> MicroBatch:
+    """A micro-batch of [B, 3, S + 1] samples of a `SupervisedDataset`; with packing, attention stays in examples.
+
+    Args:
+        multiple: see `shortened`.
+    """
     tokens, mask, positions = samples.unbind(dim=1)
-    positions = positions[:, :-1].contiguous()
-    starts = None
-    if packing:
-        offsets = (positions == 0).flatten().nonzero().flatten()
-        starts = torch.cat([offsets, offsets.new_tensor([positions.numel()])]).to(torch.int32)
-    return MicroBatch(*_inputs(tokens, mask), positions, starts)
+    batch = shortened(MicroBatch(*_inputs(tokens, mask), positions[:, :-1], None), multiple)
+    if not packing:
+        return batch
+    offsets = (batch.position_ids == 0).flatten().nonzero().flatten()
+    starts = torch.cat([offsets, offsets.new_tensor([batch.tokens.numel()])]).to(torch.int32)
+    return batch._replace(document_starts=starts)
 
 
-def make_pair_batch(samples: torch.Tensor, *, ref_logps: torch.Tensor | None = None) -> PairBatch:
+def make_pair_batch(samples: torch.Tensor, *, multiple: int = 1, ref_logps: torch.Tensor | None = None) -> PairBatch:
     """The pairs of [B, 5, S + 1] samples of a `PreferenceDataset`.
 
     Args:
+        multiple: see `shortened`.
         ref_logps: [pairs of the data set, 2] the reference model's log-probabilities of preferred and rejected answers.
     """
     tokens = torch.cat((samples[:, 0], samples[:, 2]))
     mask = torch.cat((samples[:, 1], samples[:, 3]))
     positions = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
     known = None if ref_logps is None else ref_logps[samples[:, 4, 0]].float().t().flatten()
-    return PairBatch(*_inputs(tokens, mask), positions, None, known)
+    return shortened(PairBatch(*_inputs(tokens, mask), positions, None, known), multiple)
 
 
 def pack(lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:

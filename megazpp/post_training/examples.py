@@ -14,22 +14,26 @@ text, and a token that reaches into the answer belongs to it.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from megazpp.data.cache import cache_key, load_or_save_arrays
-from megazpp.data.documents import BadLine, read_records
+from megazpp.data.documents import read_records
 from megazpp.data.text import content_hash
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.flags import check_positive, flag
 from megazpp.post_training.chat import ChatTemplate, Message
 
+T = TypeVar("T")
 Record = Mapping[str, Any]
+_SAME = "'chosen' and 'rejected' are the same"
 _SUPERVISED = "'messages', nor 'prompt' and 'completion', nor 'text'"
 
 
@@ -60,8 +64,9 @@ class Examples(NamedTuple):
         tokens: [T] int32.
         mask: [T] uint8, 1 where the token is to be predicted; 0 at the first token of each row.
         starts: [rows + 1] int64 where each row begins in them.
-        counts: [4] int64: examples in the files; of these cut to --max-length, left out because nothing of an answer
-            was left, and those whose answer begins in the middle of a token.
+        counts: [7] int64: examples in the files; of these cut to --max-length, left out because nothing of an answer
+            was left, those whose answer begins in the middle of a token, and pairs left out because both answers are
+            the same; of the first of these file and line.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -91,43 +96,71 @@ class Prompt(NamedTuple):
     place: str
 
 
-def read_supervised(
+def read_examples(
     paths: Sequence[Path],
     tokenizer: Tokenizer,
     template: ChatTemplate,
     config: DataFormatConfig,
     *,
+    pairs: bool,
     cache_dir: Path | None,
-    log: Callable[[str], None],
+    log: Callable[[str], None] = lambda line: None,
+    seconds: float = math.inf,
 ) -> Examples:
-    """Examples for supervised training, tokenized once per node and kept.
+    """Examples for supervised training, or pairs of answers, two rows each; tokenized once per node and kept.
 
     Args:
         cache_dir: where tokens are kept; None keeps them in memory alone.
         log: told before files are tokenized, and what was found.
+        seconds: of which each file has its part.
     Raises:
         ValueError: a line is not such data, it is named; or nothing is left of all.
+        TimeoutError: what was read of each file in its part of `seconds` is such data.
     """
-    return _read(paths, tokenizer, template, config, _supervised_texts, cache_dir, log)
+    texts = _pair_texts if pairs else _supervised_texts
 
+    def build() -> Examples:
+        return _tokenize(paths, tokenizer, config.max_length, lambda record: texts(record, template, config), seconds)
 
-def read_pairs(
-    paths: Sequence[Path],
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    config: DataFormatConfig,
-    *,
-    cache_dir: Path | None,
-    log: Callable[[str], None],
-) -> Examples:
-    """Pairs of answers, two rows each; everything else as for `read_supervised`."""
-    return _read(paths, tokenizer, template, config, _pair_texts, cache_dir, log)
+    if cache_dir is None:
+        examples = build()
+    else:
+        key = cache_key(
+            kind=f"examples-3 {texts.__name__}",
+            data=content_hash(paths),
+            tokenizer=tokenizer.identity,
+            template=template.key,
+            flags=[config.max_length, config.assistant_only_loss, config.completion_only_loss],
+        )
+        path = cache_dir / "examples" / key
+        if not path.exists():
+            log(f"tokenizing {_names(paths)}")
+        examples = Examples(*load_or_save_arrays(path, build))
+    total, cut, empty, within, same, file, line = examples.counts.tolist()
+    log(
+        f"{total:,} examples of {len(examples.tokens):,} tokens: {_names(paths)}"
+        + (f"; {cut:,} were cut to --max-length {config.max_length}" if cut else "")
+        + (f"; {empty:,} left out, of whose answer there is nothing" if empty else "")
+        + (f"; {same:,} left out, because {_SAME}, the first at {paths[file]}, line {line}" if same else "")
+        + (
+            f"; note: the answers of {within:,} begin within a token of their prompt, as nothing that is drawn does: "
+            "a space at the end of a prompt belongs to the answer"
+            if within
+            else ""
+        )
+    )
+    return examples
 
 
 def read_prompts(
-    paths: Sequence[Path], tokenizer: Tokenizer, template: ChatTemplate, *, max_prompt_length: int
+    paths: Sequence[Path],
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    max_prompt_length: int,
+    seconds: float = math.inf,
 ) -> list[Prompt]:
-    """The prompts of some files.
+    """The prompts of some files; `seconds` as for `read_examples`.
 
     Raises:
         ValueError: a line is not such data, or has a longer prompt; it is named. There is none.
@@ -145,7 +178,7 @@ def read_prompts(
             )
         return ids, value, columns
 
-    prompts = [Prompt(ids, value, columns, place) for place, (ids, value, columns) in _each(paths, read)]
+    prompts = [Prompt(*found, f"{path}, line {number}") for path, number, found in _each(paths, read, seconds)]
     if not prompts:
         raise ValueError(f"{_names(paths)}: there is no prompt")
     return prompts
@@ -182,6 +215,8 @@ def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormat
 
 def _pair_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[_Text]:
     chosen, rejected = _value(record, "chosen"), _value(record, "rejected")
+    if chosen == rejected:
+        return []
     if record.get("prompt") is not None:
         prompt = _value(record, "prompt")
     elif type(chosen) is not type(rejected):
@@ -212,6 +247,8 @@ def _answer(
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
         answer = answer[1:] if answer[:1] == prompt else answer  # some data sets repeat it there
+    if answer and not any(message["role"] == "assistant" for message in answer):
+        raise ValueError(f"{name!r} has no message of the role 'assistant'")
     text, spans = _conversation([*prompt, *answer], record, template, config)
     # a template may end the beginning of the assistant's turn otherwise than the turn itself begins
     start = _same(_render_prompt(template, prompt, record), text)
@@ -242,7 +279,7 @@ def _need_conversation(config: DataFormatConfig) -> None:
 
 
 def _value(record: Record, name: str) -> Any:
-    """A string, or messages without the keys that have no value (Parquet gives all messages the same keys)."""
+    """A string, or messages (`_message`)."""
     value = record.get(name)
     if value is None:
         raise ValueError(f"there is no {name!r}, only {_columns(record)}")
@@ -253,7 +290,23 @@ def _value(record: Record, name: str) -> Any:
         isinstance(each, dict) and isinstance(each.get("role"), str) for each in value
     ):
         raise ValueError(f"{name!r} is neither a string nor a list of messages, objects with 'role' and 'content'")
-    return [{key: part for key, part in message.items() if part is not None} for message in value]
+    return [_message(each, f"message {number} of {name!r}") for number, each in enumerate(value, start=1)]
+
+
+def _message(message: Mapping[str, Any], name: str) -> Message:
+    """Without the keys that have no value (Parquet gives all messages the same keys), parts of text as one text."""
+    found = {key: value for key, value in message.items() if value is not None}
+    content, others = found.get("content"), found.keys() - {"role", "name", "content"}
+    if content is None and not any(found[key] for key in others):
+        raise ValueError(f"{name} has the role {found['role']!r} and no content")
+    if isinstance(content, list):
+        for part in content:
+            if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                raise ValueError(f"{name} has a part that is no text: {part!r:.80}")
+        found["content"] = "".join(part["text"] for part in content)
+    elif not isinstance(content, str | None):
+        raise ValueError(f"{name} has the content {content!r:.80}, neither a string nor a list of parts")
+    return found
 
 
 def _columns(record: Record) -> str:
@@ -273,69 +326,37 @@ def _same(a: Sequence[object], b: Sequence[object]) -> int:
     return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _read(
+def _tokenize(
     paths: Sequence[Path],
     tokenizer: Tokenizer,
-    template: ChatTemplate,
-    config: DataFormatConfig,
-    texts: Callable[[Record, ChatTemplate, DataFormatConfig], list[_Text]],
-    cache_dir: Path | None,
-    log: Callable[[str], None],
-) -> Examples:
-    def build() -> Examples:
-        return _tokenize(paths, tokenizer, config.max_length, lambda record: texts(record, template, config))
-
-    if cache_dir is None:
-        examples = build()
-    else:
-        key = cache_key(
-            kind=f"examples-2 {texts.__name__}",
-            data=content_hash(paths),
-            tokenizer=tokenizer.identity,
-            template=template.key,
-            flags=[config.max_length, config.assistant_only_loss, config.completion_only_loss],
-        )
-        path = cache_dir / "examples" / key
-        if not path.exists():
-            log(f"tokenizing {_names(paths)}")
-        examples = Examples(*load_or_save_arrays(path, build))
-    total, cut, empty, within = examples.counts.tolist()
-    log(
-        f"{total:,} examples of {len(examples.tokens):,} tokens: {_names(paths)}"
-        + (f"; {cut:,} were cut to --max-length {config.max_length}" if cut else "")
-        + (f"; {empty:,} left out, of whose answer there is nothing" if empty else "")
-        + (
-            f"; note: the answers of {within:,} begin within a token of their prompt, as nothing that is drawn does: "
-            "a space at the end of a prompt belongs to the answer"
-            if within
-            else ""
-        )
-    )
-    return examples
-
-
-def _tokenize(
-    paths: Sequence[Path], tokenizer: Tokenizer, max_length: int, texts: Callable[[Record], list[_Text]]
+    max_length: int,
+    texts: Callable[[Record], list[_Text]],
+    seconds: float = math.inf,
 ) -> Examples:
     def encode(record: Record) -> list[_Tokens]:
         return [_encode(text, tokenizer) for text in texts(record)]
 
     tokens: list[npt.NDArray[np.int32]] = []
     masks: list[npt.NDArray[np.uint8]] = []
-    total = cut = empty = within = 0
-    for _, rows in _each(paths, encode):
+    total = cut = empty = within = same = 0
+    first = (0, 0)
+    for path, number, rows in _each(paths, encode, seconds):
         total += 1
         cut += any(len(row.ids) > max_length for row in rows)
         within += any(row.begins_within for row in rows)
-        if all(row.mask[:max_length].any() for row in rows):
+        if not all(row.mask[:max_length].any() for row in rows):
+            empty += 1
+        elif not rows or (len(rows) == 2 and np.array_equal(rows[0].ids[:max_length], rows[1].ids[:max_length])):
+            same, first = same + 1, first if same else (paths.index(path), number)
+        else:
             tokens += [row.ids[:max_length] for row in rows]
             masks += [row.mask[:max_length] for row in rows]
-        else:
-            empty += 1
     if not tokens:
-        raise ValueError(f"{_names(paths)}: no example has an answer within --max-length {max_length}")
+        why = f"no example has an answer within --max-length {max_length}" if total else "there is no example"
+        raise ValueError(f"{_names(paths)}: {why}" + (f"; {_SAME}, first in line {first[1]}" if same else ""))
     starts = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
-    return Examples(np.concatenate(tokens), np.concatenate(masks), starts, np.array([total, cut, empty, within]))
+    counts = np.array([total, cut, empty, within, same, *first])
+    return Examples(np.concatenate(tokens), np.concatenate(masks), starts, counts)
 
 
 class _Tokens(NamedTuple):
@@ -366,15 +387,18 @@ def _encode(text: _Text, tokenizer: Tokenizer) -> _Tokens:
     return _Tokens(np.array(ids, dtype=np.int32), mask, within)
 
 
-def _each(paths: Sequence[Path], read: Callable[[Record], Any]) -> Iterator[tuple[str, Any]]:
-    """What `read` makes of each line, and its place; raises ValueError naming the line."""
+def _each(paths: Sequence[Path], read: Callable[[Record], T], seconds: float) -> Iterator[tuple[Path, int, T]]:
+    """What `read` makes of each line, with file and line; errors as of `read_examples`."""
+    cut = False
     for path in paths:
-        for number, record in read_records(path):
-            try:
-                found = read(record)
-            except ValueError as error:
-                raise ValueError(str(BadLine(path, number, str(error)))) from error
-            yield f"{path}, line {number}", found
+        stop = time.monotonic() + seconds / len(paths)
+        for number, found in read_records(path, read):
+            yield path, number, found
+            if time.monotonic() > stop:
+                cut = True
+                break
+    if cut:
+        raise TimeoutError
 
 
 def _names(paths: Sequence[Path]) -> str:

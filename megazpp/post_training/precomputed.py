@@ -23,6 +23,7 @@ from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.together import together
 from megazpp.data.cache import cache_key, check_cache_dir
 from megazpp.files import locked, write_whole
+from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch
 from megazpp.post_training.objectives import Scorer
 from megazpp.training.frozen import FrozenPlace
@@ -86,13 +87,13 @@ def reference_logps(
 
     Each data rank takes every so manieth micro-batch; all of them run equally many.
     """
-    dims, found = place.dims, torch.zeros(len(pairs), 2)
+    dims, found, multiple = place.dims, torch.zeros(len(pairs), 2), row_multiple(place.device, place.dims)
     stride = micro_batch_size * dims.data_size
     with dims.counter.paused():  # no step sends this
         for first in range(dims.data_rank * micro_batch_size, -(-len(pairs) // stride) * stride, stride):
             places = range(first, first + micro_batch_size)
             samples = np.stack([dataset.pair(pairs[each % len(pairs)]) for each in places])
-            batch = make_pair_batch(torch.from_numpy(samples)).to(place.device)
+            batch = make_pair_batch(torch.from_numpy(samples), multiple=multiple).to(place.device)
             logps = (reference.logps(batch) * batch.loss_mask).sum(dim=1).view(2, -1).t().cpu()
             for each, row in zip(places, logps, strict=True):
                 if each < len(pairs):

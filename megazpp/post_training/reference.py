@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.read import find_weights
+from megazpp.checkpoint.read import LoadSource, find_weights
+from megazpp.checkpoint.record import RunRecord
 from megazpp.inference.weights import WeightsConfig
 from megazpp.model.gpt import GPTModel, TokenOutputs
 from megazpp.post_training.objectives import scores_of
@@ -88,6 +89,14 @@ def mix_(reference: Iterable[torch.Tensor], policy: Iterable[torch.Tensor], alph
         local(own).mul_(1.0 - alpha).add_(local(new), alpha=alpha)
 
 
+def find_frozen(folder: CheckpointFolder, iteration: int | None, *, scalar_head: bool) -> tuple[LoadSource, RunRecord]:
+    """The checkpoint of a frozen model, and what it says; raises ValueError if there is none, or no scalar head."""
+    source, record = find_weights(folder, iteration)
+    if scalar_head and record.flags.get("objective") != "reward":
+        raise ValueError(f"{folder.name} is no reward model: it has no scalar head (--objective reward trains one)")
+    return source, record
+
+
 def load_frozen(
     spec: ModelSpec,
     place: FrozenPlace,
@@ -105,9 +114,7 @@ def load_frozen(
     Raises:
         ValueError: there is no checkpoint, or it is another model's or tokenizer's, or has no scalar head.
     """
-    source, record = find_weights(folder, iteration)
-    if spec.scalar_head and record.flags.get("objective") != "reward":
-        raise ValueError(f"{folder.name} is no reward model: it has no scalar head (--objective reward trains one)")
+    source, record = find_frozen(folder, iteration, scalar_head=spec.scalar_head)
     if weights.packs:
         model = load_streamed_model(weights, spec, place, source, record).model
     else:

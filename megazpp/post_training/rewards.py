@@ -8,11 +8,12 @@ function without `**` is given those that it names. All are passed by name.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,13 +96,25 @@ def total_rewards(rewards: torch.Tensor, weights: Sequence[float] | None = None)
     return weighted.nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
 
 
+def check_reward_functions(config: RewardConfig) -> None:
+    """Look for the modules and functions of --reward-funcs, and run nothing of theirs; errors as of `_load`."""
+    for value in config.reward_funcs:
+        module_name, _, name = value.rpartition(":")
+        path = Path(module_name).expanduser()
+        with _importing(value):
+            if path.suffix == ".py":
+                code = compile(path.read_bytes(), path, "exec", dont_inherit=True)
+                if not ({name, "__getattr__", "globals"} & {*code.co_names} or ("*",) in code.co_consts):
+                    raise AttributeError(f"it has no function {name}")
+            elif importlib.util.find_spec(module_name.partition(".")[0]) is None:
+                raise ModuleNotFoundError(f"No module named {module_name!r}")
+
+
 def _load(value: str) -> Callable[..., Any]:
     module_name, _, name = value.rpartition(":")
     path = Path(module_name).expanduser()
-    try:
+    with _importing(value):
         if path.suffix == ".py":
-            if not path.is_file():
-                raise ValueError("there is no such file")
             spec = importlib.util.spec_from_file_location(path.stem, path)
             assert spec is not None
             assert spec.loader is not None
@@ -109,13 +122,20 @@ def _load(value: str) -> Callable[..., Any]:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the module does when it is imported
-        how = "" if path.suffix == ".py" else f" (a file is given as {path}.py:{name})"
-        raise ValueError(f"--reward-funcs {value}: cannot import it: {type(error).__name__}: {error}{how}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"--reward-funcs {value}: {module_name} has no function {name}")
+        if not callable(function := getattr(module, name, None)):
+            raise AttributeError(f"it has no function {name}")
     return function
+
+
+@contextlib.contextmanager
+def _importing(value: str) -> Iterator[None]:
+    """Make a ValueError of whatever happens, which a module is free to choose."""
+    try:
+        yield
+    except Exception as error:
+        module_name, _, name = value.rpartition(":")
+        how = "" if module_name.endswith(".py") else f" (a file is given as {module_name}.py:{name})"
+        raise ValueError(f"--reward-funcs {value}: cannot import it: {type(error).__name__}: {error}{how}") from error
 
 
 def _call(each: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Any]) -> list[float]:

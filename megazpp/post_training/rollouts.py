@@ -28,7 +28,7 @@ import torch
 from megazpp.inference.generate import Drawn
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
-from megazpp.post_training.batch import RolloutBatch
+from megazpp.post_training.batch import RolloutBatch, row_multiple, shortened
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.data import PromptDataset
 from megazpp.post_training.examples import Prompt
@@ -69,20 +69,21 @@ class Buffer(NamedTuple):
     returns: torch.Tensor | None = None
     value_mask: torch.Tensor | None = None
 
-    def batch(self, first: int, last: int) -> RolloutBatch:
-        """Rows `first` to `last` - 1."""
+    def batch(self, first: int, last: int, multiple: int) -> RolloutBatch:
+        """Rows `first` to `last` - 1, `shortened` to a multiple."""
         tokens = self.tokens[first:last]
         positions = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
         others = (self.advantages, self.old_logps, self.ref_logps, self.sampling_logps)
         values = (self.values, self.returns, self.value_mask)
-        return RolloutBatch(
-            tokens[:, :-1].contiguous(),
-            tokens[:, 1:].contiguous(),
+        batch = RolloutBatch(
+            tokens[:, :-1],
+            tokens[:, 1:],
             self.mask[first:last],
             positions,
             None,
             *(None if x is None else x[first:last] for x in (*others, *values)),
         )
+        return shortened(batch, multiple)
 
 
 class Shown(NamedTuple):
@@ -139,8 +140,7 @@ class RolloutLoader:
         self._used_up = place + 1 == config.slices * config.passes
         count = global_batch_size // self._dims.data_size
         first = place % config.slices * count
-        starts = range(first, first + count, self.micro_batch_size)
-        return [self._buffer.batch(start, start + self.micro_batch_size).to(self._device) for start in starts]
+        return self._batches(self._buffer, range(first, first + count, self.micro_batch_size))
 
     def metrics(self) -> Mapping[str, float]:
         """What is known of the current buffer, under TRL's names; the same on all ranks."""
@@ -288,10 +288,16 @@ class RolloutLoader:
         )
 
     def _each(self, buffer: Buffer, ask: Callable[[RolloutBatch], torch.Tensor]) -> torch.Tensor:
-        """What `ask` says of all rows, asked by the micro-batches of the training; on the CPU."""
-        starts = range(0, len(buffer.tokens), self.micro_batch_size)
-        batches = [buffer.batch(start, start + self.micro_batch_size).to(self._device) for start in starts]
-        return torch.cat([ask(batch).cpu() for batch in batches])
+        """What `ask` says of all rows, asked by the micro-batches of the training; on the CPU, 0 behind their rows."""
+        batches = self._batches(buffer, range(0, len(buffer.tokens), self.micro_batch_size))
+        found = [ask(batch).cpu() for batch in batches]
+        if found[0].dim() > 1:  # [B, s, ...] -> [B, S, ...]
+            found = [torch.cat((x, x.new_zeros(len(x), self.max_length - x.shape[1], *x.shape[2:])), 1) for x in found]
+        return torch.cat(found)
+
+    def _batches(self, buffer: Buffer, starts: range) -> list[RolloutBatch]:
+        multiple = row_multiple(self._device, self._dims)
+        return [buffer.batch(start, start + starts.step, multiple).to(self._device) for start in starts]
 
     # ---- numbers ----------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +17,19 @@ from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, saves_where_it_loads
 from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.checkpoint_flags import with_checkpoint_flags
+from megazpp.data.cache import check_cache_dir
+from megazpp.data.dataset import build_tokenizer, cache_dir
 from megazpp.flags import DEFAULT
 from megazpp.inference.weights import WeightsConfig
+from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.config import PostTrainingConfig, objective_defaults
-from megazpp.post_training.examples import DataFormatConfig
+from megazpp.post_training.examples import DataFormatConfig, read_examples, read_prompts
 from megazpp.post_training.lora import LoraConfig
-from megazpp.post_training.rewards import RewardConfig
+from megazpp.post_training.reference import find_frozen
+from megazpp.post_training.rewards import RewardConfig, check_reward_functions
 from megazpp.training.batches import BatchPlan
 
+CHECK_SECONDS = 1.0  # of reading data before anything is started
 LONGEST = 1024  # TRL's --max-length, where the model has so many positions
 TAKEN = ("model", "tokenizer", "precision")  # of a pretraining's flags
 
@@ -115,9 +121,6 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         )
     if config.data.mock_data or config.data.text_path:
         raise ValueError("--text-path and --mock-data are for pretraining: give JSON lines or Parquet (--data-path)")
-    for path in (*train_paths(config), *config.data.valid_data_path, *config.data.test_data_path):
-        if not Path(path).expanduser().is_file():
-            raise ValueError(f"{path} is not a file: post-training reads JSON lines or Parquet")
     if form.packing and post.objective != "sft":
         raise ValueError(f"--packing is for --objective sft, not {post.objective}")
     streams, lora = configs.weights.packs and not post.reward_load, configs.lora.lora_r is not None
@@ -155,6 +158,44 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         )
 
 
+def check_files(start: Start) -> None:
+    """Open what the flags name, as `check_inputs` does for pretraining, and read the data for about a second.
+
+    Raises:
+        ValueError: a checkpoint, tokenizer, template, reward function or line of data is not what it has to be.
+    """
+    config, (post, form, rewards, lora, _) = start.parsed.config, post_configs(start.parsed)
+    if lora.lora_r is not None:
+        lora.settings(config.model)
+    asked = lora.lora_r is not None or post.needs_reference or not start.parsed.origins["ref_load"].startswith(DEFAULT)
+    frozen = [(reference_folder(post), post.ref_ckpt_step, False)] if asked else []
+    if post.reward_load is not None:
+        frozen.append((CheckpointFolder(post.reward_load, "--reward-load"), None, True))
+    for folder, iteration, scalar_head in frozen:
+        source, record = find_frozen(folder, iteration, scalar_head=scalar_head)
+        check_same_model(record.flags, config.model, source.folder.of(source.candidates()[0]))
+        if record.vocab_size != start.earlier.vocab_size:
+            sizes = f"{record.vocab_size} tokens, and that of the policy {start.earlier.vocab_size}"
+            raise ValueError(f"{folder.name}: its tokenizer has {sizes}")
+    check_reward_functions(rewards)
+    folders = {"--save": config.checkpoint.save, "--run-dir": config.tracking.run_dir}
+    for flag, path in {**folders, "--data-cache-path": cache_dir(config.data)}.items():
+        if path is not None:
+            check_cache_dir(Path(path).expanduser(), flag)
+    tokenizer = build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
+    template = load_chat_template(form.chat_template, tokenizer)
+    uses = [paths for paths in (train_paths(config), config.data.valid_data_path, config.data.test_data_path) if paths]
+    for paths in uses:
+        files, seconds = [Path(path).expanduser() for path in paths], CHECK_SECONDS / len(uses)
+        with contextlib.suppress(TimeoutError):
+            if post.draws:
+                longest = form.max_length - post.max_completion_length
+                read_prompts(files, tokenizer, template, max_prompt_length=longest, seconds=seconds)
+            else:
+                pairs, kept = post.objective != "sft", None
+                read_examples(files, tokenizer, template, form, pairs=pairs, cache_dir=kept, seconds=seconds)
+
+
 def train_paths(config: RunConfig) -> tuple[str, ...]:
     """The files of the training data."""
     return config.data.train_data_path or config.data.data_path
@@ -168,6 +209,9 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> Par
         raise ValueError(f"--seq-length {config.data.seq_length}: post-training has --max-length")
     if "max_length" not in parsed.origins:
         form = dataclasses.replace(form, max_length=min(LONGEST, config.model.max_position_embeddings or LONGEST))
+    longest = config.model.max_position_embeddings
+    if longest is not None and form.max_length > longest:
+        raise ValueError(f"--max-length {form.max_length} is longer than --max-position-embeddings {longest}")
     free = {
         **objective_defaults(post.objective),
         "ref_load": str(source.folder.path.resolve()),

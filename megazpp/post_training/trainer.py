@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +20,10 @@ from megazpp.checks import RunPlan
 from megazpp.data.dataset import Splits, cache_dir
 from megazpp.data.loader import BatchLoader
 from megazpp.errors import user_errors
+from megazpp.flags import DEFAULT
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.worker import Worker
+from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.data import (
     PreferenceDataset,
@@ -30,7 +33,7 @@ from megazpp.post_training.data import (
     make_supervised_batch,
 )
 from megazpp.post_training.evaluate import ObjectiveEvaluator
-from megazpp.post_training.examples import read_pairs, read_prompts, read_supervised
+from megazpp.post_training.examples import read_examples, read_prompts
 from megazpp.post_training.lora import AdaptedPolicy, load_adapted, save_adapter
 from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss, Scorer
 from megazpp.post_training.precomputed import known_logps
@@ -96,9 +99,9 @@ class PostTrainer(Trainer):
         )
         found, wanted = self._adapted.settings.checksum, self.post.ref_checksum
         if wanted not in (None, found):
-            raise ValueError(
-                f"the base {source.folder.path} has checksum {found}, the adapters were trained on {wanted}"
-            )
+            by_hand = not self.parsed.origins["ref_checksum"].startswith(DEFAULT)
+            whose = f"--ref-checksum says {wanted}" if by_hand else f"the adapters were trained on {wanted}"
+            raise ValueError(f"the base {source.folder.path} has checksum {found}, {whose}")
         return self._adapted.built
 
     def flags(self) -> dict[str, Any]:
@@ -172,8 +175,8 @@ class PostTrainer(Trainer):
             prompts = read_prompts(files, self.tokenizer, template, max_prompt_length=longest)
             log(f"{use}: {len(prompts):,} prompts")
             return PromptDataset(prompts, num_samples=count, seed=seed)
-        read = read_supervised if self.post.objective == "sft" else read_pairs
-        examples = read(files, self.tokenizer, template, self.form, cache_dir=cache_dir(self.config.data), log=log)
+        pairs, kept = self.post.objective != "sft", cache_dir(self.config.data)
+        examples = read_examples(files, self.tokenizer, template, self.form, pairs=pairs, cache_dir=kept, log=log)
         options: dict[str, Any] = {
             "num_samples": count,
             "seed": seed,
@@ -186,14 +189,15 @@ class PostTrainer(Trainer):
 
     def _open_loader(self, dataset: Any, *, ramp_up: bool) -> BatchLoader:
         plan, dims = self.plan.batches, self.run.dims
+        make: Callable[..., Any] = functools.partial(make_supervised_batch, packing=self.form.packing)
+        if self.post.objective != "sft":
+            make = functools.partial(make_pair_batch, ref_logps=dataset.ref_logps)
         return BatchLoader(
             dataset,
             micro_batch_size=plan.micro_batch_size,
             data_rank=dims.data_rank,
             data_size=dims.data_size,
-            make_batch=functools.partial(make_supervised_batch, packing=self.form.packing)
-            if self.post.objective == "sft"
-            else functools.partial(make_pair_batch, ref_logps=dataset.ref_logps),
+            make_batch=functools.partial(make, multiple=row_multiple(self.run.device, dims)),
             device=self.run.device,
             num_workers=self.config.data.num_workers,
             batch_size_at=plan.batch_size_at if ramp_up else None,

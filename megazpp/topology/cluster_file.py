@@ -39,7 +39,7 @@ from typing import Any, Literal
 
 import yaml
 
-from megazpp.flags import flag
+from megazpp.flags import check_words, flag
 from megazpp.topology.cluster import LINK_KINDS, MOST_RANKS, Cluster, Device, Link, Links, nested_sizes
 from megazpp.topology.shares import CALIBRATIONS
 
@@ -67,6 +67,9 @@ class ClusterConfig:
         "time all-gathers over each axis at start-up and show what its wire does: a few seconds on slow wires; the run "
         "folder's cluster.yaml keeps it for --cluster-file",
     )
+
+    def __post_init__(self) -> None:
+        check_words(self)
 
 
 def detect_cluster(

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from megazpp.errors import JobError
-from megazpp.flags import check_positive, flag
+from megazpp.flags import check_positive, check_words, flag
 from megazpp.optim.clip import GradNorm, grad_norms
 from megazpp.parallel.dims import ParallelDims
 from megazpp.training.batches import BatchPlan
@@ -60,6 +60,7 @@ class AnomalyConfig:
     )
 
     def __post_init__(self) -> None:
+        check_words(self)
         check_positive(self, "loss_spike_sigma")
         if self.loss_spike_action == "rewind" and self.loss_spike_sigma is None:
             raise ValueError("--loss-spike-action rewind needs --loss-spike-sigma")

@@ -134,6 +134,7 @@ def train(
                 launched,
                 consumed_samples=progress.consumed_samples,
                 global_batch_size=batch_size,
+                tokens=plan.data_parallel_size * sum(batch.tokens.numel() for batch in batches),
                 micro_batches=micro_batches,
                 seconds=time.perf_counter() - began,
                 wait_seconds=loader.wait_seconds - waited,

@@ -51,6 +51,8 @@ class StepRecord:
         num_zeros, params_norm: None unless asked for.
         consumed_samples: including this step's.
         global_batch_size: samples of this step over all ranks.
+        tokens: that the model was given over all ranks, padding included: this rank's times the data ranks; None: whole
+            samples.
         micro_batches: of one rank.
         seconds: wall time of the step, waiting for data included.
         wait_seconds: of that, waiting for data.
@@ -68,6 +70,7 @@ class StepRecord:
     params_norm: float | None = None
     consumed_samples: int = 0
     global_batch_size: int = 0
+    tokens: int | None = None
     micro_batches: int = 1
     seconds: float = 0.0
     wait_seconds: float = 0.0
@@ -93,6 +96,10 @@ class RunShape:
     world_size: int
     flops_per_token: int
     peak_flops: float | None = None
+
+    def tokens_of(self, step: StepRecord) -> int:
+        """Tokens that the model was given in a step, over all ranks."""
+        return step.global_batch_size * self.seq_length if step.tokens is None else step.tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +169,7 @@ class IntervalRecord:
     @property
     def tokens_per_second(self) -> float:
         """Over all ranks."""
-        return self.samples * self.shape.seq_length / self.seconds
+        return sum(self.shape.tokens_of(step) for step in self.steps) / self.seconds
 
     @property
     def eta_seconds(self) -> float:
@@ -234,7 +241,7 @@ class Meter:
     def __init__(self, shape: RunShape) -> None:
         self.shape = shape
         self.seconds, self.cpu_seconds, self.micro_batches = 0.0, 0.0, 0
-        self._count, self._skipped, self._samples, self._wait_seconds = 0, 0, 0, 0.0
+        self._count, self._skipped, self._tokens, self._wait_seconds = 0, 0, 0, 0.0
         self._sent_bytes = NOTHING_SENT
         self._steps: list[StepRecord] = []
         self._first: StepRecord | None = None
@@ -247,7 +254,7 @@ class Meter:
         self._count += 1
         self._skipped += step.skipped
         self._inner_losses += [step.metrics[INNER_LOSS]] if INNER_LOSS in step.metrics else []
-        self._samples += step.global_batch_size
+        self._tokens += self.shape.tokens_of(step)
         self.seconds += step.seconds
         self._wait_seconds += step.wait_seconds
         self.cpu_seconds += step.cpu_seconds
@@ -269,10 +276,10 @@ class Meter:
         Args:
             cpu_seconds: CPU time of the steps, summed over all ranks.
         """
-        tokens, seconds = self._samples * self.shape.seq_length, self.seconds
+        tokens, seconds = self._tokens, self.seconds
         timed_tokens, timed_seconds = tokens, seconds
         if self._first is not None and self._count > 1:
-            timed_tokens -= self._first.global_batch_size * self.shape.seq_length
+            timed_tokens -= self.shape.tokens_of(self._first)
             timed_seconds -= self._first.seconds
         sent_bytes = self._sent_bytes._asdict()
         islands: dict[str, Any] = {}

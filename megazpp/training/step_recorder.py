@@ -30,7 +30,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from megazpp.flags import flag
+from megazpp.flags import check_words, flag
 from megazpp.formatting import MEGA
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import (
@@ -83,6 +83,7 @@ class TimingConfig:
     )
 
     def __post_init__(self) -> None:
+        check_words(self)
         if self.timeline_step is not None and self.timeline_step < 1:
             raise ValueError(f"--timeline-step {self.timeline_step} is not positive: the first iteration is 1")
 

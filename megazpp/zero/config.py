@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from kernels.block_quant import backend
 from kernels.formats import BlockFormat
-from megazpp.flags import as_words, as_written, check_positive, flag
+from megazpp.flags import as_words, as_written, check_positive, check_words, flag
 from megazpp.topology.layout import Layout
 
 T = TypeVar("T")
@@ -83,6 +83,9 @@ class ZeroConfig:
     overlap_grad_reduce: bool | None = flag(
         None, "reduce gradients under the rest of the backward (default: on with --zeropp)"
     )
+
+    def __post_init__(self) -> None:
+        check_words(self)
 
     @property
     def weight_bits(self) -> tuple[int, ...]:

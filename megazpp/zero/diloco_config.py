@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
 from kernels.formats import BlockFormat
-from megazpp.flags import check_not_negative, check_positive, flag, spelling
+from megazpp.flags import check_not_negative, check_positive, check_words, flag, spelling
 from megazpp.zero.config import DIFFERENCE_BLOCK, GRADIENT_BLOCK, ZeroConfig, block_format
 
 T = TypeVar("T")
@@ -49,6 +49,7 @@ class DilocoConfig:
     )
 
     def __post_init__(self) -> None:
+        check_words(self)
         check_positive(self, "diloco_steps", "diloco_outer_lr", "diloco_fragments")
         check_not_negative(self, "diloco_delay")
         for name in ("diloco_outer_momentum", "diloco_merge_alpha"):

@@ -304,12 +304,12 @@ def test_a_block_can_be_parsed_alone(tmp_path: Path) -> None:
 
 def test_records_come_with_all_their_columns_and_numbers(tmp_path: Path) -> None:
     lines = write(tmp_path / "a.jsonl", b'{"prompt": "p", "answer": 3}\n\n{"messages": [{"role": "user"}]}\n')
-    assert [*read_records(lines)] == [
+    assert [*read_records(lines, dict)] == [
         (1, {"prompt": "p", "answer": 3}),
         (3, {"messages": [{"role": "user"}]}),
     ]
     rows = write_parquet(tmp_path / "a.parquet", prompt=["p", "q"], answer=[3, None])
-    assert [*read_records(rows)] == [(1, {"prompt": "p", "answer": 3}), (2, {"prompt": "q", "answer": None})]
+    assert [*read_records(rows, dict)] == [(1, {"prompt": "p", "answer": 3}), (2, {"prompt": "q", "answer": None})]
 
 
 @pytest.mark.parametrize(
@@ -326,5 +326,5 @@ def test_records_come_with_all_their_columns_and_numbers(tmp_path: Path) -> None
 def test_a_line_that_is_no_record_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     path = write(tmp_path / name, content)
     with pytest.raises(ValueError, match=name) as caught:
-        list(read_records(path))
+        list(read_records(path, dict))
     assert message in str(caught.value)

@@ -62,7 +62,7 @@ class FakeLoader:
 
     def step(self, consumed_samples: int, global_batch_size: int) -> Any:
         self.wait_seconds += 1e-6
-        return (consumed_samples, global_batch_size)
+        return [SimpleNamespace(tokens=torch.zeros(global_batch_size, 4), first=consumed_samples)]
 
 
 class Run:

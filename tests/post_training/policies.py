@@ -15,7 +15,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
-from megazpp.post_training.batch import PairBatch, RolloutBatch
+from megazpp.post_training.batch import PairBatch, RolloutBatch, shortened
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.data import PromptDataset
 from megazpp.post_training.examples import Prompt
@@ -55,6 +55,7 @@ class PostCase:
     steps: int = 2
     global_batch: int = 8
     learning_rate: float = 0.1
+    shortens: bool = False
     temperature: float = 1.0
 
 
@@ -117,6 +118,9 @@ def train_on_synthetic(case: PostCase) -> list[dict[str, Any]]:
     for index in range(case.steps):
         firsts = range(dims.data_rank * size, case.global_batch, dims.data_size * size)
         batches = [synthetic_batch(case, index, list(range(first, first + size))) for first in firsts]
+        if case.shortens:
+            batches = [shortened(batch, dims.tp.size) for batch in batches]
+            assert all(batch.tokens.shape[1] < SEQ for batch in batches)
         record = step(batches, learning_rate=case.learning_rate, weight_decay=0.0)
         found.append({"loss": record.loss, "grad_norm": record.grad_norm, **record.metrics})
     return found

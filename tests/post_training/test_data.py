@@ -74,7 +74,25 @@ def test_a_sample_is_padded_on_the_right_and_has_no_loss_there() -> None:
     assert batch.loss_mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
     assert batch.loss_mask.dtype == torch.float32
     assert batch.document_starts is None
-    assert dataset.token_counts(20)[[0, 2, 3, 14, 15]].tolist() == [1, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "multiple", "size"), [((3, 8), 8, 8), ((9, 3), 4, 12), ((2, 1), 1, 2), ((9, 15), 7, 15)]
+)
+def test_a_batch_is_as_long_as_its_longest_row_rounded_up_and_its_losses_stay(
+    lengths: tuple[int, int], multiple: int, size: int
+) -> None:
+    model = build_gpt(LLAMA_STYLE, MeshAxis("tp"), vocab_size=101)
+    supervised = SupervisedDataset(examples(*lengths), num_samples=2, seed=None, max_length=15, pad=PAD)
+    pairs = PreferenceDataset(examples(*lengths), num_samples=1, seed=None, max_length=15, pad=PAD)
+    for dataset, make in ((supervised, make_supervised_batch), (pairs, make_pair_batch)):
+        samples = torch.from_numpy(np.stack([dataset[i] for i in range(len(dataset))]))
+        losses = []
+        for batch, length in ((make(samples, multiple=15), 15), (make(samples, multiple=multiple), size)):
+            assert all(x.shape == (2, length) for x in batch[:4])
+            losses.append(model(batch.tokens, batch.labels, position_ids=batch.position_ids) * batch.loss_mask)
+            assert losses[-1].count_nonzero() == sum(lengths) - 2
+        torch.testing.assert_close(losses[0].sum(dim=1), losses[1].sum(dim=1), atol=1e-6, rtol=1e-6)
 
 
 def test_packed_examples_have_positions_and_documents_of_their_own() -> None:

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from megazpp.data.tokenizer import ByteTokenizer, EncodedText, find_tokenizer, load_tokenizer
 from megazpp.post_training.chat import ChatTemplate, load_chat_template
-from megazpp.post_training.examples import DataFormatConfig, Examples, read_pairs, read_prompts, read_supervised
+from megazpp.post_training.examples import DataFormatConfig, Examples, read_examples, read_prompts
 
 TOKENIZER = ByteTokenizer()
 TEMPLATE = load_chat_template(None, TOKENIZER)
@@ -31,12 +31,12 @@ def write(path: Path, *records: object) -> Path:
 
 def supervised(path: Path, **flags: Any) -> Examples:
     config = DataFormatConfig(**{"max_length": 200, **flags})
-    return read_supervised([path], TOKENIZER, TEMPLATE, config, cache_dir=None, log=lambda _: None)
+    return read_examples([path], TOKENIZER, TEMPLATE, config, pairs=False, cache_dir=None)
 
 
 def pairs(path: Path, **flags: Any) -> Examples:
     config = DataFormatConfig(**{"max_length": 200, **flags})
-    return read_pairs([path], TOKENIZER, TEMPLATE, config, cache_dir=None, log=lambda _: None)
+    return read_examples([path], TOKENIZER, TEMPLATE, config, pairs=True, cache_dir=None)
 
 
 def shown(examples: Examples) -> list[tuple[str, str]]:
@@ -113,13 +113,14 @@ def test_what_has_no_answer_within_the_length_is_left_out_and_counted(tmp_path: 
         {"prompt": "1", "completion": "2"},
     )
     config = DataFormatConfig(max_length=5)
-    examples = read_supervised([path], TOKENIZER, TEMPLATE, config, cache_dir=tmp_path / "cache", log=lines.append)
+    kept: Any = {"pairs": False, "cache_dir": tmp_path / "cache", "log": lines.append}
+    examples = read_examples([path], TOKENIZER, TEMPLATE, config, **kept)
     assert shown(examples) == [("12345", "2345"), ("12$", "2$")]
     assert lines == [
         "tokenizing a.jsonl",
         "3 examples of 8 tokens: a.jsonl; 2 were cut to --max-length 5; 1 left out, of whose answer there is nothing",
     ]
-    again = read_supervised([path], TOKENIZER, TEMPLATE, config, cache_dir=tmp_path / "cache", log=lines.append)
+    again = read_examples([path], TOKENIZER, TEMPLATE, config, **kept)
     assert lines[2:] == lines[1:2]  # kept, and counted all the same
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(again, examples, strict=True))
     with pytest.raises(ValueError, match=r"a.jsonl: no example has an answer within --max-length 2"):
@@ -138,7 +139,7 @@ def test_an_answer_that_begins_within_a_token_of_its_prompt_is_noted(tmp_path: P
     path = write(tmp_path / "a.jsonl", {"prompt": "ab", "completion": "c"}, {"prompt": "abc", "completion": "d"})
     lines: list[str] = []
     config = DataFormatConfig(max_length=20)
-    read_supervised([path], InPairs(), TEMPLATE, config, cache_dir=None, log=lines.append)
+    read_examples([path], InPairs(), TEMPLATE, config, pairs=False, cache_dir=None, log=lines.append)
     assert "note: the answers of 1 begin within a token of their prompt" in lines[-1]
     supervised(path)
 
@@ -146,7 +147,7 @@ def test_an_answer_that_begins_within_a_token_of_its_prompt_is_noted(tmp_path: P
 def test_another_template_or_flag_does_not_find_the_tokens_of_the_first(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]})
     found = {
-        tuple(shown(read_supervised([path], TOKENIZER, template, config, cache_dir=tmp_path, log=lambda _: None))[0])
+        tuple(shown(read_examples([path], TOKENIZER, template, config, pairs=False, cache_dir=tmp_path))[0])
         for template in (TEMPLATE, ChatTemplate(SHORT, name="short"))
         for config in (DataFormatConfig(), DataFormatConfig(assistant_only_loss=True))
     }
@@ -158,9 +159,7 @@ def test_parquet_has_the_same_records(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
     template = ChatTemplate("{% for m in messages %}{{ m.keys() | join('+') }} {% endfor %}", name="keys")
     config = DataFormatConfig()
-    examples = read_supervised(
-        [tmp_path / "a.parquet"], TOKENIZER, template, config, cache_dir=None, log=lambda _: None
-    )
+    examples = read_examples([tmp_path / "a.parquet"], TOKENIZER, template, config, pairs=False, cache_dir=None)
     assert [text for text, _ in shown(examples)] == [
         "role+content role+content+tool_calls ",
         "role+content role+content ",
@@ -237,7 +236,7 @@ def test_strings_have_the_tokenizer_s_marks_and_conversations_those_that_their_t
     ]
     path, config = write(tmp_path / "a.jsonl", *records), DataFormatConfig(max_length=200)
     chat = load_chat_template(None, tokenizer)
-    examples = read_supervised([path], tokenizer, chat, config, cache_dir=None, log=lambda _: None)
+    examples = read_examples([path], tokenizer, chat, config, pairs=False, cache_dir=None)
     rendered = theirs.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
     answered, text = theirs("Call me</s>")["input_ids"], theirs("money</s>")["input_ids"]
     assert [examples.row(i)[0].tolist() for i in range(4)] == [answered, answered, text, rendered]
@@ -250,3 +249,70 @@ def test_strings_have_the_tokenizer_s_marks_and_conversations_those_that_their_t
     one, two = read_prompts([prompts], tokenizer, chat, max_prompt_length=50)
     assert one.tokens == theirs("money")["input_ids"]
     assert two.tokens == theirs.apply_chat_template(talk[:1], tokenize=True, return_dict=True)["input_ids"]
+
+
+def test_what_is_read_for_so_long_only_says_so_and_names_what_it_has_met(tmp_path: Path) -> None:
+    good, bad = {"prompt": "a", "completion": "b"}, {"prompt": "a"}
+    path = write(tmp_path / "a.jsonl", good, bad)
+    with pytest.raises(TimeoutError):
+        read_examples([path], TOKENIZER, TEMPLATE, DataFormatConfig(), pairs=False, cache_dir=None, seconds=0.0)
+    later = write(tmp_path / "b.jsonl", bad)  # each file from its beginning
+    with pytest.raises(ValueError, match=r"b.jsonl, line 1: there is neither"):
+        read_examples([path, later], TOKENIZER, TEMPLATE, DataFormatConfig(), pairs=False, cache_dir=None, seconds=0.0)
+    with pytest.raises(TimeoutError):
+        read_prompts([path], TOKENIZER, TEMPLATE, max_prompt_length=9, seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "usr", "content": "a"}, "message 1 has the role 'usr', which is none of system, developer, user"),
+        ({"role": "user", "content": None}, "message 1 of 'messages' has the role 'user' and no content"),
+        ({"role": "assistant", "tool_calls": []}, "message 1 of 'messages' has the role 'assistant' and no content"),
+        ({"role": "user", "content": 5}, "message 1 of 'messages' has the content 5, neither a string nor a list"),
+        (
+            {"role": "user", "content": [{"type": "image"}]},
+            "message 1 of 'messages' has a part that is no text: {",
+        ),
+    ],
+)
+def test_a_message_that_is_none_is_named_with_its_line(tmp_path: Path, message: object, reason: str) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]}, {"messages": [message]})
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: ") as caught:
+        supervised(path)
+    assert reason in str(caught.value)
+
+
+def test_parts_of_text_are_one_text_and_a_call_needs_no_content(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "é", "image": None}, {"type": "text", "text": "?"}]
+    path = write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": parts}, ANSWER]})
+    assert shown(supervised(path)) == shown(supervised(write(tmp_path / "b.jsonl", {"messages": [USER, ANSWER]})))
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls }}{% endfor %}", name="t"
+    )
+    calls = {"role": "assistant", "content": None, "tool_calls": ["f"]}
+    write(path, {"messages": [{"role": "critic", "content": "x"}, calls]})
+    with pytest.raises(ValueError, match="line 1: message 1 has the role 'critic'"):
+        read_examples([path], TOKENIZER, template, DataFormatConfig(), pairs=False, cache_dir=None)
+    named = ChatTemplate("{% if 'critic' %}" + template.source + "{% endif %}", name="t")
+    found = read_examples([path], TOKENIZER, named, DataFormatConfig(), pairs=False, cache_dir=None)
+    assert bytes(found.tokens.tolist()).decode() == "critic:xassistant:['f']"
+
+
+def test_answers_that_are_the_same_are_left_out_with_the_line_of_the_first(tmp_path: Path) -> None:
+    lines: list[str] = []
+    chat = [USER, ANSWER]
+    path = write(
+        tmp_path / "a.jsonl",
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+        {"chosen": chat, "rejected": chat},
+        {"prompt": "a", "chosen": "123456", "rejected": "123457"},
+    )
+    config = DataFormatConfig(max_length=6)
+    found = read_examples([path], TOKENIZER, TEMPLATE, config, pairs=True, cache_dir=None, log=lines.append)
+    assert len(found.starts) == 3
+    assert f"; 3 left out, because 'chosen' and 'rejected' are the same, the first at {path}, line 2" in lines[0]
+    other = {"prompt": [USER], "chosen": [ANSWER], "rejected": [USER]}
+    with pytest.raises(ValueError, match="line 1: 'rejected' has no message of the role 'assistant'"):
+        pairs(write(tmp_path / "b.jsonl", other))

@@ -57,6 +57,18 @@ def test_every_layout_gives_the_losses_norms_and_metrics_of_one_process(objectiv
     assert expected[0]["grad_norm"] > 1e-4
 
 
+@pytest.mark.parametrize("objective", ["reward untied", "dpo", "grpo", slow("dr_grpo"), "ppo"])
+@pytest.mark.parametrize("layout", ["data 2", slow("tp 2 x data 2, sequence parallel")])
+def test_rows_of_each_rank_s_own_length_change_no_loss(objective: str, layout: str):
+    case = dataclasses.replace(OBJECTIVES[objective], layout=LAYOUTS[layout])
+    whole, short = (
+        ranks(case.layout.world).run(train_on_synthetic, dataclasses.replace(case, shortens=shortens))
+        for shortens in (False, True)
+    )
+    for one, other in zip(whole, short, strict=True):
+        assert_near(one, other, tolerance=2e-6)
+
+
 def plain_forward(case: PostCase) -> dict[str, torch.Tensor]:
     """What the model says of tokens, and the same from its logits."""
     (model, _), _ = build(case, scalar_head=True)

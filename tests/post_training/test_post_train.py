@@ -41,6 +41,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "pairs.jsonl", [{"prompt": f"Say {w}: ", "chosen": w, "rejected": "no"} for w in words])
     write(folder / "prompts.jsonl", [{"prompt": f"Say {w}: ", "word": w} for w in words])
     (folder / "rewards.py").write_text(REWARDS)
+    write(folder / "same.jsonl", [{"chosen": "a b", "rejected": "a b"}])
+    (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (folder / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n')
+    (folder / "empty.jsonl").write_text("")
     return folder
 
 
@@ -202,15 +206,38 @@ def test_a_failing_reward_function_is_reported_with_its_sample(home: Path):
             "--ref-load base: the reference is not asked (--objective sft)",
         ),
         ("--objective sft --load base --gamma 0.9", "--gamma 0.9 is for --objective ppo, not sft"),
+        ("--objective dpo --load base", "prompts.jsonl, line 1: there is no 'chosen', only 'prompt', 'word'"),
+        ("--objective dpo --load base --data-path same.jsonl", "'chosen' and 'rejected' are the same, first in line 1"),
+        ("--objective sft --load base --data-path broken.jsonl", "broken.jsonl, line 2: not JSON"),
+        ("--objective sft --load base --data-path latin.jsonl", "latin.jsonl, line 2: not UTF-8"),
+        ("--objective sft --load base --data-path empty.jsonl", "empty.jsonl: there is no example"),
+        ("--objective sft --load base --train-data-path a --valid-data-path b", "a cannot be read"),
+        ("--objective sft --load base --max-length 64", "--max-length 64 is longer than --max-position-embeddings 32"),
+        ("--objective sft --load base --save prompts.jsonl/a", "--save: cannot write prompts.jsonl/a"),
+        ("--objective sft --load base --chat-template none.jinja", "--chat-template none.jinja cannot be read"),
+        ("--objective dpo --load base --ref-load nowhere", "--ref-load nowhere has no checkpoint"),
+        ("--objective dpo --load base --ref-ckpt-step 9", "--ref-ckpt-step 9: "),
+        (
+            "--objective sft --load base --lora-r 2 --lora-target-modules nosuch",
+            "--lora-target-modules nosuch is no linear",
+        ),
+        ("--objective sft --load base --lora-r 2 --ref-checksum zzz", "--ref-checksum zzz is no checksum of weights"),
+        ("--objective sft --load base --fp8-format hybrid --bf16", "--fp8-format hybrid needs an NVIDIA GPU"),
+        ("--objective ppo --load base --max-completion-length 8 --reward-load base", "--reward-load base is no reward"),
+        (
+            "--objective ppo --load base --max-completion-length 8 --reward-funcs rewards.py:nose",
+            "it has no function nose",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_workers_start(home: Path, flags: str, said: str):
-    data = "" if "--text-path" in flags else "--data-path prompts.jsonl"
+    data = "" if "-path" in flags else "--data-path prompts.jsonl"
     arguments = f"--micro-batch-size 8 --train-iters 1 --nproc 1 --run-dir never {data} {flags}".split()
     code, output = run_forked(str(Path(__file__).parents[2] / "tools/post_train.py"), *arguments, folder=home, cwd=home)
     assert code == 2, output
     assert said in output
     assert output.startswith("post_train.py: error: ")
+    assert output.count("\n") == 1
     assert not (home / "never").exists()
 
 

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from megazpp.post_training.examples import Prompt
-from megazpp.post_training.rewards import RewardConfig, RewardFunction, judge, load_reward_functions, total_rewards
+from megazpp.post_training.rewards import (
+    RewardConfig,
+    RewardFunction,
+    check_reward_functions,
+    judge,
+    load_reward_functions,
+    total_rewards,
+)
 
 USER = {"role": "user", "content": "1+2?"}
 PROMPTS = [
@@ -139,10 +146,26 @@ def test_what_cannot_be_imported_is_named(file: Path, tmp_path: Path) -> None:
     for name, message in [
         (f"{file}:value", "has no function value"),
         (f"{file}:missing", "has no function missing"),
-        (f"{tmp_path}/none.py:f", "there is no such file"),
+        (f"{tmp_path}/none.py:f", "No such file"),
         ("no_such_module:f", "ModuleNotFoundError"),
         (f"{tmp_path}/broken.py:f", "ZeroDivisionError"),
     ]:
         with pytest.raises(ValueError, match="--reward-funcs ") as caught:
             load_reward_functions(RewardConfig(reward_funcs=(name,)))
+        assert message in str(caught.value)
+
+
+def test_what_cannot_be_there_is_named_without_running_anything(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0\nfrom math import *\ndef f(): pass")
+    (tmp_path / "syntax.py").write_text("def f(:")
+    there = (f"{file}:right", f"{tmp_path}/broken.py:f", f"{tmp_path}/broken.py:cos", "math:f")
+    check_reward_functions(RewardConfig(reward_funcs=there))
+    for name, message in [
+        (f"{file}:missing", "has no function missing"),
+        (f"{tmp_path}/none.py:f", "No such file"),
+        (f"{tmp_path}/syntax.py:f", "SyntaxError"),
+        ("no_such_module.part:f", "(a file is given as no_such_module.part.py:f)"),
+    ]:
+        with pytest.raises(ValueError, match="--reward-funcs ") as caught:
+            check_reward_functions(RewardConfig(reward_funcs=(name,)))
         assert message in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from post_training.policies import SEQ, Layout, PostCase, build, make_loader, pr
 
 from megazpp.inference.generate import draw_completions, evaluating, generate
 from megazpp.inference.sample import SampleConfig, pick_rows
+from megazpp.post_training import rollouts
 from megazpp.post_training.config import PostTrainingConfig
 
 GRPO = PostTrainingConfig(objective="grpo", num_generations=4, max_completion_length=8)
@@ -42,6 +44,32 @@ def test_every_layout_draws_the_same_completions_and_trains_on_them_alike(name: 
         for one, other in zip(found["steps"], expected["steps"], strict=True):
             assert one == pytest.approx(other, rel=2e-3, abs=2e-4)
     assert len({length for row in expected["tables"][0] for length in [row[1]]}) >= 1
+
+
+def train_with_rows(case: PostCase, multiple: int | None) -> dict[str, Any]:
+    """`train_on_rollouts`, and the lengths of its rows; they are a multiple of `multiple`, None for the product's."""
+    lengths, shorten = set(), rollouts.shortened
+
+    def seen(batch: Any, size: int) -> Any:
+        found = shorten(batch, multiple or size)
+        lengths.add(found.tokens.shape[1])
+        return found
+
+    with mock.patch.object(rollouts, "shortened", seen):
+        return train_on_rollouts(case) | {"lengths": lengths}
+
+
+@pytest.mark.parametrize("name", ["grpo, two steps twice", "ppo"])
+@pytest.mark.parametrize("layout", [Layout(world=2, micro_batch_size=2), Layout(world=2, tp=2, sequence_parallel=True)])
+def test_rows_as_long_as_their_batch_needs_change_no_loss(name: str, layout: Layout):
+    case = dataclasses.replace(CASES[name], layout=layout)
+    whole, short = (ranks(2).run(train_with_rows, case, multiple) for multiple in (SEQ, None))
+    for one, other in zip(whole, short, strict=True):
+        assert one["lengths"] == {SEQ}
+        assert other["lengths"] < {8, 16, SEQ}
+        assert one["tables"] == other["tables"]
+        for before, after in zip(one["steps"], other["steps"], strict=True):
+            assert after == pytest.approx(before, rel=2e-6, abs=2e-6)
 
 
 RATIO = [Layout(), Layout(world=2, tp=2), Layout(world=2, nodes=2, zeropp=True)]
