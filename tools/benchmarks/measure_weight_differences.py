@@ -7,9 +7,8 @@ a copy R of its matrices that starts as their bf16 and, after each optimizer ste
 
     R = round(R + dequantize(quantize(bf16(w) - R)))
 
-The error is that of R against the optimizer's fp32 weights, |R - w| / |w| over all matrices. Two ternary quantizers
-(-scale, 0, scale) stand beside 2 bits to show what its four levels are worth. What stands after `--` goes to
-pretrain_gpt.py's parser; one process, no tensor parallelism.
+The error is that of R against the optimizer's fp32 weights, |R - w| / |w| over all matrices. What stands after
+`--` goes to pretrain_gpt.py's parser; one process, no tensor parallelism.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import tools_path  # noqa: F401
 import torch
 from measure_gradient_noise import CPU, open_training, power
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kernels.block_quant import RangeTable, pack, range_table, unpack, unpack_onto
 from kernels.formats import BlockFormat, plan_row
@@ -72,12 +70,7 @@ def rows(block_size: int) -> dict[str, tuple[Receive, torch.dtype]]:
         f"int8 weights, blocks of {WEIGHT_BLOCK}": (_weights(BlockFormat(8, WEIGHT_BLOCK)), torch.bfloat16),
     }
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        found |= {
-            f"int4 differences, R in {name}": (_differences(BlockFormat(4, block_size)), dtype),
-            f"int2 differences, R in {name}": (_differences(BlockFormat(2, block_size)), dtype),
-            f"ternary, 0.6 of the largest, R in {name}": (_ternary(block_size, lambda x: 0.6 * x.amax(-1)), dtype),
-            f"ternary, 1.5 of the mean, R in {name}": (_ternary(block_size, lambda x: 1.5 * x.mean(-1)), dtype),
-        }
+        found[f"int4 differences, R in {name}"] = _differences(BlockFormat(4, block_size)), dtype
     return found
 
 
@@ -131,17 +124,6 @@ def _weights(fmt: BlockFormat) -> Receive:
 def _message(fmt: BlockFormat, w: Tensor) -> tuple[Tensor, RangeTable]:
     table = range_table(plan_row(w.numel(), fmt), w.dtype)
     return torch.empty(table.layout.message_bytes, dtype=torch.uint8), table
-
-
-def _ternary(block_size: int, scale_of: Callable[[Tensor], Tensor]) -> Receive:
-    def receive(w: Tensor, r: Tensor) -> None:
-        difference = w.float() - r.float()
-        blocks = pad(difference, (0, -w.numel() % block_size)).view(-1, block_size)
-        scale = scale_of(blocks.abs()).bfloat16().float().clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
-        sent = (blocks / scale).round().clamp(-1, 1) * scale
-        r.copy_(r.float() + sent.flatten()[: w.numel()])
-
-    return receive
 
 
 if __name__ == "__main__":
