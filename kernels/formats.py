@@ -21,27 +21,27 @@ class BlockFormat:
     """Blocks of `block_size` consecutive elements, `bits` each, with one bf16 scale per block.
 
     int8: x ~= q * scale, q in -127..127, scale = largest magnitude / 127, rounded up to bf16.
-    int4: x ~= q * scale, q in -8..7, scale = (element of largest magnitude, with its sign) / -8, rounded to bf16; on a
-        tie between +m and -m the negative one sets the sign. Byte j of a block holds q[j] + 8 in its low half and
-        q[j + block_size / 2] + 8 in its high half.
-    int2: as int4, with q in -2..1 and scale = the same element / -2. Byte j holds four integers plus 2, from its lowest
-        bits to its highest q[2j], q[2j + block_size / 2], q[2j + 1], q[2j + 1 + block_size / 2]. Experimental.
-
-    int2 is for differences of weights. On a bf16 copy that receives them along a run (2026-11-22, the table "Weight
-    differences" of tools/benchmarks/README.md) weights are 0.0045 from their fp32 in relative L2 norm; with int4 it is
-    0.0018, with int8 weights 0.0068. Three levels (-1, 0, 1) give 0.0056 with the scale 0.6 of the largest magnitude,
-    0.0103 with 1.5 of the mean. An fp32 copy changes little: 0.0044 with int2.
+    int4: x ~= q * scale, q in -8..7. With m the largest magnitude and o the largest of the other sign, the scale is the
+        larger of m / (8 + 7/16) and o / (7 + 7/16), rounded to bf16: the smallest at which nothing is clipped. Where
+        half of a block or more is within 1/16 of m, as AdamW's first steps are, it is m / 7, which keeps the length of
+        both signs. Its sign makes m's integer negative; of +m and -m the latter counts as m. Byte j of a block holds
+        q[j] + 8 in its low half and q[j + block_size / 2] + 8 in its high half.
+    int4 with `clip`: m / 10 instead of the larger of the two; what is clipped has to come with the next message, by
+        error feedback. For gradients: AdamW divides each by its own size, so small ones count as much as large ones.
 
     Raises:
-        ValueError: bits is not 2, 4 or 8, or block_size is not a power of two in 32..2048.
+        ValueError: bits is not 4 or 8, or block_size is not a power of two in 32..2048, or clip is for 8 bits.
     """
 
-    bits: Literal[2, 4, 8]
+    bits: Literal[4, 8]
     block_size: int
+    clip: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8):
-            raise ValueError(f"BlockFormat: bits must be 2, 4 or 8, not {self.bits}")
+        if self.bits not in (4, 8):
+            raise ValueError(f"BlockFormat: bits must be 4 or 8, not {self.bits}")
+        if self.clip and self.bits != 4:
+            raise ValueError(f"BlockFormat: clip is for 4 bits, not {self.bits}")
         power_of_two = self.block_size & (self.block_size - 1) == 0
         if not (MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE and power_of_two):
             raise ValueError(

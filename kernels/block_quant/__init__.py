@@ -78,9 +78,7 @@ def pack(
             float(base) is, the others travel whole as ever. A receiver that has `base` takes the message in with
             `unpack_onto`. Without errors: a base that receives what it sent holds them already.
     Errors:
-        int8: |x - dequantized| <= scale / 2 (1 + 2^-15). int4: the same, but for elements of the sign opposite to the
-        block's largest and more than 7.5/8 of it in size: they are clipped to 7 |scale|, at most 1.032 |scale| away.
-        int2: the same, but for those of more than 1.5/2 of it: clipped to |scale|, at most 1.008 |scale| away.
+        |x - dequantized| <= |scale| / 2 (1 + 2^-15), but for what a format with `clip` clips.
     Raises:
         ValueError: a shape, dtype, stride or device does not fit, or there are both errors and a base.
     Source: ZeRO++ section 3.1 and 3.3 (qwZ, qgZ); rounding is half to even.

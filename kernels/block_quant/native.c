@@ -44,7 +44,7 @@ struct range {
 /* dtype: of what travels as it is. */
 struct table {
     const struct range *ranges;
-    int64_t num_ranges, bits, block_size, dtype;
+    int64_t num_ranges, bits, block_size, clip, dtype;
 };
 
 static inline uint32_t bits_of(float x) {
@@ -124,17 +124,9 @@ LOOP void dequantize(
     const char *restrict payload, uint16_t scale_bits, int64_t bits, int size, int add, float *restrict values
 ) {
     const float scale = from_bf16(scale_bits);
-    const int half = size / 2, zero = 1 << (bits - 1), mask = (1 << bits) - 1;
+    const int half = size / 2;
     const int8_t *bytes = (const int8_t *)payload;
     const uint8_t *pairs = (const uint8_t *)payload;
-    uint8_t unpacked[MAX_BLOCK_SIZE / 2];
-    if (bits == 2) {
-        for (int i = 0; i < half / 2; i++) {
-            uint16_t two = (uint16_t)((pairs[i] & 15) | pairs[i] >> 4 << 8);
-            memcpy(unpacked + 2 * i, &two, 2);
-        }
-        pairs = unpacked;
-    }
     if (bits == 4 && size == 32 && !add) { /* weights at rest; with a known count its short loops are vectors too */
         for (int i = 0; i < 16; i++) values[i] = (float)((pairs[i] & 15) - 8) * scale;
         for (int i = 0; i < 16; i++) values[16 + i] = (float)((pairs[i] >> 4) - 8) * scale;
@@ -143,33 +135,44 @@ LOOP void dequantize(
     } else if (bits == 8) {
         for (int i = 0; i < size; i++) values[i] = (float)bytes[i] * scale;
     } else if (add) {
-        for (int i = 0; i < half; i++) values[i] += (float)((pairs[i] & mask) - zero) * scale;
-        for (int i = 0; i < half; i++) values[half + i] += (float)((pairs[i] >> bits) - zero) * scale;
+        for (int i = 0; i < half; i++) values[i] += (float)((pairs[i] & 15) - 8) * scale;
+        for (int i = 0; i < half; i++) values[half + i] += (float)((pairs[i] >> 4) - 8) * scale;
     } else {
-        for (int i = 0; i < half; i++) values[i] = (float)((pairs[i] & mask) - zero) * scale;
-        for (int i = 0; i < half; i++) values[half + i] = (float)((pairs[i] >> bits) - zero) * scale;
+        for (int i = 0; i < half; i++) values[i] = (float)((pairs[i] & 15) - 8) * scale;
+        for (int i = 0; i < half; i++) values[half + i] = (float)((pairs[i] >> 4) - 8) * scale;
     }
 }
 
 /* NaN for a block that holds NaN or Inf, 0 for one whose scale would be subnormal; exact in bf16. */
-LOOP float scale_of(const float *restrict values, int64_t bits, int size) {
-    uint32_t peak = 0, lowest = 0; /* as integers, magnitudes are in order, and what is below zero above all else */
-    for (int i = 0; i < size; i++) {
-        uint32_t magnitude = bits_of(values[i]) & 0x7FFFFFFF;
-        peak = magnitude > peak ? magnitude : peak;
+LOOP float scale_of(const float *restrict values, int64_t bits, int64_t clip, int size) {
+    uint32_t peak = 0; /* as integers, magnitudes are in order */
+    if (bits == 8) {
+        for (int i = 0; i < size; i++) {
+            uint32_t magnitude = bits_of(values[i]) & 0x7FFFFFFF;
+            peak = magnitude > peak ? magnitude : peak;
+        }
+        if (peak >= INFINITE) return float_of(NAN_BITS);
+        peak = (bits_of(float_of(peak) * (float)(1.0 / 127)) + 0xFFFF) & 0xFFFF0000; /* rounded up */
+        return float_of(peak) < FLT_MIN ? 0 : float_of(peak);
     }
-    for (int i = 0; bits < 8 && i < size; i++) {
+    int32_t highest = 0, near = 0;
+    uint32_t lowest = 0x80000000; /* without a sign what is below zero comes after all else */
+    for (int i = 0; i < size; i++) {
         uint32_t value = bits_of(values[i]);
+        highest = (int32_t)value > highest ? (int32_t)value : highest;
         lowest = value > lowest ? value : lowest;
     }
+    lowest &= 0x7FFFFFFF;
+    const int negative = lowest >= (uint32_t)highest; /* wins a tie */
+    const uint32_t opposite = negative ? (uint32_t)highest : lowest;
+    peak = negative ? lowest : (uint32_t)highest;
     if (peak >= INFINITE) return float_of(NAN_BITS);
-    float scale;
-    if (bits == 8) {
-        scale = float_of((bits_of(float_of(peak) * (float)(1.0 / 127)) + 0xFFFF) & 0xFFFF0000); /* rounded up */
-    } else {
-        scale = from_bf16(to_bf16(float_of(peak) / (float)(1 << (bits - 1))));
-        scale = lowest == (peak | 0x80000000) ? scale : -scale; /* the negative element wins a tie */
-    }
+    const int32_t limit = (int32_t)bits_of(float_of(peak) * 0.9375f);
+    for (int i = 0; i < size; i++) near += (int32_t)(bits_of(values[i]) & 0x7FFFFFFF) >= limit;
+    const float own = float_of(peak) * (float)(1 / 8.4375), other = float_of(opposite) * (float)(1 / 7.4375);
+    float scale = clip ? float_of(peak) * 0.1f : own > other ? own : other;
+    scale = near * 2 >= size ? float_of(peak) * (float)(1.0 / 7) : scale;
+    scale = from_bf16(to_bf16(negative ? scale : -scale));
     return fabsf(scale) < FLT_MIN ? 0 : scale;
 }
 
@@ -178,44 +181,46 @@ LOOP float scale_of(const float *restrict values, int64_t bits, int size) {
 
 static inline float nearest(float x) { return (x + NEAREST) - NEAREST; }
 
-static inline float at_most(float limit, float x) { return x > limit ? limit : x; }
+/* The bits of NEAREST + 8 + q, q the integer nearest to x, but not below -8 or above 7. */
+static inline int32_t clipped(float x) {
+    const int32_t lowest = 0x4B400000, bits = (int32_t)bits_of(x + (NEAREST + 8));
+    const int32_t at_least = bits < lowest ? lowest : bits;
+    return at_least > lowest + 15 ? lowest + 15 : at_least;
+}
 
 LOOP void store_integers(
-    const float *restrict values, float inverse, int64_t bits, int size, char *restrict payload
+    const float *restrict values, float inverse, int64_t bits, int64_t clip, int size, char *restrict payload
 ) {
     const int half = size / 2;
-    const uint32_t mask = (1u << bits) - 1;
-    const float zero = (float)(1 << (bits - 1));
     uint8_t *bytes = (uint8_t *)payload;
-    uint8_t unpacked[MAX_BLOCK_SIZE / 2];
     if (bits == 8) {
         for (int i = 0; i < size; i++) bytes[i] = (uint8_t)bits_of(values[i] * inverse + NEAREST);
         return;
     }
-    uint8_t *pairs = bits == 2 ? unpacked : bytes;
-    for (int i = 0; i < half; i++) {
-        uint32_t low = bits_of(at_most(zero - 1, values[i] * inverse) + (NEAREST + zero));
-        uint32_t high = bits_of(at_most(zero - 1, values[half + i] * inverse) + (NEAREST + zero));
-        pairs[i] = (uint8_t)((low & mask) | (high & mask) << bits);
+    for (int i = 0; !clip && i < half; i++) {
+        uint32_t low = bits_of(values[i] * inverse + (NEAREST + 8));
+        uint32_t high = bits_of(values[half + i] * inverse + (NEAREST + 8));
+        bytes[i] = (uint8_t)((low & 15) | (high & 15) << 4);
     }
-    for (int i = 0; bits == 2 && i < half / 2; i++) {
-        uint16_t two;
-        memcpy(&two, pairs + 2 * i, 2);
-        bytes[i] = (uint8_t)((two & 15) | two >> 4);
-    }
+    for (int i = 0; clip && i < half; i++)
+        bytes[i] = (uint8_t)((clipped(values[i] * inverse) & 15) | clipped(values[half + i] * inverse) << 4);
 }
 
 /* Quantize a block and return its scale. With `keep`, the values end up as the error. */
-static inline float quantize_block(float *restrict values, int64_t bits, int size, char *restrict payload, int keep) {
-    const float scale = scale_of(values, bits, size);
+static inline float quantize_block(
+    float *restrict values, int64_t bits, int64_t clip, int size, char *restrict payload, int keep
+) {
+    const float scale = scale_of(values, bits, clip, size);
     if (!(fabsf(scale) > 0)) { /* 0 or NaN */
-        memset(payload, bits == 8 ? 0 : bits == 4 ? 0x88 : 0xAA, (size_t)(size * bits / 8));
+        memset(payload, bits == 8 ? 0 : 0x88, (size_t)(size * bits / 8));
         for (int i = 0; keep && i < size; i++) values[i] -= 0 * scale;
         return scale;
     }
-    const float inverse = 1 / scale, limit = (float)((1 << (bits - 1)) - 1);
-    store_integers(values, inverse, bits, size, payload);
-    for (int i = 0; keep && i < size; i++) values[i] -= at_most(limit, nearest(values[i] * inverse)) * scale;
+    const float inverse = 1 / scale;
+    store_integers(values, inverse, bits, clip, size, payload);
+    for (int i = 0; keep && !clip && i < size; i++) values[i] -= nearest(values[i] * inverse) * scale;
+    for (int i = 0; keep && clip && i < size; i++)
+        values[i] -= (float_of((uint32_t)clipped(values[i] * inverse)) - (NEAREST + 8)) * scale;
     return scale;
 }
 
@@ -293,18 +298,18 @@ static void quantize_range(
             values = other;
         }
         if (error == NULL) {
-            *scale = (uint16_t)(bits_of(quantize_block(values, bits, size, payload, 0)) >> 16);
+            *scale = (uint16_t)(bits_of(quantize_block(values, bits, table->clip, size, payload, 0)) >> 16);
             continue;
         }
         char *lost = error + kept->payload + index * size;
         uint16_t *lost_scale = scales_in(error, kept) + index;
         dequantize(lost, *lost_scale, 8, size, 1, buffer);
-        *scale = (uint16_t)(bits_of(quantize_block(buffer, bits, size, payload, 1)) >> 16);
+        *scale = (uint16_t)(bits_of(quantize_block(buffer, bits, table->clip, size, payload, 1)) >> 16);
         if (beta > 0) {
             dequantize(lost, *lost_scale, 8, size, 0, other);
             average(other, rest, beta, size, buffer);
         }
-        const float error_scale = quantize_block(buffer, 8, size, lost, 0);
+        const float error_scale = quantize_block(buffer, 8, 0, size, lost, 0);
         *lost_scale = error_scale == error_scale ? (uint16_t)(bits_of(error_scale) >> 16) : 0;
     }
 }

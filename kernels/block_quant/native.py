@@ -69,7 +69,7 @@ class _Shape(Structure):
 
 
 class _Table(Structure):
-    _fields_ = [("rows", c_void_p), *((name, c_int64) for name in ("num_rows", "bits", "block_size", "dtype"))]
+    _fields_ = [("rows", c_void_p), *((name, c_int64) for name in ("num_rows", "bits", "block_size", "clip", "dtype"))]
 
 
 class _Data(Structure):
@@ -89,8 +89,8 @@ def _functions() -> CDLL:
 
 def _table(table: RangeTable) -> _Table:
     fmt = table.layout.fmt
-    bits, block_size = (0, 0) if fmt is None else (fmt.bits, fmt.block_size)
-    return _Table(table.address, table.num_ranges, bits, block_size, DTYPES[table.dtype])
+    of_blocks = (0, 0, 0) if fmt is None else (fmt.bits, fmt.block_size, fmt.clip)
+    return _Table(table.address, table.num_ranges, *of_blocks, DTYPES[table.dtype])
 
 
 def _data(x: Tensor) -> _Data:

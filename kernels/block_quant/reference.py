@@ -118,7 +118,8 @@ def _integers_and_scale(values: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tenso
     usable = scale.isfinite() & (scale != 0)
     inverse = torch.where(usable, 1 / scale, 0.0).unsqueeze(-1)
     quotient = torch.where(usable.unsqueeze(-1), values, 0.0) * inverse
-    return quotient.round().clamp(max=_zero(fmt) - 1), scale  # half to even; int8 never exceeds 127
+    beyond = 1 << (fmt.bits - 1)
+    return quotient.round().clamp(-beyond, beyond - 1), scale  # half to even; of int8 nothing is so large
 
 
 def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
@@ -127,8 +128,13 @@ def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
     if fmt.bits == 8:
         scale = _round_up_to_bf16(peak * torch.tensor(1 / 127))
     else:
-        negative = values.amin(-1) == -peak  # wins a tie
-        scale = torch.where(negative, peak, -peak).div(_zero(fmt)).bfloat16().float()
+        lowest = -values.amin(-1)
+        opposite = torch.minimum(values.amax(-1), lowest).clamp(min=0)
+        scale = torch.maximum(peak * torch.tensor(1 / 8.4375), opposite * torch.tensor(1 / 7.4375))
+        scale = peak * torch.tensor(0.1) if fmt.clip else scale
+        of_one_size = (values.abs() >= (peak * 0.9375).unsqueeze(-1)).sum(-1) * 2 >= fmt.block_size
+        scale = torch.where(of_one_size, peak * torch.tensor(1 / 7), scale).bfloat16().float()
+        scale = torch.where(lowest == peak, scale, -scale)  # the negative element wins a tie
     scale = torch.where(scale.abs() < SMALLEST_NORMAL, 0.0, scale)
     return torch.where(peak.isfinite(), scale, torch.nan)
 
@@ -147,11 +153,8 @@ def _pack(integers: Tensor, fmt: BlockFormat) -> Tensor:
     """Payload bytes [.., blocks * block_bytes] of integers [.., blocks, block_size] held as fp32."""
     if fmt.bits == 8:
         return integers.to(torch.int8).view(torch.uint8).flatten(-2)
-    low, high = (integers + _zero(fmt)).to(torch.uint8).chunk(2, dim=-1)
-    pairs = low | (high << fmt.bits)
-    if fmt.bits == 2:
-        pairs = pairs[..., 0::2] | (pairs[..., 1::2] << 4)
-    return pairs.flatten(-2)
+    low, high = (integers + 8).to(torch.uint8).chunk(2, dim=-1)
+    return (low | (high << 4)).flatten(-2)
 
 
 def _dequantize_blocks(payload: Tensor, scales: Tensor, fmt: BlockFormat) -> Tensor:
@@ -160,14 +163,8 @@ def _dequantize_blocks(payload: Tensor, scales: Tensor, fmt: BlockFormat) -> Ten
     if fmt.bits == 8:
         integers = packed.view(torch.int8).float()
     else:
-        pairs = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2) if fmt.bits == 2 else packed
-        integers = torch.cat([pairs & (1 << fmt.bits) - 1, pairs >> fmt.bits], dim=-1).float() - _zero(fmt)
+        integers = torch.cat([packed & 15, packed >> 4], dim=-1).float() - 8
     return integers * scales.float().unsqueeze(-1)
-
-
-def _zero(fmt: BlockFormat) -> int:
-    """What is added to the integers of less than 8 bits on the wire; integers lie in -zero..zero - 1."""
-    return 1 << (fmt.bits - 1)
 
 
 def _bytes(messages: Tensor, span: tuple[int, int]) -> Tensor:

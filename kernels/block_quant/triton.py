@@ -54,6 +54,7 @@ def pack(
         *(*_strides(x), *_strides(minus), *_strides(messages), *_strides(lost)),
         *(beta, 1 - beta),
         **_constants(table),
+        CLIP=table.layout.fmt is not None and table.layout.fmt.clip,
         BASE=base is not None,
         FEEDBACK=errors is not None,
         AVERAGE=beta > 0,
@@ -99,7 +100,7 @@ def _pack_kernel(
     x, base, messages, errors, table, error_table,
     x_a, x_b, base_a, base_b, messages_a, messages_b, errors_a, errors_b, beta, rest,
     BITS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr,
-    AVERAGE: tl.constexpr,
+    AVERAGE: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
     """Pack one tile: x, or x - base where BASE, or x and the error of the last step where FEEDBACK.
 
@@ -125,10 +126,10 @@ def _pack_kernel(
             lost = _wide(lost)
         if is_wide:
             _quantize(x, base, messages, errors, _wide(start), left, payload, scales, lost, lost_scales,
-                      beta, rest, BITS, BLOCK, BASE, FEEDBACK, AVERAGE, True)  # fmt: skip
+                      beta, rest, BITS, BLOCK, BASE, FEEDBACK, AVERAGE, CLIP, True)  # fmt: skip
         else:
             _quantize(x, base, messages, errors, start, left, payload, scales, lost, lost_scales,
-                      beta, rest, BITS, BLOCK, BASE, FEEDBACK, AVERAGE, False)  # fmt: skip
+                      beta, rest, BITS, BLOCK, BASE, FEEDBACK, AVERAGE, CLIP, False)  # fmt: skip
 
 
 @triton.jit
@@ -142,7 +143,8 @@ def _pack_exact(x, messages, start, left, payload, EXACT: tl.constexpr, WHOLE: t
 @triton.jit
 def _quantize(
     x, base, messages, errors, start, left, payload, scales, lost, lost_scales, beta, rest, BITS: tl.constexpr,
-    BLOCK: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr, AVERAGE: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr, AVERAGE: tl.constexpr, CLIP: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     low, high = tiles.load_data(x + start, left, BLOCK, WHOLE)
     if BASE:
@@ -154,9 +156,9 @@ def _quantize(
         error_low, error_high = tiles.load_quantized(error, error_scales, left, 8, BLOCK, WHOLE)
         low += error_low
         high += error_high
-    scale, inverse, finite = tiles.block_scales(low, high, BITS)
-    shifted_low = tiles.round_shifted(low, inverse, BITS)
-    shifted_high = tiles.round_shifted(high, inverse, BITS)
+    scale, inverse, finite = tiles.block_scales(low, high, BITS, BLOCK, CLIP)
+    shifted_low = tiles.round_shifted(low, inverse, BITS, CLIP)
+    shifted_high = tiles.round_shifted(high, inverse, BITS, CLIP)
     tiles.store_integers(messages + payload, shifted_low, shifted_high, finite, left, BITS, BLOCK, WHOLE)
     tiles.store_scales(_bf16(messages + scales), tl.where(finite, scale, float("nan")), left, BLOCK, WHOLE)
     if FEEDBACK:
@@ -165,10 +167,10 @@ def _quantize(
         if AVERAGE:
             low = low * rest + error_low * beta
             high = high * rest + error_high * beta
-        scale, inverse, error_finite = tiles.block_scales(low, high, 8)
+        scale, inverse, error_finite = tiles.block_scales(low, high, 8, BLOCK, False)
         finite = finite & error_finite
-        low = tiles.round_shifted(low, inverse, 8)
-        high = tiles.round_shifted(high, inverse, 8)
+        low = tiles.round_shifted(low, inverse, 8, False)
+        high = tiles.round_shifted(high, inverse, 8, False)
         tiles.store_integers(error, low, high, finite, left, 8, BLOCK, WHOLE)
         tiles.store_scales(error_scales, tl.where(finite, scale, 0.0), left, BLOCK, WHOLE)
 

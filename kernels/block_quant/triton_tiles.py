@@ -2,9 +2,8 @@
 
 A tile is TILE_ELEMENTS elements: ROWS blocks of BLOCK, held as two tensors [ROWS, HALF] of the low and the high halves
 of the blocks. That is the layout of int4 (byte j = elements j and j + HALF) and costs int8 nothing, so one body serves
-both; int2 packs neighbouring columns into a byte, which one thread holds. Pointers arrive at the first element of the
-tile; `left` is how many elements of the segment remain from there, and WHOLE says that they fill the tile, so that
-nothing needs a mask.
+both. Pointers arrive at the first element of the tile; `left` is how many elements of the segment remain from there,
+and WHOLE says that they fill the tile, so that nothing needs a mask.
 
 Rules that keep the bits equal everywhere (GPU, interpreter, the reference):
 - rounding half to even by adding 1.5 * 2^23: one addition, and the low bits of the sum are the integer;
@@ -32,7 +31,8 @@ STRIP = tl.constexpr(1024)  # elements that travel as they are are moved by: 16 
 _TILE = tl.constexpr(TILE_ELEMENTS)
 _UNROLL = tl.constexpr(4)
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits of the sum
-_INVERSE_127 = tl.constexpr(1 / 127)
+_INVERSE_127, _INVERSE_7 = tl.constexpr(1 / 127), tl.constexpr(1 / 7)
+_OWN, _OTHER, _CLIPPED = tl.constexpr(1 / 8.4375), tl.constexpr(1 / 7.4375), tl.constexpr(0.1)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
 
@@ -97,10 +97,6 @@ def load_quantized(payload, scales, left, BITS: tl.constexpr, BLOCK: tl.constexp
     """Integers times scale, an exact product: low and high halves [ROWS, HALF] as fp32."""
     used = _used(left, BLOCK)
     scale = to_float(_load(scales + tl.arange(0, _TILE // BLOCK), used, WHOLE))[:, None]
-    if BITS == 2:
-        pairs = _load(payload + _offsets(BLOCK, BLOCK // 4, BLOCK // 4), used[:, None], WHOLE).to(tl.int32)
-        pairs = tl.reshape(tl.join(pairs & 15, pairs >> 4), (_TILE // BLOCK, BLOCK // 2))
-        return _byte_to_float(pairs & 3, 2.0) * scale, _byte_to_float(pairs >> 2, 2.0) * scale
     offset = _offsets(BLOCK, BLOCK // 2, BLOCK * BITS // 8)
     low = _load(payload + offset, used[:, None], WHOLE).to(tl.int32)
     if BITS == 4:
@@ -118,14 +114,10 @@ def store_integers(
     """Write the integers that `round_shifted` returned; 0 for blocks that are not finite."""
     used = _used(left, BLOCK)[:, None]
     offset = _offsets(BLOCK, BLOCK // 2, BLOCK * BITS // 8)
-    zero: tl.constexpr = 2 ** (BITS - 1) if BITS < 8 else 0
+    zero: tl.constexpr = 8 if BITS == 4 else 0
     low = tl.where(finite[:, None], shifted_low.to(tl.int32, bitcast=True), zero)
     high = tl.where(finite[:, None], shifted_high.to(tl.int32, bitcast=True), zero)
-    if BITS == 2:
-        pairs = tl.reshape((low & 3) | ((high & 3) << 2), (_TILE // BLOCK, BLOCK // 4, 2))
-        even, odd = tl.split(pairs)
-        _store(payload + _offsets(BLOCK, BLOCK // 4, BLOCK // 4), (even | (odd << 4)).to(tl.uint8), used, WHOLE)
-    elif BITS == 4:
+    if BITS == 4:
         _store(payload + offset, ((low & 15) | (high << 4)).to(tl.uint8), used, WHOLE)
     else:
         _store(payload + offset, low.to(tl.uint8), used, WHOLE)
@@ -140,19 +132,30 @@ def store_scales(scales, scale, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def block_scales(low, high, BITS: tl.constexpr):
+def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr):
     """Scale, inverse and finiteness [ROWS] of blocks given as halves; a scale is fp32 that bf16 holds exactly."""
     if BITS == 8:
         peak = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), axis=1)
         scale = ((peak.to(tl.float32, bitcast=True) * _INVERSE_127).to(tl.int32, bitcast=True) + 0xFFFF) & -65536
         sign = peak * 0
     else:
-        # the sign in the lowest bit: the unsigned maximum is the largest magnitude, the negative one on a tie
-        key = tl.max(tl.maximum(_signed_magnitude(low), _signed_magnitude(high)), axis=1)
-        peak = (key >> 1).to(tl.int32)
-        scale = (peak.to(tl.float32, bitcast=True) * 2 ** (1 - BITS)).to(tl.int32, bitcast=True)
+        # as integers, magnitudes are in order, and without a sign what is below zero comes after all else
+        highest = tl.maximum(tl.max(tl.maximum(_bits(low), _bits(high)), axis=1), 0)
+        lowest = tl.max(tl.maximum(low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)), axis=1)
+        lowest = lowest.to(tl.int32, bitcast=True)
+        lowest = tl.where(lowest < 0, lowest & 0x7FFFFFFF, 0)
+        peak = tl.maximum(highest, lowest)
+        size = peak.to(tl.float32, bitcast=True)
+        opposite = tl.minimum(highest, lowest).to(tl.float32, bitcast=True)
+        limit = _bits(size * 0.9375)[:, None]
+        near = tl.sum((_magnitude(low) >= limit).to(tl.int32) + (_magnitude(high) >= limit).to(tl.int32), axis=1)
+        if CLIP:
+            scale = _bits(size * _CLIPPED)
+        else:
+            scale = tl.maximum(_bits(size * _OWN), _bits(opposite * _OTHER))
+        scale = tl.where(near * 2 >= BLOCK, _bits(size * _INVERSE_7), scale)
         scale = (scale + 0x7FFF + ((scale >> 16) & 1)) & -65536  # to the nearest bf16, half to even
-        sign = ((key & 1) ^ 1).to(tl.int32) << 31
+        sign = tl.where(highest > lowest, -2147483648, 0)
     finite = peak < _INFINITY_BITS
     normal = finite & (scale >= _SMALLEST_NORMAL_BITS)
     scale = tl.where(normal, scale | sign, 0).to(tl.float32, bitcast=True)
@@ -162,28 +165,27 @@ def block_scales(low, high, BITS: tl.constexpr):
 
 @triton.jit
 def _magnitude(x):
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return _bits(x) & 0x7FFFFFFF
 
 
 @triton.jit
-def _signed_magnitude(x):
-    bits = x.to(tl.uint32, bitcast=True)
-    return (bits << 1) | (bits >> 31)
+def _bits(x):
+    return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def round_shifted(x, inverse, BITS: tl.constexpr):
-    """x * inverse rounded half to even, plus _MAGIC (int4: and 8, int2: and 2, so that the low bits are offset)."""
-    if BITS < 8:
-        return tl.minimum(x * inverse[:, None] + (_MAGIC + 2 ** (BITS - 1)), _MAGIC + (2**BITS - 1))
-    else:
-        return x * inverse[:, None] + _MAGIC
+def round_shifted(x, inverse, BITS: tl.constexpr, CLIP: tl.constexpr):
+    """x * inverse rounded half to even, plus _MAGIC (int4: and 8, so that the low bits are offset)."""
+    shifted = x * inverse[:, None] + (_MAGIC + (8.0 if BITS == 4 else 0.0))
+    if CLIP:
+        shifted = tl.minimum(tl.maximum(shifted, _MAGIC), _MAGIC + 15.0)
+    return shifted
 
 
 @triton.jit
 def unshift(shifted, BITS: tl.constexpr):
     """The integers, as fp32, of what `round_shifted` returned."""
-    return shifted - (_MAGIC + (2 ** (BITS - 1) if BITS < 8 else 0))
+    return shifted - (_MAGIC + (8.0 if BITS == 4 else 0.0))
 
 
 @triton.jit

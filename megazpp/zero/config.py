@@ -14,7 +14,7 @@ from megazpp.topology.layout import Layout
 T = TypeVar("T")
 
 WEIGHT_BLOCK, DIFFERENCE_BLOCK, GRADIENT_BLOCK = 256, 128, 128
-WEIGHT_BITS = ((8, 8), (16, 16), (16, 4), (8, 4), (16, 2), (8, 2))  # inside a node, across nodes
+WEIGHT_BITS = ((8, 8), (16, 16), (16, 4), (8, 4))  # inside a node, across nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,12 @@ class ZeroConfig:
         (8, 8),
         "bits of a weight inside a node and across nodes, one value for both: 8 8; 16 16, the compute format, not "
         "quantized; 16 4 and 8 4: what crosses nodes is the difference from the kept weights, so these are kept in the "
-        "compute format (2 bytes per parameter and node instead of 1; 3 with 8 4); experimental: 16 2 and 8 2",
+        "compute format (2 bytes per parameter and node instead of 1; 3 with 8 4)",
         nargs="+",
     )
     zero_weight_keyframe_interval: int | None = flag(
         None,
-        "with 4 or 2 bits across nodes: whole weights cross after every this many iterations, which heals a kept "
+        "with 4 bits across nodes: whole weights cross after every this many iterations, which heals a kept "
         "partition that memory or wire has corrupted",
     )
     zero_gradient_bits: tuple[int, ...] = flag(
@@ -239,12 +239,13 @@ def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
             keep,
             block_format(across, config.zero_block_size or DIFFERENCE_BLOCK) if across < 8 else None,
         )
-    if across == 2:
-        notices.append(f"--zero-weight-bits {as_words(config.zero_weight_bits)} is experimental")
     reduce = None
     if quantized_gradients:
         block = config.zero_block_size or GRADIENT_BLOCK
-        reduce = ReducePlan(*(block_format(bits, block) for bits in config.zero_gradient_bits))
+        local, across = config.zero_gradient_bits
+        reduce = ReducePlan(
+            block_format(local, block), block_format(across, block, clip=across == 4 and config.zero_error_feedback)
+        )
     notices += _without_effect(config, gather, reduce)
     return WirePlan(gather, reduce, overlap_gather, overlap_reduce, tuple(notices))
 
@@ -324,9 +325,9 @@ def _without_effect(config: ZeroConfig, gather: GatherPlan | None, reduce: Reduc
     ]
 
 
-def block_format(bits: int, block_size: int) -> BlockFormat | None:
+def block_format(bits: int, block_size: int, *, clip: bool = False) -> BlockFormat | None:
     """What travels with so many bits; None for 16, which are not quantized."""
-    return None if bits == 16 else BlockFormat(bits, block_size)  # type: ignore[arg-type]
+    return None if bits == 16 else BlockFormat(bits, block_size, clip)  # type: ignore[arg-type]
 
 
 def _default(value: T | None, default: T) -> T:

@@ -79,7 +79,9 @@ def difficult(lead: tuple[int, ...], n: int, dtype: torch.dtype, seed: int = 0) 
             continue
         at = int(torch.randint(n, (1,), generator=generator))
         kind = (index + seed) % 8
-        if kind == 1:
+        if kind == 0:
+            row[n // 2 :] = row[n // 2 :].sign() * torch.where(row[n // 2 :] > 1, 0.29, 0.3)  # of one size
+        elif kind == 1:
             row.zero_()
             row[at] = -0.0
         elif kind == 2:

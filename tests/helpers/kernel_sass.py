@@ -72,8 +72,6 @@ def main() -> None:
         "quantize_averaged": pack(4, feedback=1, average=1),
         "dequantize_sum": unpack(8, "fp32", 8),
         "add_difference": unpack(4, "bf16", onto=1),
-        "quantize_to_int2": pack(2, base=1),
-        "add_int2": unpack(2, "bf16", onto=1),
     }
     json.dump(found, sys.stdout)
 

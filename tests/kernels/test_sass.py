@@ -51,14 +51,12 @@ def test_whole_tiles_move_sixteen_bytes_per_access(kernels: dict[str, dict[str, 
     # that is not whole or starts anywhere, and payloads are masked by blocks, so both of their branches are wide
     assert wide["quantize"] == (4 + 4, 4 + 2 * 2)
     assert wide["quantize_difference"] == (4 + 4 + 4, 4 + 2 * 1), "x and base, once each"
-    assert wide["quantize_to_int2"] == (4 + 4 + 4, 4), "8 bytes of payload per thread"
     assert wide["dequantize"] == (4 + 2 * 2, 4 + 4)
     assert wide["quantize_feedback"] == (4 + 4 + 2 * 2, 4 + 2 * (1 + 2)), "to int4; the error is int8"
     assert wide["quantize_averaged"] == wide["quantize_feedback"], "the error that was read is averaged in registers"
     assert wide["dequantize_sum"][0] >= 8 * 8 + 2 * 2 * (1 + 4), "first segment, unrolled segments"
     assert wide["dequantize_sum"][1] == 8 + 8, "fp32"
     assert wide["add_difference"] == (4 + 4 + 2 * 1, 4 + 4), "what was there is read once and written once"
-    assert wide["add_int2"] == (4 + 4, 4 + 4)
 
 
 def test_nothing_is_contracted_outside_the_divisions(kernels: dict[str, dict[str, int]]):

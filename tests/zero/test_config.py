@@ -15,18 +15,19 @@ def layout(nodes: int = 2, ranks: int = 4, tp: int = 1, replicas: int = 1) -> La
 
 
 INT8, INT4, WEIGHTS = BlockFormat(8, 128), BlockFormat(4, 128), BlockFormat(8, 256)
+CLIPPED = BlockFormat(4, 128, clip=True)
 
 
 @pytest.mark.parametrize(
     ("flags", "gather", "reduce"),
     [
         ({}, None, None),
-        ({"zeropp": True}, GatherPlan(WEIGHTS, True), ReducePlan(INT8, INT4)),
-        ({"zeropp": True, "zero_quantized_weights": False}, GatherPlan(None, True), ReducePlan(INT8, INT4)),
-        ({"zeropp": True, "zero_weight_bits": 16}, GatherPlan(None, True), ReducePlan(INT8, INT4)),
-        ({"zeropp": True, "zero_weight_bits": (8,)}, GatherPlan(WEIGHTS, True), ReducePlan(INT8, INT4)),
-        ({"zeropp": True, "zero_weight_bits": (16, 4)}, GatherPlan(None, True, INT4), ReducePlan(INT8, INT4)),
-        ({"zeropp": True, "zero_weight_bits": (8, 4)}, GatherPlan(WEIGHTS, True, INT4), ReducePlan(INT8, INT4)),
+        ({"zeropp": True}, GatherPlan(WEIGHTS, True), ReducePlan(INT8, CLIPPED)),
+        ({"zeropp": True, "zero_quantized_weights": False}, GatherPlan(None, True), ReducePlan(INT8, CLIPPED)),
+        ({"zeropp": True, "zero_weight_bits": 16}, GatherPlan(None, True), ReducePlan(INT8, CLIPPED)),
+        ({"zeropp": True, "zero_weight_bits": (8,)}, GatherPlan(WEIGHTS, True), ReducePlan(INT8, CLIPPED)),
+        ({"zeropp": True, "zero_weight_bits": (16, 4)}, GatherPlan(None, True, INT4), ReducePlan(INT8, CLIPPED)),
+        ({"zeropp": True, "zero_weight_bits": (8, 4)}, GatherPlan(WEIGHTS, True, INT4), ReducePlan(INT8, CLIPPED)),
         (
             {"zero_quantized_weights": True, "zero_hpz_partition_size": "auto", "zero_weight_bits": (16, 4)},
             GatherPlan(None, True, INT4),
@@ -37,15 +38,17 @@ INT8, INT4, WEIGHTS = BlockFormat(8, 128), BlockFormat(4, 128), BlockFormat(8, 2
             GatherPlan(BlockFormat(8, 64), True, BlockFormat(4, 64)),
             None,
         ),
-        ({"zeropp": True, "zero_hpz_partition_size": "1"}, GatherPlan(WEIGHTS, False), ReducePlan(INT8, INT4)),
+        ({"zeropp": True, "zero_hpz_partition_size": "1"}, GatherPlan(WEIGHTS, False), ReducePlan(INT8, CLIPPED)),
         ({"zeropp": True, "zero_quantized_gradients": False}, GatherPlan(WEIGHTS, True), None),
         ({"zero_quantized_weights": True}, GatherPlan(WEIGHTS, False), None),
         ({"zero_hpz_partition_size": "4"}, GatherPlan(None, True), None),
+        ({"zero_quantized_gradients": True, "zero_error_feedback": False}, None, ReducePlan(INT8, INT4)),
+        ({"zero_quantized_gradients": True, "zero_gradient_bits": (4, 4)}, None, ReducePlan(INT4, CLIPPED)),
         ({"zero_quantized_gradients": True, "zero_gradient_bits": (16, 8)}, None, ReducePlan(None, INT8)),
         (
             {"zeropp": True, "zero_block_size": 64},
             GatherPlan(BlockFormat(8, 64), True),
-            ReducePlan(BlockFormat(8, 64), BlockFormat(4, 64)),
+            ReducePlan(BlockFormat(8, 64), BlockFormat(4, 64, clip=True)),
         ),
     ],
 )
@@ -68,10 +71,11 @@ def test_each_switch_can_be_set_or_unset_alone(flags, gather, reduce):
         ({"zeropp": True, "zero_block_size": 0}, "--zero-block-size 0 is not a power of two"),
         ({"zero_block_size": 0}, "--zero-block-size 0 is not a power of two"),
         ({"zero_gradient_bits": (3, 4)}, "--zero-gradient-bits 3 4 is not two of 4, 8 and 16"),
-        ({"zero_weight_bits": 4}, "--zero-weight-bits 4 is not one of 8 8, 16 16, 16 4, 8 4, 16 2, 8 2"),
+        ({"zero_weight_bits": 4}, "--zero-weight-bits 4 is not one of 8 8, 16 16, 16 4, 8 4"),
         ({"zeropp": True, "zero_weight_bits": (4, 4)}, "--zero-weight-bits 4 4 is not one of"),
         ({"zeropp": True, "zero_weight_bits": (4, 16)}, "--zero-weight-bits 4 16 is not one of"),
         ({"zeropp": True, "zero_weight_bits": (16, 8)}, "--zero-weight-bits 16 8 is not one of"),
+        ({"zeropp": True, "zero_weight_bits": (16, 2)}, "--zero-weight-bits 16 2 is not one of"),
         ({"zeropp": True, "zero_weight_bits": (16, 4, 4)}, "--zero-weight-bits 16 4 4 is not one of"),
         (
             {"zeropp": True, "zero_weight_bits": (16, 4), "zero_hpz_partition_size": "1"},
@@ -151,9 +155,6 @@ def test_nodes_of_one_rank_keep_16_bits_and_the_plan_says_what_travels():
     alone = plan_wire(ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), layout(tp=4))
     assert alone.gather == GatherPlan(None, True, INT4)
     assert alone.notices[-1].startswith("--zero-weight-bits 8 4 is 16 4 here: nothing travels inside nodes of one")
-    experimental = plan_wire(ZeroConfig(zeropp=True, zero_weight_bits=(16, 2)), layout())
-    assert experimental.gather == GatherPlan(None, True, BlockFormat(2, 128))
-    assert experimental.notices == ("--zero-weight-bits 16 2 is experimental",)
     plan = plan_wire(ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), layout())
     assert plan.notices == ()
     assert plan.describe().startswith(

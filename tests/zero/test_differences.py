@@ -161,7 +161,6 @@ CASES = {
     "16 4, 3 nodes, blocks of 32": (3, Case(nodes=3, zero=with_bits(16, 4, zero_block_size=32), global_batch=12)),
     "16 4, 5 nodes": (5, Case(nodes=5, zero=with_bits(16, 4), precision=BF16, global_batch=10)),
     "8 4, tp 2, llama": (8, Case(nodes=2, tp=2, zero=with_bits(8, 4), precision=BF16, model=LLAMA_STYLE)),
-    "16 2, bf16": (4, Case(nodes=2, zero=with_bits(16, 2), precision=BF16)),
     "16 4, copies": (8, Case(nodes=4, replicas=2, zero=with_bits(16, 4), precision=BF16)),
 }
 DEFAULT = ("16 4, bf16", "8 4, fp16, tp 2, one rank per node", "16 4, 3 nodes, blocks of 32")

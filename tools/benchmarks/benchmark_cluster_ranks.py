@@ -102,7 +102,6 @@ VARIANTS = {
     "weights-8-8": Variant("weights 8 8", ZeroConfig(zeropp=True, zero_weight_bits=(8, 8))),
     "weights-8-4": Variant("weights 8 4", ZeroConfig(zeropp=True, zero_weight_bits=(8, 4))),
     "weights-16-4": Variant("weights 16 4", ZeroConfig(zeropp=True, zero_weight_bits=(16, 4))),
-    "weights-16-2": Variant("weights 16 2", ZeroConfig(zeropp=True, zero_weight_bits=(16, 2))),
     "diloco-10": local_steps(10, 0),
     "diloco-10-delay": local_steps(10, 2),
     "diloco-50": local_steps(50, 0),

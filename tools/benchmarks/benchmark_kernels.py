@@ -56,7 +56,7 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
     source, target = (torch.randn(n, device=device) for _ in range(2))
     pieces = [Piece("memcpy fp32", n, 8 * n, lambda: target.copy_(source))]
     base = torch.randn(n, device=device).to(torch.bfloat16)
-    for fmt in (BlockFormat(8, block_size), BlockFormat(4, block_size), BlockFormat(2, block_size)):
+    for fmt in (BlockFormat(8, block_size), BlockFormat(4, block_size)):
         bits = fmt.bits
         wire, table = fmt.bits_per_element(n) / 8, range_table(plan_row(n, fmt), torch.float32)
         for name, dtype in DTYPES.items():

@@ -32,7 +32,6 @@ VARIANTS = {
     "all (--zeropp)": ["--zeropp"],
     "--zeropp, weights 8 4": ["--zeropp", "--zero-weight-bits", "8", "4"],
     "--zeropp, weights 16 4": ["--zeropp", "--zero-weight-bits", "16", "4"],
-    "--zeropp, weights 16 2": ["--zeropp", "--zero-weight-bits", "16", "2"],
     "local steps, H = 10": ["--diloco-steps", "10"],
     "local steps, H = 10, delay 2": ["--diloco-steps", "10", "--diloco-delay", "2"],
     "local steps, H = 30": ["--diloco-steps", "30"],

@@ -50,7 +50,7 @@ def measure(task: Task, report: Report) -> None:
 
 def run_kernels(device: str) -> None:
     """Each kernel on whole and partial tiles of segments that are quantized and not: sums, feedback, differences."""
-    for fmt in (BlockFormat(8, 128), BlockFormat(4, 128), BlockFormat(2, 128)):
+    for fmt in (BlockFormat(8, 128), BlockFormat(4, 128)):
         for n in (257, 4096, 10_000):
             segments = plan_segments([("weight", (n, 1)), ("norm", (n,)), ("head", (1, 8192)), ("bias", (5,))], 1)
             table = range_table(plan_message(segments, fmt, exact_itemsize=4), torch.float32)

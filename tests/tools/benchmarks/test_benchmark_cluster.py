@@ -165,9 +165,7 @@ def test_all_variants_train_alike_on_emulated_nodes_of_one_machine(tmp_path: Pat
     assert [s.variant for s in samples] == [name for name, variant in VARIANTS.items() if variant.steps == 1]
     losses = {s.variant: s.loss for s in samples}
     # every variant has made one step before; bf16 and 4-bit gradients move the second loss by less than a step does
-    rough = losses.pop("weights-16-2")
     assert max(losses.values()) - min(losses.values()) < 1e-3, losses
-    assert abs(rough - losses["zero3"]) < 3e-3
     cross = {s.variant: s.cross_bytes[0] for s in samples}
     assert cross["zeropp"] == cross["zeropp-overlap"] < cross["hsdp"] < cross["qgz"] < cross["zero3"]
     assert "| --zeropp |" in (tmp_path / "out" / "table.md").read_text()
