@@ -4,7 +4,7 @@ Logits are the largest tensor of a step: for 8192 tokens and a vocabulary of 128
 in fp32. They are never gathered over tp and never in fp32 but for some tokens at a time. Forward keeps them as the
 product gives them, and backward turns them into their own gradient where they lie, so that a step has three products
 and whatever the losses are weighted with comes in time. Where they are larger than `CHUNK_BYTES`, their columns are
-worked through in chunks that share the memory of one, and backward multiplies all but the last again. Chunks are cut
+worked through in chunks, of which one is in memory, and backward multiplies all but the last again. Chunks are cut
 from the vocabulary and not from the tokens, so that each row of the weight's gradient is one product.
 
     a chunk                    logits [N, C] = x w^T      normalizer [N] = logsumexp of the logits
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from megazpp.parallel.axis import MeshAxis
 
@@ -44,7 +45,7 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Negative log-likelihood of each label where the logits are x weight^T / temperature.
 
-    Logits of one chunk are kept for backward, which overwrites them and so can run once; others are multiplied again.
+    The last chunk's logits are kept for backward, the first one that runs; all others are multiplied again.
     Collectives on tp: forward one max and one sum all-reduce of one to three numbers per token; backward none, and the
     gradient of `x` is this rank's part of a sum over tp.
 
@@ -87,14 +88,6 @@ class _Chunk(NamedTuple):
     real: int
     blocks: list[slice]
 
-    def logits(self, x: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """[N, C] in `buffer`, whose content is lost."""
-        return torch.mm(x, weight[self.rows].t(), out=self.view(buffer, len(x)))
-
-    def view(self, buffer: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        columns = self.rows.stop - self.rows.start
-        return buffer[: num_tokens * columns].view(num_tokens, columns)
-
 
 def _plan_chunks(settings: _Settings, num_rows: int, num_tokens: int, itemsize: int) -> list[_Chunk]:
     """What of this rank's `num_rows` of the weight is no padding, in chunks of about the same size."""
@@ -124,12 +117,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         shape, labels = labels.shape, labels.flatten()
         tp, first = settings.tp, settings.tp.rank * weight.shape[0]
         chunks = _plan_chunks(settings, weight.shape[0], len(x), x.element_size())
-        buffer = x.new_empty(len(x) * max((c.rows.stop - c.rows.start for c in chunks), default=0))
+        logits: torch.Tensor | None = None
         score = torch.zeros(labels.shape, dtype=torch.float32, device=x.device)
         normalizers, entropies = (score.new_full((1 + len(chunks), len(x)), value) for value in (float("-inf"), 0.0))
         distribution = _compiled(_distribution) if settings.fuse else _distribution
         for index, chunk in enumerate(chunks, start=1):
-            logits = chunk.logits(x, weight, buffer)
+            logits = None  # before there are others
+            logits = F.linear(x, weight[chunk.rows])
             place, mine = _place(labels - (first + chunk.rows.start), chunk.real)
             score += _scores(logits.gather(-1, place).squeeze(-1), settings.temperature).masked_fill(~mine, 0.0)
             for block in chunk.blocks:
@@ -147,8 +141,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             labels >= settings.vocab_size
         )  # no rank has such a label, so none would contradict it
         normalizer = (top + total.log()).masked_fill_(outside, float("nan"))
-        ctx.save_for_backward(x, weight, labels, normalizer, buffer)
-        ctx.settings, ctx.chunks = settings, chunks
+        ctx.save_for_backward(x, weight, labels, normalizer)
+        ctx.settings, ctx.chunks, ctx.logits = settings, chunks, logits
         entropy = None
         if weighted:
             entropy = total.log().view(shape) + (weighted[0] / total).view(shape)
@@ -157,16 +151,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, labels, normalizer, buffer = ctx.saved_tensors
-        settings, chunks = ctx.settings, ctx.chunks
+        x, weight, labels, normalizer = ctx.saved_tensors
+        settings, chunks, logits = ctx.settings, ctx.chunks, ctx.logits
+        ctx.logits = None  # they are about to change, and to go
         first, several = settings.tp.rank * weight.shape[0], len(chunks) > 1
         gradient_ = _compiled(_gradient_) if settings.fuse else _gradient_
         scale = grads[0].flatten() / settings.temperature
         x_grad = torch.zeros_like(x, dtype=torch.float32 if several else x.dtype) if ctx.needs_input_grad[0] else None
         weight_grad = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for chunk in reversed(chunks):
-            kept = chunk is chunks[-1]
-            logits = chunk.view(buffer, len(x)) if kept else chunk.logits(x, weight, buffer)
+            if logits is None:
+                logits = F.linear(x, weight[chunk.rows])
             place, mine = _place(labels - (first + chunk.rows.start), chunk.real)
             score = _scores(logits.gather(-1, place).squeeze(-1), settings.temperature)
             at_label = (score - normalizer).expm1_().mul_(scale).to(logits.dtype).unsqueeze(-1)
@@ -178,6 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 x_grad = x_grad.add_(logits @ weight[chunk.rows]) if several else logits @ weight[chunk.rows]
             if weight_grad is not None:
                 torch.mm(logits.t(), x, out=weight_grad[chunk.rows])
+            logits = None
         if weight_grad is not None:
             weight_grad[chunks[-1].rows.start + chunks[-1].real if chunks else 0 :] = 0.0
         return None if x_grad is None else x_grad.to(x.dtype), weight_grad, None, None
@@ -213,4 +209,12 @@ def _scores(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+    """One graph for any number of rows."""
+    graph = torch.compile(function)
+
+    def marked(*args: Any) -> Any:
+        for tensor in filter(torch.is_tensor, args):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return graph(*args)
+
+    return marked
