@@ -34,6 +34,9 @@ NAMES = {
 # of the variable-length kernel, which is flash attention 2: some devices train with no wider heads
 MOST_CHANNELS, CHANNELS_MULTIPLE, FIRST_CAPABILITY = 192, 8, (8, 0)
 
+# of torch's varlen_attn; torch 2.11's takes no groups
+VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
+
 DocumentKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
@@ -49,10 +52,16 @@ def variable_length(
     Returns:
         [T, heads, D].
     """
+    k, v = (varlen_groups(x, q.shape[1]) for x in (k, v))
     grouped: dict[str, Any] = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
     found = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **grouped)
     assert isinstance(found, torch.Tensor)  # the normalizers come too only if asked for
     return found
+
+
+def varlen_groups(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Keys or values [T, groups, D] as torch's kernel takes them: with one of each head where it knows no groups."""
+    return x if "enable_gqa" in VARLEN_ARGUMENTS else repeated(x, heads)
 
 
 def mask_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
@@ -62,11 +71,10 @@ def mask_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype:
         capability: of the CUDA device; None for any other.
         dtype: of queries, keys and values.
     """
-    needed = {"window_size"} | ({"enable_gqa"} if config.query_groups != config.heads else set())
     if capability is None:
         return "only CUDA has a kernel for documents"
-    if not needed <= inspect.signature(varlen_attn).parameters.keys():
-        return f"torch {torch.__version__}'s varlen_attn has no {' and '.join(sorted(needed))}"
+    if "window_size" not in VARLEN_ARGUMENTS:
+        return f"torch {torch.__version__}'s varlen_attn has no window_size"
     if capability < FIRST_CAPABILITY:
         return f"varlen_attn needs compute capability 8.0, not {capability[0]}.{capability[1]}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -104,7 +112,7 @@ def masked_attention(
 
 
 def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, groups, keys, D] -> [B, heads, keys, D]: one of each head, for kernels that know no groups.
+    """[B, groups, ...] -> [B, heads, ...]: one of each head, for kernels that know no groups.
 
     The memory-efficient one of some versions is such a kernel, and the plain one would keep all scores.
     """

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazpp.model.attention_kernels import repeated
+from megazpp.model.attention_kernels import repeated, varlen_groups
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import TrafficCounter
@@ -294,6 +294,7 @@ class FusedAttention(TorchFunctionMode):
     ) -> torch.Tensor:
         """A DocumentKernel: as if every document were `longest` tokens long."""
         batch = q.shape[0] // longest
+        k, v = (varlen_groups(x, q.shape[1]) for x in (k, v))
         q, k, v = (x.unflatten(0, (batch, longest)).transpose(1, 2) for x in (q, k, v))
         return _Attention.apply(q, k, v, None, self._recorder, 0.5).transpose(1, 2).flatten(0, 1)
 

@@ -1,13 +1,16 @@
 """The output layer's product and the cross entropy in one, over a vocabulary split over the tensor-parallel axis.
 
 Logits are the largest tensor of a step: for 8192 tokens and a vocabulary of 128 thousand, 2.1 GB in 16 bits and 4.2 GB
-in fp32. They are never gathered over tp, never kept in fp32, and never whole where they are large: their columns are
-worked through in chunks, and backward multiplies each chunk again, from one number per token that forward keeps. Chunks
-are cut from the vocabulary and not from the tokens, so that each row of the weight's gradient is one product.
+in fp32. They are never gathered over tp and never in fp32 but for some tokens at a time. Forward keeps them as the
+product gives them, and backward turns them into their own gradient where they lie, so that a step has three products
+and whatever the losses are weighted with comes in time. Where they are larger than `CHUNK_BYTES`, their columns are
+worked through in chunks, of which one is in memory, and backward multiplies all but the last again. Chunks are cut
+from the vocabulary and not from the tokens, so that each row of the weight's gradient is one product.
 
     a chunk                    logits [N, C] = x w^T      normalizer [N] = logsumexp of the logits
     chunks and ranks together  normalizer [N] = logsumexp of theirs
     loss                       normalizer - score of the label
+    its gradient               [N, C] = softmax - 1 at the label, in the place of the logits
 
 N tokens, V columns of the padded vocabulary, C of a chunk, H channels, T ranks of tp.
 """
@@ -23,7 +26,9 @@ import torch.nn.functional as F
 
 from megazpp.parallel.axis import MeshAxis
 
-CHUNK_BYTES = 1 << 29  # of a chunk's logits in fp32; at its fullest, backward holds about three times as much
+CHUNK_BYTES = 1 << 32  # of a chunk's logits in their own format: in 16 bits, 16384 tokens of 128 thousand
+BLOCKS = 64  # a chunk's share that is in fp32 at a time, in up to five tensors
+COLUMNS_MULTIPLE = 128  # of a chunk, as of the padded vocabulary: rows are aligned for the products
 
 
 def linear_cross_entropy(
@@ -40,7 +45,7 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Negative log-likelihood of each label where the logits are x weight^T / temperature.
 
-    Logits that fit in one chunk are kept for backward as the product gives them; larger ones are multiplied again.
+    The last chunk's logits are kept for backward, the first one that runs; all others are multiplied again.
     Collectives on tp: forward one max and one sum all-reduce of one to three numbers per token; backward none, and the
     gradient of `x` is this rank's part of a sum over tp.
 
@@ -49,11 +54,11 @@ def linear_cross_entropy(
         weight: [V/T, H] in the dtype of x; the rows of tp rank t are tokens t * V/T and on.
         labels: [...] int64. One outside [0, vocab_size) has a loss and gradients of NaN.
         tp: the axis the vocabulary is split over.
-        vocab_size: tokens that exist; rows beyond are padding, which is not used and whose gradient is zero.
+        vocab_size: tokens that exist; rows beyond are padding, finite, which does not count and whose gradient is zero.
         temperature: what logits are divided by, in fp32.
         with_entropy: also give the entropy of each distribution, in nats and without a gradient.
         fuse: compile what is done with a chunk's logits, into one kernel each way.
-        chunk_bytes: the most that a chunk's logits may take in fp32.
+        chunk_bytes: the most that a chunk's logits may take, unless that is less than 128 columns of them.
     Returns:
         Losses and entropy, [...] fp32 each; entropy is None unless asked for.
     """
@@ -69,12 +74,34 @@ class _Settings(NamedTuple):
     fuse: bool
     chunk_bytes: int
 
-    def chunks(self, rows: int, num_tokens: int) -> list[slice]:
-        """What of this rank's `rows` is no padding, in chunks of about the same size."""
-        real = min(max(self.vocab_size - self.tp.rank * rows, 0), rows)
-        count = max(-(-4 * num_tokens * real // self.chunk_bytes), 1)
-        width = max(-(-real // count), 1)
-        return [slice(first, min(first + width, real)) for first in range(0, real, width)]
+
+class _Chunk(NamedTuple):
+    """Of this rank's columns.
+
+    Attributes:
+        rows: of the weight; they end at a multiple of `COLUMNS_MULTIPLE` where the weight does.
+        real: columns of it that are no padding, the first.
+        blocks: of the tokens, which are worked on in fp32 at a time.
+    """
+
+    rows: slice
+    real: int
+    blocks: list[slice]
+
+
+def _plan_chunks(settings: _Settings, num_rows: int, num_tokens: int, itemsize: int) -> list[_Chunk]:
+    """What of this rank's `num_rows` of the weight is no padding, in chunks of about the same size."""
+    real, step = min(max(settings.vocab_size - settings.tp.rank * num_rows, 0), num_rows), COLUMNS_MULTIPLE
+    if real == 0:
+        return []
+    most = max(settings.chunk_bytes // (max(num_tokens, 1) * itemsize * step), 1)
+    width = step * -(-real // (step * -(-real // (step * most))))
+    end, at_once = min(-(-real // step) * step, num_rows), max(settings.chunk_bytes // (BLOCKS * 4 * width), 1)
+    blocks = [slice(start, start + at_once) for start in range(0, num_tokens, at_once)]
+    return [
+        _Chunk(slice(first, min(first + width, end)), min(width, real - first), blocks)
+        for first in range(0, real, width)
+    ]
 
 
 @torch.compiler.disable
@@ -89,32 +116,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         shape, labels = labels.shape, labels.flatten()
         tp, first = settings.tp, settings.tp.rank * weight.shape[0]
-        chunks = settings.chunks(weight.shape[0], x.shape[0])
-        nothing = torch.full(labels.shape, float("-inf"), dtype=torch.float32, device=x.device)
-        normalizers, score, entropies = [nothing], torch.zeros_like(nothing), [torch.zeros_like(nothing)]
-        distribution, logits = _compiled(_distribution) if settings.fuse else _distribution, None
-        for rows in chunks:
-            logits = F.linear(x, weight[rows])
-            column = labels - (first + rows.start)
-            parts = distribution(logits, column, settings.temperature, settings.with_entropy)
-            normalizers.append(parts.normalizer)
-            score += parts.score
-            if parts.entropy is not None:
-                entropies.append(parts.entropy)
-        parts_of = torch.stack(normalizers)
-        top = tp.max_(parts_of.amax(dim=0))
-        shares = (parts_of - top).exp()
+        chunks = _plan_chunks(settings, weight.shape[0], len(x), x.element_size())
+        logits: torch.Tensor | None = None
+        score = torch.zeros(labels.shape, dtype=torch.float32, device=x.device)
+        normalizers, entropies = (score.new_full((1 + len(chunks), len(x)), value) for value in (float("-inf"), 0.0))
+        distribution = _compiled(_distribution) if settings.fuse else _distribution
+        for index, chunk in enumerate(chunks, start=1):
+            logits = None  # before there are others
+            logits = F.linear(x, weight[chunk.rows])
+            place, mine = _place(labels - (first + chunk.rows.start), chunk.real)
+            score += _scores(logits.gather(-1, place).squeeze(-1), settings.temperature).masked_fill(~mine, 0.0)
+            for block in chunk.blocks:
+                parts = distribution(logits[block, : chunk.real], settings.temperature, settings.with_entropy)
+                normalizers[index, block] = parts[0]
+                if parts[1] is not None:
+                    entropies[index, block] = parts[1]
+        top = tp.max_(normalizers.amax(dim=0))
+        shares = (normalizers - top).exp()
         sums = [shares.sum(dim=0), score]
         if settings.with_entropy:  # H = log Z + sum of P (H - log Z) over the parts
-            below = torch.stack(entropies) - (parts_of - top)
-            sums.append(torch.where(shares > 0.0, shares * below, 0.0).sum(dim=0))
+            sums.append(torch.where(shares > 0.0, shares * (entropies - (normalizers - top)), 0.0).sum(dim=0))
         total, score, *weighted = tp.all_reduce_(torch.stack(sums))
         outside = (labels < 0) | (
             labels >= settings.vocab_size
         )  # no rank has such a label, so none would contradict it
         normalizer = (top + total.log()).masked_fill_(outside, float("nan"))
-        ctx.save_for_backward(x, weight, labels, normalizer, logits if len(chunks) == 1 else None)
-        ctx.settings, ctx.chunks = settings, chunks
+        ctx.save_for_backward(x, weight, labels, normalizer)
+        ctx.settings, ctx.chunks, ctx.logits = settings, chunks, logits
         entropy = None
         if weighted:
             entropy = total.log().view(shape) + (weighted[0] / total).view(shape)
@@ -123,55 +151,56 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, labels, normalizer, kept = ctx.saved_tensors
-        settings: _Settings = ctx.settings
-        first, several = settings.tp.rank * weight.shape[0], len(ctx.chunks) > 1
-        gradient, grad_losses = _compiled(_gradient) if settings.fuse else _gradient, grads[0].flatten()
+        x, weight, labels, normalizer = ctx.saved_tensors
+        settings, chunks, logits = ctx.settings, ctx.chunks, ctx.logits
+        ctx.logits = None  # they are about to change, and to go
+        first, several = settings.tp.rank * weight.shape[0], len(chunks) > 1
+        gradient_ = _compiled(_gradient_) if settings.fuse else _gradient_
+        scale = grads[0].flatten() / settings.temperature
         x_grad = torch.zeros_like(x, dtype=torch.float32 if several else x.dtype) if ctx.needs_input_grad[0] else None
         weight_grad = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for rows in ctx.chunks:
-            logits = F.linear(x, weight[rows]) if kept is None else kept
-            grad = gradient(logits, labels - (first + rows.start), normalizer, grad_losses, settings.temperature)
+        for chunk in reversed(chunks):
+            if logits is None:
+                logits = F.linear(x, weight[chunk.rows])
+            place, mine = _place(labels - (first + chunk.rows.start), chunk.real)
+            score = _scores(logits.gather(-1, place).squeeze(-1), settings.temperature)
+            at_label = (score - normalizer).expm1_().mul_(scale).to(logits.dtype).unsqueeze(-1)
+            for block in chunk.blocks:
+                gradient_(logits[block, : chunk.real], normalizer[block], scale[block], settings.temperature)
+            logits.scatter_(-1, place, torch.where(mine.unsqueeze(-1), at_label, logits.gather(-1, place)))
+            logits[:, chunk.real :] = 0.0
             if x_grad is not None:
-                x_grad += grad @ weight[rows]
+                x_grad = x_grad.add_(logits @ weight[chunk.rows]) if several else logits @ weight[chunk.rows]
             if weight_grad is not None:
-                torch.mm(grad.t(), x, out=weight_grad[rows])
+                torch.mm(logits.t(), x, out=weight_grad[chunk.rows])
+            logits = None
         if weight_grad is not None:
-            weight_grad[ctx.chunks[-1].stop if ctx.chunks else 0 :] = 0.0
+            weight_grad[chunks[-1].rows.start + chunks[-1].real if chunks else 0 :] = 0.0
         return None if x_grad is None else x_grad.to(x.dtype), weight_grad, None, None
 
 
-class _Distribution(NamedTuple):
-    """What a chunk's logits say of each token, [N] fp32 each; the score is 0 where the label is not among them."""
-
-    normalizer: torch.Tensor
-    score: torch.Tensor
-    entropy: torch.Tensor | None
+def _place(column: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, 1] columns of the labels, somewhere in [0, columns) for those elsewhere; [N] bool, those that are here."""
+    return column.clamp(0, columns - 1).unsqueeze(-1), (column >= 0) & (column < columns)
 
 
-def _distribution(logits: torch.Tensor, column: torch.Tensor, temperature: float, with_entropy: bool) -> _Distribution:
-    """Of logits [N, C] and the columns [N] of the labels, of which those outside [0, C) are elsewhere."""
+def _distribution(
+    logits: torch.Tensor, temperature: float, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Normalizer and entropy of each row of logits [n, C]: [n] fp32 each."""
     scores = _scores(logits, temperature)
     normalizer = scores.logsumexp(dim=-1)
-    mine = (column >= 0) & (column < logits.shape[-1])
-    place = column.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
-    score = scores.gather(-1, place).squeeze(-1).masked_fill(~mine, 0.0)
     if not with_entropy:
-        return _Distribution(normalizer, score, None)
+        return normalizer, None
     below = scores - normalizer.unsqueeze(-1)
     shares = below.exp()
-    return _Distribution(normalizer, score, -torch.where(shares > 0.0, shares * below, 0.0).sum(dim=-1))
+    return normalizer, -torch.where(shares > 0.0, shares * below, 0.0).sum(dim=-1)
 
 
-def _gradient(
-    logits: torch.Tensor, column: torch.Tensor, normalizer: torch.Tensor, grad: torch.Tensor, temperature: float
-) -> torch.Tensor:
-    """Of the losses, whose gradient is [N], with respect to the product: [N, C] in the dtype of the logits."""
-    mine = (column >= 0) & (column < logits.shape[-1])
-    place = column.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
+def _gradient_(logits: torch.Tensor, normalizer: torch.Tensor, scale: torch.Tensor, temperature: float) -> None:
+    """Overwrite logits [n, C] with their gradient but at the labels: the softmax, each row times its `scale`, [n]."""
     share = (_scores(logits, temperature) - normalizer.unsqueeze(-1)).exp_()
-    share.scatter_add_(-1, place, -mine.to(share.dtype).unsqueeze(-1))
-    return share.mul_((grad / temperature).unsqueeze(-1)).to(logits.dtype)
+    logits.copy_(share.mul_(scale.unsqueeze(-1)))
 
 
 def _scores(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -180,4 +209,12 @@ def _scores(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+    """One graph for any number of rows."""
+    graph = torch.compile(function)
+
+    def marked(*args: Any) -> Any:
+        for tensor in filter(torch.is_tensor, args):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return graph(*args)
+
+    return marked

@@ -30,6 +30,7 @@ from megazpp.zero.packed import Bits
 from megazpp.zero.streamed import (
     FetchedMessages,
     KeptMessages,
+    LoadRows,
     MessagePlan,
     Messages,
     StreamedUnits,
@@ -77,13 +78,9 @@ def load_streamed_model(
         kept = together(files, lambda: store.read(0, torch.empty(plan.kept.num_bytes, dtype=torch.uint8)))
         messages, where = fetched(lambda index, buffer: store.read(index + 1, buffer)), f"disk ({path})"
     else:
-        load = make_reader()
-        kept, *packed = together(files, lambda: [_pack(message, load, axis.rank) for message in plan.messages])
-        if config.weights_on == "host" and device.type == "cuda":
-            pinned = [message.pin_memory() for message in packed]
-            messages = fetched(lambda index, buffer: pinned[index])
-        else:
-            messages = KeptMessages([message.to(device) for message in packed])
+        load, pin = make_reader(), config.weights_on == "host" and device.type == "cuda"
+        kept, *held = together(files, lambda: pack_where_they_stay(plan, load, axis.rank, device, pin=pin))
+        messages = fetched(lambda index, buffer: held[index], fills=False) if pin else KeptMessages(held)
         where = config.weights_on
     handle = StreamedUnits(
         model,
@@ -167,9 +164,24 @@ def _path(config: WeightsConfig, identity: dict[str, Any], tp: MeshAxis, axis: M
     return folder / f"tp{tp.rank}of{tp.size}-part{axis.rank}of{axis.size}.weights"
 
 
-def _pack(message: MessagePlan, load: WeightReader, part: int) -> torch.Tensor:
+def pack_where_they_stay(
+    plan: StreamPlan, load: LoadRows, part: int, device: torch.device, *, pin: bool
+) -> list[torch.Tensor]:
+    """What stays, and the messages of all units: [M] uint8 each, of which one at a time is anywhere else.
+
+    Args:
+        pin: they stay in page-locked memory of the host; else on `device`.
+    """
+    kept, *streamed = plan.messages
+    return [
+        _pack(kept, load, part).to(device),
+        *(_pack(m, load, part, pin=True) if pin else _pack(m, load, part).to(device) for m in streamed),
+    ]
+
+
+def _pack(message: MessagePlan, load: LoadRows, part: int, *, pin: bool = False) -> torch.Tensor:
     """[M] uint8 on the CPU."""
-    packed, done = torch.empty(message.num_bytes, dtype=torch.uint8), 0
+    packed, done = torch.empty(message.num_bytes, dtype=torch.uint8, pin_memory=pin), 0
     for piece in pack_message(message, load, part):
         packed[done : done + len(piece)] = piece
         done += len(piece)

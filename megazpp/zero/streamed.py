@@ -196,7 +196,8 @@ class FetchedMessages:
     """Messages that a thread brings in, in order, into a ring of buffers on the device.
 
     Args:
-        read: fills a buffer on the host with the message of a unit; or gives a tensor that holds it already.
+        read: fills a buffer on the host with the message of a unit, or gives a tensor that holds it already.
+        fills: whether it fills the buffer; else there is none, and what is given is page-locked.
         sizes: bytes of the messages.
         ring: how many are in memory.
         queue: runs the reads.
@@ -212,12 +213,16 @@ class FetchedMessages:
         ring: int,
         queue: CommQueue,
         device: torch.device,
+        fills: bool = True,
     ) -> None:
         self._read, self._sizes, self._queue, self._device = read, tuple(sizes), queue, device
         self._cuda, self._next, self.fetched_bytes = device.type == "cuda", 0, 0
-        largest = max(sizes)
-        self._host = [torch.empty(largest, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(ring)]
-        self._ring = [torch.empty_like(host, device=device) for host in self._host] if self._cuda else self._host
+        largest, byte = max(sizes), torch.uint8
+        buffer = largest if fills else 0
+        self._host = [torch.empty(buffer, dtype=byte, pin_memory=self._cuda) for _ in range(ring)]
+        self._ring = self._host
+        if self._cuda:
+            self._ring = [torch.empty(largest, dtype=byte, device=device) for _ in range(ring)]
         self._stream = torch.cuda.Stream(device) if self._cuda else None
 
     def fetch(self, index: int) -> Work[torch.Tensor]:

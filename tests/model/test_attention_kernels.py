@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -171,6 +172,11 @@ class ByLoops:
         return torch.cat([part.view(heads, -1, channels).transpose(0, 1) for part in parts]).contiguous()
 
 
+def stand_in(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
+    monkeypatch.setattr(module, "varlen_attn", function)
+    monkeypatch.setattr(module, "VARLEN_ARGUMENTS", frozenset(inspect.signature(function).parameters))
+
+
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "kept": {},
     "full": {"recompute_granularity": "full"},
@@ -186,7 +192,7 @@ def test_documents_by_offsets_give_the_losses_and_gradients_of_the_mask(
 ):
     """fp64 up to the losses, which are fp32: 1e-6."""
     by_loops = ByLoops(SEQ)
-    monkeypatch.setattr(module, "varlen_attn", by_loops)
+    stand_in(monkeypatch, by_loops)
     config, data = dataclasses.replace(STYLES[style], **RECOMPUTED[recompute]), packed()
     found = []
     for kernel in (None, variable_length):
@@ -285,20 +291,32 @@ def test_what_the_kernel_cannot_do_is_said_and_takes_a_mask(
     assert reason is None if words is None else words in str(reason)
 
 
-def without_groups(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, window_size: Any) -> None:
-    raise NotImplementedError
-
-
 def without_window(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, is_causal: bool) -> None:
     raise NotImplementedError
 
 
-def test_a_torch_whose_function_lacks_an_argument_takes_a_mask(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "varlen_attn", without_groups)
-    assert mask_reason(WIDE["gpt2"], capability=H100, dtype=torch.bfloat16) is None
-    assert "varlen_attn has no enable_gqa" in str(mask_reason(WIDE["llama"], capability=H100, dtype=torch.bfloat16))
-    monkeypatch.setattr(module, "varlen_attn", without_window)
+def test_a_torch_whose_function_has_no_window_takes_a_mask(monkeypatch: pytest.MonkeyPatch):
+    stand_in(monkeypatch, without_window)
     assert "has no window_size" in str(mask_reason(WIDE["gpt2"], capability=H100, dtype=torch.bfloat16))
+
+
+def test_a_torch_whose_function_has_no_groups_repeats_keys_and_values(monkeypatch: pytest.MonkeyPatch):
+    """Torch 2.11's, and fp64 to 1e-12: the attention, and gradients summed over the heads of a group."""
+    q, k, v = (torch.randn(11, n, 8, dtype=torch.float64, requires_grad=True) for n in (6, 2, 2))
+    starts, found, by_loops = torch.tensor([0, 4, 5, 11], dtype=torch.int32), [], ByLoops(11)
+
+    def without_groups(
+        query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *, window_size: Any
+    ) -> torch.Tensor:
+        return by_loops(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window_size)
+
+    for function in (by_loops, without_groups):
+        stand_in(monkeypatch, function)
+        assert mask_reason(WIDE["llama"], capability=H100, dtype=torch.bfloat16) is None
+        out = variable_length(q, k, v, starts, 11)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for expected, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel(monkeypatch: pytest.MonkeyPatch):

@@ -21,9 +21,10 @@ from megazpp.checkpoint.read import find_weights, load_weights
 from megazpp.inference.generate import generate
 from megazpp.inference.sample import SampleConfig
 from megazpp.inference.weights import Speed, WeightsConfig
-from megazpp.training.streamed import load_streamed_model
+from megazpp.planner.trace import FORWARD, TraceRecorder
+from megazpp.training.streamed import load_streamed_model, pack_where_they_stay
 from megazpp.zero.precision import PrecisionConfig
-from megazpp.zero.streamed import FetchedMessages, StreamedUnits
+from megazpp.zero.streamed import FetchedMessages, StreamedUnits, plan_stream
 
 SAVED = Case(model=dataclasses.replace(LLAMA_STYLE, init_method_std=0.5), tp=2)
 TIED = Case(model=dataclasses.replace(GPT2_STYLE, init_method_std=0.5))
@@ -131,6 +132,31 @@ def test_from_disk_come_the_same_tokens_and_losses_as_from_memory_on_every_layou
     assert " wrote " not in "".join(others[2][0]["lines"])
     files = sorted(path.name for path in Path(store).glob("*.weights"))
     assert len(files) == world // case.nodes
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_while_it_loads_a_model_is_never_in_memory_twice(pin: bool, monkeypatch: pytest.MonkeyPatch):
+    """Live bytes: messages where they stay (on a device: without memory, but counted), one more, and its pieces."""
+    empty, calls = torch.empty, []
+
+    def without_pinning(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        calls.append(pin_memory)
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", without_pinning)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, device="meta") for _ in range(64)))
+    plan = plan_stream(model, list(model), 1, 8, torch.bfloat16)
+
+    def load(name: str, rows: slice) -> torch.Tensor:
+        return torch.zeros(model.get_parameter(name)[rows].shape)
+
+    with TraceRecorder() as recorder:
+        place = torch.device("cpu" if pin else "meta")
+        found = pack_where_they_stay(plan, load, 0, place, pin=pin)
+    total = sum(len(message) for message in found)
+    assert total == plan.pass_bytes + plan.kept.num_bytes > 2e6
+    assert recorder.segments[FORWARD, 0].peak < 1.15 * total
+    assert sum(calls) == (64 if pin else 0)
 
 
 @pytest.mark.parametrize(("bits", "tolerance"), [(16, 0.1), (8, 0.3), (4, 3.0)])
