@@ -1,76 +1,66 @@
-"""Everything that wants a GPU, in one command: is the CUDA path correct, and how fast is it?
+"""Check a GPU in one command: is the CUDA path correct, and how fast is it?
 
     python tools/gpu_check.py --out runs/gpu --budget-minutes 8
-    python tools/gpu_check.py --out runs/gpu --parts loss --corpus text.txt --budget-minutes 20
-    python tools/gpu_check.py --out runs/rehearsal                            without a GPU: everything at toy size
+    python tools/gpu_check.py --out runs/more --budget-minutes 30 --parts training link
+    python tools/gpu_check.py --out runs/rehearsal --device cpu               every part at toy size, without a GPU
 
-Runs from a checkout, installed or with PYTHONPATH at its root. Each part (gpu_parts/) is a process of its own with a
-time limit; what one of them breaks does not concern the others. They run in the order of the table below while there is
-time. After each, results.json and table.md are written; the parts' logs are in folders beside them. Ends with exit code
-1 if a part that ran has failed, or has not ended in its time.
+Runs from a checkout, installed or not, and needs neither wandb nor torchao. The parts (gpu_parts/parts.py) run programs
+in processes of their own, with time limits: a part that fails leaves the others alone. They run in the order of PARTS,
+the one that would be missed most first; budgets from 20 minutes on have more of them, and more cases. results.json and
+table.md (Markdown) are written again whenever a part has found something, so a run that is killed keeps it; logs are in
+folders beside them, and clocks.csv has the GPU's clock, power and temperature. The exit code is 1 if a part has failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from gpu_parts.part import Task, last_line, start
-
-from megazpp.files import write_whole
-from megazpp.program import exit_on_signals, flags_of, program
+from typing import NamedTuple
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
-MODULE = "gpu_parts.{}"  # a part's
-RUN_PART = "import sys; from gpu_parts.part import run_part; sys.exit(run_part(*sys.argv[1:]))"
-SPARE_SECONDS = 5.0  # of a limit, for what a part does after its time
-CLOCKS = "clocks.sm,power.draw,temperature.gpu,utilization.gpu"
-BUSY_PERCENT = 50
+sys.path.insert(1, str(ROOT))  # a checkout that is not installed
+
+import torch  # noqa: E402
+from gpu_parts import parts  # noqa: E402
+from gpu_parts.check import Check  # noqa: E402
+
+from megazpp.errors import end_with  # noqa: E402
+from megazpp.files import write_whole  # noqa: E402
+from megazpp.program import exit_on_signals, flags_of, program  # noqa: E402
 
 
 class Part(NamedTuple):
-    """One module tools/gpu_parts/<name>.py.
-
-    Attributes:
-        title: of its table.
-        weight: its limit is its share of the time that is left, by the weights of those that are still to run; they are
-            seconds out of 510.
-        least: seconds without which it is not begun, and which it gets in any case.
-        needs: modules.
-    """
+    """`seconds` of 8 and of 30 minutes (0: only where it is asked for); not begun with less than the `least`."""
 
     name: str
     title: str
-    weight: float
+    run: Callable[[Check], None]
+    seconds: tuple[float, float]
     least: float
-    needs: tuple[str, ...] = ()
 
 
-PROGRAMS = ("yaml", "sentencepiece", "tqdm")  # what the flags and configs of a run need
 PARTS = (
-    Part("correct", "Kernels and the rest on the GPU against their references", 85, 30, ("pytest", "yaml")),
-    Part("streams", "Overlap on side streams: the same bits", 105, 60, PROGRAMS),
-    Part("kernels", "Kernels beside a copy of the same bytes", 45, 25),
-    Part("training", "Training on one GPU beside plain PyTorch", 160, 60, PROGRAMS),
-    Part("overhead", "What quantization costs a step", 65, 20, PROGRAMS),
-    Part("sanitizer", "compute-sanitizer", 15, 40),
-    Part("attention", "Attention kernels that torch can choose from", 10, 15),
-    Part("loss", "Loss, ZeRO-3 and --zeropp on emulated nodes", 25, 90, PROGRAMS),
+    Part("correct", "Tests that need a GPU", parts.correct, (80, 200), 30),
+    Part("training", "Steps on one GPU beside a baseline", parts.training, (240, 710), 60),
+    Part("streams", "Overlap on side streams, four ranks on one GPU", parts.streams, (110, 220), 60),
+    Part("kernels", "Products of the head; quantization beside a copy", parts.kernels, (50, 120), 20),
+    Part("link", "Four ranks, two nodes, a limited link between", parts.link, (0, 300), 90),
+    Part("checkpoint", "Saves, and generation from them", parts.checkpoint, (0, 250), 90),
 )
+LONG_MINUTES = 20
+CLOCKS = "nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu,utilization.gpu --format=csv -lms 500 -f"
 REHEARSAL = "REHEARSAL: no GPU, toy sizes, figures mean nothing"
 REHEARSAL_ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -80,176 +70,87 @@ def main(argv: list[str]) -> int:
     """Run the parts, then print the table; returns the exit code."""
     exit_on_signals()
     args = parse_flags(argv)
-    rehearse = not torch.cuda.is_available()
-    args.out.mkdir(parents=True, exist_ok=True)
-    results = introduce(rehearse, args)
-    began = time.monotonic()
+    os.chdir(ROOT)
+    paths = (str(ROOT), str(TOOLS), str(TOOLS / "benchmarks"), os.environ.get("PYTHONPATH"))
+    os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    os.environ |= REHEARSAL_ENV if args.device == "cpu" else {}
+    long, checks = args.budget_minutes >= LONG_MINUTES, list[Check]()
+    chosen = [part for part in PARTS if (part.name in args.parts if args.parts else part.seconds[long])]
+    shares = [part.seconds[long] or part.seconds[True] for part in chosen]
+    heading, end = introduce(args), time.monotonic() + 60 * args.budget_minutes
+    if args.device == "cuda" and shutil.which("nvidia-smi"):
+        subprocess.Popen([*CLOCKS.split(), str(args.out / "clocks.csv")], preexec_fn=partial(end_with, os.getpid()))
     try:
-        chosen = [part for part in PARTS if part.name in args.parts]
         for index, part in enumerate(chosen):
-            left = 60 * args.budget_minutes - (time.monotonic() - began)
-            limit = max(part.least, left * part.weight / sum(other.weight for other in chosen[index:]))
+            left = end - time.monotonic()
+            limit = max(part.least, left * shares[index] / sum(shares[index:]))
             print(f"{part.name}: at most {limit:.0f} of {left:.0f} s", flush=True)
-            results["parts"].append(run(part, args, limit, rehearse=rehearse, enough=left >= part.least))
-            save(results, args.out)
+            check = Check(
+                args.out / part.name, part.title, args.device, limit, long, lambda: save(heading, checks, args.out)
+            )
+            checks.append(check)
+            if left < part.least:
+                check.found["status"] = "skipped"
+                check.note(f"not run: less than the {part.least:g} s that it needs are left")
+                continue
+            try:
+                part.run(check)
+            except Exception as error:
+                traceback.print_exc()
+                check.fail(f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}")
+            check.found["status"] = "failed" if check.found["failures"] else "passed"
     finally:
-        save(results, args.out)
+        save(heading, checks, args.out)
         print((args.out / "table.md").read_text())
-    return 1 if any(part["status"] == "failed" for part in results["parts"]) else 0
+    return 1 if any(check.found["failures"] for check in checks) else 0
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """The flags, checked.
-
-    Raises:
-        ValueError: naming the flag and its value.
-    """
+    """The flags; a ValueError names the one that is wrong."""
     parser = flags_of(__doc__)
-    names = [part.name for part in PARTS]
+    names, found = [part.name for part in PARTS], "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--out", type=Path, required=True, help="folder for results.json, table.md and the logs")
     parser.add_argument("--budget-minutes", type=float, default=8, help="for all parts together")
-    parser.add_argument("--parts", nargs="+", default=names, choices=names, help="which ones")
-    parser.add_argument("--corpus", help="text to train on in the part loss (default: the text that is shipped)")
+    parser.add_argument("--parts", nargs="+", choices=names, help="which ones (default: those of the budget's program)")
+    parser.add_argument("--device", default=found, choices=("cuda", "cpu"), help="cpu: a rehearsal")
     args = parser.parse_args(argv)
     if not args.budget_minutes > 0:
         raise ValueError(f"--budget-minutes {args.budget_minutes} is not positive")
-    if args.corpus is not None and not Path(args.corpus).is_file():
-        raise ValueError(f"--corpus {args.corpus} is no file")
+    if args.device == "cuda" != found:
+        raise ValueError("--device cuda: torch finds no GPU here")
     if (args.out / "results.json").exists():
         raise ValueError(f"--out {args.out} holds the results of another run")
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
     return args
 
 
-def introduce(rehearse: bool, args: argparse.Namespace) -> dict[str, Any]:
-    """What the figures are of."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    known = shutil.which("git") is not None
-    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() if known else ""
-    triton = importlib.util.find_spec("triton")
-    return {
-        "heading": REHEARSAL if rehearse else f"{torch.cuda.get_device_name()}, {args.budget_minutes:g} minutes",
-        "rehearsal": rehearse,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": importlib.import_module("triton").__version__ if triton else None,
-        "commit": commit or "unknown",
-        "parts": [],
-    }
+def introduce(args: argparse.Namespace) -> tuple[str, str]:
+    """The heading of the results, and the versions that the figures are of."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "unknown"
+    triton = importlib.import_module("triton").__version__ if find_spec("triton") else None
+    heading = REHEARSAL if args.device == "cpu" else f"{torch.cuda.get_device_name()}, {args.budget_minutes:g} minutes"
+    return heading, f"torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton}, commit {commit}"
 
 
-def run(part: Part, args: argparse.Namespace, limit: float, *, rehearse: bool, enough: bool) -> dict[str, Any]:
-    """Run one part if there is `enough` time; returns what is to be said of it."""
-    outcome: dict[str, Any] = {"name": part.name, "title": part.title, "status": "skipped", "seconds": 0.0}
-    outcome |= {"rows": [], "notes": [], "failures": []}
-    missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
-    if missing:
-        outcome["notes"] = [f"not run: it needs {', '.join(missing)}, which is not installed"]
-        return outcome
-    if not enough:
-        outcome["notes"] = [f"not run: less than the {part.least:g} s that it needs are left"]
-        return outcome
-    folder = (args.out / part.name).resolve()
-    folder.mkdir(exist_ok=True)
-    corpus = str(Path(args.corpus).resolve()) if args.corpus else None
-    task = Task(folder, rehearse, limit - min(SPARE_SECONDS, limit / 10), corpus)
-    began = time.monotonic()
-    with record_clocks(folder / "clocks.csv", rehearse=rehearse):
-        command = [
-            sys.executable,
-            "-u",
-            "-c",
-            RUN_PART,
-            MODULE.format(part.name),
-            json.dumps(task._asdict(), default=str),
-        ]
-        code = watch(command, folder / "log.txt", limit, rehearse=rehearse)
-    if (folder / "report.json").exists():
-        outcome |= json.loads((folder / "report.json").read_text())
-    outcome["notes"] += describe_clocks(folder / "clocks.csv")
-    if code is None:
-        outcome["failures"].append(f"was not done in {limit:.0f} s; what it had found is above")
-    elif code and not outcome["failures"]:
-        outcome["failures"].append(f"ended with exit code {code}: {last_line(folder / 'log.txt')}")
-    status = "failed" if outcome["failures"] else "passed"
-    return {**outcome, "status": status, "seconds": round(time.monotonic() - began, 1)}
-
-
-def watch(command: list[str], log: Path, limit: float, *, rehearse: bool) -> int | None:
-    """The exit code of a part; None if it was ended because its time was over."""
-    # modules are found in the checkout, whether or not it is installed
-    folders = (str(ROOT), str(TOOLS), str(TOOLS / "benchmarks"), os.environ.get("PYTHONPATH"))
-    env = {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "PYTHONUNBUFFERED": "1"}
-    process = start(command, log, {**env, **(REHEARSAL_ENV if rehearse else {})})
-    try:
-        return process.wait(timeout=limit)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # what it has started ends with it
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-@contextlib.contextmanager
-def record_clocks(file: Path, *, rehearse: bool) -> Iterator[None]:
-    """Write a line of CLOCKS to `file` twice a second; nothing where nvidia-smi is not there."""
-    nvidia_smi = shutil.which("nvidia-smi")
-    if rehearse or nvidia_smi is None:
-        yield
-        return
-    process = start([nvidia_smi, f"--query-gpu={CLOCKS}", "--format=csv,noheader,nounits", "-lms", "500"], file)
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
-def describe_clocks(file: Path) -> list[str]:
-    """A sentence on the moments in which the GPU was busy; none where there were not any."""
-    busy = []
-    for line in file.read_text().splitlines() if file.exists() else []:
-        with contextlib.suppress(ValueError):  # "[N/A]", or a last line that is not whole
-            clock, power, temperature, load = map(float, line.split(","))
-            if load >= BUSY_PERCENT:
-                busy.append((clock, power, temperature))
-    if not busy:
-        return []
-    clocks, powers, temperatures = zip(*busy, strict=True)
-    return [
-        f"while busy, SM clock {min(clocks):.0f} to {max(clocks):.0f} MHz, at most {max(powers):.0f} W and "
-        f"{max(temperatures):.0f} C ({len(busy)} samples)"
-    ]
-
-
-def save(results: dict[str, Any], out: Path) -> None:
-    write_whole(out / "results.json", json.dumps(results, indent=1).encode())
-    write_whole(out / "table.md", describe(results).encode())
-
-
-def describe(results: dict[str, Any]) -> str:
-    """Markdown: a heading, tables with remarks for each part, and which parts came to what."""
-    versions = "torch {torch}, CUDA {cuda}, Triton {triton}, commit {commit}".format_map(results)
-    lines = [f"# {results['heading']}", "", versions]
-    for part in results["parts"]:
-        lines += ["", f"## {part['name']}: {part['title']} ({part['status']}, {part['seconds']} s)", ""]
-        lines += table(part["rows"])
-        lines += [f"- {note}" for note in part["notes"]]
-        lines += [f"- FAILED: {failure}" for failure in part["failures"]]
-    words = [f"{part['name']} {part['status']}" for part in results["parts"]]
-    return "\n".join([*lines, "", ", ".join(words) or "no part has run", results["heading"]]) + "\n"
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """One per set of headings, in the order in which they come."""
-    lines: list[str] = []
-    headings: list[str] | None = None
-    for row in rows:
-        if list(row) != headings:
-            headings = list(row)
-            lines += [*([""] if lines else []), f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-        lines.append(f"| {' | '.join(str(cell) for cell in row.values())} |")
-    return [*lines, ""] if lines else []
+def save(heading: tuple[str, str], checks: Sequence[Check], out: Path) -> None:
+    """Write results.json, and table.md: for each part tables, one per set of headings, with remarks."""
+    parts, lines = [check.found for check in checks], [f"# {heading[0]}", "", heading[1]]
+    for part in parts:
+        lines += ["", "## {name}: {title} ({status}, {seconds} s)".format_map(part), ""]
+        headings: list[str] = []
+        for row in part["rows"]:
+            if list(row) != headings:
+                gap, headings = [""] if headings else [], list(row)
+                lines += [*gap, f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+            lines.append(f"| {' | '.join(map(str, row.values()))} |")
+        lines += [""] if headings else []
+        lines += [f"- {note}" for note in part["notes"]] + [f"- FAILED: {failure}" for failure in part["failures"]]
+    lines += ["", ", ".join("{name} {status}".format_map(part) for part in parts) or "no part has run", heading[0], ""]
+    found = {"heading": heading[0], "versions": heading[1], "parts": parts}
+    write_whole(out / "results.json", json.dumps(found, indent=1).encode())
+    write_whole(out / "table.md", "\n".join(lines).encode())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,222 @@
+"""The parts of tools/gpu_check.py: which programs they run, and what they read from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from emulate_cluster import EmulatedCluster
+
+from gpu_parts.check import LOOPBACK, Check, Launch, last_line
+from megazpp.arguments import parse_run_config
+from megazpp.errors import EXIT_USER_ERROR, UserError
+from megazpp.formatting import GIGA, MEGA, TERA
+from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
+
+DONE = re.compile(r"^(?=.*\b(PASSED|FAILED|ERROR|SKIPPED)\b)(?:\[gw\d+\] .*? )?tests/(\S+?)\.py::", re.MULTILINE)
+TOY = "--num-layers 2 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 16 --seq-length 32 --vocab-size 300"
+TOY += " --max-position-embeddings 32 --micro-batch-size 1"
+FLOAT8, LEAN = "--fp8-format e4m3", "--recompute-granularity selective"
+HOPS_OF_16_BITS = "pretended --zeropp --zero-weight-bits 16 --zero-gradient-bits 16 16"
+CASES = (  # config, then the sides, of which the first is the reference; what 8 minutes may reach comes first
+    ("gpt_125m", "baseline", "ours", "ours --zero-stage 1"),
+    ("llama_1b", "baseline", "ours", f"ours {FLOAT8}", f"baseline {FLOAT8}"),
+    ("gpt_1b3 --num-layers 6 --vocab-size 512", HOPS_OF_16_BITS, "pretended --zeropp", "pretended"),
+    ("gpt_1b3", "baseline", "ours", f"ours {LEAN}"),
+    ("gpt_6b7 --num-layers 3 --vocab-size 512", HOPS_OF_16_BITS, "pretended --zeropp", "pretended"),
+    ("llama_1b", "baseline", f"ours {LEAN}", "ours --no-compile"),
+)
+STEPS, WARM_UP_STEPS, LOG_INTERVAL = 30, 10, 5
+TEXT = "--text-path builtin:moby_dick --split 100,0,0 --vocab-size 256 --seq-length 1024 --micro-batch-size 4 "
+TEXT += "--no-compile --emulate-nodes 2"  # four ranks would spend their time on compiling
+OVERLAP_OFF = "--zeropp --no-overlap-param-gather --no-overlap-grad-reduce"
+RATE, NATS_APART = "10gbit", 0.02  # of a node's link; of means of losses, several times what seeds differ
+SAVED = re.compile(r"saved checkpoint at iteration .* \| ([\d.]+) GB in ([\d.]+) s")
+WAITED, SPEED = re.compile(r"training waited ([\d.]+) s"), re.compile(r"then ([\d.]+) tokens/s")
+
+
+def correct(check: Check) -> None:
+    """Run the tests that are marked `gpu`, several at once where pytest-xdist is there; one row per file."""
+    files = [str(path) for path in sorted(Path("tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+    several = f"-n {min(16, os.cpu_count() or 1)}" if find_spec("xdist") and check.device == "cuda" else ""
+    words = f"-m pytest -m gpu -vv -rN --continue-on-collection-errors -p no:cacheprovider {several} {' '.join(files)}"
+    log = check.folder / "log.txt"
+    code, found = check.run(words, log, check.left()), Counter(DONE.findall(log.read_text(errors="replace")))
+    for name in sorted({name for _, name in found}):
+        check.row(tests=name, **{status.lower(): found[status, name] for status in ("PASSED", "FAILED", "SKIPPED")})
+    check.note(f"{found.total()} tests{' when the time was over' * (code is None)}")
+    if code or any(status in ("FAILED", "ERROR") for status, _ in found):
+        check.fail(f"see {log}: {last_line(log)}")
+    if not any(status == check.size("PASSED", "SKIPPED") for status, _ in found):
+        check.fail("no test has run")
+
+
+def kernels(check: Check) -> None:
+    """The rows that gpu_parts/kernels.py prints."""
+    for what in ("head", *check.size((2**28, 2**30, 2**26), (2**12,))):
+        log = check.folder / f"{what}.txt"
+        if code := check.run(f"-m gpu_parts.kernels {check.device} {what}", log, check.left()):
+            check.fail(f"{what}: exit code {code}, {last_line(log)}")
+        for line in log.read_text().splitlines():
+            with suppress(ValueError):  # not a row, or half of one
+                check.row(**json.loads(line))
+
+
+def training(check: Check) -> None:
+    """A row for each side, one after the other; MFU is of the model's FLOPs: recomputation does not count."""
+    peak, longest = peak_flops(device_name(torch.device(check.device)), torch.bfloat16), 0.0
+    for name, *sides in CASES if check.long else CASES[: check.size(4, 3)]:
+        reference = None
+        for side in sides:
+            began, (kind, _, flags), (config, _, shape) = check.left(), side.partition(" "), name.partition(" ")
+            if began < longest:
+                check.note(f"no time for {name}, {side}")
+                continue
+            program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_parts.sides {kind}"
+            words = f"@configs/{config}.args {shape} --mock-data {flags}"
+            lines = train(check, f"{name} {side}", f"{program} {words}", began)
+            longest = max(longest, began - check.left())
+            if not lines:
+                continue
+            found = parse_run_config(f"{words} {check.size('', TOY)}".split(), Path()).config
+            rows = found.model.padded_vocab_size((found.tokenizer.vocab_size or 1) + 1, 1)
+            flops = model_flops_per_token(found.model, padded_vocab_size=rows, seq_length=found.data.seq_length or 1)
+            seconds = step_seconds(lines)
+            rate = lines[-1]["consumed_tokens"] / lines[-1]["iteration"] / seconds
+            reference = seconds if side == sides[0] else reference
+            check.row(
+                config=name,
+                side=side,
+                ms_of_a_step=round(seconds * 1e3, 2),
+                tokens_per_s=round(rate),
+                TFLOP_per_s=round(flops * rate / TERA, 1),
+                MFU=f"{flops * rate / peak:.1%}" if peak else "",
+                GB=round(lines[-1]["peak_memory_bytes"] / GIGA, 1),
+                speedup=f"{reference / seconds:.3f} x" if reference else "",
+            )
+
+
+def streams(check: Check) -> None:
+    """Overlap under delays and NaN on side streams beside calm without overlap: the same bits; ZeRO-3: a near loss."""
+    degrees = check.size((1, 2) if check.long else (1,), (2,))
+    for tp in degrees:
+        split = f"--tensor-model-parallel-size {tp}{' --sequence-parallel' * (tp > 1)} --num-layers 4"
+        ways = [f"{way} {split}" for way in ("", OVERLAP_OFF, "--zeropp --disturbed")]
+        _, off, on = on_two_nodes(check, "-m gpu_parts.streams", ways, later=3 * (tp != degrees[-1]))
+        pairs, numbers = list(zip(off, on, strict=False)), ("iteration", "lm_loss", "grad_norm")
+        unequal = [calm["iteration"] for calm, held in pairs if any(calm[name] != held[name] for name in numbers)]
+        check.note(
+            f"TP {tp}: {len(pairs)} steps with overlap under delays beside those without, {len(unequal)} unequal"
+        )
+        if unequal:
+            check.fail(f"TP {tp}: with overlap other bits than without in steps {unequal[:20]}")
+
+
+def link(check: Check) -> None:
+    """Losses and times over a limited link; the time of the ranks' turns on the GPU is in all of them."""
+    with ExitStack() as stack:
+        launch = LOOPBACK
+        try:
+            launch = stack.enter_context(EmulatedCluster(nodes=2, ranks_per_node=2, rate=RATE)).start
+            check.note(f"the link between the nodes is limited to {RATE}")
+        except (UserError, OSError) as error:
+            check.note(f"the link is not limited, so times say nothing of it: {error}")
+        on_two_nodes(check, "pretrain_gpt.py", ("", "--zeropp", OVERLAP_OFF, "--diloco-steps 10"), launch)
+
+
+def on_two_nodes(
+    check: Check, program: str, ways: Sequence[str], launch: Launch = LOOPBACK, *, later: int = 0
+) -> list[list[dict[str, Any]]]:
+    """Lines of metrics.jsonl for each way to train on 2 nodes x 2 ranks; `later` more ways are to have time, too."""
+    found = list[list[dict[str, Any]]]()
+    for index, way in enumerate(ways):
+        share = check.left() / (len(ways) - index + later)
+        lines = train(check, f"way {way}", f"{program} @configs/gpt_125m.args {TEXT} {way}", share, launch)
+        found.append(lines)
+        if not lines:
+            continue
+        pairs = list(zip(found[0], lines, strict=False))
+        apart = statistics.mean(b["lm_loss"] - a["lm_loss"] for a, b in pairs[-(len(pairs) // 5 + 1) :])
+        check.row(
+            way=way or "ZeRO-3",
+            steps=len(lines),
+            ms_of_a_step=round(1e3 * step_seconds(lines), 1),
+            MB_between_nodes=round(lines[-1]["cross_bytes"] / MEGA, 2),
+            last_loss=round(lines[-1]["lm_loss"], 4),
+            nats_from_the_first=f"{apart:+.4f}",
+        )
+        if not abs(apart) <= NATS_APART and "diloco" not in way:
+            check.fail(f"{way}: the loss is {apart:+.4f} nats from that of the first, more than {NATS_APART}")
+    return found
+
+
+def checkpoint(check: Check) -> None:
+    """A row for saves that training waits for and for those beside it, then generation by the place of the weights."""
+    model, texts = check.folder / "model", list[str]()
+    for side in ("--save", "--async-save"):
+        shutil.rmtree(model, ignore_errors=True)
+        saves = f"--save {model} --save-interval {check.size(20, 2)} --keep-last 1 {side.replace('--save', '')}"
+        words = f"pretrain_gpt.py @configs/gpt_350m.args --mock-data --no-compile {saves}"
+        lines, log = train(check, side, words, check.left() / 3), check.folder / side.strip("-") / "log.txt"
+        if lines and (saved := SAVED.search(log.read_text())):
+            check.row(
+                save=side,
+                GB=float(saved[1]),
+                seconds_until_on_disk=float(saved[2]),
+                seconds_that_training_waited=float((WAITED.search(log.read_text()) or ("", saved[2]))[1]),
+                ms_of_a_step=round(1e3 * step_seconds(lines), 1),
+            )
+    for place in ("device", "host", "host --weight-bits 8", "host --weight-bits 4"):
+        words = f"tools/generate.py --load {model} --nproc 1 --temperature 0 --sample-tokens {check.size(64, 4)}"
+        words, left = f"{words} --weights-on {place} --prompt {' '.join(map(str, range(11, 19)))}", check.left()
+        log = check.folder / f"generate-{place.replace(' ', '')}.txt"
+        code = check.run(words, log, left)
+        if code != 0 or not (speed := SPEED.search(log.read_text())):
+            check.fail(f"generation with --weights-on {place}: exit code {code}, {last_line(log)}")
+            continue
+        texts.append("".join(re.findall(r"^1\d .*", log.read_text(), re.MULTILINE)))
+        same = "yes" if texts[-1] == texts[0] else "no"
+        check.row(
+            weights_on=place,
+            tokens_per_s=float(speed[1]),
+            seconds_with_loading=round(left - check.left(), 1),
+            same_text=same,
+        )
+
+
+def train(check: Check, name: str, words: str, seconds: float, launch: Launch | None = None) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl (of one rank: after the warm-up) by a program that is ended in time; none if it failed."""
+    steps, warm_up, every = (STEPS, WARM_UP_STEPS, LOG_INTERVAL) if launch is None else (2000, 0, 1)
+    steps, warm_up, every = check.size((steps, warm_up, every), (4, min(warm_up, 1), 1))
+    folder, samples = check.folder / re.sub(r"\W+", "-", name).strip("-"), 4 if "llama" in words else 32
+    length = f"--train-samples {samples * steps} --lr-decay-samples {samples * steps} --lr-warmup-samples {2 * samples}"
+    if "llama" in words:
+        length = f"--train-iters {steps} --lr-warmup-iters 2"
+    words += f" {check.size('', TOY)} --global-batch-size {samples} {length} --lr-decay-style constant --eval-iters 0"
+    words += f" --tokenizer-type NullTokenizer --log-interval {every} --run-dir {folder}/run"
+    folder.mkdir()
+    log, metrics, lines = folder / "log.txt", folder / "run" / "metrics.jsonl", list[dict[str, Any]]()
+    code = check.run(words if launch else f"{words} --nproc 1", log, seconds, launch)
+    for line in metrics.read_text().splitlines() if metrics.exists() else []:
+        with suppress(ValueError):  # a program that was ended may leave half a line
+            lines.append(json.loads(line))
+    lines = [line for line in lines if "step_seconds" in line and line["iteration"] > warm_up]
+    if code == EXIT_USER_ERROR and FLOAT8 in words:
+        check.note(f"{name}: skipped, {last_line(log)}")
+    elif code or not lines:
+        check.fail(f"{name}: {'no step was logged' if not code else f'exit code {code}'}, {last_line(log)}")
+    return [] if code else lines
+
+
+def step_seconds(lines: list[dict[str, Any]]) -> float:
+    return statistics.median(line["step_seconds"] for line in lines)
