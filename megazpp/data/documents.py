@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Literal, NamedTuple, cast
 
+from megazpp.errors import in_words
+
 Kind = Literal["json lines", "parquet", "text"]
 
 BLOCK_BYTES = 1 << 20
@@ -166,7 +168,7 @@ def parse_block(block: Block, keys: Sequence[str]) -> Iterator[tuple[str, ...] |
             inside = error.object.count(b"\n", 0, error.start)  # of plain text: its line
             yield BadLine(block.path, number + inside, f"not UTF-8: {error}")
         except (ValueError, RecursionError) as error:
-            yield BadLine(block.path, number, str(error))
+            yield BadLine(block.path, number, in_words(error))
 
 
 def read_texts(path: Path, key: str, on_bad_line: Callable[[BadLine], None]) -> Iterator[str]:
@@ -258,7 +260,7 @@ def _json_value(line: str) -> object:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from error
+        raise ValueError(f"not JSON: {in_words(error)}") from error
 
 
 def _texts(record: object, keys: Sequence[str]) -> tuple[str, ...]:
