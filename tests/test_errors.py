@@ -36,7 +36,7 @@ time.sleep(60)
         (lambda: yaml.safe_load("9" * 5000), "an integer has more digits than are read"),
         (lambda: json.loads("[" * 100_000), "it is nested too deeply"),
         (lambda: "a\ud800".encode(), r"'\ud800' is half of a surrogate pair, and no text"),
-        (lambda: open("/proc/x/y"), "/proc/x/y: No such file or directory"),
+        (lambda: Path("/proc/x/y").read_text(), "/proc/x/y: No such file or directory"),
         (lambda: int("x"), "invalid literal for int() with base 10: 'x'"),
     ],
 )
