@@ -11,7 +11,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG = 1, 2, 3, 4  # secondary: some other rank failed first
@@ -37,13 +37,39 @@ class UserError(JobError):
     exit_code = EXIT_USER_ERROR
 
 
+def in_words(error: BaseException, command_line: Sequence[str] | None = None) -> str:
+    """What an error says to a user, where its own text is about Python.
+
+    Of a file: after the flag whose value is that file, a folder around it or, where that could not be made, one in it.
+
+    Args:
+        command_line: without the program; None: this program's.
+    """
+    if isinstance(error, UnicodeEncodeError):
+        return f"{error.object[error.start : error.end]!r} is half of a surrogate pair, and no text"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if type(error) is ValueError and "set_int_max_str_digits" in str(error):
+        return "an integer has more digits than are read"
+    if not isinstance(error, OSError) or not isinstance(error.filename, str):
+        return str(error)
+    path, flag = Path(error.filename), ""
+    for word in sys.argv[1:] if command_line is None else command_line:
+        if word.startswith("--"):
+            flag, _, word = word.partition("=")
+        value = Path(word).expanduser() if flag and word else None
+        if value is not None and (value == path or value in path.parents or path in value.parents):
+            return f"{flag} {word}: {path}: {error.strerror}"
+    return f"{path}: {error.strerror}"
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Check flags and files inside: a ValueError becomes a UserError."""
     try:
         yield
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise UserError(in_words(error)) from error
 
 
 def end_with(launcher: int) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megazpp.command_line import FlagParser, MegatronFlag
-from megazpp.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, JobError, UserError
+from megazpp.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, JobError, UserError, in_words
 
 
 def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
@@ -34,16 +34,17 @@ def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
+        words = sys.argv[1:] if argv is None else list(argv)
         try:
             try:
-                return main(sys.argv[1:] if argv is None else list(argv)) or 0
+                return main(words) or 0
             finally:
                 sys.stdout.flush()  # what is in the buffer meets the closed pipe here, not in the interpreter's exit
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_READER_GONE
         except (OSError, ValueError, JobError) as error:
-            failure = error if isinstance(error, JobError) else UserError(str(error))
+            failure = error if isinstance(error, JobError) else UserError(in_words(error, words))
             failure.show(name)
             return failure.exit_code
         except KeyboardInterrupt as interrupt:
@@ -72,6 +73,7 @@ def program_of(
             parsed = parser.read(argv, Path.cwd(), megatron_flags or {})
             for notice in parsed.notices:
                 say(notice)
+            exit_on_signals()  # what is unfinished is removed on the way out
             try:
                 work(*parsed.configs)
             except KeyboardInterrupt:

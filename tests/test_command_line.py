@@ -101,6 +101,8 @@ def test_a_flag_is_read_by_the_type_of_its_field_and_the_last_one_wins(argv: lis
     [
         (["--depth", "deep"], "command line: --depth: invalid int value: 'deep'"),
         (["--depth", "1.5"], "command line: --depth: invalid int value: '1.5'"),
+        (["--depth", "9" * 500], "command line: --depth: 99999999999999999999..., of 500 digits, does not fit 64 bits"),
+        (["--label", "a\udcff"], "command line: --label 'a\\udcff' is not text in UTF-8"),
         (["--depth", str(2**63)], "command line: --depth: '9223372036854775808' does not fit 64 bits"),
         (["--bends", "1", str(-(2**63) - 1)], "command line: --bends: '-9223372036854775809' does not fit 64 bits"),
         (["--speed", "inf"], "command line: --speed/--velocity: 'inf' is not a finite number"),

@@ -127,11 +127,11 @@ def read_prompts(config: RunConfig, extra: GenerateConfig) -> Iterator[list[str]
 
 
 def _batches(lines: Iterator[str], size: int, name: str) -> Iterator[list[str]]:
-    prompts = filter(None, (line.rstrip("\r\n") for line in lines))
+    prompts = filter(None, (line.rstrip("\r\n") for line in lines if line.encode()))
     try:
         while batch := list(itertools.islice(prompts, size)):
             yield batch
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise ValueError(f"{name} is not text in UTF-8: {error}") from error
 
 

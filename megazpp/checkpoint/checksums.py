@@ -44,9 +44,9 @@ def read_checksums(folder: Path) -> dict[str, FileSum]:
     """The list of a checkpoint; raises DamagedError if it is missing or damaged itself."""
     path = folder / NAME
     try:
-        *lines, last = path.read_bytes().decode().splitlines(keepends=True)
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"{path} cannot be read: {error}") from error
+        *lines, last = path.read_bytes().decode(errors="replace").splitlines(keepends=True) or [""]
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
     matches = [_LINE.fullmatch(line) for line in lines]
     if last != f"{zlib.crc32(''.join(lines).encode()):08x}  the lines above\n" or not all(matches):
         raise DamagedError(f"{path} is damaged")

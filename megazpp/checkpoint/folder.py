@@ -150,7 +150,10 @@ class CheckpointFolder:
         return lines
 
     def begin(self, iteration: int) -> None:
-        """Make the folder that a checkpoint is written in."""
+        """Make the folder that a checkpoint is written in, and what is around it if somebody has removed that."""
+        if self._lock is not None and not (self.path / "lock").exists():
+            self.unlock()
+            self.lock()
         shutil.rmtree(self.partial(iteration), ignore_errors=True)  # an attempt of this run that failed
         self.partial(iteration).mkdir()
 

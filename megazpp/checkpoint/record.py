@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, iteration_of
+from megazpp.errors import in_words
 from megazpp.flags import wrong_types
 from megazpp.model.config import GPTConfig
 from megazpp.optim.schedule import Schedule
@@ -93,7 +94,7 @@ def read_record(checkpoint: Path) -> RunRecord:
         if record is not None:
             Schedule(**record.schedule)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DamagedError(f"{path} cannot be read: {error}") from error
+        raise DamagedError(f"{path} cannot be read: {in_words(error)}") from error
     if record is None:
         raise ValueError(f"{path} has format {values['format']}, this version knows {FORMAT}")
     problems = wrong_types(RunRecord, vars(record)) or [

@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
+from megazpp.checkpoint.checksums import DamagedError
+from megazpp.errors import in_words
 from megazpp.parallel.axis import MeshAxis, make_group
 from megazpp.parallel.dims import ParallelDims
 
@@ -34,9 +36,9 @@ def together(axis: MeshAxis, work: Callable[[], T]) -> T:
     try:
         result = work()
     except ValueError as error:
-        failure = type(error), str(error)
+        failure = DamagedError if isinstance(error, DamagedError) else ValueError, in_words(error)
     except OSError as error:
-        failure = ValueError, f"rank {axis.rank}: {error}"
+        failure = ValueError, f"rank {axis.rank}: {in_words(error)}"
     except CheckpointException as error:  # the library's: some ranks' failures, raised on all ranks
         failure = ValueError, _describe(error)
     failures = [f for f in axis.share_object(axis.gather_objects(failure)) if f is not None]

@@ -15,6 +15,7 @@ from megazpp.convert.model import WORDS, Architecture, Deferred, Model, join_all
 from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
 from megazpp.convert.settings import Settings
 from megazpp.data.tokenizer import CONFIG
+from megazpp.errors import in_words
 from megazpp.files import write_whole
 from megazpp.model.config import GPTConfig
 
@@ -91,7 +92,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is no JSON: {in_words(error)}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no settings")
     return values

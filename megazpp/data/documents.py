@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Literal, NamedTuple, TypeVar, cast
 
+from megazpp.errors import in_words
+
 T = TypeVar("T")
 Kind = Literal["json lines", "parquet", "text"]
 
@@ -200,7 +202,7 @@ def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T]
             inside = error.object.count(b"\n", 0, error.start)  # of plain text: its line
             yield BadLine(block.path, number + inside, f"not UTF-8: {error}")
         except (ValueError, RecursionError) as error:
-            yield BadLine(block.path, number, str(error))
+            yield BadLine(block.path, number, in_words(error))
 
 
 def stop_or_skip(bad: BadLine, on_error: Literal["stop", "skip"], log: Callable[[str], None]) -> None:
@@ -258,7 +260,7 @@ def _json_value(line: str) -> object:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from error
+        raise ValueError(f"not JSON: {in_words(error)}") from error
 
 
 def _object(value: object) -> dict[str, object]:

@@ -125,9 +125,13 @@ class IndexedDataset:
         size, item = self.bin_path.stat().st_size, self.dtype.itemsize
         if size == 0:
             raise ValueError(f"{self.bin_path} holds no tokens")
-        if self.pointers.min() < 0 or np.any(self.pointers % item):
-            raise ValueError(f"{self.idx_path} is damaged: a pointer is negative or inside a {self.dtype} id")
-        expected = int((self.pointers + item * self.lengths.astype(np.int64)).max())
+        ends = item * self.lengths.astype(np.int64)
+        ends += self.pointers
+        if self.pointers[0] != 0 or not np.array_equal(self.pointers[1:], ends[:-1]):
+            raise ValueError(
+                f"{self.idx_path} is damaged, or not of {self.dtype}: its sequences do not lie back to back in the .bin"
+            )
+        expected = int(ends[-1])
         if size != expected:
             raise ValueError(
                 f"{self.bin_path} is {'truncated' if size < expected else 'too long'}, or not of {self.dtype}: it"

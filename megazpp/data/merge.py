@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, check_output
 from megazpp.flags import flag
 
@@ -74,9 +72,6 @@ def _open(prefix: Path) -> IndexedDataset:
         dataset = IndexedDataset(prefix)
     except ValueError as error:
         raise ValueError(f"--input {prefix}: {error}") from error
-    ends = np.cumsum(dataset.lengths, dtype=np.int64) * dataset.dtype.itemsize
-    if dataset.pointers[0] != 0 or not np.array_equal(dataset.pointers[1:], ends[:-1]):
-        raise ValueError(f"--input {prefix}: its sequences do not lie back to back in the .bin file")
     if dataset.has_modes:
         raise ValueError(f"--input {prefix}: it is multimodal, and what marks its sequences would be lost")
     return dataset

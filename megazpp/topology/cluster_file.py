@@ -39,6 +39,7 @@ from typing import Any, Literal
 
 import yaml
 
+from megazpp.errors import in_words
 from megazpp.flags import check_words, flag
 from megazpp.topology.cluster import LINK_KINDS, MOST_RANKS, Cluster, Device, Link, Links, nested_sizes
 from megazpp.topology.shares import CALIBRATIONS
@@ -135,7 +136,7 @@ def read_cluster(path: str | Path) -> Cluster:
     except yaml.YAMLError as error:
         raise ValueError(f"--cluster-file {path} is not YAML: {' '.join(str(error).split())}") from None
     except ValueError as error:
-        raise ValueError(f"--cluster-file {path}: {error}") from None
+        raise ValueError(f"--cluster-file {path}: {in_words(error)}") from None
 
 
 def cluster_text(cluster: Cluster) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,18 @@ def test_a_link_to_nowhere_is_refused_as_such(tmp_path: Path):
         CheckpointFolder(link, "--save").lock()
     (tmp_path / "gone").mkdir()
     CheckpointFolder(link, "--save").lock()
+
+
+def test_a_folder_that_is_removed_meanwhile_is_made_again_and_still_this_job_s(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path / "runs/save", "--save")
+    folder.lock()
+    save(folder, 1)
+    shutil.rmtree(tmp_path / "runs")
+    save(folder, 2)
+    assert (folder.iterations(), folder.latest()) == ([2], 2)
+    with pytest.raises(ValueError, match="is in use by process"):
+        CheckpointFolder(folder.path, "--save").lock(patience_seconds=0.0)
+    folder.unlock()
 
 
 def test_two_jobs_cannot_have_the_same_folder(folder: CheckpointFolder):

@@ -129,6 +129,15 @@ def test_texts_from_a_store_on_disk_are_those_of_packed_weights_in_memory(traine
     assert len(list((tmp_path / "store").glob("*.weights"))) == int(tp)
 
 
+@pytest.mark.slow
+def test_a_store_that_cannot_be_written_is_named_by_its_flag(trained: Trained):
+    for tp in ("1", "2"):
+        flags = ["--load", str(trained.load), "--prompt", "a", "--weights-on", "disk", "--weight-store", "/proc/x"]
+        code, output = run_forked("tools/generate.py", *flags, "--tensor-model-parallel-size", tp, folder=trained.home)
+        assert code == 2
+        assert "error: rank 0: --weight-store /proc/x: /proc/x: No such file or directory\n" in output
+
+
 def configs(*prompts: str, file: str | None = None, at_once: int = 2) -> tuple[Any, GenerateConfig]:
     run = SimpleNamespace(sample=SampleConfig(sample_prompt=prompts))
     return run, GenerateConfig(prompt_file=file, prompts_at_once=at_once)

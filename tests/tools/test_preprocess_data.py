@@ -95,7 +95,7 @@ def test_bad_input_gives_one_line_and_leaves_the_folder_as_it_was(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_stopped_in_the_middle_leaves_no_dataset_and_can_be_run_again(
     tmp_path: Path, how: signal.Signals
 ):
@@ -115,6 +115,8 @@ def test_a_run_that_is_stopped_in_the_middle_leaves_no_dataset_and_can_be_run_ag
     if how == signal.SIGKILL:
         assert left == {"my_text_document.bin.unfinished"}
         assert (tmp_path / "my_text_document.bin.unfinished").stat().st_size > 0
+    elif how == signal.SIGTERM:
+        assert (program.process.returncode, left) == (143, set())
     else:
         assert program.process.returncode == 130
         assert program.output().splitlines()[-1] == "preprocess_data.py: interrupted; nothing was written"

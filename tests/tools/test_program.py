@@ -35,6 +35,26 @@ def test_a_mistake_and_an_interrupt_are_one_line(error: BaseException, status: i
     assert line.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--to", "/proc/x"], "--to /proc/x: "),
+        (["--to=/proc/x/y"], "--to /proc/x/y: "),
+        (["--many", "a", "/proc", "--to", "b"], "--many /proc: "),
+        (["--to", "b"], ""),
+    ],
+)
+def test_a_file_that_cannot_be_made_is_named_with_its_flag(
+    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+):
+    @program
+    def main(argv: list[str]) -> None:
+        Path("/proc/x").mkdir()
+
+    assert main(flags) == 2
+    assert capsys.readouterr().err == f"test_program.py: error: {named}/proc/x: No such file or directory\n"
+
+
 def unread(*command: str, folder: Path) -> tuple[int, str]:
     """(exit code, stderr) of a program whose stdout is a pipe that nobody reads."""
     reads, writes = os.pipe()
