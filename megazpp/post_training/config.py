@@ -14,6 +14,7 @@ from megazpp.flags import check_not_negative, check_positive, flag, spelling
 from megazpp.post_training.losses import PairLoss, TokenLoss
 
 ROLLOUTS = ("grpo", "ppo")
+GRPO, PPO, DRAWN = (f"--objective {names}" for names in (*ROLLOUTS, " ".join(ROLLOUTS)))  # what flags need
 LOSS_TYPES: dict[str, tuple[str, ...]] = {"dpo": get_args(PairLoss), "grpo": get_args(TokenLoss)}  # the default is not
 DEFAULT_LOSS = {"dpo": "sigmoid", "grpo": "dapo"}
 DEFAULT_BETA = {"dpo": 0.1, "grpo": 0.0}
@@ -30,16 +31,22 @@ class PostTrainingConfig:
         "grpo: rewards of drawn completions against those of their group; ppo: the same against a value head",
     )
     ref_load: str | None = flag(
-        None, "checkpoints of the reference model (default: what this training began with, --load)"
+        None,
+        "checkpoints of the reference model (default: what this training began with, --load)",
+        needs="--objective dpo grpo ppo",
     )
     ref_ckpt_step: int | None = flag(None, "iteration of the reference model's checkpoint (default: the latest)")
     ref_checksum: str | None = flag(
         None, "checksum that the weights of --lora-r's base must have (default: those of the first start)"
     )
     reward_load: str | None = flag(
-        None, "checkpoints of a trained reward model; its score is a reward like those of --reward-funcs (grpo, ppo)"
+        None, "checkpoints of a trained reward model; its score is a reward like those of --reward-funcs", needs=DRAWN
     )
-    beta: float | None = flag(None, "weight of the divergence from the reference model (default dpo 0.1, grpo 0)")
+    beta: float | None = flag(
+        None,
+        "weight of the divergence from the reference model (default dpo 0.1, grpo 0)",
+        needs="--objective grpo dpo",
+    )
     loss_type: str | None = flag(
         None,
         "dpo: sigmoid, hinge, ipo, robust, nca_pair, bco_pair, sppo_hard, apo_zero or apo_down (default sigmoid); "
@@ -49,37 +56,44 @@ class PostTrainingConfig:
     label_smoothing: float = flag(0.0, "share of preferences that are taken to be wrong (dpo with the loss robust)")
     precompute_ref_log_probs: bool = flag(
         False,
-        "have the reference's log-probabilities of all pairs before training begins, and then drop it (dpo); they are "
+        "have the reference's log-probabilities of all pairs before training begins, and then drop it; they are "
         "kept in --data-cache-path for other runs",
+        needs="--objective dpo",
     )
-    num_generations: int = flag(8, "completions of each prompt (grpo); they may lie on several ranks")
-    max_completion_length: int = flag(256, "tokens of a completion at most (grpo, ppo)")
+    num_generations: int = flag(8, "completions of each prompt; they may lie on several ranks", needs=GRPO)
+    max_completion_length: int = flag(256, "tokens of a completion at most", needs=DRAWN)
     rollouts_at_once: int | None = flag(
         None, "completions that a data-parallel rank draws together, whose keys and values it keeps (default: all)"
     )
     steps_per_generation: int = flag(
-        1, "optimizer steps that one generation of completions is enough for (grpo); TRL counts micro-batches"
+        1, "optimizer steps that one generation of completions is enough for; TRL counts micro-batches", needs=GRPO
     )
-    num_iterations: int = flag(1, "times that these steps are taken (grpo)")
-    epsilon: float = flag(0.2, "the ratio to the old policy is clipped at 1 - this, and at 1 + this above (grpo)")
-    epsilon_high: float | None = flag(None, "clip above at 1 + this instead (grpo)")
+    num_iterations: int = flag(1, "times that these steps are taken", needs=GRPO)
+    epsilon: float = flag(0.2, "the ratio to the old policy is clipped at 1 - this, and at 1 + this above", needs=GRPO)
+    epsilon_high: float | None = flag(None, "clip above at 1 + this instead", needs=GRPO)
     scale_rewards: Literal["group", "batch", "none"] = flag(
-        "group", "divide advantages by the standard deviation of the rewards of a group, of the whole batch, or not"
+        "group",
+        "divide advantages by the standard deviation of the rewards of a group, of the whole batch, or not",
+        needs=GRPO,
     )
     advantage_estimator: Literal["grpo", "rloo"] = flag(
-        "grpo", "what a reward is compared with: grpo, the group's mean; rloo, the mean of the group's others"
+        "grpo",
+        "what a reward is compared with: grpo, the group's mean; rloo, the mean of the group's others",
+        needs=GRPO,
     )
-    mask_truncated_completions: bool = flag(False, "no loss on completions that reached the limit (grpo)")
-    kl_coef: float = flag(0.05, "weight of the divergence from the reference in the rewards of tokens (ppo)")
-    cliprange: float = flag(0.2, "the ratio to the old policy is clipped at 1 - this and 1 + this (ppo)")
-    cliprange_value: float = flag(0.2, "values may move so far from the old ones (ppo)")
-    vf_coef: float = flag(0.1, "weight of the values' loss (ppo)")
-    gamma: float = flag(1.0, "discount of later rewards (ppo)")
-    lam: float = flag(0.95, "lambda of the generalized advantage estimation (ppo)")
-    num_ppo_epochs: int = flag(4, "times that each generation of completions is gone through (ppo)")
-    num_mini_batches: int = flag(1, "optimizer steps of one time through; each takes --global-batch-size (ppo)")
-    missing_eos_penalty: float | None = flag(None, "taken off the reward of a completion that reached the limit (ppo)")
-    whiten_rewards: bool = flag(False, "scale the rewards of tokens to variance 1 over the whole rollout (ppo)")
+    mask_truncated_completions: bool = flag(False, "no loss on completions that reached the limit", needs=GRPO)
+    kl_coef: float = flag(0.05, "weight of the divergence from the reference in the rewards of tokens", needs=PPO)
+    cliprange: float = flag(0.2, "the ratio to the old policy is clipped at 1 - this and 1 + this", needs=PPO)
+    cliprange_value: float = flag(0.2, "values may move so far from the old ones", needs=PPO)
+    vf_coef: float = flag(0.1, "weight of the values' loss", needs=PPO)
+    gamma: float = flag(1.0, "discount of later rewards", needs=PPO)
+    lam: float = flag(0.95, "lambda of the generalized advantage estimation", needs=PPO)
+    num_ppo_epochs: int = flag(4, "times that each generation of completions is gone through", needs=PPO)
+    num_mini_batches: int = flag(1, "optimizer steps of one time through; each takes --global-batch-size", needs=PPO)
+    missing_eos_penalty: float | None = flag(
+        None, "taken off the reward of a completion that reached the limit", needs=PPO
+    )
+    whiten_rewards: bool = flag(False, "scale the rewards of tokens to variance 1 over the whole rollout", needs=PPO)
     eval_on_start: bool = flag(False, "also evaluate before the first step")
     log_completions: int = flag(2, "completions that a log line comes with; completions.jsonl has as many; 0: none")
 
@@ -105,8 +119,6 @@ class PostTrainingConfig:
             raise ValueError(f"--label-smoothing {self.label_smoothing} needs --objective dpo --loss-type robust")
         if self.objective == "dpo" and self.beta_or_default == 0.0:
             raise ValueError("--beta 0.0: with --objective dpo the loss would not depend on the policy")
-        if self.precompute_ref_log_probs and self.objective != "dpo":
-            raise ValueError(f"--precompute-ref-log-probs is for --objective dpo, not {self.objective}")
         if self.objective == "grpo" and self.num_generations == 1:
             raise ValueError("--num-generations 1: a completion has nothing to be compared with (--objective grpo)")
 

@@ -21,6 +21,7 @@ from megazpp.checkpoint.record import RunRecord
 from megazpp.convert.peft import (
     AdapterSettings,
     Branch,
+    adapter_shapes,
     default_targets,
     find_branches,
     read_adapter,
@@ -43,13 +44,14 @@ class LoraConfig:
     """LoRA: low-rank adapters are trained in the place of all weights."""
 
     lora_r: int | None = flag(None, "rank of the adapters; trains adapters alone (default: all weights are trained)")
-    lora_alpha: float = flag(8.0, "what an adapter adds is scaled by this over its rank")
-    lora_dropout: float = flag(0.0, "dropout of an adapter's input")
+    lora_alpha: float = flag(8.0, "what an adapter adds is scaled by this over its rank", needs="--lora-r")
+    lora_dropout: float = flag(0.0, "dropout of an adapter's input", needs="--lora-r")
     lora_target_modules: tuple[str, ...] | None = flag(
         None,
         "layers with an adapter, by Hugging Face's names (q_proj ... down_proj; c_attn, c_fc, c_proj of a GPT-2), or "
         "all-linear (default: q_proj v_proj, or c_attn)",
         nargs="+",
+        needs="--lora-r",
     )
 
     def __post_init__(self) -> None:
@@ -58,10 +60,17 @@ class LoraConfig:
             raise ValueError(f"--lora-dropout {self.lora_dropout} is not in [0, 1)")
 
     def settings(self, config: GPTConfig, *, base: str | None = None, checksum: str | None = None) -> AdapterSettings:
-        """What adapter_config.json says; raises ValueError if a target is no layer of the model's."""
+        """What adapter_config.json says.
+
+        Raises:
+            ValueError: a target is no layer of the model's, or has a side that is smaller than the rank.
+        """
         assert self.lora_r is not None
         targets = self.lora_target_modules or default_targets(config)
-        find_branches(config, targets)
+        for branch in find_branches(config, targets):
+            smaller = min(size for size, _ in adapter_shapes(config, [branch], self.lora_r).values())
+            if self.lora_r > smaller:
+                raise ValueError(f"--lora-r {self.lora_r} is more than the smaller side of {branch.module}, {smaller}")
         return AdapterSettings(self.lora_r, self.lora_alpha, self.lora_dropout, targets, base, checksum)
 
 

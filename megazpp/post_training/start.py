@@ -115,11 +115,11 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         )
     if config.data.mock_data or config.data.text_path:
         raise ValueError("--text-path and --mock-data are for pretraining: give JSON lines or Parquet (--data-path)")
+    if configs.lora.lora_r is not None:
+        configs.lora.settings(config.model)
     for path in (*train_paths(config), *config.data.valid_data_path, *config.data.test_data_path):
         if not Path(path).expanduser().is_file():
             raise ValueError(f"{path} is not a file: post-training reads JSON lines or Parquet")
-    if form.packing and post.objective != "sft":
-        raise ValueError(f"--packing is for --objective sft, not {post.objective}")
     streams = configs.weights.packs and not post.reward_load
     if streams and (configs.lora.lora_r is not None or not post.needs_reference):
         bits = f"--weight-bits {configs.weights.weight_bits}"
@@ -127,8 +127,6 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         why = "with --lora-r the reference is the base" if post.needs_reference else "there is no reference"
         raise ValueError(f"{given} is for the weights of a reference or reward model: {why}, and no --reward-load")
     if not post.draws:
-        if configs.rewards.reward_funcs or post.reward_load:
-            raise ValueError(f"--reward-funcs and --reward-load are for grpo and ppo, not --objective {post.objective}")
         return
     if not (configs.rewards.reward_funcs or post.reward_load):
         raise ValueError(f"--objective {post.objective} needs --reward-funcs or --reward-load")

@@ -28,6 +28,10 @@ ZERO_MEANS = {
 }
 NEGATIVE_MEANS = {"--reward-weights": "a penalty"}
 BESIDE = {"--reward-weights": ["--reward-funcs", "a:b"]}
+NEEDS = {flag_name(f): f.metadata["flag"].needs for each in EXTRA for f in dataclasses.fields(each)}
+DEFAULTS = {flag_name(f): f.default for each in EXTRA for f in dataclasses.fields(each)}
+VALUES = {"--lora-target-modules": "q_proj", "--reward-funcs": "a:b", "--scale-rewards": "batch", "--reward-load": "x"}
+VALUES |= {"--advantage-estimator": "rloo", "--ref-load": "x", "--reward-weights": "1"}
 
 
 def numbers() -> list[str]:
@@ -47,9 +51,23 @@ def read(*flags: str) -> None:
     PARSER.read(list(flags), Path(), {})
 
 
+def with_feature(needs: str | None) -> list[str]:
+    """Flags that turn a feature on."""
+    return [] if needs is None else [*needs.split(), "1"][:2]
+
+
+@pytest.mark.parametrize("name", [name for name, needs in NEEDS.items() if needs is not None])
+def test_a_flag_of_what_is_off_is_refused_by_its_name(name: str):
+    value = VALUES.get(name, "0.9" if isinstance(DEFAULTS[name], float) else "3")
+    given = [name] if isinstance(DEFAULTS[name], bool) else [name, value]
+    with pytest.raises(ValueError, match=f"line: {name}.* needs {NEEDS[name]}"):
+        read("--objective", "reward", *BESIDE.get(name, []), *given)
+    read(*with_feature(NEEDS[name]), *BESIDE.get(name, []), *given)
+
+
 @pytest.mark.parametrize("name", numbers())
 def test_a_negative_number_and_a_zero_that_means_nothing_are_refused_by_the_flag_s_name(name: str):
-    beside = BESIDE.get(name, [])
+    beside = [*BESIDE.get(name, []), *with_feature(NEEDS[name])]
     for value, means in (("-1", NEGATIVE_MEANS), ("0", ZERO_MEANS)):
         if name in means:
             read(*beside, name, value)
@@ -75,7 +93,6 @@ def test_every_number_is_tried():
         ),
         ({"objective": "dpo", "beta": 0.0}, "--beta 0.0"),
         ({"objective": "grpo", "num_generations": 1}, "--num-generations 1"),
-        ({"objective": "ppo", "precompute_ref_log_probs": True}, "--precompute-ref-log-probs is for --objective dpo"),
         ({"gamma": 1.5}, "--gamma 1.5 is not in"),
         ({"label_smoothing": 0.5}, "--label-smoothing 0.5 is not in"),
     ],

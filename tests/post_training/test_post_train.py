@@ -156,14 +156,20 @@ def test_a_failing_reward_function_is_reported_with_its_sample(home: Path):
         ("--objective grpo --load base", "--objective grpo needs --reward-funcs or --reward-load"),
         ("--objective grpo --load base --reward-funcs a:b --max-completion-length 8 --num-generations 3", "divisible"),
         ("--objective grpo --load base --reward-funcs rewards.py:vowels --max-length 8", "leaves no room for a prompt"),
-        ("--objective dpo --load base --packing", "--packing is for --objective sft, not dpo"),
-        ("--objective dpo --load base --reward-funcs a:b", "--reward-funcs and --reward-load are for grpo and ppo"),
+        ("--objective dpo --load base --packing", "--packing needs --objective sft, not dpo"),
+        ("--objective dpo --load base --reward-funcs a:b", "--reward-funcs a:b needs --objective grpo ppo, not dpo"),
         ("--objective sft --load base --text-path chats.jsonl", "--text-path and --mock-data are for pretraining"),
         ("--objective sft --load base --hidden-size 64", "--hidden-size is 64, was 32"),
         ("--objective ppo --load base --reward-funcs a:b --temperature 0", "--sample-temperature 0.0"),
         ("--objective sft --load base --weights-on disk", "--weights-on disk is for the weights of a reference or"),
         ("--objective grpo --load base --reward-funcs a:b --weight-bits 8", "--weight-bits 8 is for the weights of a"),
         ("--objective dpo --load base --lora-r 2 --weights-on host", "with --lora-r the reference is the base"),
+        ("--objective sft --load base --lora-alpha 8", "command line: --lora-alpha 8.0 needs --lora-r"),
+        (
+            "--objective sft --load base --lora-r 33",
+            "--lora-r 33 is more than the smaller side of transformer.h.0.attn.c_attn, 32",
+        ),
+        ("--objective sft --load base --lora-r 2 --lora-target-modules no", "--lora-target-modules no is no linear"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_workers_start(home: Path, flags: str, said: str):
