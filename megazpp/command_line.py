@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from megazpp.flags import FlagSpec, as_words, asks, config_title, flag_name
+from megazpp.flags import FlagSpec, as_words, as_written, asks, config_title, flag_name
 
 COMMAND_LINE = "command line"
 MEGATRON_TABLE = Path(__file__).with_name("megatron_flags.txt")
@@ -160,7 +160,9 @@ class FlagParser:
             config(**{f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values})
             for config in self.configs
         )
-        return Parsed(tuple(configs), {name: words[name].origin for name in values}, tuple(notices))
+        parsed = Parsed(tuple(configs), {name: words[name].origin for name in values}, tuple(notices))
+        _refuse_without_effect(parsed)
+        return parsed
 
     def _read(self, given: Given) -> dict[str, Any]:
         """{field name: value} of one flag."""
@@ -179,6 +181,31 @@ class FlagParser:
         if len(given.values) == 1:
             argv = [f"{given.name}={given.values[0]}"]  # the = keeps argparse from reading -1e-3 as a flag
         return vars(self._argparse.parse_args(argv, argparse.Namespace()))
+
+
+def _refuse_without_effect(parsed: Parsed) -> None:
+    """Raises ValueError for each flag given by hand whose feature, what it `needs`, is off.
+
+    Where the command line turns off a feature of a flag file, the rest of the file's flags of it may stay; so may all
+    flags at their defaults, which a run's args.txt has.
+    """
+    origins, problems = parsed.origins, []
+    fields = {flag_name(field): (config, field) for config in parsed.configs for field in dataclasses.fields(config)}
+    for config, field in fields.values():
+        spec, value = field.metadata["flag"], getattr(config, field.name)
+        feature, *allowed = (spec.needs or "none").split()
+        if feature not in fields or field.name not in origins or value is None or value is False:
+            continue
+        owner, other = fields[feature]
+        state = getattr(owner, other.name)
+        if state in allowed if allowed else state:
+            continue
+        stays = value == field.default or origins.get(other.name) == COMMAND_LINE
+        if origins[field.name] == COMMAND_LINE or not stays:
+            instead = f", not {as_words(state)}" if allowed and state is not None else ""
+            problems.append(f"{origins[field.name]}: {as_written(config, field)} needs {spec.needs}{instead}")
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 # ---- flag files and words -----------------------------------------------------------------------------------------
@@ -327,7 +354,7 @@ def _add_flag(
     group: argparse._ArgumentGroup, field: dataclasses.Field[Any], kind: Any, optional: bool
 ) -> argparse.Action:
     spec: FlagSpec = field.metadata["flag"]
-    help_text = spec.help
+    help_text = spec.help + (f"; needs {spec.needs}" if spec.needs else "")
     if field.default is not None and field.default is not False and field.default not in ("", ()):
         help_text += f" (default {as_words(field.default)})"
     settings: dict[str, Any] = {"dest": field.name, "help": help_text.replace("%", "%%")}

@@ -34,6 +34,7 @@ class FlagSpec(NamedTuple):
     aliases: tuple[str, ...]
     nargs: int | str | None
     metavar: str | None
+    needs: str | None = None
 
 
 def flag(
@@ -44,6 +45,7 @@ def flag(
     aliases: Sequence[str] = (),
     nargs: int | str | None = None,
     metavar: str | None = None,
+    needs: str | None = None,
 ) -> Any:
     """A dataclass field that is a command-line flag.
 
@@ -53,8 +55,11 @@ def flag(
         aliases: further accepted spellings (newer Megatron names, old ones).
         nargs: for tuple fields: a fixed count, "*" or "+".
         metavar: how the value is shown in --help.
+        needs: the flag without which this one would change nothing, `--lora-r`, or with its values `--optimizer sgd`:
+            given by hand where that is off, this one is refused.
     """
-    return dataclasses.field(default=default, metadata={"flag": FlagSpec(help, name, tuple(aliases), nargs, metavar)})
+    spec = FlagSpec(help, name, tuple(aliases), nargs, metavar, needs)
+    return dataclasses.field(default=default, metadata={"flag": spec})
 
 
 def flag_name(field: dataclasses.Field[Any]) -> str:

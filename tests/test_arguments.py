@@ -196,7 +196,7 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         ("--lr-warmup-iters 3", "--lr-warmup-fraction 0.1"),
         ("--train-samples 640 --lr-decay-samples 64 --rampup-batch-size 2 2 8", "--train-iters 10"),
         ("--lr-decay-iters 10 --lr-warmup-iters 3", "--lr-decay-samples 64 --train-samples 640"),
-        ("--lr-wsd-decay-iters 3", "--lr-wsd-decay-samples 64 --train-samples 640"),
+        ("--lr-wsd-decay-iters 3", "--lr-wsd-decay-samples 64 --lr-decay-style WSD --train-samples 640"),
         ("--data-path a", "--mock-data"),
         ("--text-path a.txt", "--train-data-path b --valid-data-path c"),
         ("--train-data-path b --test-data-path c", "--data-path a"),

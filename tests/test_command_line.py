@@ -152,6 +152,35 @@ def test_origins_name_the_place_of_the_flag_that_won() -> None:
     assert origins == {"depth": "a.args:1", "speed": "b.args:9"}
 
 
+def test_a_flag_of_what_is_off_is_refused_unless_it_is_left_of_a_file_whose_feature_was_turned_off() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class HeaterConfig:
+        """Heater."""
+
+        heat: int | None = flag(None, "watts")
+        fan: str = flag("slow", "which speed", needs="--heat")
+        noise: float = flag(0.5, "how loud", needs="--mode pull")
+
+    parser = FlagParser([PumpConfig, HeaterConfig], program="pump")
+
+    def refused(text: str, origin: str = COMMAND_LINE, then: str = "") -> str | None:
+        words = [*(Word(w, origin) for w in text.split()), *(Word(w, COMMAND_LINE) for w in then.split())]
+        try:
+            parser.parse(split_into_flags(words))
+        except ValueError as error:
+            return str(error)
+        return None
+
+    assert refused("--fan slow") == "command line: --fan slow needs --heat"
+    assert refused("--noise 1 --fan fast") == (
+        "command line: --fan fast needs --heat\ncommand line: --noise 1.0 needs --mode pull, not push"
+    )
+    assert refused("--fan fast", "a.args:1") == "a.args:1: --fan fast needs --heat"
+    assert refused("--heat 3 --fan fast --mode pull --noise 1") is None
+    assert refused("--heat none --fan slow", "args.txt:1") is None  # what a run has written down
+    assert refused("--heat 3 --fan fast", "a.args:1", then="--heat none") is None
+
+
 def test_help_is_grouped_by_dataclass(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         parse("--help")

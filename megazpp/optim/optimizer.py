@@ -35,10 +35,12 @@ class OptimizerConfig:
         "whose fused kernels run the optimizer: torch, or apex (NVIDIA apex with its CUDA extensions)",
     )
     weight_decay: float = flag(0.01, "weight decay coefficient; biases and one-dimensional parameters are exempt")
-    adam_beta1: float = flag(0.9, "decay of Adam's running average of the gradient")
-    adam_beta2: float = flag(0.999, "decay of Adam's running average of the squared gradient")
-    adam_eps: float = flag(1e-8, "added to the root of the squared gradient in Adam's denominator")
-    sgd_momentum: float = flag(0.9, "momentum factor of sgd")
+    adam_beta1: float = flag(0.9, "decay of Adam's running average of the gradient", needs="--optimizer adam")
+    adam_beta2: float = flag(0.999, "decay of Adam's running average of the squared gradient", needs="--optimizer adam")
+    adam_eps: float = flag(
+        1e-8, "added to the root of the squared gradient in Adam's denominator", needs="--optimizer adam"
+    )
+    sgd_momentum: float = flag(0.9, "momentum factor", needs="--optimizer sgd")
     clip_grad: float = flag(1.0, "gradients are scaled down to this global L2 norm; 0 turns clipping off")
 
     def __post_init__(self) -> None:

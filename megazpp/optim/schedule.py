@@ -32,10 +32,10 @@ class ScheduleConfig:
     lr_warmup_samples: int = flag(0, "samples of linear warm-up")
     lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up")
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
-        "exponential", "shape of the final anneal of --lr-decay-style WSD"
+        "exponential", "shape of the final anneal", needs="--lr-decay-style WSD"
     )
-    lr_wsd_decay_iters: int | None = flag(None, "iterations of the final anneal of --lr-decay-style WSD")
-    lr_wsd_decay_samples: int | None = flag(None, "samples of the final anneal of --lr-decay-style WSD")
+    lr_wsd_decay_iters: int | None = flag(None, "iterations of the final anneal", needs="--lr-decay-style WSD")
+    lr_wsd_decay_samples: int | None = flag(None, "samples of the final anneal", needs="--lr-decay-style WSD")
     start_weight_decay: float | None = flag(None, "weight decay at the first step; needs an increasing style")
     end_weight_decay: float | None = flag(None, "weight decay at the last step; needs an increasing style")
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(

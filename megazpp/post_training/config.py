@@ -15,20 +15,12 @@ from megazpp.flags import as_words, as_written, check_not_negative, check_positi
 from megazpp.post_training.losses import PairLoss, RewardScale, TokenLoss
 
 ROLLOUTS = ("grpo", "ppo")
+GRPO, PPO, DRAWN = (f"--objective {names}" for names in (*ROLLOUTS, " ".join(ROLLOUTS)))  # what flags need
+REFERENCE, CHOSEN_LOSS = f"{DRAWN} dpo", f"{GRPO} dpo"
 LOSS_TYPES: dict[str, tuple[str, ...]] = {"dpo": get_args(PairLoss), "grpo": get_args(TokenLoss)}  # the default is not
 DEFAULT_LOSS = {"dpo": "sigmoid", "grpo": "dapo"}
 DEFAULT_BETA = {"dpo": 0.1, "grpo": 0.0}
 _RATE = {"sft": 2e-5, "reward": 1e-4, "dpo": 1e-6, "grpo": 1e-6, "ppo": 3e-6}
-_ONLY = {  # what other objectives would not look at
-    "reward": "center_rewards_coefficient",
-    "dpo": "label_smoothing loss_weights precompute_ref_log_probs",
-    "dpo or grpo": "beta loss_type sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
-    "grpo": "num_generations steps_per_generation num_iterations epsilon epsilon_high delta importance_sampling_level "
-    "use_bias_correction_kl scale_rewards advantage_estimator mask_truncated_completions",
-    "ppo": "kl_coef cliprange cliprange_value vf_coef gamma lam num_ppo_epochs num_mini_batches missing_eos_penalty "
-    "whiten_rewards",
-    "grpo or ppo": "max_completion_length rollouts_at_once log_completions",
-}
 
 
 def objective_defaults(objective: str) -> dict[str, Any]:
@@ -47,82 +39,96 @@ class PostTrainingConfig:
         "grpo: rewards of drawn completions against those of their group; ppo: the same against a value head",
     )
     ref_load: str | None = flag(
-        None, "checkpoints of the reference model (default: what this training began with, --load)"
+        None, "checkpoints of the reference model (default: what this training began with, --load)", needs=REFERENCE
     )
     ref_ckpt_step: int | None = flag(None, "iteration of the reference model's checkpoint (default: the latest)")
     ref_checksum: str | None = flag(
         None, "checksum that the weights of --lora-r's base must have (default: those of the first start)"
     )
     reward_load: str | None = flag(
-        None, "checkpoints of a trained reward model; its score is a reward like those of --reward-funcs (grpo, ppo)"
+        None, "checkpoints of a trained reward model; its score is a reward like those of --reward-funcs", needs=DRAWN
     )
-    beta: float | None = flag(None, "weight of the divergence from the reference model (default dpo 0.1, grpo 0)")
+    beta: float | None = flag(
+        None, "weight of the divergence from the reference (default dpo 0.1, grpo 0)", needs=CHOSEN_LOSS
+    )
     loss_type: tuple[str, ...] | None = flag(
         None,
         "dpo: some of sigmoid, hinge, ipo, robust, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, sft, which are "
         "added (default sigmoid); grpo: grpo, bnpo, dr_grpo, dapo or cispo (default dapo). bnpo and dapo are the same "
         "here, where both count the tokens of the whole step; cispo truncates the ratio at --epsilon-high (5 is usual)",
         nargs="+",
+        needs=CHOSEN_LOSS,
     )
     loss_weights: tuple[float, ...] | None = flag(
-        None, "weight of each of --loss-type in the sum (dpo; default: 1 each)", nargs="+"
+        None, "weight of each of --loss-type in the sum (default: 1 each)", nargs="+", needs="--objective dpo"
     )
-    label_smoothing: float = flag(0.0, "share of preferences that are taken to be wrong (dpo with the loss robust)")
+    label_smoothing: float = flag(
+        0.0, "share of preferences that are taken to be wrong (with the loss robust)", needs="--objective dpo"
+    )
     center_rewards_coefficient: float | None = flag(
-        None, "weight of the squared sum of a pair's scores, which keeps their mean at 0 (reward)"
+        None,
+        "weight of the squared sum of a pair's scores, which keeps their mean at 0",
+        needs="--objective reward",
     )
     sync_ref_model: bool = flag(
         False,
-        "mix the policy into the reference from time to time (dpo, grpo); the reference is then sharded like the "
-        "policy, in fp32, and gathered across nodes",
+        "mix the policy into the reference from time to time; the reference is then sharded like the policy, in fp32, "
+        "and gathered across nodes",
+        needs=CHOSEN_LOSS,
     )
-    ref_model_mixup_alpha: float = flag(0.6, "share of the policy in the mixture (--sync-ref-model)")
-    ref_model_sync_steps: int = flag(512, "optimizer steps between two mixtures (--sync-ref-model)")
+    ref_model_mixup_alpha: float = flag(0.6, "share of the policy in the mixture", needs="--sync-ref-model")
+    ref_model_sync_steps: int = flag(512, "optimizer steps between two mixtures", needs="--sync-ref-model")
     precompute_ref_log_probs: bool = flag(
         False,
-        "have the reference's log-probabilities of all pairs before training begins, and then drop it (dpo); they are "
+        "have the reference's log-probabilities of all pairs before training begins, and then drop it; they are "
         "kept in --data-cache-path for other runs",
+        needs="--objective dpo",
     )
-    num_generations: int = flag(8, "completions of each prompt (grpo); they may lie on several ranks")
-    max_completion_length: int = flag(512, "tokens of a completion at most (grpo, ppo)")
+    num_generations: int = flag(8, "completions of each prompt; they may lie on several ranks", needs=GRPO)
+    max_completion_length: int = flag(512, "tokens of a completion at most", needs=DRAWN)
     rollouts_at_once: int | None = flag(
-        None, "completions that a data-parallel rank draws together, whose keys and values it keeps (default: all)"
+        None,
+        "completions that a data-parallel rank draws together, whose keys and values it keeps (default: all)",
+        needs=DRAWN,
     )
     steps_per_generation: int = flag(
-        1, "optimizer steps that one generation of completions is enough for (grpo); TRL counts micro-batches"
+        1, "optimizer steps that one generation of completions is enough for; TRL counts micro-batches", needs=GRPO
     )
-    num_iterations: int = flag(1, "times that these steps are taken (grpo)")
-    epsilon: float = flag(0.2, "the ratio to the old policy is clipped at 1 - this, and at 1 + this above (grpo)")
-    epsilon_high: float | None = flag(None, "clip above at 1 + this instead (grpo)")
-    delta: float | None = flag(None, "the ratio never counts as more than this, where advantages are negative (grpo)")
+    num_iterations: int = flag(1, "times that these steps are taken", needs=GRPO)
+    epsilon: float = flag(0.2, "the ratio to the old policy is clipped at 1 - this, and at 1 + this above", needs=GRPO)
+    epsilon_high: float | None = flag(None, "clip above at 1 + this instead", needs=GRPO)
+    delta: float | None = flag(
+        None, "the ratio never counts as more than this, where advantages are negative", needs=GRPO
+    )
     importance_sampling_level: Literal["token", "sequence"] = flag(
-        "token", "the ratio to the old policy is of each token, or of a completion as a whole: GSPO (grpo)"
+        "token", "the ratio to the old policy is of each token, or of a completion as a whole: GSPO", needs=GRPO
     )
     use_bias_correction_kl: bool = flag(
-        True, "multiply the divergence from the reference by that ratio: its gradient is without bias then (grpo)"
+        True, "multiply the divergence from the reference by that ratio: its gradient is without bias then", needs=GRPO
     )
     scale_rewards: Literal["group", "batch", "none"] | None = flag(
         None,
-        "divide advantages by the standard deviation of the rewards of a group, of the whole batch, or not (grpo; "
-        "default: group; none with rloo)",
+        "divide advantages by the standard deviation of a group's rewards, of the batch's, or not (default: group; "
+        "none with rloo)",
+        needs=GRPO,
     )
     advantage_estimator: Literal["grpo", "rloo"] = flag(
-        "grpo", "what a reward is compared with: grpo, the group's mean; rloo, the mean of the group's others"
+        "grpo", "what a reward is compared with: grpo, its group's mean; rloo, the mean of the others", needs=GRPO
     )
-    mask_truncated_completions: bool = flag(False, "no loss on completions that reached the limit (grpo)")
-    kl_coef: float = flag(0.05, "weight of the divergence from the reference in the rewards of tokens (ppo)")
-    cliprange: float = flag(0.2, "the ratio to the old policy is clipped at 1 - this and 1 + this (ppo)")
-    cliprange_value: float = flag(0.2, "values may move so far from the old ones (ppo)")
-    vf_coef: float = flag(0.1, "weight of the values' loss (ppo)")
-    gamma: float = flag(1.0, "discount of later rewards (ppo)")
-    lam: float = flag(0.95, "lambda of the generalized advantage estimation (ppo)")
-    num_ppo_epochs: int = flag(4, "times that each generation of completions is gone through (ppo)")
-    num_mini_batches: int = flag(1, "optimizer steps of one time through; each takes --global-batch-size (ppo)")
-    missing_eos_penalty: float | None = flag(None, "taken off the reward of a completion that reached the limit (ppo)")
-    whiten_rewards: bool = flag(False, "scale the rewards of tokens to variance 1 over the whole rollout (ppo)")
+    mask_truncated_completions: bool = flag(False, "no loss on completions that reached the limit", needs=GRPO)
+    kl_coef: float = flag(0.05, "weight of the divergence from the reference in the rewards of tokens", needs=PPO)
+    cliprange: float = flag(0.2, "the ratio to the old policy is clipped at 1 - this and 1 + this", needs=PPO)
+    cliprange_value: float = flag(0.2, "values may move so far from the old ones", needs=PPO)
+    vf_coef: float = flag(0.1, "weight of the values' loss", needs=PPO)
+    gamma: float = flag(1.0, "discount of later rewards", needs=PPO)
+    lam: float = flag(0.95, "lambda of the generalized advantage estimation", needs=PPO)
+    num_ppo_epochs: int = flag(4, "times that each generation of completions is gone through", needs=PPO)
+    num_mini_batches: int = flag(1, "optimizer steps of one time through; each takes --global-batch-size", needs=PPO)
+    missing_eos_penalty: float | None = flag(None, "taken off the reward of what reached the limit", needs=PPO)
+    whiten_rewards: bool = flag(False, "scale the rewards of tokens to variance 1 over the whole rollout", needs=PPO)
     eval_on_start: bool = flag(False, "also evaluate before the first step")
     log_completions: int = flag(
-        2, "completions that a log line comes with; completions.jsonl has all of these prompts; 0: none"
+        2, "completions that a log line comes with; completions.jsonl has all of these prompts; 0: none", needs=DRAWN
     )
 
     def __post_init__(self) -> None:
@@ -144,10 +150,9 @@ class PostTrainingConfig:
             raise ValueError(f"--loss-weights {as_words(self.loss_weights)}: a weight is not positive")
         if self.objective is None:
             return
-        for objectives, names in _ONLY.items():
-            for name in names.split() if self.objective not in objectives.split(" or ") else ():
-                self._refuse(name, f"is for --objective {objectives}, not {self.objective}")
-        allowed = LOSS_TYPES.get(self.objective, ())
+        allowed = LOSS_TYPES.get(self.objective)
+        if allowed is None:
+            return
         if wrong := [each for each in self.losses if each not in allowed]:
             which = f"one of {', '.join(allowed)}"
             raise ValueError(f"--loss-type {wrong[0]} is not {which} with --objective {self.objective}")
@@ -167,7 +172,6 @@ class PostTrainingConfig:
             ("delta", self.loss == "cispo", "is for a loss that clips, not --loss-type cispo"),
             ("epsilon", self.loss == "cispo" and bool(self.epsilon_high), "is not used by --loss-type cispo"),
             ("use_bias_correction_kl sync_ref_model", not self.needs_reference, "needs --beta above 0"),
-            ("ref_model_mixup_alpha ref_model_sync_steps", not self.sync_ref_model, "needs --sync-ref-model"),
             ("precompute_ref_log_probs", self.sync_ref_model, "is for a reference without --sync-ref-model"),
         ):
             for name in names.split() if off else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,9 +90,11 @@ def mix_(reference: Iterable[torch.Tensor], policy: Iterable[torch.Tensor], alph
         local(own).mul_(1.0 - alpha).add_(local(new), alpha=alpha)
 
 
-def find_frozen(folder: CheckpointFolder, iteration: int | None, *, scalar_head: bool) -> tuple[LoadSource, RunRecord]:
-    """The checkpoint of a frozen model, and what it says; raises ValueError if there is none, or no scalar head."""
-    source, record = find_weights(folder, iteration)
+def find_frozen(
+    folder: CheckpointFolder, iteration: int | None, *, scalar_head: bool, lora_base: tuple[str, ...] = ()
+) -> tuple[LoadSource, RunRecord]:
+    """Find the checkpoint of a frozen model and its record; raise ValueError if there is none, or no scalar head."""
+    source, record = find_weights(folder, iteration, lora_base=lora_base)
     if scalar_head and record.flags.get("objective") != "reward":
         raise ValueError(f"{folder.name} is no reward model: it has no scalar head (--objective reward trains one)")
     return source, record
@@ -105,6 +108,7 @@ def load_frozen(
     iteration: int | None,
     *,
     temperature: float = 1.0,
+    lora_base: tuple[str, ...] = (),
 ) -> FrozenModel:
     """The model of a checkpoint, on all ranks together: in frozen units, or streamed from where `weights` says.
 
@@ -114,7 +118,10 @@ def load_frozen(
     Raises:
         ValueError: there is no checkpoint, or it is another model's or tokenizer's, or has no scalar head.
     """
-    source, record = find_frozen(folder, iteration, scalar_head=spec.scalar_head)
+    source, record = find_frozen(folder, iteration, scalar_head=spec.scalar_head, lora_base=lora_base)
+    if spec.scalar_head:
+        untied = record.flags.get("untie_embeddings_and_output_weights", False)  # an imported one has no output layer
+        spec = replace(spec, config=replace(spec.config, untie_embeddings_and_output_weights=untied))
     if weights.packs:
         model = load_streamed_model(weights, spec, place, source, record).model
     else:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megazpp.flags import flag
+from megazpp.post_training.config import DRAWN
 from megazpp.post_training.examples import Prompt
 
 
@@ -32,9 +33,10 @@ class RewardConfig:
         (),
         "functions f(prompts, completions, **columns) -> list of numbers: module:function or file.py:function",
         nargs="*",
+        needs=DRAWN,
     )
     reward_weights: tuple[float, ...] | None = flag(
-        None, "weight of each of --reward-funcs in the reward (default: 1 each)", nargs="+"
+        None, "weight of each of --reward-funcs in the reward (default: 1 each)", nargs="+", needs=DRAWN
     )
 
     def __post_init__(self) -> None:

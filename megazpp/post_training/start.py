@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
-from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.adapters import find_bases
+from megazpp.checkpoint.folder import CheckpointFolder, iteration_of
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, saves_where_it_loads
 from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.checkpoint_flags import with_checkpoint_flags
+from megazpp.convert.peft import read_adapter
 from megazpp.data.cache import check_cache_dir
 from megazpp.data.dataset import build_tokenizer, cache_dir
-from megazpp.flags import DEFAULT
+from megazpp.flags import DEFAULT, as_words, spelling
 from megazpp.inference.weights import WeightsConfig
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.config import PostTrainingConfig, objective_defaults
@@ -109,6 +111,7 @@ def without_checkpoint(parsed: ParsedRun) -> ParsedRun:
         form = dataclasses.replace(form, max_length=config.data.seq_length)
     fixed = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": form.max_length}
     parts = {name: _with(getattr(config, name), fixed) for name in ("model", "data")}
+    lora = _with_adapters(lora, parsed, None, "")
     return parsed._replace(config=dataclasses.replace(config, **parts), extra=(post, form, rewards, lora, weights))
 
 
@@ -124,6 +127,8 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
     if form.packing and post.objective != "sft":
         raise ValueError(f"--packing is for --objective sft, not {post.objective}")
     streams, lora = configs.weights.packs and not post.reward_load, configs.lora.lora_r is not None
+    if lora:
+        configs.lora.settings(config.model)
     if lora and post.sync_ref_model:
         raise ValueError("--sync-ref-model: with --lora-r the reference is the base, which nothing changes")
     if post.sync_ref_model and not (config.checkpoint.save_optim and config.checkpoint.load_optim):
@@ -136,8 +141,6 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
             why = "with --sync-ref-model the reference is sharded like the policy"
         raise ValueError(f"{given} is for the weights of a reference or reward model: {why}, and no --reward-load")
     if not post.draws:
-        if configs.rewards.reward_funcs or post.reward_load:
-            raise ValueError(f"--reward-funcs and --reward-load are for grpo and ppo, not --objective {post.objective}")
         return
     if not (configs.rewards.reward_funcs or post.reward_load):
         raise ValueError(f"--objective {post.objective} needs --reward-funcs or --reward-load")
@@ -165,14 +168,12 @@ def check_files(start: Start) -> None:
         ValueError: a checkpoint, tokenizer, template, reward function or line of data is not what it has to be.
     """
     config, (post, form, rewards, lora, _) = start.parsed.config, post_configs(start.parsed)
-    if lora.lora_r is not None:
-        lora.settings(config.model)
     asked = lora.lora_r is not None or post.needs_reference or not start.parsed.origins["ref_load"].startswith(DEFAULT)
     frozen = [(reference_folder(post), post.ref_ckpt_step, False)] if asked else []
     if post.reward_load is not None:
         frozen.append((CheckpointFolder(post.reward_load, "--reward-load"), None, True))
     for folder, iteration, scalar_head in frozen:
-        source, record = find_frozen(folder, iteration, scalar_head=scalar_head)
+        source, record = find_frozen(folder, iteration, scalar_head=scalar_head, lora_base=config.checkpoint.lora_base)
         check_same_model(record.flags, config.model, source.folder.of(source.candidates()[0]))
         if record.vocab_size != start.earlier.vocab_size:
             sizes = f"{record.vocab_size} tokens, and that of the policy {start.earlier.vocab_size}"
@@ -205,6 +206,9 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> Par
     """With defaults of the objective, and with the names of the models beside the policy."""
     config, (post, form, rewards, lora, weights) = parsed.config, post_configs(parsed)
     assert post.objective is not None
+    lora = _with_adapters(lora, parsed, earlier.flags if source.continues else None, source.folder.name)
+    if source.continues and not post.needs_reference:
+        lora = dataclasses.replace(lora, lora_load=None)
     if "seq_length" in parsed.origins:
         raise ValueError(f"--seq-length {config.data.seq_length}: post-training has --max-length")
     if "max_length" not in parsed.origins:
@@ -225,6 +229,9 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> Par
             raise ValueError(
                 f"{given}: {source.folder.name} was trained the other way, which its reference follows from"
             )
+        if lora.lora_r is not None:
+            base = find_bases(source.folder.path, earlier, source.lora_base)[0]
+            free |= {"ref_load": str(base.parent.resolve()), "ref_ckpt_step": iteration_of(base)}
     if post.ref_load is not None:
         if post.sync_ref_model or not post.needs_reference:
             why = "begins as the policy with --sync-ref-model" if post.sync_ref_model else "is not asked"
@@ -244,6 +251,36 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> Par
         extra=(_with(post, values), form, rewards, lora, weights),
         origins=parsed.origins | origins,
     )
+
+
+def _with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any] | None, where: str) -> LoraConfig:
+    """`lora` with what the adapters are that training goes on with: --lora-load's, or those of the run that goes on.
+
+    Args:
+        earlier: that run's flags.
+        where: what it is loaded from, for messages.
+    Raises:
+        ValueError: flags say something else, or --lora-load cannot be used.
+    """
+    if earlier is not None:
+        theirs = {f.name: earlier.get(f.name, f.default) for f in dataclasses.fields(LoraConfig)}
+        theirs["lora_target_modules"] = theirs["lora_target_modules"] and tuple(theirs["lora_target_modules"])
+    elif lora.lora_load is not None:
+        path = Path(lora.lora_load).expanduser().resolve()
+        (rank, alpha, dropout, targets, *_), where = read_adapter(path, parsed.config.model)[0], f"--lora-load {path}"
+        theirs = {"lora_r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "lora_target_modules": targets}
+        theirs["lora_load"] = str(path)
+    else:
+        return lora
+    for name in ("lora_r", "lora_alpha", "lora_target_modules"):
+        asked, there = (sorted(x) if isinstance(x, tuple) else x for x in (getattr(lora, name), theirs[name]))
+        if name in parsed.origins and asked != there:
+            raise ValueError(
+                f"{spelling(lora, name)} is {as_words(getattr(lora, name))}, {where} has {as_words(theirs[name])}"
+            )
+    if "lora_dropout" in parsed.origins:
+        theirs.pop("lora_dropout")
+    return dataclasses.replace(lora, **theirs)
 
 
 def _with(part: Any, values: dict[str, Any]) -> Any:

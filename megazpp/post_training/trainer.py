@@ -17,8 +17,10 @@ from megazpp.checkpoint.read import LoadSource, Resumed, find_weights
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.checkpoint.weight_store import checkpoint_digest
 from megazpp.checks import RunPlan
+from megazpp.convert.peft import TENSORS
 from megazpp.data.dataset import Splits, cache_dir
 from megazpp.data.loader import BatchLoader
+from megazpp.data.text import content_hash
 from megazpp.errors import user_errors
 from megazpp.flags import DEFAULT
 from megazpp.optim.schedule import Schedule
@@ -88,7 +90,8 @@ class PostTrainer(Trainer):
     def open_model(self) -> Built:
         if self.lora.lora_r is None:
             return super().open_model()
-        source, record = find_weights(reference_folder(self.post), self.post.ref_ckpt_step)
+        moved = self.config.checkpoint.lora_base
+        source, record = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
         self._adapted = load_adapted(
             self.model_spec(),
             self.lora,
@@ -96,12 +99,14 @@ class PostTrainer(Trainer):
             source,
             record,
             trained=lambda name: name.startswith("scalar_head."),
+            keep_reference=self.post.needs_reference,
         )
         found, wanted = self._adapted.settings.checksum, self.post.ref_checksum
         if wanted not in (None, found):
             by_hand = not self.parsed.origins["ref_checksum"].startswith(DEFAULT)
             whose = f"--ref-checksum says {wanted}" if by_hand else f"the adapters were trained on {wanted}"
-            raise ValueError(f"the base {source.folder.path} has checksum {found}, {whose}")
+            where = "" if by_hand else ": --lora-base says where that is"
+            raise ValueError(f"the base {source.folder.path} has checksum {found}, {whose}{where}")
         return self._adapted.built
 
     def flags(self) -> dict[str, Any]:
@@ -132,7 +137,7 @@ class PostTrainer(Trainer):
             folder = Path(self.config.checkpoint.save).expanduser() / "adapter"
             if self.run.dims.world.rank == 0:
                 folder.mkdir(exist_ok=True)
-            save_adapter(self._adapted, folder, self.run.dims)
+            save_adapter(self._adapted, folder, self.run.dims, with_head=self.post.objective == "reward")
             self.run.log(f"adapters as PEFT has them: {folder}")
 
     def open_objective(self) -> ObjectiveSetup:
@@ -260,6 +265,7 @@ class PostTrainer(Trainer):
             folder,
             iteration,
             temperature=self.config.sample.sample_temperature if self.post.draws else 1.0,
+            lora_base=self.config.checkpoint.lora_base,
         )
 
     @functools.cached_property
@@ -268,10 +274,13 @@ class PostTrainer(Trainer):
 
     def _look_up_reference(self) -> None:
         """Give each data set the reference's log-probabilities of its pairs; the reference is gone afterwards."""
-        source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step)
+        moved = self.config.checkpoint.lora_base
+        source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
         weights, dtype = self.weights, self.config.precision.param_dtype
         bits = f"{weights.at_rest(self.config.precision)[0]} bits" if weights.packs else "its own bits"
         digest = checkpoint_digest(source.folder.of(source.candidates()[0]))
+        if self.lora.lora_load is not None:
+            digest += content_hash([Path(self.lora.lora_load) / TENSORS])[0]
         open_once = functools.cache(self._open_reference)
         for dataset in self.datasets:
             if dataset is not None:
