@@ -78,6 +78,7 @@ def main(argv: list[str]) -> int:
     chosen = [part for part in PARTS if (part.name in args.parts if args.parts else part.seconds[long])]
     shares = [part.seconds[long] or part.seconds[True] for part in chosen]
     heading, end = introduce(args), time.monotonic() + 60 * args.budget_minutes
+    keep = partial(save, heading, checks, args.out)
     if args.device == "cuda" and shutil.which("nvidia-smi"):
         subprocess.Popen([*CLOCKS.split(), str(args.out / "clocks.csv")], preexec_fn=partial(end_with, os.getpid()))
     try:
@@ -85,9 +86,7 @@ def main(argv: list[str]) -> int:
             left = end - time.monotonic()
             limit = max(part.least, left * shares[index] / sum(shares[index:]))
             print(f"{part.name}: at most {limit:.0f} of {left:.0f} s", flush=True)
-            check = Check(
-                args.out / part.name, part.title, args.device, limit, long, lambda: save(heading, checks, args.out)
-            )
+            check = Check(args.out / part.name, part.title, args.device, limit, long, keep)
             checks.append(check)
             if left < part.least:
                 check.found["status"] = "skipped"
@@ -100,7 +99,7 @@ def main(argv: list[str]) -> int:
                 check.fail(f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}")
             check.found["status"] = "failed" if check.found["failures"] else "passed"
     finally:
-        save(heading, checks, args.out)
+        keep()
         print((args.out / "table.md").read_text())
     return 1 if any(check.found["failures"] for check in checks) else 0
 
@@ -121,6 +120,8 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     if (args.out / "results.json").exists():
         raise ValueError(f"--out {args.out} holds the results of another run")
     args.out = args.out.resolve()
+    if len(str(args.out).split()) > 1:  # the words of programs are split at them
+        raise ValueError(f"--out {args.out} has blanks in its path")
     args.out.mkdir(parents=True, exist_ok=True)
     return args
 

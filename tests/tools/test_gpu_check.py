@@ -1,7 +1,4 @@
-"""tools/gpu_check.py: what it does with its time and with parts that fail; and its parts at their smallest.
-
-The parts are rehearsed here where that takes seconds; all of them by `python tools/gpu_check.py --out DIR`.
-"""
+"""tools/gpu_check.py: what becomes of parts that fail, hang or are killed; which parts a budget has; flags."""
 
 from __future__ import annotations
 
@@ -18,127 +15,151 @@ import gpu_check
 import pytest
 import torch
 from gpu_check import Part
+from gpu_parts.check import Check
 
 TOOLS = Path(gpu_check.__file__).parent
-HEAD = """
-import time
-def measure(task, report):
-"""
-BODIES = {
-    "good": "report.row(figure=1)",
-    "failing": "report.row(figure=2)\n    report.fail('the bits differ')",
-    "raising": "report.row(figure=3)\n    raise RuntimeError('no memory')",
-    "dying": "report.row(figure=4)\n    import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-    "hanging": "report.row(figure=5)\n    time.sleep(600)",
-}
 
 
-@pytest.fixture
-def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Modules that do what BODIES says stand in for the parts."""
-    for name, body in BODIES.items():
-        (tmp_path / f"{tmp_path.name}_{name}.py").write_text(f"{HEAD}    {body}\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(gpu_check, "MODULE", tmp_path.name + "_{}")
+def good(check: Check) -> None:
+    check.row(figure=1)
+
+
+def failing(check: Check) -> None:
+    check.row(figure=2)
+    check.fail("the bits differ")
+
+
+def raising(check: Check) -> None:
+    check.row(other=3)
+    raise RuntimeError("no memory\nat all")
+
+
+def hanging(check: Check) -> None:
+    check.row(figure=4)
+    program = check.folder / "hang.py"
+    program.write_text("import subprocess\nsubprocess.run(['sleep', '611'])")
+    code = check.run(str(program), check.folder / "log.txt", check.left())
+    check.fail(f"ended with {code}")
+
+
+@pytest.fixture(autouse=True)
+def _stays_as_it_was(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_check, "exit_on_signals", lambda: None)
-    return tmp_path
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.chdir(TOOLS)
 
 
 def check(parts: tuple[Part, ...], out: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> tuple[int, list[Any]]:
     monkeypatch.setattr(gpu_check, "PARTS", parts)
-    code = gpu_check.main(["--out", str(out), *flags])
+    code = gpu_check.main(["--out", str(out), "--device", "cpu", *flags])
     return code, json.loads((out / "results.json").read_text())["parts"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the heading is a rehearsal's")
-def test_parts_that_fail_raise_or_die_leave_their_rows_and_the_others_run(
-    parts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_parts_that_fail_or_raise_leave_their_rows_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    names = ("failing", "raising", "dying", "good")
-    needs = Part("good", "", 60, 1, ("a_module_that_is_not_there",))
-    code, found = check(
-        (*(Part(name, "", 60, 1) for name in names), needs._replace(name="lacking")), parts / "out", monkeypatch
-    )
+    parts = tuple(Part(part.__name__, "A title", part, (60, 60), 1) for part in (failing, raising, good))
+    late = Part("late", "", good, (60, 60), 1000)
+    code, found = check((*parts, late), tmp_path, monkeypatch)
     assert code == 1
-    assert [part["status"] for part in found] == ["failed", "failed", "failed", "passed", "skipped"]
-    assert [row["figure"] for part in found for row in part["rows"]] == [2, 3, 4, 1]
-    assert found[0]["failures"] == ["the bits differ"]
-    assert found[1]["failures"] == ["RuntimeError: no memory"]
-    assert "exit code -9" in found[2]["failures"][0]
-    assert "a_module_that_is_not_there" in found[4]["notes"][0]
+    assert [part["status"] for part in found] == ["failed", "failed", "passed", "skipped"]
+    assert [part["rows"] for part in found] == [[{"figure": 2}], [{"other": 3}], [{"figure": 1}], []]
+    assert [part["failures"] for part in found] == [["the bits differ"], ["RuntimeError: no memory"], [], []]
+    assert found[3]["notes"] == ["not run: less than the 1000 s that it needs are left"]
     shown = capsys.readouterr().out
     assert shown.rstrip().endswith(gpu_check.REHEARSAL)
-    assert "| 4 |" in shown
-    assert "FAILED: the bits differ" in shown
+    assert "## failing: A title (failed, 0 s)\n\n| figure |\n|---|\n| 2 |\n\n- FAILED: the bits differ\n" in shown
+
+
+def test_a_budget_has_its_parts_and_only_what_ran_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    parts = (Part("good", "", good, (60, 60), 1), Part("failing", "", failing, (0, 60), 1))
+    for folder, flags, names in (
+        ("short", ("--budget-minutes", "8"), ["good"]),
+        ("long", ("--budget-minutes", "30"), ["good", "failing"]),
+        ("asked", ("--budget-minutes", "8", "--parts", "failing"), ["failing"]),
+    ):
+        code, found = check(parts, tmp_path / folder, monkeypatch, *flags)
+        assert (code, [part["name"] for part in found]) == (int("failing" in names), names)
+
+
+def test_the_programs_of_8_and_30_minutes_fill_them():
+    for long, minutes in ((False, 8), (True, 30)):
+        assert sum(part.seconds[long] for part in gpu_check.PARTS) == 60 * minutes
 
 
 @pytest.mark.slow
-def test_a_part_that_hangs_is_ended_and_what_no_time_is_left_for_is_not_begun(
-    parts: Path, monkeypatch: pytest.MonkeyPatch
-):
-    hanging, late = Part("hanging", "", 2, 1), Part("good", "", 1, 20)  # 4 of 6 s
-    began = time.monotonic()
-    code, found = check((hanging, late), parts / "out", monkeypatch, "--budget-minutes", "0.1")
-    assert time.monotonic() - began < 30
+def test_a_program_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    parts = Part("hanging", "", hanging, (2, 2), 1), Part("good", "", good, (1, 1), 1)  # 4 of 6 s
+    code, found = check(parts, tmp_path, monkeypatch, "--budget-minutes", "0.1")
     assert code == 1
-    assert found[0]["rows"] == [{"figure": 5}]
-    assert "was not done in 4 s" in found[0]["failures"][0]
-    assert found[1]["status"] == "skipped"
-    assert "less than the 20 s" in found[1]["notes"][0]
-
-
-def test_only_what_ran_and_failed_counts_in_the_exit_code(parts: Path, monkeypatch: pytest.MonkeyPatch):
-    chosen = (Part("good", "", 60, 1), Part("failing", "", 60, 1))
-    code, found = check(chosen, parts / "out", monkeypatch, "--parts", "good")
-    assert (code, [part["name"] for part in found]) == (0, ["good"])
+    assert [part["status"] for part in found] == ["failed", "passed"]
+    assert found[0]["failures"] == ["ended with None"]
+    assert not running(b"sleep\x00611")
 
 
 @pytest.mark.slow
-def test_results_are_whole_after_a_kill_and_its_part_ends_with_it(parts: Path):
-    out = parts / "out"
+def test_a_run_that_is_killed_keeps_what_its_part_had_found(tmp_path: Path):
+    out = tmp_path / "out"
     program = (
-        f"import sys; sys.path[:0] = [{str(TOOLS)!r}, {str(TOOLS.parent)!r}]\n"
-        "import gpu_check\n"
-        f"gpu_check.MODULE = {gpu_check.MODULE!r}\n"
-        "gpu_check.PARTS = (gpu_check.Part('good', '', 60, 1), gpu_check.Part('hanging', '', 60, 1))\n"
-        f"gpu_check.main(['--out', {str(out)!r}])\n"
+        f"import sys; sys.path[:0] = [{str(TOOLS)!r}, {str(TOOLS.parent)!r}, {str(Path(__file__).parent)!r}]\n"
+        "import gpu_check, test_gpu_check as here\n"
+        "parts = (here.good, here.hanging)\n"
+        "gpu_check.PARTS = tuple(gpu_check.Part(part.__name__, '', part, (9, 9), 1) for part in parts)\n"
+        f"gpu_check.main(['--out', {str(out)!r}, '--device', 'cpu'])\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, stdout=subprocess.DEVNULL)
-    hung = out / "hanging" / "report.json"
     deadline = time.monotonic() + 120
-    while not (hung.exists() and json.loads(hung.read_text())["rows"]) and time.monotonic() < deadline:
+    while not running(b"hang.py") and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    [good] = json.loads((out / "results.json").read_text())["parts"]
-    assert (good["name"], good["rows"]) == ("good", [{"figure": 1}])
-    assert "| 1 |" in (out / "table.md").read_text()
+    found = json.loads((out / "results.json").read_text())["parts"]
+    assert [(part["status"], part["rows"]) for part in found] == [
+        ("passed", [{"figure": 1}]),
+        ("running", [{"figure": 4}]),
+    ]
+    assert "| 4 |" in (out / "table.md").read_text()
     time.sleep(0.5)
-    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if parts.name.encode() + b"_" in _read(path)]
-    assert not left
+    assert not running(b"hang.py")
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # it has ended meanwhile
-        return b""
+def running(words: bytes) -> list[Path]:
+    """Processes whose command line has these words."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += [path] if words in path.read_bytes() else []
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
 
 
-def test_rows_with_other_headings_begin_another_table():
-    rows = [{"a": 1}, {"a": 2}, {"b": 3}]
-    assert gpu_check.table(rows) == ["| a |", "|---|", "| 1 |", "| 2 |", "", "| b |", "|---|", "| 3 |", ""]
+@pytest.mark.slow
+def test_a_checkout_that_is_not_installed_is_enough(tmp_path: Path):
+    for absent in ("wandb", "torchao"):
+        (tmp_path / f"{absent}.py").write_text("raise ImportError")
+    paths = f"{tmp_path}:{Path(torch.__file__).parents[1]}"  # without site (-S) no .pth file leads to the checkout
+    command = [sys.executable, "-S", str(TOOLS / "gpu_check.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--budget-minutes" in done.stdout
 
 
-def test_clocks_are_those_of_busy_moments(tmp_path: Path):
-    file = tmp_path / "clocks.csv"
-    file.write_text("345, 70.1, 30, 0\n1755, 690.5, 61, 100\n[N/A], 1, 1, 90\n1980, 500.0, 58, 97\n19")
-    [line] = gpu_check.describe_clocks(file)
-    assert line == "while busy, SM clock 1755 to 1980 MHz, at most 690 W and 61 C (2 samples)"
-    assert gpu_check.describe_clocks(tmp_path / "none") == []
-
-
-def test_results_of_another_run_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--out", "."], "--out . holds the results of another run"),
+        (["--out", "a b"], "a b has blanks in its path"),
+        (["--out", "new", "--budget-minutes", "0"], "--budget-minutes 0.0 is not positive"),
+        (["--out", "new", "--device", "cuda"], "--device cuda: torch finds no GPU here"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "results.json").write_text("{}")
-    assert gpu_check.main(["--out", str(tmp_path)]) == 2
-    assert f"--out {tmp_path} holds the results of another run" in capsys.readouterr().err
+    assert gpu_check.main(flags) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]

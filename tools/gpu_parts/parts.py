@@ -111,7 +111,7 @@ def streams(check: Check) -> None:
     degrees = check.size((1, 2) if check.long else (1,), (2,))
     for tp in degrees:
         split = f"--tensor-model-parallel-size {tp}{' --sequence-parallel' * (tp > 1)} --num-layers 4"
-        ways = [f"{way} {split}" for way in ("", OVERLAP_OFF, "--zeropp --disturbed")]
+        ways = [f"{way} {split}" for way in ("--zero-stage 3", OVERLAP_OFF, "--zeropp --disturbed")]
         _, off, on = on_two_nodes(check, "-m gpu_parts.streams", ways, later=3 * (tp != degrees[-1]))
         pairs, numbers = list(zip(off, on, strict=False)), ("iteration", "lm_loss", "grad_norm")
         unequal = [calm["iteration"] for calm, held in pairs if any(calm[name] != held[name] for name in numbers)]
@@ -131,7 +131,7 @@ def link(check: Check) -> None:
             check.note(f"the link between the nodes is limited to {RATE}")
         except (UserError, OSError) as error:
             check.note(f"the link is not limited, so times say nothing of it: {error}")
-        on_two_nodes(check, "pretrain_gpt.py", ("", "--zeropp", OVERLAP_OFF, "--diloco-steps 10"), launch)
+        on_two_nodes(check, "pretrain_gpt.py", ("--zero-stage 3", "--zeropp", OVERLAP_OFF, "--diloco-steps 10"), launch)
 
 
 def on_two_nodes(
@@ -148,7 +148,7 @@ def on_two_nodes(
         pairs = list(zip(found[0], lines, strict=False))
         apart = statistics.mean(b["lm_loss"] - a["lm_loss"] for a, b in pairs[-(len(pairs) // 5 + 1) :])
         check.row(
-            way=way or "ZeRO-3",
+            way=way,
             steps=len(lines),
             ms_of_a_step=round(1e3 * step_seconds(lines), 1),
             MB_between_nodes=round(lines[-1]["cross_bytes"] / MEGA, 2),
@@ -198,7 +198,7 @@ def train(check: Check, name: str, words: str, seconds: float, launch: Launch | 
     """Lines of metrics.jsonl (of one rank: after the warm-up) by a program that is ended in time; none if it failed."""
     steps, warm_up, every = (STEPS, WARM_UP_STEPS, LOG_INTERVAL) if launch is None else (2000, 0, 1)
     steps, warm_up, every = check.size((steps, warm_up, every), (4, min(warm_up, 1), 1))
-    folder, samples = check.folder / re.sub(r"\W+", "-", name).strip("-"), 4 if "llama" in words else 32
+    folder, samples = check.folder / re.sub(r"\W+", "-", name).strip("-"), 4 if "llama" in words else check.size(32, 8)
     length = f"--train-samples {samples * steps} --lr-decay-samples {samples * steps} --lr-warmup-samples {2 * samples}"
     if "llama" in words:
         length = f"--train-iters {steps} --lr-warmup-iters 2"

@@ -39,7 +39,7 @@ from megazpp.training.step import TrainStep
 PRETENDED = Cluster(num_nodes=2, ranks_per_node=8)
 
 
-class Block(nn.Module):
+class PlainBlock(nn.Module):
     """[B, S, H] -> [B, S, H]; `rotary`: cosines and sines [2, S, D] or None."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -68,14 +68,14 @@ def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.T
     return (x * cosine + torch.cat((-b, a), dim=-1) * sine).to(x.dtype)
 
 
-class Model(nn.Module):
+class PlainModel(nn.Module):
     """Tokens and labels [B, S] -> the mean loss."""
 
     def __init__(self, config: GPTConfig, rows: int, length: int) -> None:
         super().__init__()
         self.embedding, self.linear = nn.Embedding(rows, config.hidden), nn.Linear(config.hidden, rows, bias=False)
         self.norm, self.rotary, self.positions = getattr(nn, config.normalization)(config.hidden), None, None
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.layers))
         if config.position_embedding_type == "rope":
             rates = config.rotary_base ** -torch.arange(0, 1, 2 / config.head_size)
             angles = torch.outer(torch.arange(length), rates).repeat(1, 2)
@@ -98,9 +98,9 @@ class Model(nn.Module):
         return F.cross_entropy(self.linear(self.norm(x)).flatten(0, 1).float(), labels.flatten())
 
 
-def baseline(config: RunConfig, rows: int, data: list[MicroBatch], device: torch.device) -> Callable[[], None]:
+def baseline(config: RunConfig, rows: int, data: list[MicroBatch], device: torch.device) -> Callable[[], object]:
     with device:
-        model = Model(config.model, rows, data[0].tokens.shape[1])
+        model = PlainModel(config.model, rows, data[0].tokens.shape[1])
     if config.model.fp8_format is not None:
         torchao = importlib.import_module("torchao.float8")
         recipe = torchao.Float8LinearConfig.from_recipe_name("tensorwise")
@@ -164,9 +164,8 @@ def main(argv: list[str]) -> None:
     rows = config.model.padded_vocab_size((config.tokenizer.vocab_size or 1) + 1, 1)
     tokens = torch.randint(rows, (samples, length + 1)).split(batches.micro_batch_size or 1)
     data = [make_micro_batch(each, eod=None).to(device) for each in tokens]
-    step: Callable[[], object]
     if side == "baseline":
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         step = baseline(config, rows, data, device)
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PRETENDED.world_size)

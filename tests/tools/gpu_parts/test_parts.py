@@ -1,0 +1,137 @@
+"""The parts of tools/gpu_check.py: what they make of programs' ends, and at their smallest on a CPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_parts import parts, sides
+from gpu_parts.check import LOOPBACK, Check
+
+from megazpp.arguments import parse_run_config
+from megazpp.errors import EXIT_USER_ERROR, UserError
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis
+
+ROOT = Path(parts.__file__).parents[2]
+LOG = """\
+tests/kernels/test_a.py::test_x[8-128-dtype0] PASSED                     [ 33%]
+[gw3] [ 66%] FAILED tests/kernels/test_a.py::test_x[8-256-dtype0]
+[gw0] [ 67%] PASSED tests/kernels/test_a.py::test_x[2-256-dtype0]
+tests/model/test_b.py::test_y SKIPPED (no)                               [ 99%]
+tests/model/test_b.py::test_z """
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    monkeypatch.chdir(ROOT)
+    paths = [str(ROOT), *(str(ROOT / name) for name in ("tools", "tools/benchmarks", "tests"))]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return Check(tmp_path / "part", "", "cpu", 600.0, False, lambda: None)
+
+
+def ending(monkeypatch: pytest.MonkeyPatch, code: int | None, text: str) -> None:
+    """Programs end so, with this in their log."""
+
+    def run(self: Check, words: str, log: Path, *more: Any) -> int | None:
+        log.write_text(text)
+        return code
+
+    monkeypatch.setattr(Check, "run", run)
+
+
+def test_tests_are_counted_by_file_also_if_they_were_ended(check: Check, monkeypatch: pytest.MonkeyPatch):
+    ending(monkeypatch, None, LOG)
+    parts.correct(check)
+    assert check.found["rows"] == [
+        {"tests": "kernels/test_a", "passed": 2, "failed": 1, "skipped": 0},
+        {"tests": "model/test_b", "passed": 0, "failed": 0, "skipped": 1},
+    ]
+    assert check.found["notes"] == ["4 tests when the time was over"]
+    assert len(check.found["failures"]) == 1
+
+
+@pytest.mark.parametrize(("flags", "code"), [(parts.FLOAT8, EXIT_USER_ERROR), (parts.FLOAT8, 1), ("", EXIT_USER_ERROR)])
+def test_only_float8_may_be_refused(check: Check, monkeypatch: pytest.MonkeyPatch, flags: str, code: int):
+    ending(monkeypatch, code, "needs torchao\n")
+    assert parts.train(check, "a side", f"pretrain_gpt.py @configs/gpt_125m.args {flags}", 60) == []
+    skipped = flags and code == EXIT_USER_ERROR
+    assert check.found["notes" if skipped else "failures"] == [
+        "a side: skipped, needs torchao" if skipped else f"a side: exit code {code}, needs torchao"
+    ]
+    assert not check.found["failures" if skipped else "notes"]
+
+
+def test_without_a_limited_link_the_reason_is_said_and_ranks_use_the_loopback(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(**shape: Any) -> None:
+        raise UserError("it needs root")
+
+    launches = []
+    monkeypatch.setattr(parts, "EmulatedCluster", refuse)
+    monkeypatch.setattr(parts, "on_two_nodes", lambda check, program, ways, launch: launches.append(launch))
+    parts.link(check)
+    assert launches == [LOOPBACK]
+    assert "it needs root" in check.found["notes"][0]
+
+
+def test_ranks_that_share_a_gpu_do_not_compile():
+    flags = f"@configs/gpt_125m.args {parts.TEXT}".split()
+    assert parse_run_config(flags, ROOT).config.model.compile is False
+
+
+@pytest.mark.parametrize("name", ["gpt_125m", "llama_1b", "llama_8b"])
+def test_the_baseline_is_of_the_same_size(name: str):
+    config = parse_run_config([f"@configs/{name}.args"], ROOT).config
+    assert config.data.seq_length is not None
+    with torch.device("meta"):
+        ours = GPTModel(config.model, vocab_size=50304, tp=MeshAxis("tp"))
+        theirs = sides.PlainModel(config.model, 50304, config.data.seq_length)
+    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (ours, theirs)]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["ours", "baseline", "pretended --zeropp"])
+def test_a_side_trains_and_logs(check: Check, side: str):
+    kind, _, flags = side.partition(" ")
+    program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_parts.sides {kind}"
+    lines = parts.train(check, side, f"{program} @configs/llama_1b.args --mock-data {flags}", 300)
+    assert check.found["failures"] == []
+    assert [line["iteration"] for line in lines] == [2, 3, 4]
+    assert [line["consumed_tokens"] for line in lines] == [2 * 4 * 32, 3 * 4 * 32, 4 * 4 * 32]
+
+
+@pytest.mark.slow
+def test_the_head_is_timed_at_three_widths_and_kernels_beside_a_copy(check: Check):
+    parts.kernels(check)
+    assert check.found["failures"] == []
+    head = [row["columns"] for row in check.found["rows"] if "head" in row]
+    assert head == [50257, 12565, 50304, 50257]
+    assert sum(row.get("kernel") == "memcpy fp32" for row in check.found["rows"]) == 2
+
+
+@pytest.mark.slow
+def test_saves_and_generation_from_the_host_are_measured(check: Check):
+    parts.checkpoint(check)
+    assert check.found["failures"] == []
+    saves, places = check.found["rows"][:2], check.found["rows"][2:]
+    assert [row["save"] for row in saves] == ["--save", "--async-save"]
+    assert [row["weights on"] for row in places] == ["device", "host", "host --weight-bits 8", "host --weight-bits 4"]
+    assert places[1]["same text"] == "yes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "same"), [("gpu_parts.streams", True), ("helpers.impatient", False)])
+def test_disturbances_change_no_bit_unless_something_does_not_wait(check: Check, program: str, same: bool):
+    ways = [f"{way} --num-layers 2" for way in (parts.OVERLAP_OFF, "--zeropp --disturbed")]
+    off, on = parts.on_two_nodes(check, f"-m {program}", ways)
+    assert len(off) == len(on) == 4
+    equal = [(a["lm_loss"], a["grad_norm"]) == (b["lm_loss"], b["grad_norm"]) for a, b in zip(off, on, strict=True)]
+    assert all(equal) == same
