@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megazpp.model.attention_kernels import DocumentKernel, masked_attention
+from megazpp.model.compilation import mark_varying
 from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import LayerCache
 from megazpp.model.norms import Norm, normed
@@ -42,6 +43,14 @@ class AttentionInputs:
     mask: torch.Tensor | None
     document_starts: torch.Tensor | None = None
     places: torch.Tensor | None = None
+
+    def mark_varying(self) -> None:
+        """See the function of that name."""
+        for angles in self.rotary or ():
+            mark_varying(angles, 0, 1)
+        mark_varying(self.mask, 0, 2, 3)
+        mark_varying(self.document_starts, 0)
+        mark_varying(self.places, 0, 1)
 
 
 class SelfAttention(nn.Module):

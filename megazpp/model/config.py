@@ -100,8 +100,8 @@ class GPTConfig:
     )
     compile: bool | None = flag(
         None,
-        "torch.compile each layer and what is done with logits: the first step takes longer, the others less (default: "
-        "on CUDA, where its compilers are found)",
+        "torch.compile each layer, decoding too, and what is done with logits: the first step takes longer, the others "
+        "less (default: on CUDA, where its compilers are found)",
     )
 
     def __post_init__(self) -> None:

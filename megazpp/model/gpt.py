@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles
 from megazpp.model.attention_kernels import DocumentKernel, attention_backend
-from megazpp.model.compilation import compiles_layers
+from megazpp.model.compilation import compile_layer, compiles_layers, mark_varying
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.float8 import float8_backend
@@ -30,6 +30,8 @@ from megazpp.tensor_parallel.cross_entropy import linear_cross_entropy
 from megazpp.tensor_parallel.layers import Product, VocabParallelEmbedding
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, reduce_from_region_
+
+Masks = tuple[torch.Tensor | None, torch.Tensor | None]  # of dropout
 
 
 class TokenOutputs(NamedTuple):
@@ -63,6 +65,7 @@ class GPTModel(nn.Module):
         product: what the layers' linear layers multiply with; None for 16-bit products that hide tp's collectives.
         scalar_head: also have a head that gives each token one number: a reward model's, or the values of PPO.
         compiled: whether layers are; None: only with --compile.
+        varying_sizes: compile layers for batches and sequences of any size, and not for each of the first few.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class GPTModel(nn.Module):
         product: Product | None = None,
         scalar_head: bool = False,
         compiled: bool | None = None,
+        varying_sizes: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size, self.tp = config, vocab_size, tp
@@ -87,10 +91,8 @@ class GPTModel(nn.Module):
         shared = shared_generator if tp.size > 1 and not self.sequence_parallel else None
         self.shared_generator = shared
         self.embedding = Embedding(config, vocab_size, tp, self.sequence_parallel, shared)
-        self.layers = nn.ModuleList(
-            TransformerLayer(config, index, tp, self.sequence_parallel, shared, document_kernel, product, self.compiled)
-            for index in range(config.layers)
-        )
+        parts = (tp, self.sequence_parallel, shared, document_kernel, product, self.compiled, varying_sizes)
+        self.layers = nn.ModuleList(TransformerLayer(config, index, *parts) for index in range(config.layers))
         self.final_norm = Norm(config, config.hidden, tp=tp, split=self.sequence_parallel)
         self.output = None
         if not config.tied:
@@ -216,6 +218,7 @@ class TransformerLayer(nn.Module):
         document_kernel: DocumentKernel | None,
         product: Product | None,
         compiled: bool,
+        varying_sizes: bool,
     ) -> None:
         super().__init__()
         # Megatron's scaled init: the residual stream sums 2 x layers outputs
@@ -235,11 +238,13 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, output_std=output_std, product=product)
         self.dropout = Dropout(config.hidden_dropout, shared)
         # compiled below FSDP2's hooks and around no checkpoint, hence the inner function
-        self.run = torch.compile(self._run) if compiled else self._run
+        self.run = compile_layer(self._run) if compiled else self._run
+        self.compiled, self.varying_sizes = compiled, varying_sizes
 
     def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> torch.Tensor:
-        if cache is not None:
-            return self._run(x, inputs, cache=cache)  # not compiled: every length would be compiled anew
+        if cache is not None:  # prompts are read once, and a cache on the host is no part of a graph for the device
+            eager = inputs.mask is None or cache.on_host
+            return self._run(x, inputs, cache=cache) if eager else self._marked_and_run(x, inputs, cache=cache)
         if not (self.recompute and self.training):
             return self._drawn_and_run(x, inputs)
         contexts = noop_context_fn if self.shared is None else self.shared.checkpoint_contexts
@@ -247,14 +252,19 @@ class TransformerLayer(nn.Module):
 
     def _drawn_and_run(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         masks = self.dropout.draw(x), self.dropout.draw(x)
-        return self.run(x, inputs, masks)
+        return self._marked_and_run(x, inputs, masks)
+
+    def _marked_and_run(
+        self, x: torch.Tensor, inputs: AttentionInputs, masks: Masks = (None, None), cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        if self.compiled and (self.varying_sizes or cache is not None):
+            inputs.mark_varying()
+            for tensor in (x, *masks, *(cache.kept or () if cache is not None else ())):
+                mark_varying(tensor, 0, 1)
+        return self.run(x, inputs, masks, cache)
 
     def _run(
-        self,
-        x: torch.Tensor,
-        inputs: AttentionInputs,
-        masks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-        cache: LayerCache | None = None,
+        self, x: torch.Tensor, inputs: AttentionInputs, masks: Masks = (None, None), cache: LayerCache | None = None
     ) -> torch.Tensor:
         x = x + self.dropout(self.attention(x, inputs, cache, norm=self.attention_norm), masks[0])
         return x + self.dropout(self.mlp(x, norm=self.mlp_norm), masks[1])

@@ -53,36 +53,40 @@ class KVCache:
 
 
 class LayerCache:
-    """What one layer keeps: [C, B, G, D] twice, allocated when the first keys come."""
+    """What one layer keeps: [C, B, G, D] twice, allocated when the first keys come.
+
+    Attributes:
+        kept: both; None before.
+    """
 
     def __init__(self, capacity: int, *, on_host: bool = False) -> None:
-        self._capacity, self._on_host = capacity, on_host
-        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._capacity, self.on_host = capacity, on_host
+        self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def keep(self, rows: torch.Tensor) -> None:
         """See `KVCache.keep`."""
-        if self._kept is not None:
-            keys, values = (x.index_select(1, rows.to(x.device)) for x in self._kept)
-            self._kept = keys, values
+        if self.kept is not None:
+            keys, values = (x.index_select(1, rows.to(x.device)) for x in self.kept)
+            self.kept = keys, values
 
     def extend(
         self, new: tuple[torch.Tensor, torch.Tensor], places: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep keys and values [S, B, G, D] at `places` [B, S]; returns all that `mask` is about."""
-        if self._kept is None:
+        if self.kept is None:
             keys, values = (self._allocate(x) for x in new)
-            self._kept = keys, values
-        at = places.to(self._kept[0].device)
+            self.kept = keys, values
+        at = places.to(self.kept[0].device)
         rows = torch.arange(len(at), device=at.device)
-        for kept, x in zip(self._kept, new, strict=True):
+        for kept, x in zip(self.kept, new, strict=True):
             kept[at.t(), rows] = x.to(at.device)
         if mask is None:
             return new
-        keys, values = (kept[: mask.shape[-1]].to(places.device, non_blocking=True) for kept in self._kept)
+        keys, values = (kept[: mask.shape[-1]].to(places.device, non_blocking=True) for kept in self.kept)
         return keys, values
 
     def _allocate(self, x: torch.Tensor) -> torch.Tensor:
         shape = (self._capacity, *x.shape[1:])
-        if not self._on_host:
+        if not self.on_host:
             return x.new_zeros(shape)
         return torch.zeros(shape, dtype=x.dtype, pin_memory=x.is_cuda)

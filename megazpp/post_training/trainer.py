@@ -85,7 +85,10 @@ class PostTrainer(Trainer):
         )
 
     def model_spec(self) -> ModelSpec:
-        return dataclasses.replace(super().model_spec(), scalar_head=self.post.objective in ("reward", "ppo"))
+        return self._spec(scalar_head=self.post.objective in ("reward", "ppo"))
+
+    def _spec(self, *, scalar_head: bool) -> ModelSpec:
+        return dataclasses.replace(super().model_spec(), scalar_head=scalar_head, varying_sizes=True)
 
     def open_model(self) -> Built:
         if self.lora.lora_r is None:
@@ -259,7 +262,7 @@ class PostTrainer(Trainer):
         if store is not None:  # which may have to hold both
             weights = dataclasses.replace(weights, weight_store=str(Path(store) / role))
         return load_frozen(
-            dataclasses.replace(super().model_spec(), scalar_head=role == "reward"),
+            self._spec(scalar_head=role == "reward"),
             self._frozen_place,
             weights,
             folder,

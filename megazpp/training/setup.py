@@ -51,6 +51,7 @@ class ModelSpec:
         seed: of the initial weights and of dropout.
         product: what linear layers multiply with, whatever the device; None: what `config` asks of the device.
         scalar_head: also have a head that gives each token one number.
+        varying_sizes: batches and sequences are not all of one size.
     """
 
     config: GPTConfig
@@ -62,6 +63,7 @@ class ModelSpec:
     seed: int
     product: Product | None = None
     scalar_head: bool = False
+    varying_sizes: bool = False
 
 
 class Built(NamedTuple):
@@ -126,6 +128,7 @@ def model_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
             product=product,
             scalar_head=spec.scalar_head,
             compiled=compiles_layers(spec.config, device.type)[0],
+            varying_sizes=spec.varying_sizes,
         )
 
 

@@ -24,9 +24,12 @@ from helpers.tensor_parallel import build_gpt, local_gradients, tp_axis
 from helpers.training import EOD, GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, train_plain
 
 from megazpp.data.batch import MicroBatch, make_micro_batch
+from megazpp.inference.generate import Reader, evaluating
 from megazpp.model import compilation
 from megazpp.model.config import GPTConfig
+from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.parameters import initialize_parameters_
 
 pytestmark = pytest.mark.slow
 
@@ -187,6 +190,62 @@ def test_a_compiled_model_takes_other_lengths():
         ours, eager = (build_gpt(m, alone, vocab_size=VOCAB) for m in (compiled(GPT2_STYLE), GPT2_STYLE))
         for seq in (16, 7, 11):
             assert_same(ours, eager, batch(seq=seq))
+
+
+def post_training_model(style: GPTConfig, *, frozen: bool = False, **options: Any) -> GPTModel:
+    model = GPTModel(style, vocab_size=VOCAB, tp=MeshAxis("tp"), scalar_head=not frozen, varying_sizes=True, **options)
+    initialize_parameters_(model, seed=5, draw_device=torch.device("cpu"))
+    return model.requires_grad_(not frozen)
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+def test_models_of_post_training_have_a_graph_of_each_kind_for_every_size(style: GPTConfig):
+    """Policy in training, scored and evaluated; a frozen reference; a reward model of another shape: 5 kinds, and each
+    again for single rows, which is more than torch's own limit of 8."""
+    other = dataclasses.replace(style, hidden_size=16, ffn_hidden_size=16)
+    with aot_eager():
+        policy, eager = post_training_model(compiled(style)), post_training_model(style)
+        reference, reward = (post_training_model(compiled(each), frozen=True) for each in (style, other))
+        counts = []
+        for rows, seq in ((2, 16), (3, 9), (4, 12), (1, 16), (2, 7), (1, 5)):
+            ids = torch.randint(VOCAB, (rows, seq), generator=torch.Generator().manual_seed(rows))
+            outputs, expected = (model.train()(ids, ids, with_entropy=True) for model in (policy, eager))
+            torch.testing.assert_close(outputs.losses, expected.losses, rtol=1e-5, atol=0)
+            outputs.losses.sum().backward()
+            with torch.no_grad():
+                for model, training in ((policy, True), (policy, False), (reference, False), (reward, False)):
+                    model.train(training)(ids, ids)
+            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    frames = torch._dynamo.utils.counters["frames"]
+    assert frames["total"] == frames["ok"]  # none was given up
+    assert counts == [8, 8, 8, 13, 13, 13]  # three are the loss's
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_decoding_has_a_graph_for_any_number_of_rows_and_places_and_one_for_a_single_row(size: int):
+    """The same tokens as without; --no-compile makes none."""
+    for found, graphs in ranks(size).run(decoded_with_and_without):
+        assert found[True] == found[False]
+        assert graphs == {True: [1, 1, 2], False: [0, 0, 0]}
+
+
+def decoded_with_and_without() -> tuple[dict[bool, list[list[int]]], dict[bool, list[int]]]:
+    prompts, found, graphs = [[5, 6, 7], [8, 9, 10, 11], [1]], {}, {}
+    for compile_ in (True, False):
+        with aot_eager():
+            model = build_gpt(dataclasses.replace(LLAMA_STYLE, compile=compile_), tp_axis(), vocab_size=VOCAB)
+            found[compile_], graphs[compile_] = [], []
+            for rows in (3, 2, 1):
+                texts = [list(prompt) for prompt in prompts[:rows]]
+                with torch.no_grad(), evaluating(model):
+                    reader = Reader(model, texts, 9, 16, use_cache=True)
+                    for _ in range(9):
+                        logits = reader.next_logits(texts, [True] * rows)
+                        for text, token in zip(texts, logits.argmax(dim=-1).tolist(), strict=True):
+                            text.append(token)
+                found[compile_] += texts
+                graphs[compile_].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return found, graphs
 
 
 def losses_and_gradients(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
