@@ -163,7 +163,7 @@ def run_on_checkpoint(
         if given.load is None:
             raise ValueError("--load is missing: the folder of checkpoints")
         folder = CheckpointFolder(given.load, "--load")
-        source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback)
+        source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback, lora_base=given.lora_base)
         parsed = with_checkpoint_flags(parsed, record, folder)
         if parsed.show.print_config:
             print(parsed.report())

@@ -4,10 +4,12 @@ python tools/convert_checkpoint.py --input gpt2/ --output checkpoints/          
 python tools/convert_checkpoint.py --input megatron_checkpoints/ --output checkpoints/     mp_rank_XX
 python tools/convert_checkpoint.py --input checkpoints/ --output gpt2_trained/             to Hugging Face
 python tools/convert_checkpoint.py --input checkpoints/ --output merged/ --adapter lora/   with PEFT's LoRA merged
+python tools/convert_checkpoint.py --input lora_run/ --output base/ --keep-adapters        base, and adapter/ for PEFT
 
-GPT-2, Llama, Mistral, Qwen2 and Qwen3. What comes in is loaded with any tensor-parallel size: pretrain_gpt.py --load
-checkpoints/ --finetune --use-checkpoint-args, tools/generate.py, tools/evaluate.py. Types of numbers stay as they are,
-tensors go through one at a time, and the output appears whole or not at all.
+GPT-2, Llama, Mistral, Qwen2, Qwen3 and reward models of them (...ForSequenceClassification). What comes in is loaded
+with any tensor-parallel size: pretrain_gpt.py --load checkpoints/ --finetune --use-checkpoint-args, tools/generate.py,
+tools/evaluate.py. Types of numbers stay as they are, tensors go through one at a time, and the output appears whole or
+not at all.
 """
 
 from __future__ import annotations

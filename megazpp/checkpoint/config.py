@@ -26,6 +26,11 @@ class CheckpointConfig:
     load_optim: bool = flag(True, "load the optimizer's state and continue its schedule")
     load_rng: bool = flag(True, "load the states of the random generators")
     finetune: bool = flag(False, "load the weights only, and begin with iteration 0")
+    lora_base: tuple[str, ...] = flag(
+        (),
+        "folders that now hold the bases of LoRA's adapters, where they are not where --load's record says",
+        nargs="+",
+    )
     exit_on_missing_checkpoint: bool = flag(False, "end if --load has no checkpoint, instead of starting anew")
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint's flags")
     override_opt_param_scheduler: bool = flag(

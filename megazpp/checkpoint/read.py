@@ -9,11 +9,12 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megazpp.checkpoint.adapters import find_bases, open_weights
 from megazpp.checkpoint.checksums import DamagedError, verify_files
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, TRACKER, CheckpointFolder
@@ -47,6 +48,7 @@ class LoadSource(NamedTuple):
         continues: the run goes on; otherwise (--finetune) only weights are taken.
         optimizer, rng: what of it is loaded.
         fallback: a damaged checkpoint is passed over for the newest that is not.
+        lora_base: --lora-base, for weights of a checkpoint of adapters.
     """
 
     folder: CheckpointFolder
@@ -55,6 +57,7 @@ class LoadSource(NamedTuple):
     optimizer: bool
     rng: bool
     fallback: bool
+    lora_base: tuple[str, ...] = ()
 
     def candidates(self) -> list[int]:
         """Iterations to try, the wanted one first; [] if there is no checkpoint.
@@ -111,7 +114,12 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | 
         own = CheckpointFolder(config.save, "--save")
         own.check_not_inside()
         if restarted and own.iterations():
-            rest = {"optimizer": config.save_optim, "rng": config.save_rng, "fallback": config.load_fallback}
+            rest: dict[str, Any] = {
+                "optimizer": config.save_optim,
+                "rng": config.save_rng,
+                "fallback": config.load_fallback,
+            }
+            rest["lora_base"] = config.lora_base
             return LoadSource(own, None, continues=True, **rest)
         if own.iterations() and not saves_where_it_loads(config):
             raise ValueError(
@@ -128,6 +136,7 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | 
         optimizer=continues and config.load_optim,
         rng=continues and config.load_rng,
         fallback=config.load_fallback,
+        lora_base=config.lora_base,
     )
     if config.exit_on_missing_checkpoint and not source.candidates():
         raise ValueError(f"--load {config.load} has no checkpoint ({source.folder.path / TRACKER} is missing)")
@@ -138,17 +147,22 @@ def peek(source: LoadSource | None) -> RunRecord | None:
     """The record of the checkpoint that will most likely be loaded, before anything is verified or made.
 
     Raises:
-        ValueError: see `LoadSource.candidates`; it cannot be read, and there is no --load-fallback.
+        ValueError: see `LoadSource.candidates`; it cannot be read, and there is no --load-fallback; it holds adapters
+            whose base is not there.
     """
     if source is None:
         return None
     for iteration in source.candidates():
         try:
             verify_files(source.folder.of(iteration), names=[RECORD])
-            return read_record(source.folder.of(iteration))
+            record = read_record(source.folder.of(iteration))
         except DamagedError:
             if not source.fallback:
                 raise
+        else:
+            if record.flags.get("lora_r") is not None:
+                find_bases(source.folder.of(iteration), record, source.lora_base)
+            return record
     return None
 
 
@@ -221,6 +235,8 @@ class CheckpointReader:
 
     def _check(self, source: LoadSource, record: RunRecord, schedule: Schedule, checkpoint: Path) -> Schedule:
         own = self._own
+        if source.continues and own.flags.get("lora_r") is None and record.flags.get("lora_r") is not None:
+            raise ValueError(f"{checkpoint} holds adapters alone: --finetune begins with them merged into their base")
         check_same_model(record.flags, self._state.model.config, checkpoint)
         if record.vocab_size != own.vocab_size:
             raise ValueError(f"the tokenizer has {own.vocab_size} tokens, that of {checkpoint} had {record.vocab_size}")
@@ -250,6 +266,8 @@ class CheckpointReader:
         """Read the tensors and go on from them; a line for each thing that begins anew instead."""
         parts = {"optimizer": source.optimizer, "rng": source.rng}
         reader = SafeReader(checkpoint)
+        if not source.continues:
+            reader = open_weights(checkpoint, record, self._axis, source.lora_base)
         saved = together(self._axis, reader.tensors)
         self._check_weights(saved, record, checkpoint, any_head=not source.continues)
         targets = self._state.targets(saved, **parts)
@@ -288,13 +306,13 @@ class CheckpointReader:
 
 
 def find_weights(
-    folder: CheckpointFolder, iteration: int | None, *, fallback: bool = False
+    folder: CheckpointFolder, iteration: int | None, *, fallback: bool = False, lora_base: tuple[str, ...] = ()
 ) -> tuple[LoadSource, RunRecord]:
     """A checkpoint without its optimizer, and what it says; its files are not verified yet.
 
     Raises ValueError if there is none, or it cannot be read.
     """
-    source = LoadSource(folder, iteration, continues=False, optimizer=False, rng=False, fallback=fallback)
+    source = LoadSource(folder, iteration, False, optimizer=False, rng=False, fallback=fallback, lora_base=lora_base)
     record = peek(source)
     if record is None:
         raise ValueError(f"{folder.name} has no checkpoint")

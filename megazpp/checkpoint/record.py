@@ -137,6 +137,7 @@ SHAPE = {
     "disable_bias_linear": "linear_bias",
     "add_qkv_bias": "qkv_bias",
 }
+IMPORTED_FROM = "imported_from"  # among the flags of an import: the Hugging Face folder that has the same weights
 OPTIMIZER = ("optimizer", "optimizer_backend")
 DATA = (
     "seed",

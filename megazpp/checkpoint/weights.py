@@ -1,29 +1,21 @@
-"""Rows of a checkpoint's weights, as frozen units ask for them: each rank reads what it keeps, and nothing else.
-
-The checksum names the weights whatever layout has written or reads them: the sum over all elements of their bits times
-an odd number that the element's place in the whole tensor and the tensor's name give, modulo 2^64. Padding of the
-vocabulary is zeros and adds nothing.
-"""
+"""Rows of a checkpoint's weights, as frozen units ask for them: each rank reads what it keeps, and nothing else."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
+from megazpp.checkpoint.adapters import open_weights, spell_checksum, sum_of_bits, wrapped
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.record import RunRecord, check_same_model
-from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL
 from megazpp.checkpoint.together import together
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
-from megazpp.tensor_parallel.parameters import ParameterSpec, owned_parameters, seed_for
-
-_INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes of an element
-_PIECE = 1 << 20  # elements that are summed at once
+from megazpp.tensor_parallel.parameters import ParameterSpec, owned_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +62,7 @@ class WeightReader:
             )
         say(f" loading frozen weights from {self.checkpoint}")
         together(files, lambda: verify_files(self.checkpoint, rank=files.rank, num_ranks=files.size))
-        self._reader, self._tp, self._sum = SafeReader(self.checkpoint), model.tp, 0
+        self._reader, self._tp, self._sum = open_weights(self.checkpoint, record, files, source.lora_base), model.tp, 0
         self._saved = together(files, lambda: self._find(model, trained))
 
     def __call__(self, name: str, rows: slice) -> torch.Tensor:
@@ -91,7 +83,7 @@ class WeightReader:
 
     def checksum(self, *axes: MeshAxis) -> str:
         """16 hexadecimal digits that name the weights, once all rows have been read over `axes` and tp."""
-        total = torch.tensor([self._sum], dtype=torch.int64)
+        total = torch.tensor([wrapped(self._sum)], dtype=torch.int64)
         for axis in (*axes, self._tp):
             on = torch.device("cuda" if axis.timeline.device_type == "cuda" and axis.size > 1 else "cpu")
             total = axis.all_reduce_(total.to(on)).cpu()
@@ -112,34 +104,4 @@ class WeightReader:
         return found
 
     def _add(self, name: str, box: torch.Tensor, offsets: list[int], whole: tuple[int, ...]) -> None:
-        self._sum = _wrapped(self._sum + sum_of_bits(name, box, offsets, whole))
-
-
-def sum_of_bits(name: str, box: torch.Tensor, offsets: Sequence[int], whole: Sequence[int]) -> int:
-    """What a box of the tensor `name` adds to the checksum of the weights it is of.
-
-    Args:
-        box: [rows] or [rows, columns] fp32, bf16 or fp16.
-        offsets: where it begins in the whole tensor.
-        whole: the shape of that.
-    """
-    rows = box if box.dim() > 1 else box.unsqueeze(1)
-    columns, first = (whole[1], offsets[1]) if box.dim() > 1 else (1, 0)
-    seed, total = seed_for(name, seed=0), 0
-    place = torch.arange(first, first + rows.shape[1])
-    at_once = max(_PIECE // rows.shape[1], 1)
-    for start in range(0, rows.shape[0], at_once):
-        bits = rows[start : start + at_once].contiguous().view(_INTEGERS[box.element_size()]).long()
-        row = torch.arange(offsets[0] + start, offsets[0] + start + bits.shape[0]).unsqueeze(1)
-        total += int((bits * (2 * (row * columns + place + seed) + 1)).sum())
-    return _wrapped(total)
-
-
-def spell_checksum(total: int) -> str:
-    """16 hexadecimal digits."""
-    return f"{total % (1 << 64):016x}"
-
-
-def _wrapped(total: int) -> int:
-    """As int64 has it."""
-    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+        self._sum += sum_of_bits(name, box, offsets, whole)

@@ -13,14 +13,15 @@ from typing import Any, Literal
 
 import torch
 
-from megazpp.checkpoint.folder import TRACKER
-from megazpp.checkpoint.record import SHAPE, RunRecord, TrainingProgress, found_from_anywhere
-from megazpp.convert.huggingface import choose_architecture, open_model, write_model
+from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
+from megazpp.checkpoint.read import find_weights
+from megazpp.checkpoint.record import IMPORTED_FROM, SHAPE, RunRecord, TrainingProgress, found_from_anywhere
+from megazpp.convert.huggingface import class_name, open_model, write_model
 from megazpp.convert.megatron import open_megatron
-from megazpp.convert.model import Imported, Model
-from megazpp.convert.native import open_checkpoint, open_tokenizer, write_weights
+from megazpp.convert.model import HEAD, Imported, Model
+from megazpp.convert.native import open_checkpoint, open_tokenizer, read_trained, write_weights
 from megazpp.convert.output import check_output, whole_folder
-from megazpp.convert.peft import merged
+from megazpp.convert.peft import with_adapter, write_adapter
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
 from megazpp.data.tokenizer import CONFIG, TokenizerConfig, find_tokenizer, load_tokenizer
 from megazpp.flags import flag
@@ -41,6 +42,12 @@ class ConvertConfig:
     )
     ckpt_step: int | None = flag(None, "convert the checkpoint of this iteration instead of the latest")
     adapter: str | None = flag(None, "folder of a LoRA adapter (adapter_config.json), which is merged into the weights")
+    keep_adapters: bool = flag(
+        False, "write a LoRA run's base, and in its folder adapter/ the adapters for PEFT, instead of merging them"
+    )
+    lora_base: tuple[str, ...] = flag(
+        (), "folders that now hold the bases of a LoRA run's adapters, if they have moved", nargs="+", needs="--input"
+    )
 
 
 def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[str], None]) -> str:
@@ -61,7 +68,10 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[st
     kind = config.source or guess_format(source)
     wanted = config.target or ("huggingface" if kind == "megazpp" else "megazpp")
     adapter = None if config.adapter is None else Path(config.adapter).expanduser()
-    merges = adapter is not None and kind == wanted == "megazpp"
+    trained = kind == "megazpp" and _holds_adapters(source, config)
+    merges = kind == wanted == "megazpp" and (adapter is not None or trained)
+    if config.keep_adapters and (merges or not trained):
+        raise ValueError(f"--keep-adapters: --input {source} has to be a LoRA run's, and --output for Hugging Face")
     if (kind == "megazpp") == (wanted == "megazpp") and not merges:
         raise ValueError(f"--from {kind} --to {wanted}: one of the two has to be megazpp, and one another format")
     if adapter is not None and not adapter.is_dir():
@@ -69,18 +79,22 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[st
     if kind == "huggingface" and config.ckpt_step is not None:
         raise ValueError(f"--ckpt-step {config.ckpt_step}: --input {source} is one model, without iterations")
     say(f"{source} is {_NAMES[kind]}")
-    if merges:
-        return rewrite(source, target, config.ckpt_step, tokenizer, say, adapter)
     if kind == "megazpp":
-        return export(source, target, config.ckpt_step, tokenizer, say, adapter)
+        keep = config.keep_adapters
+        model, record = open_checkpoint(source, config.ckpt_step, config.lora_base, merge=not keep)
+        model = _with(adapter, model)
+        if merges:
+            return rewrite(source, target, model, record, tokenizer, say)
+        return export(source, target, model, record, tokenizer, say, keep_adapters=keep)
     if kind == "megatron":
         imported = open_megatron(source, config.ckpt_step)
         return bring_in(imported._replace(model=_with(adapter, imported.model)), target, tokenizer, say)
-    model = _with(adapter, open_model(source))
+    model, origin = _with(adapter, open_model(source)), str(source.resolve()) if adapter is None else None
     length, window = model.config.max_position_embeddings, model.config.window
     assert length is not None
     found, seq_length = find_tokenizer(source), min(length, window or length)
-    return bring_in(Imported(model, TrainingProgress(), seq_length, found, padded=False), target, tokenizer, say)
+    imported = Imported(model, TrainingProgress(), seq_length, found, padded=False, origin=origin)
+    return bring_in(imported, target, tokenizer, say)
 
 
 _NAMES = {
@@ -104,44 +118,55 @@ def guess_format(folder: Path) -> str:
 
 
 def _with(adapter: Path | None, model: Model) -> Model:
-    return model if adapter is None else merged(model, adapter)
+    return model if adapter is None else with_adapter(model, adapter)
+
+
+def _holds_adapters(folder: Path, config: ConvertConfig) -> bool:
+    where = CheckpointFolder(folder, "--input")
+    return find_weights(where, config.ckpt_step, lora_base=config.lora_base)[1].flags.get("lora_r") is not None
 
 
 def export(
     source: Path,
     target: Path,
-    iteration: int | None,
+    model: Model,
+    record: RunRecord,
     given: TokenizerConfig,
     say: Callable[[str], None],
-    adapter: Path | None = None,
+    *,
+    keep_adapters: bool = False,
 ) -> str:
-    """Our checkpoint to a Hugging Face folder."""
-    model, record = open_checkpoint(source, iteration)
-    model = _with(adapter, model)
-    architecture = choose_architecture(model.config)
-    tokenizer = open_tokenizer(source, record, given, say)
+    """Our checkpoint to a Hugging Face folder; with `keep_adapters`, `model` is their base, and they go to adapter/."""
+    if HEAD in model.tensors and record.flags.get("objective") != "reward":
+        say("note: the policy's value head (scalar_head) is left out: a language model has none")
+        model = model._replace(tensors={name: entry for name, entry in model.tensors.items() if name != HEAD})
+    name, tokenizer = class_name(model), open_tokenizer(source, record, given, say)
     for note in find_differences(tokenizer) if tokenizer is not None else ():
         say(f"note: {note}")
     with whole_folder(target) as folder:
-        write_model(folder, model, token_ids=write_tokenizer_files(folder, tokenizer))
-    return f"{target} holds iteration {record.progress.iteration} as {architecture.class_name}{_described(model)}"
+        ids = write_tokenizer_files(folder, tokenizer)
+        if HEAD in model.tensors and ids.get("pad_token_id") in (None, ids.get("eos_token_id")):
+            ids["pad_token_id"] = None  # transformers would score the token before the end
+            say("note: there is no token for padding alone, so transformers scores one text at a time (pad_token_id)")
+        write_model(folder, model, token_ids=ids)
+        if keep_adapters:
+            settings, tensors = read_trained(source, record, model.config)
+            (folder / "adapter").mkdir()
+            settings = settings._replace(base=str(target.resolve()))
+            write_adapter(folder / "adapter", model.config, settings, tensors)
+    what = "the base and adapters of iteration" if keep_adapters else "iteration"
+    return f"{target} holds {what} {record.progress.iteration} as {name}{_described(model)}"
 
 
 def rewrite(
-    source: Path,
-    target: Path,
-    iteration: int | None,
-    given: TokenizerConfig,
-    say: Callable[[str], None],
-    adapter: Path | None,
+    source: Path, target: Path, model: Model, record: RunRecord, given: TokenizerConfig, say: Callable[[str], None]
 ) -> str:
-    """Our checkpoint as another one of ours, without what trains it, and with an adapter merged."""
-    model, record = open_checkpoint(source, iteration)
-    model = _with(adapter, model)
+    """Our checkpoint as another one of ours, without what trains it, and with adapters merged."""
     tokenizer = open_tokenizer(source, record, given, say)
     new = dataclasses.replace(
         record, scaler={}, groups=[], guard={}, layout={}, has_optimizer=False, has_rng=False, tokenizer_folder=None
     )
+    new = dataclasses.replace(new, flags=record.flags | {"lora_r": None, IMPORTED_FROM: None})
     with whole_folder(target) as folder:
         write_weights(folder, model, new, {} if tokenizer is None else tokenizer.files)
     return f"{target} holds the model as iteration {record.progress.iteration}{_described(model)}"
@@ -168,7 +193,7 @@ def bring_in(imported: Imported, target: Path, given: TokenizerConfig, say: Call
             scaler={},
             groups=[],
             schedule=schedule.state_dict(),
-            flags=found_from_anywhere(_flags(model, imported.seq_length, found)),
+            flags=found_from_anywhere(_flags(model, imported.seq_length, found)) | {IMPORTED_FROM: imported.origin},
             vocab_size=vocab_size,
             tokenizer=None if tokenizer is None else tokenizer.identity,
             layout={},
@@ -187,6 +212,7 @@ def _flags(model: Model, seq_length: int, tokenizer: TokenizerConfig) -> dict[st
         **{name: own[name] for name in (*SHAPE, "init_method_std", "hidden_dropout", "attention_dropout")},
         **dataclasses.asdict(tokenizer),
         "seq_length": seq_length,
+        "objective": "reward" if HEAD in model.tensors else None,
         "bf16": model.dtype == torch.bfloat16,
         "fp16": model.dtype == torch.float16,
     }

@@ -112,7 +112,7 @@ def their_name(name: str) -> str | None:
     """The first GPT-2 files have no `transformer.`."""
     if _MASKS.fullmatch(name):
         return None
-    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+    return name if name.startswith(("transformer.", "lm_head.", "score.")) else f"transformer.{name}"
 
 
 def _join_qkv(parts: list[torch.Tensor], **shape: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,20 @@ import torch
 
 from megazpp.convert.gpt2 import GPT2
 from megazpp.convert.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from megazpp.convert.model import WORDS, Architecture, Deferred, Model, join_all, model_config, model_shapes, split_all
+from megazpp.convert.model import (
+    HEAD,
+    OUTPUT,
+    WORDS,
+    Architecture,
+    Deferred,
+    ForeignTensors,
+    Model,
+    join_all,
+    model_config,
+    model_shapes,
+    same,
+    split_all,
+)
 from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
 from megazpp.convert.settings import Settings
 from megazpp.data.tokenizer import CONFIG
@@ -20,6 +34,7 @@ from megazpp.model.config import GPTConfig
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILE_BYTES = 5 * 10**9  # as transformers has cut files for years
+_SCORE, _CLASSIFIER = "score.weight", "ForSequenceClassification"
 _ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
 
 
@@ -37,12 +52,15 @@ def open_model(folder: Path) -> Model:
         raise ValueError(f"{folder / CONFIG}: model_type {kind!r} is not one that can be converted ({known})")
     settings.absent("quantization_config", "per_layer_config")
     settings.only("is_causal", True)
-    config = model_config(architecture.read(settings), str(folder / CONFIG))
-    rows = settings.count("vocab_size", 50257 if architecture is GPT2 else None)
-    files = _open_files(folder)
+    values, files = architecture.read(settings), _open_files(folder)
     tensors = {name: entry for raw, entry in files.items() if (name := architecture.their_name(raw)) is not None}
-    shapes = model_shapes(config, rows, str(folder / CONFIG), num_tensors=len(tensors))
-    pieces = architecture.pieces(config)
+    scores = _SCORE in tensors  # a reward model, without an output layer
+    if scores:
+        values["untie_embeddings_and_output_weights"] = False
+    config = model_config(values, str(folder / CONFIG))
+    rows = settings.count("vocab_size", 50257 if architecture is GPT2 else None)
+    shapes = model_shapes(config, rows, str(folder / CONFIG), num_tensors=len(tensors), scalar_head=scores)
+    pieces = _pieces(architecture, config, scores=scores)
     if config.tied:
         _drop_tied_copy(tensors, pieces[WORDS].theirs[0], str(folder))
     return Model(config, rows, join_all(pieces, tensors, shapes, str(folder)))
@@ -50,8 +68,8 @@ def open_model(folder: Path) -> Model:
 
 def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> None:
     """Write config.json, with `token_ids` about the tokenizer, and the tensors, cut into files of `FILE_BYTES`."""
-    architecture = choose_architecture(model.config)
-    tensors = split_all(architecture.pieces(model.config), model.tensors)
+    architecture, scores = choose_architecture(model.config), HEAD in model.tensors
+    tensors = split_all(_pieces(architecture, model.config, scores=scores), model.tensors)
     groups = split_into_files(tensors, FILE_BYTES)
     count = len(groups)
     names = [WHOLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
@@ -60,14 +78,29 @@ def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> 
         places = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
     description = {
-        "architectures": [architecture.class_name],
+        "architectures": [class_name(model)],
         "model_type": architecture.model_type,
         "vocab_size": model.rows,
         "torch_dtype": str(model.dtype).removeprefix("torch."),
         **architecture.write(model.config),
         **token_ids,
+        **({"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if scores else {}),
     }
     _write_json(folder / CONFIG, description)
+
+
+def class_name(model: Model) -> str:
+    """transformers' class of a model: one that scores whole texts if it has a scalar head."""
+    name = choose_architecture(model.config).class_name
+    return re.sub(r"(ForCausalLM|LMHeadModel)$", _CLASSIFIER, name) if HEAD in model.tensors else name
+
+
+def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> dict[str, ForeignTensors]:
+    """What our tensors are called there; `score` has the place of the output layer."""
+    pieces = architecture.pieces(config)
+    if scores:
+        pieces = {name: piece for name, piece in pieces.items() if name != OUTPUT} | {HEAD: same(_SCORE)}
+    return pieces
 
 
 def choose_architecture(config: GPTConfig) -> Architecture:

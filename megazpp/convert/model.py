@@ -21,7 +21,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 
-WORDS, OUTPUT = "embedding.word.weight", "output.weight"
+WORDS, OUTPUT, HEAD = "embedding.word.weight", "output.weight", "scalar_head.weight"
 
 
 class Deferred(NamedTuple):
@@ -68,6 +68,7 @@ class Imported(NamedTuple):
         seq_length: of the samples it is made for.
         tokenizer: flags, with files of this machine; without any if there is none.
         padded: rows beyond the tokenizer's are padding.
+        origin: the Hugging Face folder with these weights.
     """
 
     model: Model
@@ -75,6 +76,7 @@ class Imported(NamedTuple):
     seq_length: int
     tokenizer: TokenizerConfig
     padded: bool
+    origin: str | None = None
 
 
 class ForeignTensors(NamedTuple):
@@ -134,7 +136,9 @@ def model_config(values: Mapping[str, Any], where: str) -> GPTConfig:
         raise ValueError(f"{where} describes no model: {error}") from error
 
 
-def model_shapes(config: GPTConfig, rows: int, where: str, *, num_tensors: int) -> dict[str, tuple[int, ...]]:
+def model_shapes(
+    config: GPTConfig, rows: int, where: str, *, num_tensors: int, scalar_head: bool = False
+) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of the model, whole.
 
     Args:
@@ -148,7 +152,7 @@ def model_shapes(config: GPTConfig, rows: int, where: str, *, num_tensors: int) 
     unpadded = dataclasses.replace(config, make_vocab_size_divisible_by=1)
     try:
         with torch.device("meta"):
-            model = GPTModel(unpadded, vocab_size=rows, tp=MeshAxis("tp"))
+            model = GPTModel(unpadded, vocab_size=rows, tp=MeshAxis("tp"), scalar_head=scalar_head)
     except (ValueError, RuntimeError, TypeError, OverflowError) as error:  # torch's, of sizes beyond any machine
         raise ValueError(f"{where} describes no model: {str(error).splitlines()[0]}") from error
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

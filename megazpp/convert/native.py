@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megazpp.checkpoint.adapters import AdaptedReader, open_weights, read_whole
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights
@@ -18,7 +17,8 @@ from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.safe_reader import SafeReader, alone
 from megazpp.checkpoint.tokenizer import read_tokenizer
 from megazpp.checkpoint.write import write_checkpoint
-from megazpp.convert.model import WORDS, Deferred, Model, check_tensors, model_config, model_shapes
+from megazpp.convert.model import HEAD, WORDS, Deferred, Model, check_tensors, model_config, model_shapes
+from megazpp.convert.peft import AdapterSettings, default_targets
 from megazpp.data.dataset import DataConfig, build_tokenizer
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer, names_tokenizer
 from megazpp.model.config import GPTConfig
@@ -27,19 +27,23 @@ from megazpp.parallel.axis import MeshAxis
 _PREFIX = "model."
 
 
-def open_checkpoint(folder: Path, iteration: int | None) -> tuple[Model, RunRecord]:
+def open_checkpoint(
+    folder: Path, iteration: int | None, lora_base: tuple[str, ...] = (), *, merge: bool = True
+) -> tuple[Model, RunRecord]:
     """The weights of a checkpoint (None: the latest) without the padding of their vocabulary, and what it says.
 
-    Raises ValueError if there is none, or it is damaged.
+    Adapters are merged into their base, or else left out. Raises ValueError if there is none, or it is damaged.
     """
-    source, record = find_weights(CheckpointFolder(folder, "--input"), iteration)
+    source, record = find_weights(CheckpointFolder(folder, "--input"), iteration, lora_base=lora_base)
     checkpoint = source.folder.of(source.candidates()[0])
     verify_files(checkpoint)
     config = _read_config(record, str(checkpoint))
-    reader = SafeReader(checkpoint)
+    reader = open_weights(checkpoint, record, MeshAxis("checkpoint"), lora_base)
+    if isinstance(reader, AdaptedReader) and not merge:
+        reader = reader.base
     tensors = {
         key.removeprefix(_PREFIX): Deferred(
-            tuple(entry.size), entry.properties.dtype, functools.partial(_read, reader, key, entry)
+            tuple(entry.size), entry.properties.dtype, functools.partial(read_whole, reader, key)
         )
         for key, entry in reader.tensors().items()
         if key.startswith(_PREFIX)
@@ -47,11 +51,21 @@ def open_checkpoint(folder: Path, iteration: int | None) -> tuple[Model, RunReco
     if WORDS not in tensors:
         raise ValueError(f"{checkpoint} holds no weights")
     rows = tensors[WORDS].shape[0]
-    expected = model_shapes(config, rows, str(checkpoint), num_tensors=len(tensors))
+    expected = model_shapes(config, rows, str(checkpoint), num_tensors=len(tensors), scalar_head=HEAD in tensors)
     check_tensors({name: entry.shape for name, entry in tensors.items()}, expected, str(checkpoint))
     model = Model(config, rows, tensors)
     # a run pads; a checkpoint without a layout comes from a conversion, and has the rows it had there
     return (model.first_rows(record.vocab_size) if record.layout else model), record
+
+
+def read_trained(folder: Path, record: RunRecord, config: GPTConfig) -> tuple[AdapterSettings, dict[str, torch.Tensor]]:
+    """The adapters of a LoRA run's checkpoint, and the scalar head beside them, whole."""
+    flags, reader = record.flags, SafeReader(CheckpointFolder(folder, "--input").of(record.progress.iteration))
+    targets = tuple(flags["lora_target_modules"] or default_targets(config))
+    settings = AdapterSettings(flags["lora_r"], flags["lora_alpha"], flags["lora_dropout"], targets)
+    keys = [key for key in reader.tensors() if key.startswith(_PREFIX)]
+    tensors = {key.removeprefix(_PREFIX): read_whole(reader, key) for key in keys}
+    return settings._replace(checksum=flags["ref_checksum"]), tensors
 
 
 def open_tokenizer(
@@ -117,11 +131,3 @@ def _remade_tokenizer(record: RunRecord, say: Callable[[str], None]) -> Tokenize
         data_cache_path=record.flags.get("data_cache_path"),
     )
     return build_tokenizer(config, data, log=say)
-
-
-def _read(reader: SafeReader, key: str, entry: TensorStorageMetadata) -> torch.Tensor:
-    """One tensor, whatever ranks have written its parts."""
-    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with alone():
-        dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
-    return tensor

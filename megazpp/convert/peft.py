@@ -16,14 +16,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.checkpoint.weights import spell_checksum, sum_of_bits
+from megazpp.checkpoint.adapters import spell_checksum, sum_of_bits
 from megazpp.convert.gpt2 import GPT2
 from megazpp.convert.huggingface import read_json
 from megazpp.convert.llama import LLAMA
-from megazpp.convert.model import Deferred, ForeignTensors, Model, check_tensors, fuse_qkv, split_qkv, transposed
+from megazpp.convert.model import (
+    HEAD,
+    Deferred,
+    ForeignTensors,
+    Model,
+    check_tensors,
+    fuse_qkv,
+    model_shapes,
+    same,
+    split_qkv,
+    transposed,
+)
 from megazpp.convert.safetensors_file import open_tensors, read_metadata, write_tensors
 from megazpp.files import write_whole
 from megazpp.model.config import GPTConfig
+from megazpp.tensor_parallel.lora import joined_factors, merged
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
@@ -33,6 +45,7 @@ _UNKNOWN = (
     *("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform"),
     *("layers_pattern", "exclude_modules"),
 )
+_SCORES, _HEADS = "SEQ_CLS", ("classifier", "score")  # PEFT's of a reward model
 _LINEARS = ("attention.qkv", "attention.proj", "mlp.gate", "mlp.fc1", "mlp.fc2")
 
 
@@ -118,9 +131,9 @@ def _all_branches(config: GPTConfig) -> list[Branch]:
     return found
 
 
-def adapter_pieces(config: GPTConfig, branches: Sequence[Branch]) -> dict[str, ForeignTensors]:
-    """Our tensors' names to PEFT's."""
-    pieces = {}
+def adapter_pieces(config: GPTConfig, branches: Sequence[Branch], *, scores: bool = False) -> dict[str, ForeignTensors]:
+    """Our tensors' names to PEFT's; with the head of a reward model if it `scores`."""
+    pieces = {HEAD: same(f"{_PREFIX}score.weight")} if scores else {}
     for branch in branches:
         theirs = f"{_PREFIX}{branch.module}.lora_B.weight"
         pieces[f"{branch.name}.a"] = transposed(f"{_PREFIX}{branch.module}.lora_A.weight")
@@ -143,16 +156,10 @@ def _split_rows(ours: torch.Tensor, **shape: int) -> list[torch.Tensor]:
 def adapter_shapes(config: GPTConfig, branches: Sequence[Branch], rank: int) -> dict[str, tuple[int, ...]]:
     """Whole shapes of our tensors."""
     heads = {"q": config.heads, "k": config.query_groups, "v": config.query_groups}
-    sizes = {
-        "attention.qkv": (config.hidden, (config.heads + 2 * config.query_groups) * config.head_size),
-        "attention.proj": (config.heads * config.head_size, config.hidden),
-        "mlp.gate": (config.hidden, config.ffn_size),
-        "mlp.fc1": (config.hidden, config.ffn_size),
-        "mlp.fc2": (config.ffn_size, config.hidden),
-    }
+    linears = model_shapes(config, 1, CONFIG, num_tensors=config.layers)
     shapes: dict[str, tuple[int, ...]] = {}
     for branch in branches:
-        inputs, outputs = sizes[branch.linear.split(".", 2)[2]]
+        outputs, inputs = linears[f"{branch.linear}.weight"]
         if branch.part:
             outputs = heads[branch.part] * config.head_size
         shapes |= {f"{branch.name}.a": (inputs, rank), f"{branch.name}.b": (outputs, rank)}
@@ -168,7 +175,8 @@ def write_adapter(
         folder: exists; files of these names are replaced.
         tensors: whole, by our names, on the CPU.
     """
-    pieces = adapter_pieces(config, find_branches(config, settings.targets))
+    scores = HEAD in tensors
+    pieces = adapter_pieces(config, find_branches(config, settings.targets), scores=scores)
     found: dict[str, Deferred] = {}
     for ours, piece in pieces.items():
         for name, part in zip(piece.theirs, piece.split(tensors[ours]), strict=True):
@@ -177,7 +185,8 @@ def write_adapter(
     write_tensors(folder / TENSORS, found, {} if settings.checksum is None else {BASE: settings.checksum})
     values = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": _SCORES if scores else "CAUSAL_LM",
+        **({"modules_to_save": [*_HEADS]} if scores else {}),
         "base_model_name_or_path": settings.base,
         "r": settings.rank,
         "lora_alpha": int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha,
@@ -199,8 +208,9 @@ def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict
     values, path = read_json(folder / CONFIG), folder / CONFIG
     settings = _read_settings(values, path)
     branches = find_branches(config, settings.targets)
-    theirs, pieces = open_tensors(folder / TENSORS), adapter_pieces(config, branches)
-    shapes = adapter_shapes(config, branches, settings.rank)
+    scores = values.get("task_type") == _SCORES
+    theirs, pieces = open_tensors(folder / TENSORS), adapter_pieces(config, branches, scores=scores)
+    shapes = adapter_shapes(config, branches, settings.rank) | {HEAD: (1, config.hidden)}
     expected = {
         name: tuple(part.shape)
         for ours, piece in pieces.items()
@@ -217,6 +227,8 @@ def _read_settings(values: Mapping[str, Any], path: Path) -> AdapterSettings:
     if values.get("peft_type") != "LORA":
         raise ValueError(f"{path} has peft_type {values.get('peft_type')!r}; only LORA is known")
     unknown = [name for name in _UNKNOWN if values.get(name)]
+    if values.get("task_type") == _SCORES and set(values.get("modules_to_save") or ()) <= {*_HEADS}:
+        unknown = [name for name in unknown if name != "modules_to_save"]  # PEFT names them of itself
     if unknown or values.get("bias", "none") != "none":
         raise ValueError(f"{path} asks for {', '.join(unknown) or 'bias'}, which adapters here do not have")
     targets = values.get("target_modules")
@@ -228,7 +240,7 @@ def _read_settings(values: Mapping[str, Any], path: Path) -> AdapterSettings:
     return AdapterSettings(rank, float(alpha), float(values.get("lora_dropout") or 0.0), tuple(sorted(targets)), base)
 
 
-def merged(model: Model, folder: Path) -> Model:
+def with_adapter(model: Model, folder: Path) -> Model:
     """`model` with scale x (A B) added to its weights, in fp32 and rounded to their type; each when it is read.
 
     Raises:
@@ -242,32 +254,23 @@ def merged(model: Model, folder: Path) -> Model:
                 f"{folder} was trained on weights with checksum {settings.checksum}; these have {found}: "
                 "merge it into the checkpoint it was trained on"
             )
-    heads, size = model.config.heads // model.config.query_groups, model.config.head_size
-    tensors = dict(model.tensors)
+    config, tensors = model.config, dict(model.tensors)
 
-    def add(entry: Deferred, own: Sequence[Branch]) -> torch.Tensor:
-        weight = entry.read()
-        total = weight.float()
-        for branch in own:
-            product = adapters[f"{branch.name}.b"].float() @ adapters[f"{branch.name}.a"].float().t() * settings.scale
-            if not branch.part:
-                total += product
-                continue
-            rows = total.view(model.config.query_groups, heads + 2, size, -1)  # a view: adds in place
-            start, count = {"q": (0, heads), "k": (heads, 1), "v": (heads + 1, 1)}[branch.part]
-            rows[:, start : start + count] += product.view(model.config.query_groups, count, size, -1)
-        return total.to(weight.dtype)
+    def merge(entry: Deferred, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return merged(entry.read(), a, b, settings.scale)
 
-    branches = find_branches(model.config, settings.targets)
-    for linear in dict.fromkeys(branch.linear for branch in branches):
-        entry = tensors[f"{linear}.weight"]
-        own = [branch for branch in branches if branch.linear == linear]
-        tensors[f"{linear}.weight"] = entry._replace(read=functools.partial(add, entry, own))
+    for linear in dict.fromkeys(branch.linear for branch in find_branches(config, settings.targets)):
+        prefix, entry = f"{linear}.adapter.", tensors[f"{linear}.weight"]
+        own = {name.removeprefix(prefix): x for name, x in adapters.items() if name.startswith(prefix)}
+        factors = joined_factors(own, config.query_groups, config.heads, config.head_size)
+        tensors[f"{linear}.weight"] = entry._replace(read=functools.partial(merge, entry, *factors))
+    if HEAD in adapters:
+        head = adapters[HEAD]
+        tensors[HEAD] = Deferred(tuple(head.shape), head.dtype, lambda: head)
     return model._replace(tensors=tensors)
 
 
 def checksum_of(model: Model) -> str:
-    """The checksum of a model's weights, read one after the other."""
-    return spell_checksum(
-        sum(sum_of_bits(name, entry.read(), (0, 0), entry.shape) for name, entry in model.tensors.items())
-    )
+    """The checksum of a model's weights but for a scalar head, read one after the other."""
+    weights = [(name, entry) for name, entry in model.tensors.items() if name != HEAD]
+    return spell_checksum(sum(sum_of_bits(name, entry.read(), (0, 0), entry.shape) for name, entry in weights))

@@ -45,6 +45,13 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
         piece = next((piece for piece, index in vocabulary.items() if index == tokenizer.eod), None)
         marks = dict.fromkeys(("bos_token", "eos_token", "unk_token"), piece)
         made = {DESCRIPTION: {"tokenizer_class": "GPT2Tokenizer", **marks}}
+    pad = json.loads(files.get(DESCRIPTION, b"{}")).get("pad_token")
+    content = pad["content"] if isinstance(pad, dict) else pad
+    known = {
+        entry["content"]: entry["id"] for entry in json.loads(files.get(DEFINITION, b"{}")).get("added_tokens", [])
+    }
+    if ids.get("pad_token_id") is None and content in known:
+        ids["pad_token_id"] = known[content]
     for name, values in made.items():
         files[name] = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
     for name, content in files.items():

@@ -15,6 +15,7 @@ from megazpp.post_training.losses import PairLoss, TokenLoss
 
 ROLLOUTS = ("grpo", "ppo")
 GRPO, PPO, DRAWN = (f"--objective {names}" for names in (*ROLLOUTS, " ".join(ROLLOUTS)))  # what flags need
+REFERENCE = f"{DRAWN} dpo"
 LOSS_TYPES: dict[str, tuple[str, ...]] = {"dpo": get_args(PairLoss), "grpo": get_args(TokenLoss)}  # the default is not
 DEFAULT_LOSS = {"dpo": "sigmoid", "grpo": "dapo"}
 DEFAULT_BETA = {"dpo": 0.1, "grpo": 0.0}
@@ -31,9 +32,7 @@ class PostTrainingConfig:
         "grpo: rewards of drawn completions against those of their group; ppo: the same against a value head",
     )
     ref_load: str | None = flag(
-        None,
-        "checkpoints of the reference model (default: what this training began with, --load)",
-        needs="--objective dpo grpo ppo",
+        None, "checkpoints of the reference model (default: what this training began with, --load)", needs=REFERENCE
     )
     ref_ckpt_step: int | None = flag(None, "iteration of the reference model's checkpoint (default: the latest)")
     ref_checksum: str | None = flag(
@@ -43,9 +42,7 @@ class PostTrainingConfig:
         None, "checkpoints of a trained reward model; its score is a reward like those of --reward-funcs", needs=DRAWN
     )
     beta: float | None = flag(
-        None,
-        "weight of the divergence from the reference model (default dpo 0.1, grpo 0)",
-        needs="--objective grpo dpo",
+        None, "weight of the divergence from the reference (default dpo 0.1, grpo 0)", needs="--objective grpo dpo"
     )
     loss_type: str | None = flag(
         None,
@@ -72,14 +69,10 @@ class PostTrainingConfig:
     epsilon: float = flag(0.2, "the ratio to the old policy is clipped at 1 - this, and at 1 + this above", needs=GRPO)
     epsilon_high: float | None = flag(None, "clip above at 1 + this instead", needs=GRPO)
     scale_rewards: Literal["group", "batch", "none"] = flag(
-        "group",
-        "divide advantages by the standard deviation of the rewards of a group, of the whole batch, or not",
-        needs=GRPO,
+        "group", "divide advantages by the standard deviation of a group's rewards, of the batch's, or not", needs=GRPO
     )
     advantage_estimator: Literal["grpo", "rloo"] = flag(
-        "grpo",
-        "what a reward is compared with: grpo, the group's mean; rloo, the mean of the group's others",
-        needs=GRPO,
+        "grpo", "what a reward is compared with: grpo, its group's mean; rloo, the mean of the others", needs=GRPO
     )
     mask_truncated_completions: bool = flag(False, "no loss on completions that reached the limit", needs=GRPO)
     kl_coef: float = flag(0.05, "weight of the divergence from the reference in the rewards of tokens", needs=PPO)
@@ -90,9 +83,7 @@ class PostTrainingConfig:
     lam: float = flag(0.95, "lambda of the generalized advantage estimation", needs=PPO)
     num_ppo_epochs: int = flag(4, "times that each generation of completions is gone through", needs=PPO)
     num_mini_batches: int = flag(1, "optimizer steps of one time through; each takes --global-batch-size", needs=PPO)
-    missing_eos_penalty: float | None = flag(
-        None, "taken off the reward of a completion that reached the limit", needs=PPO
-    )
+    missing_eos_penalty: float | None = flag(None, "taken off the reward of what reached the limit", needs=PPO)
     whiten_rewards: bool = flag(False, "scale the rewards of tokens to variance 1 over the whole rollout", needs=PPO)
     eval_on_start: bool = flag(False, "also evaluate before the first step")
     log_completions: int = flag(2, "completions that a log line comes with; completions.jsonl has as many; 0: none")

@@ -44,9 +44,7 @@ class DataFormatConfig:
     assistant_only_loss: bool = flag(False, "loss on the assistant's words alone; needs conversations")
     completion_only_loss: bool = flag(True, "of prompt and completion, loss on the completion alone")
     packing: bool = flag(
-        False,
-        "put several examples into a row of --max-length tokens; they do not attend to each other",
-        needs="--objective sft",
+        False, "put several examples into a row of --max-length, apart from each other", needs="--objective sft"
     )
 
     def __post_init__(self) -> None:

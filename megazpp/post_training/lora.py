@@ -7,17 +7,19 @@ Face's (convert/peft.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from megazpp.checkpoint.adapters import read_whole
 from megazpp.checkpoint.read import LoadSource
-from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.record import IMPORTED_FROM, RunRecord
+from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.checkpoint.state import MODEL, SCALAR_HEAD
 from megazpp.convert.peft import (
     AdapterSettings,
     Branch,
@@ -33,7 +35,7 @@ from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.gpt import GPTModel, TransformerLayer
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megazpp.tensor_parallel.lora import LowRankAdapter, QkvAdapter
+from megazpp.tensor_parallel.lora import Adapter, LowRankAdapter, QkvAdapter
 from megazpp.training.frozen import FrozenPlace, load_frozen_model
 from megazpp.training.setup import Built, ModelSpec, fill, shard_built
 from megazpp.zero.frozen import FrozenUnits
@@ -53,6 +55,11 @@ class LoraConfig:
         nargs="+",
         needs="--lora-r",
     )
+    lora_load: str | None = flag(
+        None,
+        "folder of adapters to go on with, of PEFT's or a LoRA run's folder adapter/; --load is their base, and the "
+        "reference is what they were",
+    )
 
     def __post_init__(self) -> None:
         check_positive(self, "lora_r", "lora_alpha")
@@ -67,8 +74,10 @@ class LoraConfig:
         """
         assert self.lora_r is not None
         targets = self.lora_target_modules or default_targets(config)
-        for branch in find_branches(config, targets):
-            smaller = min(size for size, _ in adapter_shapes(config, [branch], self.lora_r).values())
+        branches = find_branches(config, targets)
+        shapes = adapter_shapes(config, branches, self.lora_r)
+        for branch in branches:
+            smaller = min(shapes[f"{branch.name}.a"][0], shapes[f"{branch.name}.b"][0])
             if self.lora_r > smaller:
                 raise ValueError(f"--lora-r {self.lora_r} is more than the smaller side of {branch.module}, {smaller}")
         return AdapterSettings(self.lora_r, self.lora_alpha, self.lora_dropout, targets, base, checksum)
@@ -96,20 +105,34 @@ def load_adapted(
     record: RunRecord,
     *,
     trained: Callable[[str], bool] = lambda name: False,
+    keep_reference: bool = False,
 ) -> AdaptedPolicy:
-    """The base of a checkpoint with new adapters, which change nothing yet; on all ranks.
+    """The base of a checkpoint with adapters of --lora-load, or new ones, which change nothing yet; on all ranks.
 
     Args:
-        trained: parameters of such names are trained beside the adapters, and begin as the seed has them.
+        trained: parameters of such names are trained beside the adapters, and begin as in the checkpoint or
+            --lora-load, else as the seed has them.
+        keep_reference: with `adapters_off` those of --lora-load are as they were.
     Otherwise as `load_frozen_model`.
     """
     settings = lora.settings(spec.config)
     dims, device = place.dims, place.device
     frozen = load_frozen_model(spec, place, source, record, trained=trained)
-    settings = settings._replace(base=str(source.folder.path), checksum=frozen.checksum)
+    origin = record.flags.get(IMPORTED_FROM) or str(source.folder.path.resolve())
+    settings = settings._replace(base=origin, checksum=frozen.checksum)
     shared = SharedGenerator(device, seed=spec.seed, data_rank=dims.data_rank)
     add_adapters(frozen.model, settings, shared)
     built = fill(shard_built(frozen.model, spec, dims), spec, dims, device)
+    saved = SafeReader(source.folder.of(source.candidates()[0]))
+    begun = {key.removeprefix(MODEL): read_whole(saved, key) for key in saved.tensors() if key.startswith(SCALAR_HEAD)}
+    if lora.lora_load is not None:
+        begun |= _read_begun(Path(lora.lora_load), spec.config, settings)
+    _begin_with(built, begun)
+    for name, module in built.model.named_modules():
+        if lora.lora_load is not None and keep_reference and isinstance(module, Adapter):
+            module.has_reference = True
+            if isinstance(module, LowRankAdapter):
+                module.keep_reference(begun[f"{name}.a"], begun[f"{name}.b"], device)
     return AdaptedPolicy(built, frozen.units, settings)
 
 
@@ -164,44 +187,43 @@ def _adapter(
     return QkvAdapter(parts, groups=groups, queries_per_group=queries, head_size=config.head_size)
 
 
-def save_adapter(policy: AdaptedPolicy, folder: Path, dims: ParallelDims) -> None:
-    """Write the adapters as PEFT does, whole, on rank 0; every rank calls this. `folder` has to exist there."""
+def save_adapter(policy: AdaptedPolicy, folder: Path, dims: ParallelDims, *, with_head: bool = False) -> None:
+    """Write the adapters as PEFT does, whole, on rank 0; every rank calls this. `folder` has to exist there.
+
+    Args:
+        with_head: also a reward model's scalar head.
+    """
     model, sharding = policy.built
     sharding.free_gathered()
+    written = [(name, p) for name, p in model.named_parameters() if with_head or ".adapter." in name]
     with dims.counter.paused():
-        whole = {name: _whole(p.detach()).cpu() for name, p in _adapters(model)}
+        whole = {name: _whole(p.detach()).cpu() for name, p in written}
     if dims.world.rank == 0:
         write_adapter(folder, model.config, policy.settings, whole)
 
 
-def load_adapter(policy: AdaptedPolicy, folder: Path) -> None:
-    """Go on from adapters that PEFT or `save_adapter` has written; every rank reads all of them.
-
-    Raises:
-        ValueError: they are damaged, another model's, of other settings, or were trained on another base.
-    """
-    model, sharding = policy.built
-    found, tensors = read_adapter(folder, model.config)
-    own = policy.settings
-    if find_branches(model.config, found.targets) != find_branches(model.config, own.targets):
-        raise ValueError(f"{folder} has adapters of {', '.join(found.targets)}, not of {', '.join(own.targets)}")
-    for name, there, here in (("--lora-r", found.rank, own.rank), ("--lora-alpha", found.alpha, own.alpha)):
-        if there != here:
-            raise ValueError(f"{name} is {here}, {folder} has {there}")
+def _read_begun(folder: Path, config: GPTConfig, own: AdapterSettings) -> dict[str, torch.Tensor]:
+    """Whole tensors by our names; raises ValueError if they were trained on another base."""
+    found, tensors = read_adapter(folder, config)
     if found.checksum not in (None, own.checksum):
-        raise ValueError(f"{folder} was trained on a base with checksum {found.checksum}, this one has {own.checksum}")
-    sharding.free_gathered()
+        raise ValueError(
+            f"--lora-load {folder} was trained on weights with checksum {found.checksum}, those of --load {own.base} "
+            f"have {own.checksum}: its base was {found.base}"
+        )
+    return tensors
+
+
+def _begin_with(built: Built, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give parameters the values of whole tensors, where there is one of their name."""
+    built.sharding.free_gathered()
     with torch.no_grad():
-        for name, parameter in _adapters(model):
-            value: torch.Tensor = tensors[name].to(parameter.device, parameter.dtype)
-            if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.copy_(value)
-    sharding.weights_changed()
-
-
-def _adapters(model: GPTModel) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if ".adapter." in name]
+        for name, parameter in built.model.named_parameters():
+            if name in tensors:
+                value: torch.Tensor = tensors[name].to(parameter.device, parameter.dtype)
+                if isinstance(parameter, DTensor):
+                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.copy_(value)
+    built.sharding.weights_changed()
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:

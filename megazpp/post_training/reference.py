@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ def load_frozen(
     iteration: int | None,
     *,
     temperature: float = 1.0,
+    lora_base: tuple[str, ...] = (),
 ) -> FrozenModel:
     """The model of a checkpoint, on all ranks together: in frozen units, or streamed from where `weights` says.
 
@@ -72,9 +74,12 @@ def load_frozen(
     Raises:
         ValueError: there is no checkpoint, or it is another model's or tokenizer's, or has no scalar head.
     """
-    source, record = find_weights(folder, iteration)
-    if spec.scalar_head and record.flags.get("objective") != "reward":
-        raise ValueError(f"{folder.name} is no reward model: it has no scalar head (--objective reward trains one)")
+    source, record = find_weights(folder, iteration, lora_base=lora_base)
+    if spec.scalar_head:
+        if record.flags.get("objective") != "reward":
+            raise ValueError(f"{folder.name} is no reward model: it has no scalar head (--objective reward trains one)")
+        untied = record.flags.get("untie_embeddings_and_output_weights", False)  # an imported one has no output layer
+        spec = replace(spec, config=replace(spec.config, untie_embeddings_and_output_weights=untied))
     if weights.packs:
         model = load_streamed_model(weights, spec, place, source, record).model
     else:

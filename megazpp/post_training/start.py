@@ -7,16 +7,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
-from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.adapters import find_bases
+from megazpp.checkpoint.folder import CheckpointFolder, iteration_of
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, saves_where_it_loads
 from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.checkpoint_flags import with_checkpoint_flags
-from megazpp.flags import DEFAULT
+from megazpp.convert.peft import read_adapter
+from megazpp.flags import DEFAULT, as_words, spelling
 from megazpp.inference.weights import WeightsConfig
 from megazpp.post_training.config import DEFAULT_RATE, PostTrainingConfig
 from megazpp.post_training.examples import DataFormatConfig
@@ -103,6 +105,7 @@ def without_checkpoint(parsed: ParsedRun) -> ParsedRun:
         form = dataclasses.replace(form, max_length=config.data.seq_length)
     fixed = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": form.max_length}
     parts = {name: _with(getattr(config, name), fixed) for name in ("model", "data")}
+    lora = _with_adapters(lora, parsed, None, "")
     return parsed._replace(config=dataclasses.replace(config, **parts), extra=(post, form, rewards, lora, weights))
 
 
@@ -156,6 +159,9 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> Par
     """With defaults of the objective, and with the names of the models beside the policy."""
     config, (post, form, rewards, lora, weights) = parsed.config, post_configs(parsed)
     assert post.objective is not None
+    lora = _with_adapters(lora, parsed, earlier.flags if source.continues else None, source.folder.name)
+    if source.continues and not post.needs_reference:
+        lora = dataclasses.replace(lora, lora_load=None)
     if "seq_length" in parsed.origins:
         raise ValueError(f"--seq-length {config.data.seq_length}: post-training has --max-length")
     if "max_length" not in parsed.origins:
@@ -172,6 +178,9 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> Par
     if source.continues:  # the reference is what this training began with
         names = ("ref_load", "ref_ckpt_step", "ref_checksum")
         free |= {name: earlier.flags[name] for name in names if name in earlier.flags}
+        if lora.lora_r is not None:
+            base = find_bases(source.folder.path, earlier, source.lora_base)[0]
+            free |= {"ref_load": str(base.parent.resolve()), "ref_ckpt_step": iteration_of(base)}
     if post.ref_load is not None:
         if lora.lora_r is not None:
             raise ValueError(f"--ref-load {post.ref_load}: with --lora-r the reference is the base without adapters")
@@ -188,6 +197,36 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> Par
         extra=(_with(post, values), form, rewards, lora, weights),
         origins=parsed.origins | origins,
     )
+
+
+def _with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any] | None, where: str) -> LoraConfig:
+    """`lora` with what the adapters are that training goes on with: --lora-load's, or those of the run that goes on.
+
+    Args:
+        earlier: that run's flags.
+        where: what it is loaded from, for messages.
+    Raises:
+        ValueError: flags say something else, or --lora-load cannot be used.
+    """
+    if earlier is not None:
+        theirs = {f.name: earlier.get(f.name, f.default) for f in dataclasses.fields(LoraConfig)}
+        theirs["lora_target_modules"] = theirs["lora_target_modules"] and tuple(theirs["lora_target_modules"])
+    elif lora.lora_load is not None:
+        path = Path(lora.lora_load).expanduser().resolve()
+        (rank, alpha, dropout, targets, *_), where = read_adapter(path, parsed.config.model)[0], f"--lora-load {path}"
+        theirs = {"lora_r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "lora_target_modules": targets}
+        theirs["lora_load"] = str(path)
+    else:
+        return lora
+    for name in ("lora_r", "lora_alpha", "lora_target_modules"):
+        asked, there = (sorted(x) if isinstance(x, tuple) else x for x in (getattr(lora, name), theirs[name]))
+        if name in parsed.origins and asked != there:
+            raise ValueError(
+                f"{spelling(lora, name)} is {as_words(getattr(lora, name))}, {where} has {as_words(theirs[name])}"
+            )
+    if "lora_dropout" in parsed.origins:
+        theirs.pop("lora_dropout")
+    return dataclasses.replace(lora, **theirs)
 
 
 def _with(part: Any, values: dict[str, Any]) -> Any:

@@ -15,8 +15,10 @@ from megazpp.checkpoint.read import LoadSource, Resumed, find_weights
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.checkpoint.weight_store import checkpoint_digest
 from megazpp.checks import RunPlan
+from megazpp.convert.peft import TENSORS
 from megazpp.data.dataset import Splits, cache_dir
 from megazpp.data.loader import BatchLoader
+from megazpp.data.text import content_hash
 from megazpp.errors import user_errors
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.worker import Worker
@@ -83,7 +85,8 @@ class PostTrainer(Trainer):
     def open_model(self) -> Built:
         if self.lora.lora_r is None:
             return super().open_model()
-        source, record = find_weights(reference_folder(self.post), self.post.ref_ckpt_step)
+        moved = self.config.checkpoint.lora_base
+        source, record = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
         self._adapted = load_adapted(
             self.model_spec(),
             self.lora,
@@ -91,11 +94,13 @@ class PostTrainer(Trainer):
             source,
             record,
             trained=lambda name: name.startswith("scalar_head."),
+            keep_reference=self.post.needs_reference,
         )
         found, wanted = self._adapted.settings.checksum, self.post.ref_checksum
         if wanted not in (None, found):
             raise ValueError(
-                f"the base {source.folder.path} has checksum {found}, the adapters were trained on {wanted}"
+                f"the base {source.folder.path} has checksum {found}, the adapters were trained on {wanted}: "
+                "--lora-base says where that is"
             )
         return self._adapted.built
 
@@ -124,7 +129,7 @@ class PostTrainer(Trainer):
             folder = Path(self.config.checkpoint.save).expanduser() / "adapter"
             if self.run.dims.world.rank == 0:
                 folder.mkdir(exist_ok=True)
-            save_adapter(self._adapted, folder, self.run.dims)
+            save_adapter(self._adapted, folder, self.run.dims, with_head=self.post.objective == "reward")
             self.run.log(f"adapters as PEFT has them: {folder}")
 
     def open_objective(self) -> ObjectiveSetup:
@@ -239,6 +244,7 @@ class PostTrainer(Trainer):
             folder,
             iteration,
             temperature=self.config.sample.sample_temperature if self.post.draws else 1.0,
+            lora_base=self.config.checkpoint.lora_base,
         )
 
     @functools.cached_property
@@ -247,10 +253,13 @@ class PostTrainer(Trainer):
 
     def _look_up_reference(self) -> None:
         """Give each data set the reference's log-probabilities of its pairs; the reference is gone afterwards."""
-        source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step)
+        moved = self.config.checkpoint.lora_base
+        source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
         weights, dtype = self.weights, self.config.precision.param_dtype
         bits = f"{weights.bits} bits" if weights.packs else "its own bits"
         digest = checkpoint_digest(source.folder.of(source.candidates()[0]))
+        if self.lora.lora_load is not None:
+            digest += content_hash([Path(self.lora.lora_load) / TENSORS])[0]
         open_once = functools.cache(self._open_reference)
         for dataset in self.datasets:
             if dataset is not None:

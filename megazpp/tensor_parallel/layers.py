@@ -68,7 +68,7 @@ def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> 
     tp, split = layers[0].tp, layers[0].sequence_parallel
     weights = [local(layer.weight) for layer in layers]
     biases = [None if layer.bias is None else local(layer.bias) for layer in layers]
-    adapted = any(layer.adapter is not None and layer.adapter.enabled for layer in layers)  # they read the whole input
+    adapted = any(layer.adapter is not None and layer.adapter.adds for layer in layers)  # they read the whole input
     together = tp.size > 1 or (len(layers) > 1 and not torch.compiler.is_compiling())
     product = layers[0].product
     if product is None and together and torch.is_grad_enabled() and x.requires_grad and not adapted:
@@ -297,4 +297,4 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def _adapted(y: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
-    return y if adapter is None or not adapter.enabled else y + adapter(x)
+    return y if adapter is None or not adapter.adds else y + adapter(x)

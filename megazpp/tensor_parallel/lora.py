@@ -26,20 +26,28 @@ from torch import nn
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 
+_AT_ONCE = 1 << 18  # elements that are merged at once, which caches hold
+
 
 class Adapter(nn.Module):
     """What is added to the product of a linear layer.
 
     Attributes:
         enabled: whether it is; see `adapters_off`.
+        has_reference: whether it began as something, which it is then where it is not enabled.
     """
 
-    enabled = True
+    enabled, has_reference = True, False
+
+    @property
+    def adds(self) -> bool:
+        """Whether there is anything to add."""
+        return self.enabled or self.has_reference
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` computes what it would without its adapters: with LoRA it is its own reference."""
+    """Inside, `model` computes what it did before training: with LoRA it is its own reference."""
     adapters = [module for module in model.modules() if isinstance(module, Adapter)]
     for adapter in adapters:
         adapter.enabled = False
@@ -73,7 +81,8 @@ class LowRankAdapter(Adapter):
         dropout: nn.Module,
     ) -> None:
         super().__init__()
-        self.scale, self.dropout = scale, dropout
+        self.scale, self.dropout, self.tp = scale, dropout, tp
+        self.reference: tuple[torch.Tensor, torch.Tensor] | None = None
         self.a = nn.Parameter(torch.empty(in_features, rank))
         self.b = nn.Parameter(torch.empty(out_features, rank))
         whole_inputs = in_features * (tp.size if row else 1)
@@ -83,7 +92,19 @@ class LowRankAdapter(Adapter):
         self.specs["b"] = ParameterSpec(split=None if row else 0, partial=several and row)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(self.dropout(x) @ local(self.a), local(self.b)) * self.scale
+        if self.enabled:
+            return F.linear(self.dropout(x) @ local(self.a), local(self.b)) * self.scale
+        assert self.reference is not None
+        a, b = (weight.to(x.dtype) for weight in self.reference)
+        return F.linear(x @ a, b) * self.scale
+
+    def keep_reference(self, a: torch.Tensor, b: torch.Tensor, device: torch.device) -> None:
+        """Be these whole matrices where it is not enabled; this tp rank's parts of them stay on `device`."""
+        parts = [
+            whole if (split := self.specs[name].split) is None else whole.chunk(self.tp.size, split)[self.tp.rank]
+            for name, whole in (("a", a), ("b", b))
+        ]
+        self.reference, self.has_reference = (parts[0].to(device), parts[1].to(device)), True
 
 
 class QkvAdapter(Adapter):
@@ -114,3 +135,47 @@ class QkvAdapter(Adapter):
             shape = (*x.shape[:2], self.groups, heads, self.head_size)
             parts.append(products[name].view(shape) if name in products else x.new_zeros(shape))
         return torch.cat(parts, dim=3).flatten(2)
+
+
+def joined_factors(
+    parameters: Mapping[str, torch.Tensor], groups: int, queries: int, head_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A [in, R] and B [out, R] beside a whole linear layer, of its adapter's whole parameters: a, b, or q.a, q.b, ...
+
+    R is the sum of the parts' ranks; rows of the fused projection that a part does not reach are zeros in its columns.
+
+    Args:
+        groups, queries: heads of keys, and of queries, of the whole layer.
+    """
+    if "a" in parameters:
+        return parameters["a"], parameters["b"]
+    found, start = [], 0
+    for part, heads in (("q", queries // groups), ("k", 1), ("v", 1)):
+        if f"{part}.a" in parameters:
+            own = parameters[f"{part}.b"]
+            rows = own.new_zeros(groups, queries // groups + 2, head_size, own.shape[1])
+            rows[:, start : start + heads] = own.view(groups, heads, head_size, -1)
+            found.append((parameters[f"{part}.a"], rows.flatten(0, 2)))
+        start += heads
+    a, b = (torch.cat(factors, dim=1) for factors in zip(*found, strict=True))
+    return a, b
+
+
+def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """`weight` + scale B A^T in fp32, rounded to its type.
+
+    The terms are added one after the other: an element has the same bits whatever box of the weight it is computed in.
+
+    Args:
+        weight: [rows, columns], a box of [out, in].
+        a, b: [columns, R], [rows, R].
+    """
+    result, at_once = torch.empty_like(weight), max(_AT_ONCE // weight.shape[1], 1)
+    a, b = a.float(), b.float()
+    for first in range(0, weight.shape[0], at_once):
+        rows = slice(first, first + at_once)
+        total = torch.zeros(weight[rows].shape)
+        for index in range(a.shape[1]):
+            total += b[rows, index, None] * a[:, index]
+        result[rows] = weight[rows].float() + total * scale
+    return result

@@ -117,7 +117,7 @@ def test_a_restarted_job_goes_on_from_what_it_has_saved_else_begins_as_it_was_to
     source = choose(restarted=True, save=str(used), load=str(tmp_path / "base"), finetune=True, save_rng=False)
     assert source is not None
     assert source.folder.path == used
-    assert source[1:] == (None, True, True, False, False)
+    assert source[1:6] == (None, True, True, False, False)
     source = choose(restarted=True, save=str(tmp_path / "empty"), load=str(used), finetune=True)
     assert source is not None
     assert (source.folder.path, source.continues) == (used, False)

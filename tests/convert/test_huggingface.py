@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers.hf_models import (
     LLAMA3,
     SEQ,
@@ -24,6 +25,7 @@ from helpers.hf_models import (
     make_mistral,
     make_qwen2,
     make_qwen3,
+    randomized,
     save,
 )
 from helpers.ranks import ranks
@@ -38,6 +40,8 @@ from megazpp.convert.convert import ConvertConfig, convert
 from megazpp.convert.huggingface import choose_architecture, open_model
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis
 
 SAME = 1e-5  # absolute, on logits of about 1: fp32 sums in another order
 MODELS: dict[str, Callable[[], Any]] = {
@@ -234,3 +238,31 @@ def test_what_they_do_not_have_is_refused_by_its_flags(changes: dict[str, Any], 
     config = GPTConfig(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=8, **changes)
     with pytest.raises(ValueError, match=message):
         choose_architecture(config)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
+def test_a_reward_model_scores_the_same_there_and_here_and_there_again(tmp_path: Path, kind: str):
+    """Sums in another order: 1e-5."""
+    causal = {"llama": make_llama, "gpt2": make_gpt2, "qwen2": make_qwen2}[kind]().config
+    auto = transformers.AutoModelForSequenceClassification
+    causal.num_labels, causal.pad_token_id = 1, 3
+    there = randomized(auto.from_config(causal))
+    folder, texts = save(there, tmp_path / "there"), TOKENS.where(TOKENS != 3, 4)
+    with torch.no_grad():
+        expected = there(texts).logits.squeeze(1)
+    source = open_model(folder)
+    config = dataclasses.replace(source.config, make_vocab_size_divisible_by=1)
+    here = GPTModel(config, vocab_size=source.rows, tp=MeshAxis("tp"), scalar_head=True).eval()
+    here.load_state_dict({name: entry.read() for name, entry in source.tensors.items()})
+    with torch.no_grad():
+        found = here(texts, with_values=True).values[:, -1]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    lines: list[str] = []
+    for first, second in (("there", "here"), ("here", "back")):
+        paths = {"input": str(tmp_path / first), "output": str(tmp_path / second)}
+        convert(ConvertConfig(**paths), TokenizerConfig(), lines.append)
+    back = auto.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
+    with torch.no_grad():
+        again = torch.cat([back(text.unsqueeze(0)).logits[0] for text in texts])
+    assert (type(back), back.config.num_labels) == (type(there), 1)
+    torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-5)

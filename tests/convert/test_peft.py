@@ -110,6 +110,27 @@ def test_an_adapter_of_peft_is_read_and_merged(tmp_path: Path, kind: str, target
 
 
 @needs_peft
+def test_an_adapter_of_a_reward_model_brings_its_score(tmp_path: Path):
+    import peft
+    import transformers
+
+    auto, base = transformers.AutoModelForSequenceClassification, save(make_llama(), tmp_path / "base")
+    config = peft.LoraConfig(r=5, target_modules=["q_proj"], task_type="SEQ_CLS")
+    adapted = peft.get_peft_model(auto.from_pretrained(base, num_labels=1, dtype=torch.float32), config).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+        expected = [adapted(text.unsqueeze(0)).logits for text in TOKENS]
+    adapted.save_pretrained(tmp_path / "adapter")
+    convert_folder(base, tmp_path / "merged", tmp_path / "adapter")
+    convert_folder(tmp_path / "merged", tmp_path / "back")
+    found = auto.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close([found(text.unsqueeze(0)).logits for text in TOKENS], expected, **SUMS)
+
+
+@needs_peft
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_the_default_targets_are_pefts(tmp_path: Path, kind: str):
     import peft

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from helpers.hf_models import TOKENS, make_llama, save
 from helpers.program import run_forked
 
 from megazpp.arguments import ParsedRun
@@ -92,9 +95,104 @@ def test_a_reward_model_serves_ppo(home: Path):
     assert [untimed(row) for row in streamed] == [untimed(row) for row in resident]
     assert streamed[0]["kl"] != found[0]["kl"]  # 8 bits are not 32
     assert sorted(path.name for path in (home / "stores").iterdir()) == ["reference", "reward"]
+    assert "value head (scalar_head) is left out" in tool(home, "convert_checkpoint", "--input ppo --output ppo-hf")
+    assert "lm_head" in dir(transformers.AutoModelForCausalLM.from_pretrained(home / "ppo-hf"))
+    tool(home, "convert_checkpoint", "--input reward --output reward-hf")
+    tool(home, "convert_checkpoint", "--input reward-hf --output reward-in --tokenizer-type NullTokenizer")
+    again = trained(home, "ppo-in", f"{flags.replace('reward-load reward', 'reward-load reward-in')} {LAYOUT}")
+    assert [untimed(row) for row in again] == [untimed(row) for row in found]
     code, output = post_train(home, "ppo-2", f"--objective ppo {DRAWN} --reward-load base --train-iters 1 {LAYOUT}")
     assert code == 2
     assert "--reward-load base is no reward model" in output
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_lora_run_is_generated_from_trained_further_and_exported(home: Path, tmp_path: Path, tp: int):
+    """fp32 of two programs: 1e-5 of logits of about 1."""
+    peft, auto = pytest.importorskip("peft"), transformers.AutoModelForCausalLM
+    save(make_llama(vocab_size=257, max_position_embeddings=48), tmp_path / "hf")
+    tool(tmp_path, "convert_checkpoint", "--input hf --output base --tokenizer-type NullTokenizer --vocab-size 256")
+    for name in ("chats.jsonl", "pairs.jsonl"):
+        shutil.copy(home / name, tmp_path)
+    layout = (
+        f"--nproc 2 --tensor-model-parallel-size {tp} --micro-batch-size 4 --eval-iters 0 --train-iters 4 --lr 1e-2"
+    )
+    sft = f"--objective sft --train-data-path chats.jsonl {layout} --lora-r 3 --lora-target-modules all-linear"
+    dpo = f"--objective dpo --train-data-path pairs.jsonl {layout}"
+    trained(tmp_path, "sft", sft)
+    merged = trained(tmp_path, "merged", f"{dpo} --lora-r 2", load="sft")
+    going_on = trained(tmp_path, "kept", f"{dpo} --lora-load sft/adapter")
+    everything = trained(tmp_path, "all", dpo, load="sft")
+    for losses in (merged, going_on, everything):  # the reference is what each began with
+        assert losses[0]["lm_loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert merged[0]["logps/chosen"] == pytest.approx(going_on[0]["logps/chosen"], abs=1e-4)
+    assert merged[0]["logps/chosen"] == pytest.approx(everything[0]["logps/chosen"], abs=1e-4)
+
+    foreign = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    peft.get_peft_model(auto.from_pretrained(tmp_path / "hf"), foreign).save_pretrained(tmp_path / "foreign")
+    begun = trained(tmp_path, "foreign-on", f"{dpo} --lora-load foreign")[0]
+    assert begun["lm_loss"] == pytest.approx(0.693147, abs=1e-5)
+    tool(tmp_path, "convert_checkpoint", "--input base --output in --adapter foreign --to megazpp")
+    assert begun["logps/chosen"] == pytest.approx(
+        trained(tmp_path, "in-on", dpo, load="in")[0]["logps/chosen"], abs=1e-4
+    )
+
+    (tmp_path / "base").rename(tmp_path / "moved")
+    for name, flags in (("generate", "--load merged --prompt a"), ("convert_checkpoint", "--input kept --output no")):
+        assert "base is not in" in tool(tmp_path, name, flags, status=2)
+    wrong = tool(tmp_path, "generate", "--load kept --prompt a --lora-base all", status=2)
+    assert "its adapters has weights with checksum" in wrong
+    for name in ("merged", "kept", "sft"):
+        tool(tmp_path, "convert_checkpoint", f"--input {name} --output {name}-hf --lora-base moved")
+    tool(tmp_path, "convert_checkpoint", "--input kept --output kept-two --keep-adapters --lora-base moved")
+    tool(tmp_path, "convert_checkpoint", "--input merged --output merged-ours --to megazpp --lora-base moved")
+    loads = (f"--load merged --lora-base moved --tensor-model-parallel-size {tp}", "--load merged-ours")
+    texts = [
+        (tool(tmp_path, "generate", f"{load} --prompt Say --temperature 0 --sample-tokens 8"), "Say") for load in loads
+    ]
+    write(tmp_path / "text.jsonl", [{"text": "Say word3: word3"}])
+    texts += [(tool(tmp_path, "evaluate", f"{load} --input text.jsonl"), "PPL") for load in loads]
+    shown = [[line for line in text.splitlines() if word in line] for text, word in texts]
+    assert shown[0] == shown[1] != []
+    assert shown[2] == shown[3] != []
+
+    def logits(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model.eval()(TOKENS).logits
+
+    first = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "sft/adapter", dtype=torch.float32)
+    expected = {"sft": logits(first)}
+    expected["merged"] = logits(peft.PeftModel.from_pretrained(first.merge_and_unload(), tmp_path / "merged/adapter"))
+    kept = (tmp_path / folder / "adapter" for folder in ("kept", "kept-two"))
+    expected["kept"], again = (
+        logits(peft.AutoPeftModelForCausalLM.from_pretrained(f, dtype=torch.float32)) for f in kept
+    )
+    torch.testing.assert_close(again, expected["kept"], rtol=0, atol=1e-5)
+    for name, wanted in expected.items():
+        found = logits(auto.from_pretrained(tmp_path / f"{name}-hf", dtype=torch.float32))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert (found - logits(auto.from_pretrained(tmp_path / "hf", dtype=torch.float32))).abs().max() > 0.01
+
+
+def test_a_lora_run_goes_on_with_its_own_adapters_or_is_refused(home: Path):
+    flags = f"--objective sft --train-data-path chats.jsonl {LAYOUT} --save-interval 2"
+    straight = trained(home, "lora", f"{flags} --lora-r 3 --lora-alpha 5 --train-iters 4")
+    shutil.copytree(home / "lora", home / "lora-on", ignore=shutil.ignore_patterns("iter_0000004", "lock"))
+    (home / "lora-on/latest_checkpointed_iteration.txt").write_text("2")
+    for given, said in (("--lora-r 4", "--lora-r is 4, --load lora-on has 3"), ("--lora-alpha 2 --lora-r 3", "is 2.0")):
+        code, output = post_train(home, "lora-on", f"{flags} {given} --train-iters 4", load="lora-on")
+        assert code == 2
+        assert said in output
+    again = trained(home, "lora-on", f"{flags} --train-iters 4", load="lora-on")
+    assert [untimed(row) for row in again] == [untimed(row) for row in straight[2:]]
+
+
+def tool(folder: Path, name: str, flags: str, *, status: int = 0) -> str:
+    """What a program of tools/ says in `folder`."""
+    path = Path(__file__).parents[2] / "tools" / f"{name}.py"
+    code, output = run_forked(str(path), *flags.split(), folder=folder, cwd=folder)
+    assert code == status, output
+    return output
 
 
 def untimed(row: dict[str, Any]) -> dict[str, Any]:
