@@ -231,7 +231,9 @@ class PackedWeight(torch.Tensor):
 def _pack_with_best_scales(values: torch.Tensor, fmt: BlockFormat, payload: torch.Tensor, scales: torch.Tensor) -> None:
     """Quantize rows [R, n] fp32 to int4, each block with that of several scales which has the least squared error."""
     blocks = reference._to_blocks(values, fmt)  # [R, blocks, block_size]
-    own = reference._scale(blocks, fmt)
+    own = reference._scale(blocks, fmt)  # for its sign, and where it is NaN or 0
+    exact = torch.copysign(blocks.abs().amax(-1).div(8).bfloat16().float(), own)
+    own = torch.where(own.isfinite() & (own != 0), exact, own)
     best_scale, best_error, rounded = own, torch.full_like(own, torch.inf), torch.empty_like(blocks)
     for share in _SHARES:
         scale = (own * share).bfloat16().float()
