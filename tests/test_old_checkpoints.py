@@ -18,6 +18,8 @@ pytestmark = pytest.mark.slow
 ARCHIVE = ROOT / "tests" / "fixtures" / "checkpoints_4e7c419.tar.xz"
 PRETRAIN = "pretrain_gpt.py @tiny.args --nproc 2 --save-interval 100"
 ISLANDS = "--emulate-nodes 2 --diloco-steps 2 --diloco-islands 2 --diloco-gradient-bits 16 --diloco-weight-bits 16"
+LORA = "tools/post_train.py --objective sft --nproc 2 --lora-r 2 --lora-alpha 4 --data-path sft.jsonl --split 100,0,0"
+BATCHES = "--max-length 16 --global-batch-size 2 --micro-batch-size 1 --lr 1e-2 --log-interval 1"
 CASES = {
     "plain": (
         f"{PRETRAIN} --train-iters 4 --load plain --save plain",
@@ -26,6 +28,10 @@ CASES = {
     "islands": (
         f"{PRETRAIN} --train-iters 5 --load islands --save islands {ISLANDS}",
         {4: (5.555530071258545, 1.3365545272827148), 5: (5.555505752563477, 1.256232500076294)},
+    ),
+    "lora": (
+        f"{LORA} --train-iters 4 --load lora --save lora --lora-base base {BATCHES}",
+        {3: (5.5561864376068115, 0.036627188324928284), 4: (5.552971601486206, 0.060392968356609344)},
     ),
 }
 
