@@ -131,9 +131,10 @@ def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
         lowest = -values.amin(-1)
         opposite = torch.minimum(values.amax(-1), lowest).clamp(min=0)
         scale = torch.maximum(peak * torch.tensor(1 / 8.4375), opposite * torch.tensor(1 / 7.4375))
-        scale = peak * torch.tensor(0.1) if fmt.clip else scale
-        of_one_size = (values.abs() >= (peak * 0.9375).unsqueeze(-1)).sum(-1) * 2 >= fmt.block_size
-        scale = torch.where(of_one_size, peak * torch.tensor(1 / 7), scale).bfloat16().float()
+        near = (values.abs() >= (peak * (0.8 if fmt.clip else 0.9375)).unsqueeze(-1)).sum(-1)
+        if fmt.clip:
+            scale = torch.where(near * 32 <= fmt.block_size, peak * torch.tensor(1 / 9), scale)
+        scale = torch.where(near * 2 >= fmt.block_size, peak * torch.tensor(1 / 7), scale).bfloat16().float()
         scale = torch.where(lowest == peak, scale, -scale)  # the negative element wins a tie
     scale = torch.where(scale.abs() < SMALLEST_NORMAL, 0.0, scale)
     return torch.where(peak.isfinite(), scale, torch.nan)

@@ -32,7 +32,7 @@ _TILE = tl.constexpr(TILE_ELEMENTS)
 _UNROLL = tl.constexpr(4)
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits of the sum
 _INVERSE_127, _INVERSE_7 = tl.constexpr(1 / 127), tl.constexpr(1 / 7)
-_OWN, _OTHER, _CLIPPED = tl.constexpr(1 / 8.4375), tl.constexpr(1 / 7.4375), tl.constexpr(0.1)
+_OWN, _OTHER, _CLIPPED = tl.constexpr(1 / 8.4375), tl.constexpr(1 / 7.4375), tl.constexpr(1 / 9)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _SMALLEST_NORMAL_BITS = tl.constexpr(0x00800000)
 
@@ -147,12 +147,11 @@ def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.co
         peak = tl.maximum(highest, lowest)
         size = peak.to(tl.float32, bitcast=True)
         opposite = tl.minimum(highest, lowest).to(tl.float32, bitcast=True)
-        limit = _bits(size * 0.9375)[:, None]
+        limit = _bits(size * (0.8 if CLIP else 0.9375))[:, None]
         near = tl.sum((_magnitude(low) >= limit).to(tl.int32) + (_magnitude(high) >= limit).to(tl.int32), axis=1)
+        scale = tl.maximum(_bits(size * _OWN), _bits(opposite * _OTHER))
         if CLIP:
-            scale = _bits(size * _CLIPPED)
-        else:
-            scale = tl.maximum(_bits(size * _OWN), _bits(opposite * _OTHER))
+            scale = tl.where(near * 32 <= BLOCK, _bits(size * _CLIPPED), scale)
         scale = tl.where(near * 2 >= BLOCK, _bits(size * _INVERSE_7), scale)
         scale = (scale + 0x7FFF + ((scale >> 16) & 1)) & -65536  # to the nearest bf16, half to even
         sign = tl.where(highest > lowest, -2147483648, 0)

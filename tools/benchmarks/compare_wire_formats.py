@@ -75,14 +75,14 @@ def train(folder: Path, flags: list[str]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Mean training loss of the last steps, validation loss, MB between nodes per step, CPU seconds per token.
+    """Training losses, validation loss, MB between nodes per step, CPU seconds per token.
 
     With local steps training losses are those of one island's own weights, which compare with nothing: they are None.
     """
     summary = json.loads((folder / "summary.json").read_text())
     losses = [json.loads(line)["lm_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
-        "train": None if "synchronizations" in summary else statistics.mean(losses[-LAST_STEPS:]),
+        "train": None if "synchronizations" in summary else losses,
         "valid": summary["validation_loss"],
         "cross": summary["cross_bytes_per_step"] / 1e6,
         "cpu": summary["cpu_seconds_per_token"],
@@ -93,15 +93,20 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """A markdown table; differences are paired by seed, with the standard error of their mean."""
     baseline = next(iter(results.values()))
     lines = [
-        f"| wire | train, last {LAST_STEPS} | validation | difference of validation | MB between nodes per step |",
-        "|---|---|---|---|---|",
+        f"| wire | train, last {LAST_STEPS} | mean distance of a step's loss | validation | difference of validation "
+        "| MB between nodes per step |",
+        "|---|---|---|---|---|---|",
     ]
     for name, runs in results.items():
         differences = [run["valid"] - base["valid"] for run, base in zip(runs, baseline, strict=True)]
         valid = statistics.mean(run["valid"] for run in runs)
-        train = "-" if runs[0]["train"] is None else f"{statistics.mean(run['train'] for run in runs):.4f}"
+        train = distance = "-"
+        if runs[0]["train"] is not None:
+            train = f"{statistics.mean(loss for run in runs for loss in run['train'][-LAST_STEPS:]):.4f}"
+            pairs = [zip(run["train"], base["train"], strict=True) for run, base in zip(runs, baseline, strict=True)]
+            distance = f"{statistics.mean(abs(loss - other) for pair in pairs for loss, other in pair):.4f}"
         lines.append(
-            f"| {name} | {train} | {valid:.4f} "
+            f"| {name} | {train} | {distance} | {valid:.4f} "
             f"| {mean_and_error(differences)} ({100 * statistics.mean(differences) / valid:+.2f} %) "
             f"| {statistics.mean(run['cross'] for run in runs):.3f} |"
         )
