@@ -177,7 +177,7 @@ def test_parquet_has_the_same_records(tmp_path: Path) -> None:
         ({"messages": [{"from": "human"}]}, "'messages' is neither a string nor a list of messages"),
         ({"prompt": [USER], "completion": "ja"}, "'prompt' is a conversation and 'completion' a string"),
         ({"prompt": [USER, ANSWER], "completion": [ANSWER]}, "the last message of 'prompt' is the assistant's"),
-        ({"text": "\ud800"}, "surrogates not allowed"),
+        ({"text": "\ud800"}, "is half of a surrogate pair"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, record: object, reason: str) -> None:
