@@ -27,8 +27,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from megazpp.flags import check_positive, flag, spelling
 from megazpp.parallel.axis import MeshAxis, TrafficCounter, can_order_groups, make_group
 from megazpp.parallel.comm_queue import CommQueue
-from megazpp.parallel.environment import check_connections
-from megazpp.parallel.nccl import NcclConfig, axis_options, order_launches
+from megazpp.parallel.environment import NcclConfig, axis_options, check_connections, order_launches
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
