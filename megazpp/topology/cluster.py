@@ -37,8 +37,8 @@ class Cluster:
         device: what a rank computes with, where a file says it.
         notices: lines to show.
     Raises:
-        ValueError: more than MOST_RANKS ranks, domains that fit neither nodes nor the whole, or an order that is no
-            order of all ranks; in the words of a cluster file.
+        ValueError: no ranks or more than MOST_RANKS, domains that fit neither nodes nor the whole, or an order that is
+            no order of all ranks; in the words of a cluster file.
     """
 
     num_nodes: int
@@ -50,8 +50,10 @@ class Cluster:
     notices: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        sizes = f"nodes {self.num_nodes} x ranks_per_node {self.ranks_per_node}"
+        if min(self.num_nodes, self.ranks_per_node) < 1:
+            raise ValueError(f"{sizes}: a cluster has at least one of each")
         if self.world_size > MOST_RANKS:
-            sizes = f"nodes {self.num_nodes} x ranks_per_node {self.ranks_per_node}"
             raise ValueError(f"{sizes}: a cluster has at most {MOST_RANKS} ranks")
         fitting = nested_sizes(self.ranks_per_node, self.world_size)
         if self.domain_size not in (None, *fitting):

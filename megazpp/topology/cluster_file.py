@@ -46,7 +46,7 @@ from megazpp.topology.shares import CALIBRATIONS
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device")
 DEVICE_FIGURES = ("teraflops", "gigabytes", "gigabytes_per_second")
 LINK_KEYS = ("gigabytes_per_second", "gigabits_per_second", "microseconds", "source")
-NO_DEVICE = "# --plan needs a device too: copy one from configs/clusters\n"
+NO_DEVICE = "# --plan needs links (--measure-links writes them) and a device: copy them from configs/clusters\n"
 
 
 @dataclass(frozen=True, kw_only=True)
