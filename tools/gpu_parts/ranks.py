@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from megazpp.parallel.processes import RankProcesses, RankSite, free_port, master_variables
+from rank_processes import RankProcesses, RankSite, free_port, master_variables
 
 ON_ONE_GPU = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -51,7 +51,7 @@ def running(command: Sequence[str], world_size: int, env: Mapping[str, str]) -> 
         )
         for rank in range(world_size)
     ]
-    ranks = RankProcesses(command, 1, sites=sites, quiet=True).start(master_variables("127.0.0.1", free_port()))
+    ranks = RankProcesses(command, 1, sites=sites).start(master_variables("127.0.0.1", free_port()))
     try:
         yield ranks
     finally:
