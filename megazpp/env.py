@@ -131,7 +131,7 @@ def _devices() -> Section:
 
 
 def _links() -> Section:
-    """What this host's GPUs, each as its rank would describe it, and adapters are joined by."""
+    """The links of this host's GPUs, each as its rank would describe it, and its adapters."""
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
     infos = [describe_host(index, device, uses_gpu=device.type == "cuda") for index, device in enumerate(devices)]
     found, gpus = {}, [info.gpu for info in infos if info.gpu is not None]
@@ -174,7 +174,7 @@ def _environment(env: Mapping[str, str]) -> Section:
 
 
 def _missing() -> Section:
-    """What is not there -> what that costs, and the line that mends it."""
+    """Missing part -> its cost, and the line that mends it."""
     found, cuda = {}, device_type() == "cuda"
     version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
     if not TORCH_RANGE[0] <= version < TORCH_RANGE[1]:

@@ -19,7 +19,7 @@ LAST_CHARACTERS = 4000  # shown of what a rank wrote
 
 @dataclass(frozen=True, kw_only=True)
 class RankSite:
-    """Where the ranks of one node run: a command to put in front, and variables to set."""
+    """The place of one node's ranks: a command to put in front, and variables to set."""
 
     prefix: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)

@@ -34,7 +34,7 @@ PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 @dataclass(frozen=True)
 class Answer:
-    """What rank 0 makes of all hosts: a cluster, or what is wrong with them."""
+    """Rank 0's answer to all hosts: a cluster, or what is wrong with them."""
 
     cluster: Cluster | None = None
     problem: str = ""
@@ -205,7 +205,7 @@ def _fabric(nvml: Any, ask: Callable[..., Any]) -> str:
 
 
 def _ends_of_links(nvml: Any, ask: Callable[..., Any]) -> Iterator[str]:
-    """What the GPU's own links say; it knows peers that this process may not see."""
+    """Peers that the GPU's own links name; it knows peers that this process may not see."""
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         if ask("nvmlDeviceGetNvLinkState", link) != 1:
             continue

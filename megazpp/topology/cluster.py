@@ -1,4 +1,4 @@
-"""What the machine is: nodes, the ranks of each, who sits where, and what wires and devices promise.
+"""The machine: nodes, the ranks of each and their positions, and the figures of wires and devices.
 
 Every rank has a position. Positions go node by node and, inside a node, domain by domain; `order` says which rank sits
 at each, so that a launcher may number ranks as it likes:
@@ -83,7 +83,7 @@ class Cluster:
 
     @property
     def is_block_order(self) -> bool:
-        """Whether ranks are numbered by position."""
+        """True if ranks are numbered by position."""
         return self.order is None or self.order == tuple(range(self.world_size))
 
     def rank_at(self, position: int) -> int:
@@ -149,7 +149,7 @@ class Link(NamedTuple):
 
     @property
     def is_measured(self) -> bool:
-        """Whether the rate is what programs reach, and not what a data sheet promises."""
+        """True if the rate is what programs reach, and not what a data sheet promises."""
         return self.source.startswith(MEASURED)
 
     def __str__(self) -> str:

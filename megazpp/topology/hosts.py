@@ -43,7 +43,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class HostInfo:
-    """What one rank says of the machine it is on.
+    """A rank's description of the machine it is on.
 
     Attributes:
         host: its name, for messages.
