@@ -21,8 +21,8 @@ from megazpp.optim.loss_scale import LossScaleConfig
 from megazpp.optim.optimizer import OptimizerConfig
 from megazpp.optim.schedule import ScheduleConfig
 from megazpp.parallel.dims import ParallelConfig
+from megazpp.parallel.environment import NcclConfig
 from megazpp.parallel.launch import LaunchConfig
-from megazpp.parallel.nccl import NcclConfig
 from megazpp.topology.cluster_file import ClusterConfig
 from megazpp.training.anomalies import AnomalyConfig
 from megazpp.training.batches import BatchConfig

@@ -1,25 +1,24 @@
 """What this machine has and what MegaZ++ makes of it: `python -m megazpp.env` (`--json`), the head of an issue report.
 
-Versions, devices and what joins them, the back ends that would be in use, environment variables, and what is missing
-with the line that mends it. Describes the host that it runs on; among several ranks only rank 0 prints. A part that
-cannot be found out says why, the others go on.
+Versions (torch's own report and our packages), devices and what joins them, the back ends that would be in use,
+environment variables, and what is missing with the line that mends it. Describes the host that it runs on; among
+several ranks only rank 0 prints. A part that cannot be found out says why, the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
-import importlib.util
 import json
 import os
-import platform
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
+from torch.utils import collect_env
 
 import megazpp
 from kernels.block_quant import backend, native
@@ -35,27 +34,19 @@ from megazpp.topology.hosts import cluster_from_hosts
 
 Section = dict[str, str]
 
-
-class Package(NamedTuple):
-    """A package that is not needed everywhere: its name at pip, its module, what it is for."""
-
-    name: str
-    module: str
-    use: str
-
-
 REQUIRED = ("numpy", "sentencepiece", "tqdm", "wandb", "PyYAML", "Jinja2")
-OPTIONAL = (
-    Package("triton", "triton", "--zeropp on these GPUs needs it"),
-    Package("nvidia-ml-py", "pynvml", "which GPUs NVLink joins; without it a node counts as one fast domain"),
-    Package("torchao", "torchao", "--fp8-format"),
-    Package("tokenizers", "tokenizers", "Hugging Face tokenizers"),
-    Package("safetensors", "safetensors", "tools/convert_checkpoint.py"),
-    Package("pyarrow", "pyarrow", "Parquet files"),
-    Package("backports.zstd", "backports.zstd", ".zst files"),
-    Package("tensorboard", "tensorboard", "--tensorboard-dir"),
-)
-CUDA_ONLY = ("triton", "nvidia-ml-py", "torchao")  # of the optional ones
+CUDA_ONLY = {
+    "triton": "--zeropp on these GPUs needs it",
+    "nvidia-ml-py": "which GPUs NVLink joins; without it a node counts as one fast domain",
+    "torchao": "--fp8-format",
+}
+OPTIONAL = CUDA_ONLY | {
+    "tokenizers": "Hugging Face tokenizers",
+    "safetensors": "tools/convert_checkpoint.py",
+    "pyarrow": "Parquet files",
+    "backports.zstd": ".zst files",
+    "tensorboard": "--tensorboard-dir",
+}
 TORCH_RANGE = ((2, 11), (2, 14))  # as in pyproject.toml
 
 VARIABLES = re.compile(
@@ -106,17 +97,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _versions() -> Section:
-    found = {
-        "megazpp": f"{megazpp.__version__} in {Path(megazpp.__file__).parent}",
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "system": platform.platform(),
-        "torch": torch.__version__,
-        "CUDA of torch": torch.version.cuda or "none: a CPU build",
-    }
-    if torch.version.cuda:
-        found["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["cuDNN of torch"] = str(torch.backends.cudnn.version())
-    for name in (*REQUIRED, *(package.name for package in OPTIONAL)):
+    found = {"megazpp": f"{megazpp.__version__} in {Path(megazpp.__file__).parent}"} | _torch_report()
+    for name in (*REQUIRED, *OPTIONAL):
         found[name] = _version(name) or "not installed"
     try:
         check_apex("cuda")
@@ -126,13 +108,21 @@ def _versions() -> Section:
     return found
 
 
+@functools.cache  # it takes seconds
+def _torch_report() -> Section:
+    """Versions that torch's report has, without the packages in it and with only a line or two about the CPU."""
+    report = collect_env.get_env_info()._asdict()
+    cpu = [line for line in (report.pop("cpu_info") or "").splitlines() if line.startswith(("Model name", "NUMA"))]
+    report["cpu"] = "; ".join(" ".join(line.split()) for line in cpu)
+    del report["pip_packages"], report["conda_packages"]
+    if torch.version.cuda:
+        report["nccl_of_torch"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {name.replace("_", " "): str(value) for name, value in report.items() if value not in (None, "", "N/A")}
+
+
 def _devices() -> Section:
-    cores, kibibytes = len(os.sched_getaffinity(0)), re.search(r"MemTotal:\s+(\d+)", _read("/proc/meminfo"))
-    model = re.search(r"model name\s*:\s*(.*)", _read("/proc/cpuinfo"))
-    memory = f", {int(kibibytes[1]) / 2**20:.1f} GiB" if kibibytes else ""
-    found = {"CPU": f"{model[1] if model else platform.machine()}, {cores} of {os.cpu_count()} cores usable{memory}"}
-    for node in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
-        found[f"NUMA {node.name}"] = f"cores {_read(node / 'cpulist')}"
+    gibibytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    found = {"CPU": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable, {gibibytes:.1f} GiB"}
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         size = f"{gpu.total_memory / 2**30:.1f} GiB, {gpu.multi_processor_count} SMs"
@@ -141,26 +131,22 @@ def _devices() -> Section:
 
 
 def _links() -> Section:
-    """What this host's GPUs, each as its rank would describe it, and adapters are joined by."""
+    """The links of this host's GPUs, each as its rank would describe it, and its adapters."""
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
     infos = [describe_host(index, device, uses_gpu=device.type == "cuda") for index, device in enumerate(devices)]
     found, gpus = {}, [info.gpu for info in infos if info.gpu is not None]
     for index, gpu in enumerate(gpus):
         peers = ", ".join(gpu.nvlink_peers) or "no NVLink known"
-        slot = f"PCIe {gpu.pcie_generation} x{gpu.pcie_lanes}" if gpu.pcie_lanes else "PCIe unknown"
-        fabric = f"; fabric {gpu.fabric}" if gpu.fabric else ""
-        found[f"cuda:{index}"] = f"{gpu.pci or gpu.uuid}, NUMA node {gpu.numa_node}, {slot}, NVLink to {peers}{fabric}"
+        found[f"cuda:{index}"] = f"{gpu.pci or gpu.uuid}, NVLink to {peers}{gpu.fabric and f'; fabric {gpu.fabric}'}"
     if gpus:
         cluster = cluster_from_hosts(infos)
         size = cluster.domain_size or cluster.ranks_per_node
         found["fast domains"] = f"{cluster.ranks_per_node // size} of {size} GPUs" if size <= len(gpus) else f"{size}"
-    for nic in infos[0].nics:
-        rate = f"{nic.gigabits_per_second:g} Gbit/s" if nic.gigabits_per_second else "rate unknown"
-        found[f"adapter {nic.name}"] = f"{nic.pci}, NUMA node {nic.numa_node}, {rate}"
+    found["adapters"] = ", ".join(infos[0].adapters) or "none on the PCI bus"
     notices = dict.fromkeys(info.notice for info in infos if info.notice)
     if notices:
         found["note"] = "; ".join(notices)
-    return found or {"adapters": "none on the PCI bus"}
+    return found
 
 
 def _back_ends() -> Section:
@@ -188,7 +174,7 @@ def _environment(env: Mapping[str, str]) -> Section:
 
 
 def _missing() -> Section:
-    """What is not there -> what that costs, and the line that mends it."""
+    """Missing part -> its cost, and the line that mends it."""
     found, cuda = {}, device_type() == "cuda"
     version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
     if not TORCH_RANGE[0] <= version < TORCH_RANGE[1]:
@@ -198,13 +184,11 @@ def _missing() -> Section:
         found["CUDA"] = (
             "there is a GPU that torch cannot use: the pip line for its driver is at pytorch.org/get-started"
         )
-    for name in REQUIRED:
+    needed = OPTIONAL if cuda else {name: use for name, use in OPTIONAL.items() if name not in CUDA_ONLY}
+    if sys.version_info >= (3, 14):  # has compression.zstd
+        needed = {name: use for name, use in needed.items() if name != "backports.zstd"}
+    for name, use in (dict.fromkeys(REQUIRED, "needed") | needed).items():
         if _version(name) is None:
-            found[name] = f"needed: pip install {name}"
-    for name, module, use in OPTIONAL:
-        in_python = name == "backports.zstd" and _is_installed("compression.zstd")
-        needless = in_python or (name in CUDA_ONLY and not cuda)
-        if not needless and not _is_installed(module):
             found[name] = f"{use}: pip install {name}"
     if isinstance(native.library(), CLibraryError):
         found["C compiler"] = "block quantization on the CPU is slow without: apt install gcc, or conda install gcc"
@@ -216,20 +200,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:  # a parent package is missing
-        return False
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 if __name__ == "__main__":

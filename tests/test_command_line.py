@@ -373,6 +373,12 @@ def test_an_unsupported_flag_is_refused_in_one_line_with_the_reason(name: str, v
     assert "\n" not in message
 
 
+def test_a_flag_of_our_own_that_is_gone_is_refused_with_what_to_use() -> None:
+    assert refusal("--nccl-cross-min-ctas", "2") == (
+        "a.sh:3: --nccl-cross-min-ctas is gone: set NCCL's own variable NCCL_MIN_CTAS, which holds for all groups"
+    )
+
+
 def test_a_harmless_value_of_an_unsupported_flag_is_ignored() -> None:
     assert sift("--expert-model-parallel-size", "1")[0] == ()
     assert refusal("--expert-model-parallel-size", "2") == (
@@ -406,7 +412,7 @@ def test_the_table_is_sorted_and_well_formed() -> None:
         assert isinstance(known, MegatronFlag)
         assert known.name.startswith("--")
         assert known.arity in {"?", "*", "+"} or known.arity.isdigit()
-        assert known.verdict in {"ignored", "unsupported"} or known.verdict.startswith("only=")
+        assert known.verdict in {"ignored", "unsupported", "removed"} or known.verdict.startswith("only=")
         assert known.reason
 
 

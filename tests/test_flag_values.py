@@ -65,7 +65,6 @@ ZERO_MEANS = {
     "--lr-warmup-init": "from the beginning",
     "--start-weight-decay": "none at first",
     "--end-weight-decay": "none",
-    "--nccl-cross-cga-cluster-size": "none",
     "--max-restarts": "none",
     "--seed": "a seed",
     "--ckpt-step": "a checkpoint from before the first step",

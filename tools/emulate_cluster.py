@@ -29,9 +29,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rank_processes import RankProcesses, RankSite, master_variables
+
 from megazpp.errors import UserError
 from megazpp.formatting import MEGA
-from megazpp.parallel.processes import RankProcesses, RankSite, master_variables
 from megazpp.program import exit_on_signals, flags_of, program
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -124,7 +125,7 @@ class EmulatedCluster:
         ]
         # a port of its own for each job: the last one's may still be closing
         master = master_variables(_address(0), FIRST_PORT + len(self._jobs))
-        job = RankProcesses(command, self.ranks_per_node, sites=sites, quiet=True, pass_fds=pass_fds)
+        job = RankProcesses(command, self.ranks_per_node, sites=sites, pass_fds=pass_fds)
         self._jobs.append(job.start(master))
         return job
 

@@ -42,7 +42,7 @@ class TrafficCounter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is sent inside is not counted: evaluations, samples, the counting itself."""
+        """Do not count what is sent inside: evaluations, samples, the counting itself."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -294,7 +294,7 @@ def make_group(
 
 
 def can_order_groups() -> bool:
-    """Whether this torch can number a group's ranks in any order; older ones sort them."""
+    """True if this torch can number a group's ranks in any order; older ones sort them."""
     return "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 

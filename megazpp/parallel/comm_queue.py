@@ -56,7 +56,7 @@ class CommQueue:
     blocks_host = True
 
     def moment(self) -> Moment:
-        """What the caller's current stream holds now; None where there are no streams."""
+        """Mark the end of what the caller's current stream holds now; None where there are no streams."""
         return None
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:

@@ -1,19 +1,16 @@
-"""What makes gloo workers on CPUs faster: one network device, threads that wait their turn, memory that is kept.
+"""Faster gloo workers on CPUs: one network device, threads that wait their turn, memory that is kept.
 
-torch gives every gloo group a device of its own, whose thread wakes up a hundred times a second for as long as the
-process lives: with 10 idle groups a process spends 2.4 % of a core on nothing, with one device for all of them 0.4 %
-(torch 2.13, measured). A device can serve any number of groups, but `torch.distributed.new_group` takes no gloo
-options, so what it calls to make a group is replaced by something that fills them in.
+torch gives every gloo group a device of its own, whose thread wakes up a hundred times a second: 2.4 % of a core with
+10 idle groups, 0.4 % with one device for all (torch 2.13). `torch.distributed.new_group` takes no gloo options, so the
+class that it calls is replaced by one that fills them in.
 
-That thread also has to be kept from preempting. It is woken by a message while another thread of its process holds the
-connection's lock, cannot get it, and asks again at once (gloo's Pair::handleEvents under a level-triggered epoll) until
-its time slice is over: with 4 ranks on 2 cores two million calls in 17 s, and most of the CPU time. Under SCHED_BATCH a
-wake-up waits until the running thread lets go; the CPU time of a step with TP 4 fell by a third.
+A message wakes that thread while another one holds the connection's lock, and it asks again at once (gloo's
+Pair::handleEvents under a level-triggered epoll) until its time slice is over. Under SCHED_BATCH a wake-up waits until
+the running thread lets go; the CPU time of a step with TP 4 on 2 cores fell by a third.
 
-glibc gives large buffers back to the kernel, which clears every page of the next one. In a profile of 8 gloo ranks that
-start and train, whose messages and gathered parameters are megabytes that live for milliseconds, that was 30 % of all
-CPU time, and 8 % where what is freed is kept, as CUDA's caching allocator does. And a thread's own arena cannot use
-what another thread has freed.
+glibc gives large buffers back to the kernel, which clears every page of the next one: 30 % of all CPU time of 8 gloo
+ranks, 8 % where freed memory is kept, as CUDA's caching allocator does. A thread's own arena cannot use what another
+thread has freed.
 """
 
 from __future__ import annotations

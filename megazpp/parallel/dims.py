@@ -27,11 +27,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from megazpp.flags import check_positive, flag, spelling
 from megazpp.parallel.axis import MeshAxis, TrafficCounter, can_order_groups, make_group
 from megazpp.parallel.comm_queue import CommQueue
-from megazpp.parallel.environment import check_connections
-from megazpp.parallel.nccl import NcclConfig, axis_options, order_launches
+from megazpp.parallel.environment import NcclConfig, axis_options, check_connections, order_launches
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import Layout, plan_layout
+from megazpp.topology.layout import AXES, Layout, plan_layout
 
 MESH_AXES = ("island", "replicate", "shard", "tp")
 
@@ -67,11 +66,10 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, isla
     Raises:
         ValueError: naming the flags that do not fit the cluster or each other.
     """
-    instances = config.num_distributed_optimizer_instances
-    tp = config.tensor_model_parallel_size
+    instances, tp = config.num_distributed_optimizer_instances, config.tensor_model_parallel_size
+    copies = "--hsdp" if config.hsdp else f"--num-distributed-optimizer-instances {instances}"
     if islands > 1 and (config.hsdp or instances > 1 or zero_stage == 0):
-        asked = "--hsdp" if config.hsdp else f"--num-distributed-optimizer-instances {instances}"
-        asked = asked if config.hsdp or instances > 1 else "--zero-stage 0"
+        asked = copies if config.hsdp or instances > 1 else "--zero-stage 0"
         raise ValueError(f"{asked} with --diloco-steps: an island has one copy of the model, in shards over its ranks")
     if config.hsdp and instances not in (1, cluster.num_local_domains):
         raise ValueError(
@@ -86,8 +84,7 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, isla
     replicas = cluster.num_local_domains if config.hsdp else instances
     if zero_stage == 0:
         if replicas != 1:
-            asked = "--hsdp" if config.hsdp else f"--num-distributed-optimizer-instances {instances}"
-            raise ValueError(f"{asked} needs --zero-stage 1 or more: stage 0 shards nothing")
+            raise ValueError(f"{copies} needs --zero-stage 1 or more: stage 0 shards nothing")
         replicas = cluster.world_size // max(tp, 1)
     layout = plan_layout(cluster, tp=tp, replicas=max(replicas, 1), islands=islands)
     if not can_order_groups() and not layout.groups_ascend:
@@ -132,10 +129,12 @@ class ParallelDims:
         # ranks as the axes do, because FSDP2 takes shard indices from its group's ranks
         names = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
         ranks = torch.tensor(layout.mesh_ranks()).view([layout.axis_size(axis) for axis in names])
-        groups = [self._make_group(axis) for axis in names]
+        # hops between islands run over many steps, so they never share the group of all ranks
+        groups = [self._make_group(axis, axis, own=axis == "island") for axis in names]
         self.mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
-        self.tp, self.shard, self.replicate = (self._axis(name) for name in ("tp", "shard", "replicate"))
-        self.local, self.cross, self.island = (self._axis(name) for name in ("local", "cross", "island"))
+        self.tp, self.local, self.cross, self.shard, self.replicate, self.island = axes = [
+            self._axis(name, name, self._group(name)) for name in AXES
+        ]
         world = tuple(range(layout.cluster.world_size))
         self.world = MeshAxis(
             "world",
@@ -146,61 +145,48 @@ class ParallelDims:
             timeline=self.timeline,
         )
         if timeout is not None:
-            for axis in (self.tp, self.shard, self.local, self.cross, self.replicate, self.island):
+            for axis in axes:
                 if axis.group is not None:
                     _set_pg_timeout(timeout, axis.group)  # new groups do not take it from the first one
 
-    def _axis(self, name: str) -> MeshAxis:
+    def twin(self, axis: str, name: str) -> MeshAxis:
+        """A further axis `name` of the ranks of `axis`, with a process group and a queue of its own; on all ranks."""
+        group = self._make_group(axis, name, own=True) if self.layout.axis_size(axis) > 1 else None
+        return self._axis(axis, name, group)
+
+    def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:
         rank = dist.get_rank()
-        ranks = self.layout.axis_ranks(name, rank)
+        ranks = self.layout.axis_ranks(axis, rank)
         return MeshAxis(
             name,
             ranks=ranks,
             rank=ranks.index(rank),
-            group=self._group(name) if len(ranks) > 1 else None,
-            counter=self.counter,
-            wire=self.layout.wire(name, rank),
-            timeline=self.timeline,
-            queue=None if self._threads else CommQueue(),
-        )
-
-    def twin(self, axis: str, name: str) -> MeshAxis:
-        """A further axis `name` of the ranks of `axis`, with a process group and a queue of its own; on all ranks."""
-        own: MeshAxis = getattr(self, axis)
-        group: dist.ProcessGroup | None = None
-        if own.size > 1:
-            options = axis_options(axis, self.layout, self._nccl)
-            # named, so that it is none of those that there are
-            backend = None if options is not None else dist.get_backend()
-            group = make_group(list(self.layout.axis_groups(axis)), name, options, backend=backend)
-        return MeshAxis(
-            name,
-            ranks=own.ranks,
-            rank=own.rank,
             group=group,
             counter=self.counter,
-            wire=own.wire,
+            wire=self.layout.wire(axis, rank),
             timeline=self.timeline,
             queue=None if self._threads else CommQueue(),
         )
 
-    def _group(self, name: str) -> dist.ProcessGroup:
+    def _group(self, axis: str) -> dist.ProcessGroup | None:
         """The mesh's group; local and cross have their own, but where no rank is on another node, which is shard."""
-        if name in MESH_AXES:
-            return self.mesh.get_group(name)
+        if self.layout.axis_size(axis) == 1:
+            return None
+        if axis in MESH_AXES:
+            return self.mesh.get_group(axis)
         if self.layout.cross == 1:
             return self.mesh.get_group("shard")
-        return self._make_group(name)
+        return self._make_group(axis, axis)
 
-    def _make_group(self, name: str) -> dist.ProcessGroup:
-        options = axis_options(name, self.layout, self._nccl)
-        # hops between islands run over many steps, so they never share the group of all ranks
-        backend = dist.get_backend() if name == "island" and options is None else None
-        return make_group(list(self.layout.axis_groups(name)), name, options, backend=backend)
+    def _make_group(self, axis: str, name: str, *, own: bool = False) -> dist.ProcessGroup:
+        """Make the groups of `axis` and return this rank's; `own`: even where all ranks have one already."""
+        options = axis_options(axis, self.layout, self._nccl)
+        backend = dist.get_backend() if own and options is None else None  # named, it is none of those that there are
+        return make_group(list(self.layout.axis_groups(axis)), name, options, backend=backend)
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """What `fully_shard` takes: [shard], or [replicate, shard] when there are copies; of this rank's island."""
+        """The mesh for `fully_shard`: [shard], or [replicate, shard] when there are copies; of this rank's island."""
         return self.mesh["replicate", "shard"] if self.layout.replicate > 1 else self.mesh["shard"]
 
     @property

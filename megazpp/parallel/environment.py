@@ -1,4 +1,4 @@
-"""Environment variables that CUDA, torch's allocator and Triton read once: what they have to be, before that.
+"""Variables that CUDA, torch's allocator, Triton and NCCL read once, and NCCL's options of each process group.
 
 | variable                      | here                       | because                                           |
 |-------------------------------|----------------------------|---------------------------------------------------|
@@ -9,8 +9,23 @@
 | PYTORCH_ALLOC_CONF            | expandable_segments:True   | streams have pools of their own, which fragment   |
 | TRITON_CACHE_DIR              | a folder of the user's own | a home directory is often on a network file       |
 |                               | on the node                | system, and every rank would compile there        |
+| NCCL_LAUNCH_ORDER_IMPLICIT=1  | set where several axes     | collectives of two groups hold SMs until their    |
+|                               | have more than one rank    | peers have come: GPUs that start them in another  |
+|                               |                            | order wait for ever; NCCL 2.26 keeps the order in |
+|                               |                            | which the host launches, equal on all ranks       |
 
-What a user has set stays, but for the first. NCCL's are in nccl.py.
+A user's own setting stays, but for the first.
+
+| group  | priority | channels | because                                                                             |
+|--------|----------|----------|-------------------------------------------------------------------------------------|
+| tp     | high     | NCCL's   | the next matmul waits for it, several times per layer                               |
+| local  | high     | NCCL's   | just in time for the next layer; so is shard where all data ranks are in one domain |
+| cross  | normal   | the flag | has a whole step's time; must not take SMs from matmuls for as long as it runs      |
+| island | normal   | the flag | the same, and the time of several steps                                             |
+| others | normal   | NCCL's   | plain ZeRO's ring over all data ranks, all-reduces between copies                   |
+
+A group's own stream, which has the priority, is that of asynchronous collectives, and a step has none: since torch 2.8
+a blocking collective runs on the caller's stream, a hop on its queue's (comm_queue.py), which has the same priority.
 """
 
 from __future__ import annotations
@@ -19,23 +34,53 @@ import os
 import stat
 import tempfile
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from megazpp.flags import flag
+from megazpp.topology.layout import AXES, Layout
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # today's name, older ones
 TRITON = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_CACHE_MANAGER")  # each says where compiled kernels are kept
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+MOST_CTAS = 64  # of NCCL 2.25 and newer; 32 before
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclConfig:
+    """NCCL: priority and channels of the process groups (no effect on gloo)
+
+    A CTA of NCCL's is a channel and occupies an SM for as long as its collective runs; NCCL takes up to 32 or 64 of the
+    132 SMs of an H100. A rank's share of the network is a small part of NVLink's rate (50 GB/s for an adapter of
+    400 Gbit/s, 450 GB/s for NVLink), so the cross axis may need few of them: with --zeropp try
+    --nccl-cross-max-ctas 8, six in a hundred SMs. Nothing is set by default, because no value has been measured;
+    --measure-links shows what the cross axis reaches.
+    """
+
+    nccl_high_priority: bool = flag(
+        True, "streams of high priority for tensor-parallel and node-local groups: their kernels start first"
+    )
+    nccl_cross_max_ctas: int | None = flag(
+        None, "SMs that a collective between nodes may occupy; fewer leave more to the matmuls (NCCL decides)"
+    )
+
+    def __post_init__(self) -> None:
+        if self.nccl_cross_max_ctas is not None and not 1 <= self.nccl_cross_max_ctas <= MOST_CTAS:
+            raise ValueError(f"--nccl-cross-max-ctas {self.nccl_cross_max_ctas} is not a number from 1 to {MOST_CTAS}")
 
 
 def prepare_environment(env: MutableMapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Set the table above, where torch is built for GPUs; call before anything asks CUDA for a device.
+    """Set the table's variables but NCCL's, where torch is built for GPUs; call before anything asks CUDA for a device.
 
     Returns:
         A line for each choice of a user's that does not stand.
     Raises:
-        ValueError: CUDA has started with a variable that it had better not seen, or the folder for Triton is somebody
-            else's.
+        ValueError: CUDA has started with a single connection, or the folder for Triton is somebody else's.
     """
     if not torch.backends.cuda.is_built():
         return ()
@@ -54,10 +99,7 @@ def prepare_environment(env: MutableMapping[str, str] = os.environ) -> tuple[str
 
 
 def check_connections(env: Mapping[str, str] = os.environ) -> None:
-    """
-    Raises:
-        ValueError: CUDA has started with a single connection.
-    """
+    """Raise a ValueError if CUDA has started with a single connection."""
     if env.get(CONNECTIONS) == "1" and torch.cuda.is_initialized():
         raise ValueError(
             f"{CONNECTIONS}=1, and CUDA has started: no collective would overlap with the computation; unset it before "
@@ -68,7 +110,7 @@ def check_connections(env: Mapping[str, str] = os.environ) -> None:
 def node_folder(name: str) -> Path | None:
     """A folder on this node that nobody but this user can write to or read; made if need be.
 
-    None where no program may be run from a temporary folder: what is kept in it are programs.
+    None where no program may be run from a temporary folder: compiled kernels are programs.
 
     Raises:
         ValueError: somebody else has made it, or others can write to it.
@@ -86,3 +128,26 @@ def node_folder(name: str) -> Path | None:
                 f"{TRITON[0]}"
             )
     return own / name
+
+
+def order_launches(layout: Layout, env: MutableMapping[str, str] = os.environ) -> None:
+    """Have NCCL keep the order of launches where several axes have more than one rank; before the first collective.
+
+    Islands of one rank count too: their hops are in flight beside collectives of all ranks.
+    """
+    if layout.island > 1 or sum(layout.axis_size(axis) > 1 for axis in AXES) > 1:
+        env.setdefault(LAUNCH_ORDER, "1")
+
+
+def axis_options(axis: str, layout: Layout, config: NcclConfig) -> Any:
+    """The `pg_options` of a new group of `axis`; None, for torch's defaults, on gloo and for one rank.
+
+    A new object each time, because a group keeps and changes the one it gets.
+    """
+    if dist.get_backend() != "nccl" or layout.axis_size(axis) == 1:
+        return None
+    inside = axis in ("tp", "local") or (axis == "shard" and layout.cross == 1)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=inside and config.nccl_high_priority)
+    if axis in ("cross", "island") and config.nccl_cross_max_ctas is not None:
+        options.config.max_ctas = config.nccl_cross_max_ctas
+    return options

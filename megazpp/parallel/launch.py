@@ -1,4 +1,4 @@
-"""Who starts the workers of a job, and the store in which they find each other.
+"""The start of a job: who starts the workers, and the store in which they find each other.
 
 | started by                      | store                          | reachable from                                    |
 |---------------------------------|--------------------------------|---------------------------------------------------|
@@ -29,7 +29,7 @@ from megazpp.flags import check_not_negative, check_positive, check_words, flag,
 
 DEFAULT_CPU_WORKERS = 4
 LARGEST_SEED = 2**32 - 1  # that numpy takes
-YEAR_MINUTES = 366 * 24 * 60.0  # waits that clocks can add to the present time
+YEAR_SECONDS = 366 * 24 * 3600.0  # clocks can add waits up to that to the present time
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # finish the step, save, exit with 0
 LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # set for the workers that we start
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun and by us
@@ -66,23 +66,21 @@ class LaunchConfig:
         check_not_negative(self, "max_restarts")
         if not 0 <= self.seed <= LARGEST_SEED:
             raise ValueError(f"--seed {self.seed} is not a number from 0 to {LARGEST_SEED}")
-        for name, minutes in (
-            ("distributed_timeout_minutes", self.distributed_timeout_minutes),
-            ("distributed_timeout_seconds_after_init", (self.distributed_timeout_seconds_after_init or 0.0) / 60),
-        ):
-            if minutes > YEAR_MINUTES:
+        names = ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
+        for name, seconds in zip(names, self.hang_seconds, strict=True):
+            if seconds > YEAR_SECONDS:
                 raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is more than a year")
 
     @property
     def hang_seconds(self) -> tuple[float, float]:
-        """How long nothing may move: until the first step is done, and later."""
+        """Seconds for which nothing may move: until the first step is done, and later."""
         first, later = 60 * self.distributed_timeout_minutes, self.distributed_timeout_seconds_after_init
         return first, first / 2 if later is None else later
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where this process stands: `started` says whether it is a worker already or has to start them."""
+    """A process's place in the job; `started`: it is a worker already and need not start them."""
 
     started: bool
     world_size: int
@@ -117,7 +115,7 @@ def find_place(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> Pla
 
 
 def device_type() -> str:
-    """What workers compute on here: "cuda" or "cpu"."""
+    """The device of this machine's workers: "cuda" or "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -145,17 +143,14 @@ def loopback_store(port: int = 0, *, timeout: timedelta = timedelta(minutes=5)) 
 
 
 def agent_variables(store: dist.TCPStore) -> dict[str, str]:
-    """What tells workers that `store`, in the process that starts them, is theirs."""
+    """The environment of workers whose store is `store`, in the process that starts them."""
     return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), AGENT_STORE: "True"}
 
 
 def open_store(
     place: Place, timeout: timedelta, env: MutableMapping[str, str] = os.environ
 ) -> tuple[dist.Store, int, int]:
-    """This worker's store, its rank and the number of ranks.
-
-    Sets MASTER_ADDR and MASTER_PORT where srun has not.
-    """
+    """This worker's store, its rank and the number of ranks; sets MASTER_ADDR and MASTER_PORT where srun has not."""
     if place.world_size == 1:
         return dist.HashStore(), 0, 1
     _set_missing_address(env)
@@ -165,7 +160,7 @@ def open_store(
 
 
 def is_on_one_machine(place: Place, env: Mapping[str, str] = os.environ) -> bool:
-    """Whether it is known, once the store is open and before any rank has spoken, that no other machine takes part."""
+    """True where no other machine can take part, as far as the environment says once the store is open."""
     local = env.get("LOCAL_WORLD_SIZE") == str(place.world_size)
     return place.world_size == 1 or local or env.get("MASTER_ADDR") in LOOPBACK_NAMES
 

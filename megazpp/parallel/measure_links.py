@@ -4,9 +4,9 @@ An all-gather over n ranks sends (n-1) messages of b bytes from each, one after 
 
     (n-1) (latency + b / bandwidth)
 
-and two values of b give both. All groups of an axis run at once, as they do in training: ranks of a node that share an
-adapter share it here too, and the bandwidth is one rank's part. gloo and NCCL may send otherwise than by that ring;
-what comes out is the ring that would take as long.
+and two values of b give both. All groups of an axis run at once, as in training: ranks of a node that share an adapter
+share it here too, and the bandwidth is one rank's part. The result is the ring that would take as long as gloo or NCCL
+took, who may send otherwise.
 """
 
 from __future__ import annotations

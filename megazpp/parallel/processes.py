@@ -1,12 +1,9 @@
-"""Starts the ranks of a job on one machine as torchrun would, watches them together and ends them together.
-
-The program starts its local workers with `launch_workers`, which also starts them again when one has failed; the
-benchmarks and checks use `RankProcesses`.
+"""Starts the local workers of a job as torchrun would, watches them together, ends them together, starts them again.
 
 Our own rather than torch's elastic agent (which torchrun is), because that ends workers by SIGTERM and takes up to 30
 seconds about it: a signal that means "finish your step and save" to ours, and that has to reach them when it is sent to
-the launcher. What is torch's here is the store, in this process, so that it outlives every worker: the ranks that are
-left can say in it who failed first.
+the launcher. The store is torch's, in this process, so that it outlives every worker: the ranks that are left can say
+in it who failed first.
 """
 
 from __future__ import annotations
@@ -14,22 +11,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import FrameType
-from typing import IO, Self
+from typing import Self
 
 from megazpp.errors import EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_SECONDARY, EXIT_USER_ERROR
 from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, STOP_SIGNALS, agent_variables, loopback_store
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0  # for the rank that failed first, when all that is seen is that another rank's collective broke
-LAST_CHARACTERS = 4000
 
 
 def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0) -> int:
@@ -43,7 +36,7 @@ def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0)
         The exit code for this process: 0, 2 for a user error, 128 + n after signal n or a closed pipe, else 1.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
-    workers = RankProcesses(command, nproc)
+    workers = Workers(command, nproc)
     try:
         with _passing_signals_to(workers.processes) as passed:
             for attempt in range(max_restarts + 1):
@@ -62,48 +55,26 @@ def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0)
                     if final in failures.values():
                         return final
                 what_next = f"restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else "the job is over"
-                print(f"{_describe_failure(failures)}; {what_next}", file=sys.stderr, flush=True)
+                print(f"{describe_failure(failures)}; {what_next}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         return _ended_by(signal.SIGINT)
     return EXIT_ERROR
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankSite:
-    """Where the ranks of one node run: a command to put in front, and variables to set."""
-
-    prefix: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-
-
-class RankProcesses:
-    """Runs `command` once per rank.
+class Workers:
+    """Runs one process per rank.
 
     Args:
         command: the program and its arguments.
-        ranks_per_node: ranks of each node.
-        sites: one per node.
-        quiet: only rank 0's output is shown; what the others write to stderr is kept, and shown when the job fails.
-        pass_fds: file descriptors that rank 0 inherits.
+        ranks_per_node, nodes: how many; a program has one node, tools/rank_processes.py several.
     Attributes:
         processes: by rank, as many as are started.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        ranks_per_node: int,
-        *,
-        sites: Sequence[RankSite] = (RankSite(),),
-        quiet: bool = False,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, command: Sequence[str], ranks_per_node: int, *, nodes: int = 1) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._command, self._ranks_per_node, self._sites = command, ranks_per_node, sites
-        self._quiet, self._pass_fds = quiet, pass_fds
-        self._errors: list[IO[bytes]] = []
+        self.command, self._ranks_per_node, self._nodes = command, ranks_per_node, nodes
         self._deadline: float | None = None
-        self._exit_code: int | None = None
 
     def start(self, env: Mapping[str, str]) -> Self:
         """Start all ranks; again, if they have run before.
@@ -112,12 +83,11 @@ class RankProcesses:
             env: variables of every rank; MASTER_ADDR and MASTER_PORT are among them.
         """
         self.processes.clear()
-        self._errors, self._deadline, self._exit_code = [], None, None
-        world_size = len(self._sites) * self._ranks_per_node
+        self._deadline = None
+        world_size = self._nodes * self._ranks_per_node
         try:
             for rank in range(world_size):
                 node, local_rank = divmod(rank, self._ranks_per_node)
-                site, hidden = self._sites[node], self._quiet and rank > 0
                 place = {
                     "RANK": rank,
                     "LOCAL_RANK": local_rank,
@@ -126,22 +96,16 @@ class RankProcesses:
                     "GROUP_RANK": node,
                     LAUNCHER_PID: os.getpid(),  # a worker ends when its launcher is gone
                 }
-                if hidden:
-                    self._errors.append(tempfile.TemporaryFile())  # noqa: SIM115  (lives as long as the rank)
-                process = subprocess.Popen(
-                    [*site.prefix, *self._command],
-                    env={**os.environ, **env, **{name: str(value) for name, value in place.items()}, **site.env},
-                    stdin=subprocess.DEVNULL if self._quiet else None,
-                    stdout=subprocess.DEVNULL if hidden else None,
-                    stderr=self._errors[-1] if hidden else None,
-                    pass_fds=() if rank else self._pass_fds,
-                    start_new_session=True,  # Ctrl-C reaches only the launcher, which then ends all
-                )
-                self.processes.append(process)
+                place_env = {name: str(value) for name, value in place.items()}
+                self.processes.append(self.start_rank(rank, node, {**os.environ, **env, **place_env}))
         except BaseException:
             self.stop()
             raise
         return self
+
+    def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start one rank in a session of its own: Ctrl-C reaches only the launcher, which then ends all."""
+        return subprocess.Popen(self.command, env=env, start_new_session=True)
 
     def failures(self) -> dict[int, int] | None:
         """Look at the ranks once.
@@ -158,25 +122,6 @@ class RankProcesses:
         over = len(codes) == len(self.processes) or late or any(code != EXIT_SECONDARY for code in failures.values())
         return failures if over else None
 
-    def poll(self) -> int | None:
-        """Look at the ranks once; when one has failed, end the others and print why.
-
-        Returns:
-            None while the job runs; then its exit code: that of the rank that failed first, 128 + n after signal n.
-        """
-        if self._exit_code is None:
-            failures = self.failures()
-            if failures is not None:
-                self.stop()
-                self._exit_code = self._report(failures) if failures else 0
-        return self._exit_code
-
-    def wait(self) -> int:
-        """Wait for the end of the job and return its exit code."""
-        while (code := self.poll()) is None:
-            time.sleep(POLL_SECONDS)
-        return code
-
     def stop(self) -> None:
         """End every rank and what it has started."""
         for process in self.processes:
@@ -184,39 +129,6 @@ class RankProcesses:
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()
-
-    def _report(self, failures: Mapping[int, int]) -> int:
-        if EXIT_USER_ERROR in failures.values():  # rank 0 has said what is wrong
-            return EXIT_USER_ERROR
-        for rank, errors in enumerate(self._errors, start=1):
-            errors.seek(0)
-            text = errors.read().decode(errors="replace").strip()
-            if text:
-                print(f"--- rank {rank} wrote:\n{text[-LAST_CHARACTERS:]}", file=sys.stderr)
-        print(f"{_describe_failure(failures)}; the job is over", file=sys.stderr)
-        code = failures[_first(failures)]
-        return code if code > 0 else 128 - code
-
-
-def start_on_this_machine(
-    command: Sequence[str], *, nodes: int, ranks_per_node: int, pass_fds: Sequence[int] = ()
-) -> RankProcesses:
-    """Start ranks that all talk through the loopback, as many as `nodes` would have."""
-    sites = [RankSite(env={"GLOO_SOCKET_IFNAME": "lo"})] * nodes
-    ranks = RankProcesses(command, ranks_per_node, sites=sites, quiet=True, pass_fds=pass_fds)
-    return ranks.start(master_variables("127.0.0.1", free_port()))
-
-
-def master_variables(address: str, port: int) -> dict[str, str]:
-    """The environment of ranks that rank 0 has the store of; one thread for each."""
-    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-
-
-def free_port() -> int:
-    """A port of the loopback that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -242,9 +154,9 @@ def _ended_by(signum: signal.Signals) -> int:
     return 128 + signum
 
 
-def _describe_failure(failures: Mapping[int, int]) -> str:
+def describe_failure(failures: Mapping[int, int]) -> str:
     """Which rank ended the job and how, from exit codes by rank."""
-    rank = _first(failures)
+    rank = first_failure(failures)
     code = failures[rank]
     if code == EXIT_HANG:
         return "the job hung, see above"
@@ -252,6 +164,6 @@ def _describe_failure(failures: Mapping[int, int]) -> str:
     return f"rank {rank} {how}"
 
 
-def _first(failures: Mapping[int, int]) -> int:
+def first_failure(failures: Mapping[int, int]) -> int:
     """The rank that ended the job: one that was killed, else one that reported."""
     return min(failures, key=lambda rank: (failures[rank] == EXIT_SECONDARY, failures[rank] >= 0))

@@ -1,41 +1,46 @@
 """The cluster as its ranks find it: each describes its host, the first one puts the answers together.
 
-The launcher's environment is enough to refuse wrong flags before workers start; where the ranks really are, and what
-joins their GPUs, only they can say. They say it through the process group's store, which works also while ranks
-disagree about devices and back ends; as JSON, because others may reach that store (parallel/launch.py).
-
-Where a GPU sits and what NVLink joins it to, the NVIDIA management library knows. `nvidia-ml-py` is optional: without
-it a node counts as one fast domain, and a notice says so.
+The launcher's environment is enough to refuse wrong flags before workers start; only the ranks know where they really
+are and what joins their GPUs. They use the process group's store, which works also while ranks disagree about devices
+and back ends, and JSON, because others may reach that store (launch.py). What NVLink joins a GPU to comes from NVIDIA's
+management library; without the optional `nvidia-ml-py` a node counts as one fast domain, and a notice says so.
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import json
 import re
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from megazpp.flags import wrong_types
 from megazpp.parallel.worker import Worker
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import ClusterConfig, detect_cluster
-from megazpp.topology.hosts import SWITCH, Gpu, HostInfo, Nic, cluster_from_hosts, describe_hosts, known_links
-from megazpp.topology.plain import from_json, to_json
+from megazpp.topology.hosts import SWITCH, Gpu, HostInfo, cluster_from_hosts, describe_hosts
 
+T = TypeVar("T")
 UNKNOWN_LINKS = "which GPUs NVLink joins is not known, so a node counts as one fast domain"
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
-class Answer(NamedTuple):
-    """What rank 0 makes of all hosts: a cluster, or what is wrong with them."""
+@dataclass(frozen=True)
+class Answer:
+    """Rank 0's answer to all hosts: a cluster, or what is wrong with them."""
 
     cluster: Cluster | None = None
     problem: str = ""
+
+
+RECORDS: tuple[type[Any], ...] = (Gpu, HostInfo, Cluster, Answer)  # that the store may hold
 
 
 def settle_cluster(worker: Worker, config: ClusterConfig, announced: Cluster, *, tp: int) -> Cluster:
@@ -63,20 +68,43 @@ def share_survey(store: dist.Store, rank: int, world_size: int, info: HostInfo) 
         ValueError: on all ranks, with the same words.
     """
     store = dist.PrefixStore("megazpp/survey", store)
-    store.set(f"host/{rank}", to_json(info))
+    store.set(f"host/{rank}", json.dumps(dataclasses.asdict(info)))
     if rank == 0:
         try:
             infos = [from_json(HostInfo, store.get(f"host/{other}")) for other in range(world_size)]
-            cluster, said = cluster_from_hosts(infos), dict.fromkeys(info.notice for info in infos if info.notice)
-            links, notices = known_links(infos, cluster), (describe_hosts(infos), *said)
-            answer = Answer(cluster=dataclasses.replace(cluster, links=links, notices=notices))
+            notices = dict.fromkeys((describe_hosts(infos), *(info.notice for info in infos if info.notice)))
+            answer = Answer(cluster=dataclasses.replace(cluster_from_hosts(infos), notices=tuple(notices)))
         except ValueError as error:
             answer = Answer(problem=str(error))
-        store.set("cluster", to_json(answer))
+        store.set("cluster", json.dumps(dataclasses.asdict(answer)))
     answer = from_json(Answer, store.get("cluster"))
     if answer.cluster is None:
         raise ValueError(answer.problem)
     return answer.cluster
+
+
+def from_json(kind: type[T], text: bytes) -> T:
+    """The record of type `kind` that was written as JSON of `dataclasses.asdict`.
+
+    Nothing is constructed but the survey's records, of exactly their fields, each of its annotation's type.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        record = json.loads(text, object_hook=_construct)
+        if not isinstance(record, kind):
+            raise ValueError("other fields or types")
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise ValueError(f"{text[:80]!r} is no {kind.__name__}: {error}") from None
+    return record
+
+
+def _construct(fields: dict[str, Any]) -> object:
+    for kind in RECORDS:
+        if fields.keys() == {field.name for field in dataclasses.fields(kind)} and not wrong_types(kind, fields):
+            return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    return fields
 
 
 def describe_host(
@@ -85,8 +113,8 @@ def describe_host(
     """This process's machine; the GPU only where collectives use it (over gloo no byte takes NVLink).
 
     Args:
-        uses_gpu: whether they do; None: as the process group does.
-        root: where /proc and /sys are.
+        uses_gpu: None: as the process group does.
+        root: of /proc and /sys.
     """
     if uses_gpu is None:
         uses_gpu = device.type == "cuda" and dist.get_backend() == "nccl"
@@ -97,34 +125,33 @@ def describe_host(
         boot_id=_read(root / "proc/sys/kernel/random/boot_id"),
         network_namespace=namespace.stat().st_ino if namespace.exists() else 0,
         local_rank=local_rank,
-        gpu=None if gpu is None else gpu._replace(numa_node=_numa_node(root, gpu.pci)),
-        nics=find_nics(root),
+        gpu=gpu,
+        adapters=find_adapters(root),
         notice=notice,
     )
 
 
-def find_nics(root: Path = Path("/")) -> tuple[Nic, ...]:
-    """The network adapters that are up and sit on the PCI bus; one that is both InfiniBand and Ethernet counts once."""
-    found: dict[str, Nic] = {}
+def find_adapters(root: Path = Path("/")) -> tuple[str, ...]:
+    """Name and rate of each network adapter that is up and on the PCI bus; InfiniBand's come before Ethernet's.
+
+    One that is both counts once. An adapter that does not give its rate is its name alone.
+    """
+    found: dict[str, str] = {}  # by PCI address
+
+    def add(entry: Path, gigabits_per_second: float) -> None:
+        device = entry / "device"
+        for address in PCI_ADDRESS.findall(str(device.resolve()))[-1:] if device.exists() else ():
+            rate = f" {gigabits_per_second:g} Gbit/s" if gigabits_per_second > 0 else ""
+            found.setdefault(address, entry.name + rate)
+
     for entry in sorted(root.glob("sys/class/infiniband/*")):
         state, rate = (_read(entry / "ports/1" / name) for name in ("state", "rate"))  # "4: ACTIVE", "400 Gb/sec (...)"
         if "ACTIVE" in state:
-            _add_nic(found, root, entry, float((rate.split() or ["0"])[0]))
+            add(entry, float((rate.split() or ["0"])[0]))
     for entry in sorted(root.glob("sys/class/net/*")):
         if _read(entry / "operstate") == "up":
-            _add_nic(found, root, entry, max(0.0, float(_read(entry / "speed") or 0)) / 1e3)  # Mbit/s, -1: unknown
+            add(entry, float(_read(entry / "speed") or 0) / 1e3)  # Mbit/s, -1: unknown
     return tuple(found.values())
-
-
-def _add_nic(found: dict[str, Nic], root: Path, entry: Path, gigabits_per_second: float) -> None:
-    addresses = PCI_ADDRESS.findall(str((entry / "device").resolve())) if (entry / "device").exists() else []
-    if addresses and addresses[-1] not in found:
-        numa_node = _numa_node(root, addresses[-1])
-        found[addresses[-1]] = Nic(entry.name, addresses[-1], numa_node, gigabits_per_second)
-
-
-def _numa_node(root: Path, pci: str) -> int:
-    return int(_read(root / "sys/bus/pci/devices" / pci / "numa_node") or -1) if pci else -1
 
 
 def _read(path: Path) -> str:
@@ -136,11 +163,7 @@ def _read(path: Path) -> str:
 
 
 def describe_gpu(device: torch.device) -> tuple[Gpu, str]:
-    """The GPU behind a CUDA device, whatever CUDA_VISIBLE_DEVICES leaves of the host's.
-
-    Returns:
-        The GPU, and a line for the user where something about it could not be found out.
-    """
+    """The GPU behind a CUDA device, and a line for the user where something about it could not be found out."""
     properties = torch.cuda.get_device_properties(device)
     uuid, name = str(properties.uuid), properties.name
     try:
@@ -155,49 +178,34 @@ def describe_gpu(device: torch.device) -> tuple[Gpu, str]:
 
 
 def query_gpu(nvml: Any, uuid: str, name: str) -> Gpu:
-    """Ask `nvml`, the module pynvml, about one GPU; what a driver or GPU does not know stays empty.
-
-    Args:
-        uuid: as CUDA gives it, without "GPU-".
-    Raises:
-        nvml.NVMLError: no such GPU.
-    """
+    """Ask `nvml`, the module pynvml, about the GPU that CUDA calls `uuid`; what it does not know stays empty."""
     handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
-    def ask(function: str, *args: Any, default: Any = None) -> Any:
+    def ask(function: str, *args: Any) -> Any:
         try:
             return getattr(nvml, function)(handle, *args)
         except (nvml.NVMLError, AttributeError):  # not of this GPU, driver or version of the package
-            return default
+            return None
 
     peers = {*_ends_of_links(nvml, ask), *_nvlink_neighbours(nvml, ask)}
-    return Gpu(
-        uuid=uuid,
-        name=name,
-        pci=_address(nvml.nvmlDeviceGetPciInfo(handle)),
-        fabric=_fabric(nvml, ask),
-        nvlink_peers=tuple(sorted(peers)),
-        pcie_generation=ask("nvmlDeviceGetMaxPcieLinkGeneration", default=0),
-        pcie_lanes=ask("nvmlDeviceGetMaxPcieLinkWidth", default=0),
-    )
+    pci = _address(nvml.nvmlDeviceGetPciInfo(handle))
+    return Gpu(uuid, name, pci, _fabric(nvml, ask), tuple(sorted(peers)))
 
 
 def _fabric(nvml: Any, ask: Callable[..., Any]) -> str:
     """Cluster and clique of a multi-node NVLink fabric; one node's NVSwitches report the cluster 0."""
-    make_info = getattr(nvml, "c_nvmlGpuFabricInfoV_t", None)
-    if make_info is None:
+    if not hasattr(nvml, "c_nvmlGpuFabricInfoV_t"):
         return ""
-    info = make_info()
+    info = nvml.c_nvmlGpuFabricInfoV_t()
     if ask("nvmlDeviceGetGpuFabricInfoV", ctypes.byref(info)) is None:
         return ""
     cluster = bytes(info.clusterUuid)
-    if info.state != nvml.NVML_GPU_FABRIC_STATE_COMPLETED or not any(cluster):
-        return ""
-    return f"{cluster.hex()}/{info.cliqueId}"
+    working = info.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED and any(cluster)
+    return f"{cluster.hex()}/{info.cliqueId}" if working else ""
 
 
 def _ends_of_links(nvml: Any, ask: Callable[..., Any]) -> Iterator[str]:
-    """What the GPU's own links say; it knows peers that this process may not see."""
+    """Peers that the GPU's own links name; it knows peers that this process may not see."""
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         if ask("nvmlDeviceGetNvLinkState", link) != 1:
             continue

@@ -92,14 +92,13 @@ class Timeline:
         return self._activity
 
     def hide_activity(self) -> None:
-        """Undo `show_activity`."""
         self._activity = None
 
     def start(self, *, after: SpanRecording | None = None) -> SpanRecording:
-        """A recording, beside others. The calling thread (its current stream on CUDA) is the one that computes.
+        """A recording, beside others; the calling thread (on CUDA its current stream) counts as the one that computes.
 
         Args:
-            after: a recording that hears of no span from the moment on in which the new one begins.
+            after: a recording that ends as the new one begins.
         """
         recording = SpanRecording(cuda=self.device_type == "cuda")
         self._listeners = (*(other for other in self._listeners if other is not after), recording)
@@ -232,40 +231,28 @@ class Activity:
 Interval = tuple[float, float]
 
 
-def track_seconds(spans: Iterable[Span]) -> dict[str, float]:
+def track_seconds(spans: Sequence[Span]) -> dict[str, float]:
     """Seconds in which each track was busy; of "compute" without its waits and its blocking collectives."""
-    spans = list(spans)
-    tracks = dict.fromkeys(span.track for span in spans)
-    busy = {track: union(_intervals(s for s in spans if s.track == track)) for track in tracks}
-    stalled = stalls(spans)
-    return {
-        track: total(intervals) - (total(intersection(intervals, stalled)) if track == COMPUTE else 0.0)
-        for track, intervals in busy.items()
-    }
+    seconds = {}
+    for track in dict.fromkeys(span.track for span in spans):
+        busy = union(_intervals(s for s in spans if s.track == track))
+        seconds[track] = total(busy) - (total(intersection(busy, stalls(spans))) if track == COMPUTE else 0.0)
+    return seconds
 
 
-class Hidden(NamedTuple):
-    """Shares of a track's time, 0 to 1, in which this rank got on with something else.
+def hidden_shares(spans: Sequence[Span], track: str) -> tuple[float, float] | None:
+    """Shares of `track`'s time, 0 to 1, that were hidden behind compute and behind any work; None if it has no time.
 
-    Attributes:
-        behind_compute: it computed: it neither waited, for whatever, nor was inside a blocking collective.
-        behind_work: it computed, or a collective of another track ran.
+    Behind compute: this rank neither waited, for whatever, nor was inside a blocking collective. Behind work: it
+    computed, or a collective of another track ran.
     """
-
-    behind_compute: float
-    behind_work: float
-
-
-def hidden_shares(spans: Iterable[Span], track: str) -> Hidden | None:
-    """How much of `track`'s time was hidden, or None if it has none."""
-    spans = list(spans)
     busy = union(_intervals(s for s in spans if s.track == track))
     if not busy:
         return None
     exposed = intersection(busy, stalls(spans))
     elsewhere = union(_intervals(s for s in spans if s.track not in (STEP, COMPUTE, WAIT, track)))
     seconds, alone = total(busy), total(exposed) - total(intersection(exposed, elsewhere))
-    return Hidden(1.0 - total(exposed) / seconds, 1.0 - alone / seconds)
+    return 1.0 - total(exposed) / seconds, 1.0 - alone / seconds
 
 
 def stalls(spans: Sequence[Span]) -> list[Interval]:
@@ -275,12 +262,12 @@ def stalls(spans: Sequence[Span]) -> list[Interval]:
 
 def clip(spans: Iterable[Span], start_seconds: float, end_seconds: float) -> list[Span]:
     """The parts of the spans between two moments."""
-    cut = [
-        s._replace(start_seconds=start, seconds=min(s.end_seconds, end_seconds) - start)
-        for s in spans
-        for start in (max(s.start_seconds, start_seconds),)
-    ]
-    return [s for s in cut if s.seconds > 0]
+    cut = []
+    for span in spans:
+        start, end = max(span.start_seconds, start_seconds), min(span.end_seconds, end_seconds)
+        if start < end:
+            cut.append(span._replace(start_seconds=start, seconds=end - start))
+    return cut
 
 
 def align(
@@ -292,7 +279,7 @@ def align(
     same moment on each: off by at most the time that the last messages of the barrier took, a few network latencies.
 
     Args:
-        hosts: of each rank, whatever tells hosts apart (a boot id).
+        hosts: each rank's, whatever tells hosts apart (a boot id).
         barrier_ends: when each rank came out of the same barrier, on its own clock.
     """
     zeros: dict[str, float] = {}
@@ -316,7 +303,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """What two unions share."""
+    """The moments that two unions share."""
     shared, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])

@@ -38,7 +38,7 @@ ALARM, REPORTED, FOLDER, STATE = "alarm", "reported", "folder", "state/{}"  # in
 
 
 class RankState(NamedTuple):
-    """What one rank was doing when the alarm reached it.
+    """The activity of one rank when the alarm reached it.
 
     Attributes:
         doing: the innermost open span of each of its threads.
@@ -117,7 +117,7 @@ class Watchdog:
         leave(EXIT_HANG)
 
     def _write(self, text: str) -> str:
-        """Write hang.txt beside the run's records; says where, or shows the text where that cannot be."""
+        """Write hang.txt beside the run's records; returns a line with its path, or the text if that cannot be."""
         try:
             file = Path(self._store.get(FOLDER).decode()) / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
             file.write_text(text)
@@ -127,7 +127,7 @@ class Watchdog:
 
 
 def describe_hang(states: Mapping[int, RankState], layout: Layout, limit: float) -> str:
-    """Which collectives are waited for, by whom, who has not arrived, and the stacks of those who keep others waiting.
+    """Name the collectives that ranks wait for, who has not arrived, and the stacks of those who keep others waiting.
 
     Args:
         states: of the ranks that have answered.
@@ -161,7 +161,7 @@ def describe_hang(states: Mapping[int, RankState], layout: Layout, limit: float)
 
 
 def _behind(states: Mapping[int, RankState]) -> list[str]:
-    """Where nobody is seen waiting (CUDA, collectives that pass through no axis): who has started fewer than others."""
+    """Name who has started fewer spans than others; for CUDA, and for collectives that pass through no axis."""
     lines = []
     for track in sorted({track for state in states.values() for track in state.entered} - {COMPUTE, WAIT}):
         counts = {rank: state.entered.get(track, 0) for rank, state in states.items()}

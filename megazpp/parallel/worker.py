@@ -40,9 +40,9 @@ WATCHDOG_SECONDS = 30.0  # collectives time out that much after the watchdog's l
 FAILURES = "megazpp/failures/{}"  # a count in the store, by restart: who makes it 1 reports
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Worker:
-    """What a worker has once the process group stands.
+    """A worker once the process group stands.
 
     Attributes:
         store: the process group's.
@@ -86,15 +86,8 @@ def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    worker = Worker(
-        device=device,
-        rank=rank,
-        world_size=world_size,
-        local_rank=place.local_rank,
-        store=store,
-        timeout=timeout,
-        restarts=int(os.environ.get(RESTART_COUNT, "0")),
-    )
+    restarts = int(os.environ.get(RESTART_COUNT, "0"))
+    worker = Worker(device, rank, world_size, place.local_rank, store, timeout, restarts)
     try:
         main(worker)
         dist.barrier()
@@ -157,13 +150,13 @@ def _report_once(error: BaseException, worker: Worker) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Whether stdout is a pipe that nobody reads."""
+    """True where stdout is a pipe that nobody reads."""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _broke_in_a_collective(error: BaseException) -> bool:
-    """Whether torch.distributed raised it: then most likely because another rank is gone."""
+    """True where torch.distributed raised it, most likely because another rank is gone."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(dist.__file__).parent)

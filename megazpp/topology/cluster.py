@@ -1,4 +1,4 @@
-"""What the machine is: nodes, the ranks of each, who sits where, and what wires and devices promise.
+"""The machine: nodes, the ranks of each and their positions, and the figures of wires and devices.
 
 Every rank has a position. Positions go node by node and, inside a node, domain by domain; `order` says which rank sits
 at each, so that a launcher may number ranks as it likes:
@@ -37,8 +37,8 @@ class Cluster:
         device: what a rank computes with, where a file says it.
         notices: lines to show.
     Raises:
-        ValueError: more than MOST_RANKS ranks, domains that fit neither nodes nor the whole, or an order that is no
-            order of all ranks; in the words of a cluster file.
+        ValueError: no ranks or more than MOST_RANKS, domains that fit neither nodes nor the whole, or an order that is
+            no order of all ranks; in the words of a cluster file.
     """
 
     num_nodes: int
@@ -50,8 +50,10 @@ class Cluster:
     notices: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        sizes = f"nodes {self.num_nodes} x ranks_per_node {self.ranks_per_node}"
+        if min(self.num_nodes, self.ranks_per_node) < 1:
+            raise ValueError(f"{sizes}: a cluster has at least one of each")
         if self.world_size > MOST_RANKS:
-            sizes = f"nodes {self.num_nodes} x ranks_per_node {self.ranks_per_node}"
             raise ValueError(f"{sizes}: a cluster has at most {MOST_RANKS} ranks")
         fitting = nested_sizes(self.ranks_per_node, self.world_size)
         if self.domain_size not in (None, *fitting):
@@ -81,7 +83,7 @@ class Cluster:
 
     @property
     def is_block_order(self) -> bool:
-        """Whether ranks are numbered by position."""
+        """True if ranks are numbered by position."""
         return self.order is None or self.order == tuple(range(self.world_size))
 
     def rank_at(self, position: int) -> int:
@@ -147,7 +149,7 @@ class Link(NamedTuple):
 
     @property
     def is_measured(self) -> bool:
-        """Whether the rate is what programs reach, and not what a data sheet promises."""
+        """True if the rate is what programs reach, and not what a data sheet promises."""
         return self.source.startswith(MEASURED)
 
     def __str__(self) -> str:

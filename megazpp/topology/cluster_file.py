@@ -47,7 +47,7 @@ from megazpp.topology.shares import CALIBRATIONS
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device")
 DEVICE_FIGURES = ("teraflops", "gigabytes", "gigabytes_per_second")
 LINK_KEYS = ("gigabytes_per_second", "gigabits_per_second", "microseconds", "source")
-NO_DEVICE = "# --plan needs a device too: copy one from configs/clusters\n"
+NO_DEVICE = "# --plan needs links (--measure-links writes them) and a device: copy them from configs/clusters\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,12 +183,15 @@ def _cluster(content: Any, *, source: str) -> Cluster:
     """`source` is that of figures that name none."""
     top = _mapping("the file", content, KEYS, needed=("nodes", "ranks_per_node"))
     counts = {key: _count(key, top[key]) for key in ("nodes", "ranks_per_node", "fast_domain") if key in top}
-    links = _mapping("links", top["links"], LINK_KINDS) if "links" in top else None
+    links = None
+    if "links" in top:
+        given = _mapping("links", top["links"], LINK_KINDS)
+        links = Links(**{kind: _link(f"links.{kind}", given[kind], source) for kind in given})
     cluster = Cluster(
         num_nodes=counts["nodes"],
         ranks_per_node=counts["ranks_per_node"],
         domain_size=counts.get("fast_domain"),
-        links=None if links is None else Links(**{kind: _link(f"links.{kind}", links[kind], source) for kind in links}),
+        links=links,
         device=_device(top["device"], source) if "device" in top else None,
     )
     order = _rank_order(top.get("rank_order", "block"), cluster.num_nodes, cluster.ranks_per_node)
@@ -208,9 +211,9 @@ def _rank_order(value: Any, nodes: int, ranks_per_node: int) -> tuple[int, ...] 
         where = f"rank_order {ranks} of node {node}"
         if len(ranks) != ranks_per_node:
             raise ValueError(f"{where}: {len(ranks)} ranks, ranks_per_node is {ranks_per_node}")
-        for rank in ranks:
-            if not _is_integer(rank):
-                raise ValueError(f"{where}: {rank!r} is not a rank")
+        strange = [rank for rank in ranks if not _is_integer(rank)]
+        if strange:
+            raise ValueError(f"{where}: {strange[0]!r} is not a rank")
     return tuple(rank for ranks in value for rank in ranks)
 
 

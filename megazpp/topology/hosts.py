@@ -1,4 +1,4 @@
-"""From what each rank says of its machine to the cluster: nodes, fast domains, who stands where, and known links.
+"""From what each rank says of its machine to the cluster: nodes, fast domains, who stands where.
 
 A node is one network namespace of one booted kernel, whatever its processes call the host: two containers that share
 both are one node, and a machine split into network namespaces is several. Inside it, ranks whose GPUs NVLink joins
@@ -10,56 +10,28 @@ form a domain; a multi-node NVLink fabric is a domain of whole nodes.
 
 Inside a node ranks stand in the order of their GPUs' PCI addresses (without GPUs: of the launcher's local ranks), so
 equal positions of two nodes use the same rail. Pure integers and strings; parallel/survey.py asks the machine.
-
-What the links of a cluster that nobody has measured can do comes from tables of known parts. Data sheets count both
-directions of NVLink and PCIe together; a `Link` is one direction, so half. They name no latencies, so neither do the
-tables. A part that is not in them has no figure.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from megazpp.topology.cluster import Cluster, Link, Links
+from megazpp.topology.cluster import Cluster
 
 SWITCH = "switch"  # among a GPU's NVLink peers: an NVSwitch
 OVERRIDE = "--cluster-file describes the machine by hand, --emulate-nodes N takes the ranks in their order as N nodes"
 
-# NVLink of one GPU, both directions, GB/s, by words of its name; the first match counts. PCIe cards have it only with a
-# bridge, which the survey sees.
-NVLINK_GIGABYTES_PER_SECOND = (
-    (r"GB?[BH]?300", 1800.0),  # DGX B300: 14.4 TB/s for 8 GPUs; GB300 NVL72: 130 TB/s for 72
-    (r"GB200", 1800.0),  # GB200 NVL72 data sheet: 130 TB/s for 72 GPUs
-    (r"B200", 1800.0),  # DGX B200 data sheet: 14.4 TB/s for 8 GPUs
-    (r"H200( NVL)?", 900.0),  # H200 data sheet: SXM and, with a 2- or 4-way bridge, NVL
-    (r"H100 (PCIe|NVL)", 600.0),  # H100 data sheet, with a bridge
-    (r"H100", 900.0),  # H100 data sheet, SXM
-    (r"H800", 400.0),  # H800 SXM
-    (r"A100", 600.0),  # A100 data sheet: SXM, and PCIe with a bridge
-    (r"A800", 400.0),  # A800 data sheet
-    (r"A30", 200.0),  # A30 data sheet, with a bridge
-    (r"(A40|RTX A6000)", 112.5),  # A40 and RTX A6000 data sheets, with a bridge
-    (r"V100-SXM[23]", 300.0),  # V100 data sheet
-    (r"P100-SXM2", 160.0),  # P100 data sheet
-)
 
-# GT/s per lane and share of the bits that carry data, by generation: PCI Express base specifications 1.0 to 5.0
-PCIE = {1: (2.5, 8 / 10), 2: (5.0, 8 / 10), 3: (8.0, 128 / 130), 4: (16.0, 128 / 130), 5: (32.0, 128 / 130)}
-
-
-class Gpu(NamedTuple):
-    """One GPU as NVML sees it; what could not be found out is empty or 0.
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as NVML sees it; what could not be found out is empty.
 
     Attributes:
         pci: bus address, "0000:1b:00.0".
         fabric: of a multi-node NVLink domain: cluster and clique; empty elsewhere.
         nvlink_peers: PCI addresses of the GPUs at the other end of its NVLinks, and `SWITCH`.
-        numa_node: -1 where there is none.
-        pcie_generation, pcie_lanes: what GPU and slot can do.
     """
 
     uuid: str
@@ -67,23 +39,11 @@ class Gpu(NamedTuple):
     pci: str = ""
     fabric: str = ""
     nvlink_peers: tuple[str, ...] = ()
-    numa_node: int = -1
-    pcie_generation: int = 0
-    pcie_lanes: int = 0
-
-
-class Nic(NamedTuple):
-    """A network adapter with a PCI address; `gigabits_per_second` is the link's, 0 where it does not say."""
-
-    name: str
-    pci: str
-    numa_node: int = -1
-    gigabits_per_second: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostInfo:
-    """What one rank says of the machine it is on.
+    """A rank's description of the machine it is on.
 
     Attributes:
         host: its name, for messages.
@@ -91,6 +51,7 @@ class HostInfo:
         network_namespace: inode of the process's.
         local_rank: the launcher's.
         gpu: the one this rank computes and communicates with, None on a CPU.
+        adapters: network adapters on the PCI bus, each its name and rate, "mlx5_0 400 Gbit/s".
         notice: something the user should read, or nothing.
     """
 
@@ -99,7 +60,7 @@ class HostInfo:
     network_namespace: int = 0
     local_rank: int = 0
     gpu: Gpu | None = None
-    nics: tuple[Nic, ...] = ()
+    adapters: tuple[str, ...] = ()
     notice: str = ""
 
 
@@ -133,31 +94,8 @@ def describe_hosts(infos: Sequence[HostInfo]) -> str:
     """One line for the log: the hosts with their ranks, the GPUs, the network adapters."""
     gpus = Counter(info.gpu.name for info in infos if info.gpu is not None)
     devices = ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "no GPU"
-    adapters = dict.fromkeys(
-        nic.name + (f" {nic.gigabits_per_second:g} Gbit/s" if nic.gigabits_per_second else "")
-        for info in infos
-        for nic in info.nics
-    )
-    return (
-        f"hosts: {_spell(infos, range(len(infos)), 8)}; {devices}; adapters: {_few(list(adapters), 8, ', ') or 'none'}"
-    )
-
-
-def known_links(infos: Sequence[HostInfo], cluster: Cluster) -> Links | None:
-    """The links of a surveyed cluster as far as its parts are known; None where nothing is.
-
-    Args:
-        infos: what each rank says of its machine; `cluster` is made of them.
-    """
-    gpus = [info.gpu for info in infos if info.gpu is not None]
-    nvlink, pcie = _slowest(map(_nvlink, gpus)), _slowest(map(_pcie, gpus))
-    joined = bool(gpus) and all(gpu.fabric or gpu.nvlink_peers for gpu in gpus)
-    domain = nvlink if joined else pcie
-    node = pcie if cluster.domain_size is not None and cluster.domain_size < cluster.ranks_per_node else None
-    gigabits = {_node(info): sum(nic.gigabits_per_second for nic in info.nics) for info in infos}
-    rate = min(gigabits.values()) / 8 if cluster.num_nodes > 1 else 0.0  # 0: a node does not say
-    network = Link(rate, source="the adapters' rates, as the kernel gives them") if rate else None
-    return Links(domain, node, network) if domain or node or network else None
+    adapters = list(dict.fromkeys(adapter for info in infos for adapter in info.adapters))
+    return f"hosts: {_spell(infos, range(len(infos)), 8)}; {devices}; adapters: {_few(adapters, 8, ', ') or 'none'}"
 
 
 def _node(info: HostInfo) -> Hashable:
@@ -273,22 +211,3 @@ def _spell(infos: Sequence[HostInfo], ranks: Sequence[int], most: int = 4) -> st
 
 def _few(words: Sequence[object], most: int, between: str = " ") -> str:
     return between.join(map(str, words[:most])) + (" ..." if len(words) > most else "")
-
-
-def _slowest(links: Iterable[Link | None]) -> Link | None:
-    """The slowest of all, or None where one is not known."""
-    known = list(links)
-    return None if None in known else min((link for link in known if link is not None), default=None)
-
-
-def _nvlink(gpu: Gpu) -> Link | None:
-    rates = (rate for words, rate in NVLINK_GIGABYTES_PER_SECOND if re.search(rf"\b{words}\b", gpu.name))
-    rate = next(rates, None)
-    return None if rate is None else Link(rate / 2, source=f"data sheet of {gpu.name}")
-
-
-def _pcie(gpu: Gpu) -> Link | None:
-    if gpu.pcie_generation not in PCIE or gpu.pcie_lanes < 1:
-        return None
-    gigatransfers, share = PCIE[gpu.pcie_generation]
-    return Link(gigatransfers * share * gpu.pcie_lanes / 8, source=f"PCIe {gpu.pcie_generation}.0 x{gpu.pcie_lanes}")

@@ -1,4 +1,4 @@
-"""Who gets which rank: pure integers, from a cluster and the parallel degrees to mesh coordinates.
+"""The layout of ranks: pure integers, from a cluster and the parallel degrees to mesh coordinates.
 
 Positions (topology/cluster.py) go node by node and domain by domain, so neighbours share the fastest wire. The
 innermost positions go to tensor parallelism, the rest of a local domain (node or fast domain, the larger) to the local
@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megazpp.flags import wrong_types
 from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind, nested_sizes
 
 AXES = ("tp", "local", "cross", "shard", "replicate", "island")
@@ -84,13 +85,13 @@ class Layout:
 
     @property
     def groups_ascend(self) -> bool:
-        """Whether the ranks of every group ascend in axis order, as torch's process groups have them by default."""
-        if self.cluster.is_block_order:
-            return True
-        return all(list(group) == sorted(group) for axis in AXES for group in self.axis_groups(axis))
+        """True if the ranks of every group ascend in axis order, as torch's process groups have them by default."""
+        return self.cluster.is_block_order or all(
+            list(group) == sorted(group) for axis in AXES for group in self.axis_groups(axis)
+        )
 
     def link(self, axis: str, rank: int) -> LinkKind:
-        """What connects `rank` with its successor in the ring of `axis`."""
+        """The link from `rank` to its successor in the ring of `axis`."""
         stride, size = self._stride_and_size(axis)
         position = self.cluster.position_of(rank)
         index = position // stride % size
@@ -98,7 +99,7 @@ class Layout:
         return self.cluster.link_between(rank, self.cluster.rank_at(successor))
 
     def links(self, axis: str) -> dict[LinkKind, int]:
-        """How many ranks send over which kind of link in the rings of `axis`, fastest first; {} for an axis of 1."""
+        """Ranks that send over each kind of link in the rings of `axis`, fastest kind first; {} for an axis of 1."""
         if self.axis_size(axis) == 1:
             return {}
         cluster, sizes = self.cluster, (self.cluster.ranks_per_domain, self.cluster.local_domain_size)
@@ -117,14 +118,14 @@ class Layout:
         return _by_kind(size - 1, inside(self.cluster.ranks_per_domain), inside(self.cluster.local_domain_size))
 
     def wire(self, axis: str, rank: int) -> str:
-        """How traffic from `rank` along the ring of `axis` is counted: "tp", "local" or "cross" (between domains)."""
+        """The wire on which `rank`'s traffic along `axis` is counted: "tp", "local" or "cross" (between domains)."""
         if self.link(axis, rank) == "network":
             return "cross"
         return "tp" if axis == "tp" else "local"
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What somebody who pays for it should know: tensor parallelism off the fastest wire, and its price."""
+        """A line where tensor parallelism leaves the fastest wire, with its price."""
         cluster, tp = self.cluster, self.tp
         if cluster.ranks_per_domain % tp == 0:
             return ()
@@ -156,7 +157,7 @@ class Layout:
         )
 
     def _rings_inside(self, axis: str, part: int) -> int:
-        """How many ranks' successors in the rings of `axis` are in the same part of `part` positions.
+        """The number of ranks whose successors in the rings of `axis` are in the same part of `part` positions.
 
         A part is made of whole rings, or a ring of whole parts, or both are parts of a node.
         """
@@ -178,7 +179,7 @@ class Layout:
         return tuple(positions) if order is None else tuple(order[position] for position in positions)
 
     def _stride_and_size(self, axis: str) -> tuple[int, int]:
-        """Positions between neighbours along `axis`, and how many ranks it has."""
+        """Positions between neighbours along `axis`, and its ranks."""
         return {
             "tp": (1, self.tp),
             "local": (self.tp, self.local),
@@ -242,16 +243,14 @@ def layout_from_record(record: Mapping[str, Any]) -> Layout:
     Raises:
         ValueError: a field is missing or no integer, or the sizes do not fit each other.
     """
-    sizes: dict[str, Any] = {name: record.get(name) for name in (*CLUSTER_SIZES, *COORDINATES)}
-    order = record.get("order")
-    sizes["island"] = record.get("island", 1)
-    numbers = [number for name, number in sizes.items() if number is not None or name != "domain_size"]
-    numbers += order if isinstance(order, list) else []
-    if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(order, list | None):
+    of_cluster: dict[str, Any] = {name: record.get(name) for name in (*CLUSTER_SIZES, "order")}
+    of_layout: dict[str, Any] = {name: record.get(name) for name in COORDINATES} | {"island": record.get("island", 1)}
+    if wrong_types(Cluster, of_cluster) or wrong_types(Layout, of_layout):
         raise ValueError(f"{dict(record)} is no record of a layout")
-    cluster = Cluster(**{name: sizes[name] for name in CLUSTER_SIZES}, order=None if order is None else tuple(order))
-    layout = Layout(cluster=cluster, **{name: sizes[name] for name in ("island", *COORDINATES)})
-    if layout.data * layout.tp != cluster.world_size or not cluster.world_size:
+    order = of_cluster.pop("order")
+    cluster = Cluster(**of_cluster, order=None if order is None else tuple(order))
+    layout = Layout(cluster=cluster, **of_layout)
+    if layout.data * layout.tp != cluster.world_size or min(of_layout.values()) < 1:
         raise ValueError(f"axes of {layout.data} x {layout.tp} ranks are not the {cluster.world_size} of the cluster")
     return layout
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megazpp.parallel import nccl
+from megazpp.parallel import environment
 from megazpp.parallel.axis import make_group
-from megazpp.parallel.nccl import NcclConfig, axis_options, order_launches
+from megazpp.parallel.environment import NcclConfig, axis_options, order_launches
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
 
@@ -26,8 +26,8 @@ def recorded_options(monkeypatch: pytest.MonkeyPatch) -> None:
     def options(is_high_priority_stream: bool = False) -> Any:
         return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
 
-    monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    monkeypatch.setattr(nccl.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(environment.dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    monkeypatch.setattr(environment.dist, "get_backend", lambda: "nccl")
 
 
 def asked(axis: str, on: Layout, config: NcclConfig) -> tuple[bool, dict[str, int]]:
@@ -49,14 +49,12 @@ def test_the_shard_axis_is_treated_like_the_local_axis_where_nothing_crosses_nod
     assert asked("shard", layout(nodes=1), NcclConfig()) == (True, {})
 
 
-FLAGS = NcclConfig(
-    nccl_high_priority=False, nccl_cross_max_ctas=8, nccl_cross_min_ctas=2, nccl_cross_cga_cluster_size=0
-)
+FLAGS = NcclConfig(nccl_high_priority=False, nccl_cross_max_ctas=8)
 
 
 @pytest.mark.usefixtures("recorded_options")
 def test_flags_reach_the_cross_group_and_priorities_can_be_turned_off():
-    assert asked("cross", layout(), FLAGS) == (False, {"min_ctas": 2, "max_ctas": 8, "cga_cluster_size": 0})
+    assert asked("cross", layout(), FLAGS) == (False, {"max_ctas": 8})
     assert asked("tp", layout(), FLAGS) == (False, {})
 
 
@@ -68,33 +66,21 @@ def test_every_group_gets_options_of_its_own_and_an_axis_of_one_rank_none():
 
 
 def test_gloo_gets_no_options(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(nccl.dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(environment.dist, "get_backend", lambda: "gloo")
     assert axis_options("tp", layout(), NcclConfig()) is None
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
 def test_torch_s_own_options_take_every_setting(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(nccl.dist, "get_backend", lambda: "nccl")
-    config = axis_options("cross", layout(), FLAGS).config
-    assert (config.min_ctas, config.max_ctas, config.cga_cluster_size) == (2, 8, 0)
+    monkeypatch.setattr(environment.dist, "get_backend", lambda: "nccl")
+    assert axis_options("cross", layout(), FLAGS).config.max_ctas == 8
     assert axis_options("tp", layout(), NcclConfig()).is_high_priority_stream
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"nccl_cross_max_ctas": 0}, "--nccl-cross-max-ctas 0 is not a number from 1 to 64"),
-        ({"nccl_cross_min_ctas": 65}, "--nccl-cross-min-ctas 65 is not a number from 1 to 64"),
-        (
-            {"nccl_cross_min_ctas": 9, "nccl_cross_max_ctas": 8},
-            "--nccl-cross-min-ctas 9 is more than --nccl-cross-max-ctas 8",
-        ),
-        ({"nccl_cross_cga_cluster_size": 9}, "--nccl-cross-cga-cluster-size 9 is not a number from 0 to 8"),
-    ],
-)
-def test_values_that_nccl_refuses_are_refused_by_the_flag_s_name(config: dict[str, int], message: str):
-    with pytest.raises(ValueError, match=message):
-        NcclConfig(**config)
+@pytest.mark.parametrize("value", [0, 65])
+def test_values_that_nccl_refuses_are_refused_by_the_flag_s_name(value: int):
+    with pytest.raises(ValueError, match=f"--nccl-cross-max-ctas {value} is not a number from 1 to 64"):
+        NcclConfig(nccl_cross_max_ctas=value)
 
 
 @pytest.mark.parametrize(

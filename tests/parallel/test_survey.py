@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from helpers.ranks import ranks
 
-from megazpp.parallel.survey import describe_host, find_nics, settle_cluster, share_survey
+from megazpp.parallel.survey import describe_host, find_adapters, settle_cluster, share_survey
 from megazpp.parallel.worker import Worker
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import ClusterConfig
-from megazpp.topology.hosts import HostInfo, Nic
+from megazpp.topology.hosts import HostInfo
 
 
 def info(host: str, local_rank: int = 0) -> HostInfo:
@@ -95,21 +95,20 @@ def put(root: Path, path: str, text: str) -> None:
     (root / path).write_text(text + "\n")
 
 
-def make_device(root: Path, kind: str, name: str, pci: str, numa_node: int) -> None:
+def make_device(root: Path, kind: str, name: str, pci: str) -> None:
     """An adapter as /sys shows it; the device may be one step below the PCI function, as virtio's are."""
     function = root / "sys/devices/pci0000:00" / pci
     (function / "below").mkdir(parents=True, exist_ok=True)
-    put(root, f"sys/bus/pci/devices/{pci}/numa_node", str(numa_node))
     folder = root / "sys/class" / kind / name
     folder.mkdir(parents=True)
     (folder / "device").symlink_to(function / "below")
 
 
-def test_adapters_are_found_once_with_rate_and_numa_node(tmp_path: Path):
-    make_device(tmp_path, "infiniband", "mlx5_0", "0000:5e:00.0", 1)
+def test_adapters_are_found_once_with_their_rate(tmp_path: Path):
+    make_device(tmp_path, "infiniband", "mlx5_0", "0000:5e:00.0")
     put(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE")
     put(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/rate", "400 Gb/sec (4X NDR)")
-    make_device(tmp_path, "infiniband", "mlx5_1", "0000:5f:00.0", 1)
+    make_device(tmp_path, "infiniband", "mlx5_1", "0000:5f:00.0")
     put(tmp_path, "sys/class/infiniband/mlx5_1/ports/1/state", "1: DOWN")
     put(tmp_path, "sys/class/infiniband/mlx5_1/ports/1/rate", "400 Gb/sec (4X NDR)")
     for name, pci, state, speed in (
@@ -118,15 +117,11 @@ def test_adapters_are_found_once_with_rate_and_numa_node(tmp_path: Path):
         ("eth2", "0000:03:00.0", "down", "100000"),
         ("ib0", "0000:5e:00.0", "up", "400000"),  # mlx5_0's other face
     ):
-        make_device(tmp_path, "net", name, pci, 1 if name == "ib0" else -1)
+        make_device(tmp_path, "net", name, pci)
         put(tmp_path, f"sys/class/net/{name}/operstate", state)
         put(tmp_path, f"sys/class/net/{name}/speed", speed)
     put(tmp_path, "sys/class/net/lo/operstate", "up")  # no device
-    assert find_nics(tmp_path) == (
-        Nic("mlx5_0", "0000:5e:00.0", 1, 400.0),
-        Nic("eth0", "0000:01:00.0", -1, 25.0),
-        Nic("eth1", "0000:02:00.0", -1, 0.0),
-    )
+    assert find_adapters(tmp_path) == ("mlx5_0 400 Gbit/s", "eth0 25 Gbit/s", "eth1")
 
 
 def test_a_machine_without_proc_and_sys_still_has_a_name(tmp_path: Path):

@@ -18,7 +18,7 @@ def span(track: str, start: float, end: float, *, blocking: bool = False) -> Spa
 def behind_compute(spans: list[Span], track: str) -> float:
     hidden = hidden_shares(spans, track)
     assert hidden is not None
-    return hidden.behind_compute
+    return hidden[0]
 
 
 STEP = [

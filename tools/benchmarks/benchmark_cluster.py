@@ -29,10 +29,10 @@ import tools_path  # noqa: F401
 from benchmark_cluster_ranks import VARIANTS, BenchmarkSettings
 from benchmark_cluster_report import LOCAL, Sample, tables
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate
+from rank_processes import start_on_this_machine
 
 from megazpp.errors import EXIT_INTERRUPTED, UserError
 from megazpp.files import write_whole
-from megazpp.parallel.processes import start_on_this_machine
 from megazpp.program import exit_on_signals, flags_of, program, say
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"

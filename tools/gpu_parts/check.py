@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rank_processes import RankProcesses, start_on_this_machine
+
 from megazpp.errors import end_with
-from megazpp.parallel.processes import RankProcesses, start_on_this_machine
 
 T = TypeVar("T")
 Launch = Callable[[Sequence[str]], RankProcesses]
