@@ -14,7 +14,7 @@ from megazpp.convert.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from megazpp.convert.model import WORDS, Architecture, Deferred, Model, join_all, model_config, model_shapes, split_all
 from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
 from megazpp.convert.settings import Settings
-from megazpp.data.tokenizer import CONFIG
+from megazpp.data.tokenizer_folder import CONFIG
 from megazpp.files import write_whole
 from megazpp.model.config import GPTConfig
 
