@@ -3,7 +3,7 @@
 A sample is a window of S + 1 tokens; inputs are the first S, labels the last S. The documents inside a window
 end at the tokenizer's eod token. `--reset-attention-mask` turns those ends into `document_starts`, offsets as
 variable-length attention takes them, where Megatron builds an [S, S] mask; the model makes that mask from them on
-devices without such a kernel (model/attention_kernels.py).
+devices without such a kernel (model/backends.py).
 
 Legend: B samples of a micro-batch, S tokens of a sample, D documents of a micro-batch.
 """

@@ -1,4 +1,4 @@
-"""Self attention: fused projection, rotary positions, torch's attention kernels (attention_kernels.py says which).
+"""Self attention: fused projection, rotary positions, torch's attention kernels (backends.py says which).
 
 S sequence, B batch, H hidden, G query groups (key and value heads) and Q = heads / G query heads per group on this
 tp rank, D channels per head. The fused projection's rows are ordered [group, (Q queries, key, value), D], so a slice
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megazpp.model.attention_kernels import DocumentKernel, masked_attention
+from megazpp.model.backends import DocumentKernel, masked_attention
 from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import LayerCache
 from megazpp.model.norms import Norm, normed

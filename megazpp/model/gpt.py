@@ -17,11 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles
-from megazpp.model.attention_kernels import DocumentKernel, attention_backend
-from megazpp.model.compilation import compiles_layers
+from megazpp.model.backends import DocumentKernel
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
-from megazpp.model.float8 import float8_backend
 from megazpp.model.kv_cache import KVCache, LayerCache
 from megazpp.model.mlp import MLP
 from megazpp.model.norms import Norm
@@ -339,26 +337,3 @@ class ScalarHead(nn.Module):
         first, last = (rank * x.shape[-1] // self.tp.size for rank in (self.tp.rank, self.tp.rank + 1))
         part = F.linear(x[..., first:last].float(), weight[:, first:last].float())
         return (reduce_from_region_(part, self.tp) if self.tp.size > 1 else part).squeeze(-1)
-
-
-def model_backends(
-    config: GPTConfig, tp_size: int, *, device: torch.device, dtype: torch.dtype, documents: bool
-) -> list[tuple[str, str, str]]:
-    """Rows (piece, implementation, why) for the table of back ends.
-
-    Args:
-        dtype: what the layers compute in.
-        documents: attention stays inside documents.
-    """
-    norm = {"LayerNorm": "torch layer_norm", "RMSNorm": "torch rms_norm"}[config.normalization]
-    loss = "linear and vocab-parallel cross entropy in chunks of the vocabulary"
-    compiled, because = compiles_layers(config, device.type)
-    why = "logits are neither gathered nor kept in fp32, and never whole where they are large"
-    linear = [] if config.fp8_format is None else [("linear layers", *float8_backend(config))]
-    return [
-        ("attention", *attention_backend(config, device, dtype, documents=documents)),
-        *linear,
-        ("norms", norm, "one fused kernel per device"),
-        ("cross entropy", loss, why),
-        ("layers", "torch.compile" if compiled else "eager", because),
-    ]

@@ -24,7 +24,7 @@ from helpers.tensor_parallel import build_gpt, local_gradients, tp_axis
 from helpers.training import EOD, GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, train_plain
 
 from megazpp.data.batch import MicroBatch, make_micro_batch
-from megazpp.model import compilation
+from megazpp.model import backends
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
 
@@ -75,7 +75,7 @@ def aot_eager() -> Iterator[None]:
     stopped = functools.partial(torch.compile, backend="aot_eager")
     with (
         mock.patch.object(torch, "compile", stopped),
-        mock.patch.object(compilation, "missing_compiler", return_value=None),
+        mock.patch.object(backends, "missing_compiler", return_value=None),
     ):
         yield
 

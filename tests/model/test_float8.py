@@ -21,10 +21,9 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, trai
 from megazpp.arguments import parse_run_config
 from megazpp.checks import check_run_config
 from megazpp.model import float8
-from megazpp.model.attention_kernels import capability
+from megazpp.model.backends import capability, model_backends
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import Float8Format, find_product, float8_product
-from megazpp.model.gpt import model_backends
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 
@@ -303,5 +302,5 @@ def test_the_table_of_back_ends_has_its_row():
     settings = {"device": CPU, "dtype": torch.bfloat16, "documents": False}
     model = dataclasses.replace(GPT2_STYLE, fp8_format="hybrid")
     row = ("linear layers", "torchao float8 tensorwise", "--fp8-format hybrid: e4m3, gradients e5m2")
-    assert row in model_backends(model, 1, **settings)
-    assert not any(piece == "linear layers" for piece, *_ in model_backends(GPT2_STYLE, 1, **settings))
+    assert row in model_backends(model, **settings)
+    assert not any(piece == "linear layers" for piece, *_ in model_backends(GPT2_STYLE, **settings))
