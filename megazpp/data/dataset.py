@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -61,9 +61,6 @@ class DataConfig:
     )
     mock_data: bool = flag(False, "made-up documents instead of files")
     num_workers: int = flag(2, "threads that prepare the next steps' samples; 0 prepares them when asked")
-    dataloader_type: Literal["single", "cyclic", "external"] | None = flag(
-        None, "only single: the indices already repeat and reshuffle the data for as long as training lasts"
-    )
     seq_length: int | None = flag(None, "tokens of a sample")
     reset_position_ids: bool = flag(False, "count positions from the start of the document")
     reset_attention_mask: bool = flag(False, "attend within a document only")
@@ -75,11 +72,6 @@ class DataConfig:
         check_not_negative(self, "num_workers")
         if len(self.sources) > 1:
             raise ValueError(_ONE_SOURCE.format(f"{' and '.join(self.sources)} are given") + _TAKEN_BACK)
-        if self.dataloader_type not in (None, "single"):
-            raise ValueError(
-                f"--dataloader-type {self.dataloader_type} is not supported: single already repeats and reshuffles the"
-                " data for as long as training lasts"
-            )
         parse_split(self.split)
         for flag_name, values in {"--data-path": self.data_path, **_paths_by_use(self)}.items():
             parse_blend(values, flag_name=flag_name)

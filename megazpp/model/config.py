@@ -59,16 +59,6 @@ class GPTConfig:
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
     hidden_dropout: float = flag(0.1, "dropout after embedding, attention and MLP")
     attention_dropout: float = flag(0.1, "dropout on the attention probabilities")
-    use_flash_attn: bool = flag(
-        False,
-        "accepted and without effect: torch's scaled_dot_product_attention uses flash kernels where it can",
-    )
-    attention_softmax_in_fp32: bool = flag(
-        False, "accepted and without effect: torch's attention kernels always keep the softmax in fp32"
-    )
-    fp16_lm_cross_entropy: bool = flag(
-        False, "accepted and without effect: logits are never kept in fp32, and losses are as exact as if they were"
-    )
     recompute_activations: bool = flag(False, "short for --recompute-granularity selective")
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None,
@@ -94,9 +84,6 @@ class GPTConfig:
         "capability 8.9 on: e4m3; hybrid: gradients in e5m2. Embedding, output layer, norms, adapters and what crosses "
         "wires stay as they are. Casts cost passes over memory without --compile, and with tensor parallelism the "
         "collectives of backward no longer hide behind products",
-    )
-    fp8_recipe: Literal["tensorwise"] = flag(
-        "tensorwise", "how --fp8-format scales: each tensor by its largest element, found anew at each use"
     )
     compile: bool | None = flag(
         None,

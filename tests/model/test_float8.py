@@ -264,7 +264,7 @@ def test_a_model_of_multiples_of_16_is_fine_and_a_note_says_what_eager_casts_cos
         "--num-attention-heads 4 --kv-channels 4 --group-query-attention",
         "queries, keys and values of 4 heads in 1 group(s) over 1 tensor-parallel rank(s): 24 rows",
     ),
-    ("--fp8-recipe delayed", "--fp8-recipe: 'delayed' is not one of tensorwise"),
+    ("--fp8-recipe delayed", "--fp8-recipe delayed is not supported, only tensorwise"),
 ])  # fmt: skip
 def test_flags_and_sizes_that_do_not_fit_are_refused_by_name(flags: str, message: str):
     with pytest.raises(ValueError, match="--fp8") as caught:
