@@ -97,8 +97,8 @@ def test_a_tokenizer_learns_from_lines_of_any_length(tmp_path: Path) -> None:
     [
         (b'{"text": "a"}\n{"text": \n', "line 2: not JSON"),
         (b'{"txt": "a"}\n', "line 1: there is no 'text'"),
-        (b"[1]\n", "line 1: an array, not an object"),
-        (b'{"text": 5}\n', "line 1: 'text' is a number"),
+        (b"[1]\n", r"line 1: \[1\], not an object"),
+        (b'{"text": 5}\n', "line 1: 'text' is 5, not a string"),
         (b'{"text": "\xff"}\n', "not UTF-8"),
     ],
 )
