@@ -37,11 +37,11 @@ class MicroBatch(NamedTuple):
     document_starts: torch.Tensor | None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
-        """The same micro-batch on `device`."""
+        """Copy to `device`."""
         return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatch:
-        """The same micro-batch in page-locked memory, from which copies to a GPU do not block."""
+        """Copy to page-locked memory, from which copies to a GPU do not block."""
         return mapped(self, torch.Tensor.pin_memory)
 
 

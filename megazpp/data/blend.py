@@ -171,13 +171,13 @@ class BlendedDataset:
         return "\n".join([f"{len(self):,} samples, of which", *lines])
 
     def token_counts(self, size: int) -> npt.NDArray[np.float64]:
-        """How often each id below `size` is to be expected among the samples served: [size], up to a factor."""
+        """Expected count of each id below `size` among the samples served: [size], up to a factor."""
         counted = zip(self._taken, (dataset.token_counts(size) for dataset in self.datasets), strict=True)
         return np.sum([taken * counts / counts.sum() for taken, counts in counted], axis=0)
 
 
 def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of n samples [n] int16, the dataset each comes from, and [n] int64, its number among that dataset's samples.
+    """Plan n samples: [n] int16, the dataset each comes from, and [n] int64, its number among that dataset's samples.
 
     A loop in Python (a second or two per million samples, then cached), because each choice depends on all before
     it; the arithmetic is Megatron's, in the same order, so that rounding breaks ties the same way.

@@ -44,7 +44,7 @@ _TAKEN_BACK = " (given again without a value, a flag takes an earlier one back)"
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the tokens come from and how they are cut into samples."""
+    """Sources of tokens, and how they are cut into samples."""
 
     data_path: tuple[str, ...] = flag(
         (), "prefixes of .bin/.idx pairs, each optionally preceded by its weight: 0.3 A 0.7 B", nargs="*"
@@ -101,7 +101,7 @@ class Dataset(Protocol):
         ...
 
     def token_counts(self, size: int) -> np.ndarray:
-        """How often each id below `size` occurs: [size], up to a factor."""
+        """Count of each id below `size`: [size], up to a factor."""
         ...
 
 
@@ -220,7 +220,7 @@ def build_datasets(
 
 
 def batch_options(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the flags and the tokenizer say about making micro-batches: keywords of `make_micro_batch`."""
+    """Keywords of `make_micro_batch` that the flags and the tokenizer give."""
     return {
         "eod": tokenizer.eod,
         "reset_position_ids": config.reset_position_ids,

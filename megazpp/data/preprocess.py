@@ -78,7 +78,7 @@ class Encoded(NamedTuple):
 
 @dataclass(kw_only=True)
 class PreprocessProgress:
-    """What has been written; sizes in bytes, of `total_disk_bytes` of input."""
+    """Counts of what has been written; sizes in bytes, of `total_disk_bytes` of input."""
 
     total_disk_bytes: int
     started: float = field(default_factory=time.monotonic)

@@ -109,7 +109,7 @@ def train_sentencepiece(
     Args:
         min_log_level: of SentencePiece's log on stderr: 0 all of it, 1 warnings, 2 errors.
     Raises:
-        ValueError: the text does not support `vocab_size` pieces. What `documents` raises comes out as it is.
+        ValueError: the text does not support `vocab_size` pieces. Errors of `documents` come out as they are.
     """
     model = io.BytesIO()
     failure: Exception | None = None  # SentencePiece makes a RuntimeError of what the lines raise
@@ -207,7 +207,7 @@ def _all_documents(paths: Sequence[Path], flag_name: str = _FLAG) -> Iterator[st
 
 
 def content_hash(paths: Sequence[Path]) -> list[str]:
-    """Of each file what it holds, for cache keys."""
+    """Kind and hash of each file, for cache keys."""
     hashes = []
     for path in paths:
         with open(path, "rb") as file:

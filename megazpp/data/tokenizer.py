@@ -1,4 +1,4 @@
-"""Which tokenizer the flags name, and how it is read from its files.
+"""The tokenizer that the flags name, read from its files.
 
 A Hugging Face folder gives the ids that transformers gives for it, with the special tokens that its files put around a
 text (`Marks`): <s> before a prompt, and before each document of a dataset, as Megatron's HuggingFaceTokenizer has it.

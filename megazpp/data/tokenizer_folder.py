@@ -34,7 +34,7 @@ _REBUILT = {
 
 
 def read_companions(file: Path) -> dict[str, bytes]:
-    """What is said about text beside a vocabulary: all of it where the file has its name at Hugging Face.
+    """Read the files about text beside a vocabulary: all of them where it has its name at Hugging Face.
 
     Beside a definition of another name only tokenizer_config.json counts, which names its end of a document: other
     files of such a folder are somebody else's. Of config.json only the ids of tokens and the kind of model are taken.
@@ -94,7 +94,7 @@ def do_as_transformers(tokenizer: Any, files: Mapping[str, bytes]) -> str:
 
 
 def _rebuild(tokenizer: Any, *, has_bytes: bool, prefix: bool, legacy: bool) -> None:
-    """What LlamaTokenizer and, of bytes, GPT2Tokenizer have around their merges."""
+    """Put around the merges what LlamaTokenizer and, of bytes, GPT2Tokenizer have there."""
     if has_bytes:
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
         return
@@ -125,7 +125,7 @@ def _add_special_tokens(tokenizer: Any, description: Mapping[str, Any], added: M
 
 
 def wanted_marks(files: Mapping[str, bytes]) -> list[list[str]]:
-    """What is put before and after a text where no tokenizer.json says it: `add_bos_token` and `add_eos_token`."""
+    """Tokens before and after a text where no tokenizer.json says it: by `add_bos_token` and `add_eos_token`."""
     description = _REBUILT["GPT2Tokenizer" if MERGES in files else "LlamaTokenizer"] | read_description(files)
     tokens = {mark: description[f"{mark}_token"] for mark in ("bos", "eos") if description.get(f"add_{mark}_token")}
     names = {mark: [each["content"] if isinstance(each, dict) else each] for mark, each in tokens.items() if each}

@@ -92,7 +92,7 @@ class GPTConfig:
     )
 
     def __post_init__(self) -> None:
-        """What layers, hidden size and heads have to do with it is left out where they are not known yet."""
+        """Leave out checks of layers, hidden size and heads that are not known yet."""
         check_words(self)
         check_positive(self, "num_attention_heads", "num_layers", "hidden_size", "ffn_hidden_size", "kv_channels")
         check_positive(self, "num_query_groups", "make_vocab_size_divisible_by")
@@ -233,11 +233,11 @@ class GPTConfig:
         return self.recompute_granularity or ("selective" if self.recompute_activations else None)
 
     def recomputes(self, module: RecomputeModule) -> bool:
-        """Whether backward computes the outputs of these modules again."""
+        """True if backward computes the outputs of these modules again."""
         return self.recompute == "selective" and module in (self.recompute_modules or ("layernorm", "mlp_act"))
 
     def recomputes_layer(self, index: int) -> bool:
-        """Whether layer `index` keeps only its input and is run again in backward."""
+        """True if layer `index` keeps only its input and is run again in backward."""
         if self.recompute != "full":
             return False
         return self.recompute_method != "block" or index < (self.recompute_num_layers or self.layers)

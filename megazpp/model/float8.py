@@ -31,7 +31,7 @@ MULTIPLE = 16  # of the scaled products: both sizes of a matrix, and what is sum
 
 
 def find_product(config: GPTConfig, device: torch.device) -> Product | None:
-    """What linear layers multiply with on `device`; None for their own 16-bit products.
+    """Product of linear layers on `device`; None for their own 16-bit products.
 
     Raises:
         ValueError: --fp8-format on a device without float8, or without torchao.

@@ -31,7 +31,7 @@ from megazpp.tensor_parallel.regions import enter_region, reduce_from_region_
 
 
 class TokenOutputs(NamedTuple):
-    """What a forward says of every token where more than losses is asked for: [B, S] fp32 each.
+    """Outputs of a forward where more than losses is asked for: [B, S] fp32 each.
 
     Attributes:
         losses: of the labels, the negative log-probabilities; None without labels.
@@ -164,7 +164,7 @@ class GPTModel(nn.Module):
         return TokenOutputs(losses, None if entropy is None else entropy.t(), values)
 
     def _multiplied(self, x: torch.Tensor, head: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
-        """What `head` makes of x and the weight of the output layer."""
+        """Apply `head` to x and the weight of the output layer."""
         return head(x, local(self.embedding.word.weight)) if self.output is None else self.output(x, head)
 
     def sharding_units(self) -> list[list[nn.Module]]:

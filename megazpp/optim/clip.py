@@ -80,7 +80,7 @@ def count_zero_grads(named_parameters: NamedParameters, tp: MeshAxis, shard: Mes
 
 
 def clip_divisor(norm: torch.Tensor, max_norm: float, *, divisor: float = 1.0) -> torch.Tensor:
-    """What gradients are divided by so that their global norm is at most `max_norm`, an fp32 scalar like `norm`.
+    """Divisor of gradients such that their global norm is at most `max_norm`, an fp32 scalar like `norm`.
 
     Megatron's rule: the divisor, times (norm + 1e-6) / max_norm where that is above 1. NaN stays NaN.
 

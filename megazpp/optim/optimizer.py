@@ -27,7 +27,7 @@ from megazpp.tensor_parallel.parameters import local
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Which optimizer, whose kernels, its constants, and the clipping threshold."""
+    """Optimizer, whose kernels, its constants, and the clipping threshold."""
 
     optimizer: Literal["adam", "sgd"] = flag("adam", "adam (AdamW: decoupled weight decay) or sgd with momentum")
     optimizer_backend: Literal["torch", "apex"] = flag(

@@ -112,7 +112,7 @@ class Schedule:
         return dataclasses.asdict(self)
 
     def _height(self, consumed_samples: int) -> float:
-        """Where the decay stands between 1 (peak) and 0 (floor)."""
+        """Height of the decay between 1 (peak) and 0 (floor)."""
         if self.decay_style == "WSD":
             assert self.anneal_samples is not None
             annealed = consumed_samples - (self.decay_samples - self.anneal_samples)
