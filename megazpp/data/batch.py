@@ -71,8 +71,12 @@ def make_micro_batch(
     Raises:
         ValueError: one of the three flags is set and there is no eod.
     """
-    flags = {"reset_position_ids": reset_position_ids, "reset_attention_mask": reset_attention_mask}
-    check_eod(eod, **flags, eod_mask_loss=eod_mask_loss)
+    check_eod(
+        eod,
+        reset_position_ids=reset_position_ids,
+        reset_attention_mask=reset_attention_mask,
+        eod_mask_loss=eod_mask_loss,
+    )
     tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     loss_mask = torch.ones_like(tokens, dtype=torch.float32)
@@ -93,13 +97,8 @@ def make_micro_batch(
     return MicroBatch(tokens, labels, loss_mask, positions.contiguous(), starts)
 
 
-def check_eod(eod: int | None, *, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool) -> None:
+def check_eod(eod: int | None, **flags: bool) -> None:
     """Raises ValueError naming the flags that need to know where documents end, if the tokenizer has no such token."""
-    wanted = {
-        "--reset-position-ids": reset_position_ids,
-        "--reset-attention-mask": reset_attention_mask,
-        "--eod-mask-loss": eod_mask_loss,
-    }
-    if eod is None and any(wanted.values()):
-        names = ", ".join(name for name, on in wanted.items() if on)
+    names = ", ".join(f"--{name.replace('_', '-')}" for name, on in flags.items() if on)
+    if eod is None and names:
         raise ValueError(f"{names} needs a tokenizer with an end-of-document token, and this one has none")

@@ -1,7 +1,8 @@
 """The GPT: embedding, pre-norm transformer layers, final norm, output layer.
 
 Parameters live on leaf modules only (FSDP2's flat order then equals `named_parameters()`), activations are
-[S, B, H], and everything that varies with the parallel layout is in the layers of `tensor_parallel`.
+[S, B, H], and everything that varies with the parallel layout is in the layers of `tensor_parallel`. One file, because
+`sharding_units` speaks of all its modules.
 """
 
 from __future__ import annotations
