@@ -28,8 +28,8 @@ from megazpp.errors import user_errors
 from megazpp.flags import render_arguments_block
 from megazpp.formatting import aligned
 from megazpp.inference.text import continue_texts
+from megazpp.model.backends import model_backends
 from megazpp.model.float8 import find_product
-from megazpp.model.gpt import model_backends
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer, optimizer_backends
 from megazpp.optim.schedule import Schedule
@@ -367,7 +367,6 @@ def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
     with user_errors():
         model = model_backends(
             config.model,
-            layout.tp,
             device=run.device,
             dtype=config.precision.param_dtype,
             documents=config.data.reset_attention_mask,

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from train_tokenizer import TrainTokenizerConfig
 
 from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.checks import check_run_config
 from megazpp.command_line import FlagParser, read_megatron_flags
 from megazpp.convert.convert import ConvertConfig
 from megazpp.data.preprocess import PreprocessConfig
-from megazpp.data.tokenizer_training import TrainTokenizerConfig
 from megazpp.flags import FlagSpec, flag_name
 from megazpp.post_training.start import EXTRA
 from megazpp.topology.cluster import Cluster

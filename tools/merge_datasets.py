@@ -7,13 +7,85 @@ python tools/merge_datasets.py --input parts/ --output-prefix all_text_document
 
 from __future__ import annotations
 
-from megazpp.data.merge import MergeConfig, merge_datasets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, check_output
+from megazpp.flags import flag
 from megazpp.program import program_of, say
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig:
+    """Datasets that become one."""
+
+    input: tuple[str, ...] = flag(
+        (),
+        "prefixes of .bin/.idx pairs, in this order; a folder stands for its pairs in the order of their names",
+        nargs="+",
+    )
+    output_prefix: str | None = flag(None, "prefix of the .bin/.idx pair to write", metavar="PREFIX")
+    overwrite: bool = flag(False, "replace a pair of that name")
 
 
 @program_of(MergeConfig)
 def main(config: MergeConfig) -> None:
     print(merge_datasets(config, say))
+
+
+def merge_datasets(config: MergeConfig, log: Callable[[str], None]) -> Path:
+    """Write the pairs one after the other; the prefix of the result.
+
+    Raises:
+        ValueError: a flag or an input is not usable, or the ids are not of one dtype. Nothing is written then.
+    """
+    if config.output_prefix is None:
+        raise ValueError("--output-prefix is missing: where the merged pair goes")
+    output = Path(config.output_prefix).expanduser()
+    prefixes = _find_pairs(config.input)
+    check_output(output, overwrite=config.overwrite)
+    for prefix in prefixes:
+        if prefix.resolve() == output.resolve():
+            raise ValueError(f"--output-prefix {output} is one of the inputs")
+    datasets = [_open(prefix) for prefix in prefixes]
+    first = datasets[0]
+    for dataset in datasets:
+        if dataset.dtype != first.dtype:
+            raise ValueError(f"--input: {first.prefix} holds {first.dtype} ids, {dataset.prefix} {dataset.dtype}")
+    with IndexedDatasetBuilder(output, first.dtype) as builder:
+        for i, dataset in enumerate(datasets, start=1):
+            builder.extend(dataset.tokens, dataset.lengths, dataset.document_indices[1:])
+            log(f"{i} of {len(datasets)}: {dataset.prefix}, {len(dataset.tokens):,} tokens")
+        builder.finalize()
+    return output
+
+
+def _find_pairs(values: Sequence[str]) -> list[Path]:
+    prefixes: list[Path] = []
+    for value in values:
+        path = Path(value).expanduser()
+        if path.is_dir():
+            found = sorted({file.with_suffix("") for file in path.iterdir() if file.suffix in (".bin", ".idx")})
+            if not found:
+                raise ValueError(f"--input {value}: there are no .bin and .idx files in it")
+            prefixes += found
+        else:
+            prefixes.append(path)
+    if not prefixes:
+        raise ValueError("--input is missing: the pairs to merge, or their folder")
+    return prefixes
+
+
+def _open(prefix: Path) -> IndexedDataset:
+    """The pair, if its sequences can be copied as they lie."""
+    try:
+        dataset = IndexedDataset(prefix)
+    except ValueError as error:
+        raise ValueError(f"--input {prefix}: {error}") from error
+    if dataset.has_modes:
+        raise ValueError(f"--input {prefix}: it is multimodal, and what marks its sequences would be lost")
+    return dataset
 
 
 if __name__ == "__main__":

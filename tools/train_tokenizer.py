@@ -7,15 +7,98 @@ writes my.model. The inputs are those of preprocess_data.py.
 
 from __future__ import annotations
 
+import functools
 import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
-from megazpp.data.tokenizer_training import TrainTokenizerConfig, train_tokenizer
+from megazpp.data.documents import check_readable, read_texts, stop_or_skip
+from megazpp.data.text import MAX_CHARACTERS, first_characters, train_sentencepiece
+from megazpp.files import check_writable, write_whole
+from megazpp.flags import check_positive, check_words, flag
 from megazpp.program import program_of, say
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTokenizerConfig:
+    """Text that a SentencePiece tokenizer is trained on, and its place."""
+
+    input: tuple[str, ...] = flag((), "JSON lines, Parquet or text files, also .gz and .zst", nargs="+")
+    json_key: str = flag("text", "field that holds the text")
+    output_prefix: str | None = flag(None, "the tokenizer is PREFIX.model", metavar="PREFIX")
+    vocab_size: int = flag(32000, "pieces")
+    model_type: Literal["bpe", "unigram"] = flag("bpe", "SentencePiece's algorithm")
+    max_characters: int = flag(MAX_CHARACTERS, "how much text to use, in equal parts from the beginnings of the files")
+    workers: int = flag(
+        1, "SentencePiece's threads, which help with unigram; its pieces depend on their number a little"
+    )
+    on_error: Literal["stop", "skip"] = flag("stop", "what to do at a line that is no document; skip names it")
+    minloglevel: Literal[0, 1, 2] = flag(
+        1, "SentencePiece's: 0 shows its whole log, which says how far it is, 1 warnings, 2 errors"
+    )
+    overwrite: bool = flag(False, "replace a tokenizer of that name")
+
+    def __post_init__(self) -> None:
+        check_words(self)
+        check_positive(self, "vocab_size", "max_characters", "workers")
 
 
 @program_of(TrainTokenizerConfig)
 def main(config: TrainTokenizerConfig) -> None:
     print(train_tokenizer(config, say))
+
+
+def train_tokenizer(config: TrainTokenizerConfig, log: Callable[[str], None]) -> Path:
+    """Train a tokenizer; the path of its model.
+
+    Raises:
+        ValueError: a flag or an input is not usable, or the text does not support so many pieces. Nothing is written
+            then.
+    """
+    if not config.input:
+        raise ValueError("--input is missing: the files to train on")
+    if config.output_prefix is None:
+        raise ValueError("--output-prefix is missing: where the tokenizer goes")
+    output = Path(config.output_prefix + ".model").expanduser()
+    check_writable(output, "--output-prefix", overwrite=config.overwrite)
+    paths = [Path(value).expanduser() for value in config.input]
+    for path in paths:
+        check_readable(path, (config.json_key,))
+    started = time.monotonic()
+    model = train_sentencepiece(
+        _texts(paths, config, log),
+        config.vocab_size,
+        model_type=config.model_type,
+        num_threads=config.workers,
+        min_log_level=config.minloglevel,
+    )
+    write_whole(output, model)
+    log(f"a tokenizer of {config.vocab_size} pieces in {time.monotonic() - started:.1f} s")
+    return output
+
+
+def _texts(paths: Sequence[Path], config: TrainTokenizerConfig, log: Callable[[str], None]) -> Iterator[str]:
+    """Equal parts of the files, with a line now and then about how much was read."""
+    on_bad_line = functools.partial(stop_or_skip, on_error=config.on_error, log=log)
+    started = said = time.monotonic()
+    read = 0
+    for path in paths:
+        texts = read_texts(path, config.json_key, on_bad_line)
+        for text in first_characters(texts, config.max_characters // len(paths)):
+            yield text
+            read += len(text)
+            if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                log(f"read {read:,} characters, {read / (said - started) / 1e6:.1f} million a second: {path}")
+    if read == 0:
+        raise ValueError(f"--input {' '.join(config.input)} holds no text")
+    seconds = time.monotonic() - started
+    log(f"read {read:,} characters in {seconds:.1f} s; training {config.vocab_size} pieces takes a while")
 
 
 if __name__ == "__main__":

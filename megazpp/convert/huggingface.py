@@ -28,7 +28,7 @@ from megazpp.convert.model import (
 )
 from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
 from megazpp.convert.settings import Settings
-from megazpp.data.tokenizer import CONFIG
+from megazpp.data.tokenizer_folder import CONFIG
 from megazpp.errors import in_words
 from megazpp.files import write_whole
 from megazpp.model.config import GPTConfig

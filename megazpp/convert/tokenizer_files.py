@@ -9,7 +9,8 @@ from typing import Any
 
 import sentencepiece
 
-from megazpp.data.tokenizer import CONFIG, DEFINITION, DESCRIPTION, SENTENCEPIECE, VOCABULARY, Tokenizer, marks_note
+from megazpp.data.tokenizer import Tokenizer, marks_note
+from megazpp.data.tokenizer_folder import CONFIG, DEFINITION, DESCRIPTION, SENTENCEPIECE, VOCABULARY
 from megazpp.files import write_whole
 
 _EOD = "<eod>"

@@ -3,7 +3,7 @@
 A sample is a window of S + 1 tokens; inputs are the first S, labels the last S. The documents inside a window
 end at the tokenizer's eod token. `--reset-attention-mask` turns those ends into `document_starts`, offsets as
 variable-length attention takes them, where Megatron builds an [S, S] mask; the model makes that mask from them on
-devices without such a kernel (model/attention_kernels.py).
+devices without such a kernel (model/backends.py).
 
 Legend: B samples of a micro-batch, S tokens of a sample, D documents of a micro-batch.
 """
@@ -37,11 +37,11 @@ class MicroBatch(NamedTuple):
     document_starts: torch.Tensor | None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
-        """The same micro-batch on `device`."""
+        """Copy to `device`."""
         return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatch:
-        """The same micro-batch in page-locked memory, from which copies to a GPU do not block."""
+        """Copy to page-locked memory, from which copies to a GPU do not block."""
         return mapped(self, torch.Tensor.pin_memory)
 
 
@@ -71,8 +71,12 @@ def make_micro_batch(
     Raises:
         ValueError: one of the three flags is set and there is no eod.
     """
-    flags = {"reset_position_ids": reset_position_ids, "reset_attention_mask": reset_attention_mask}
-    check_eod(eod, **flags, eod_mask_loss=eod_mask_loss)
+    check_eod(
+        eod,
+        reset_position_ids=reset_position_ids,
+        reset_attention_mask=reset_attention_mask,
+        eod_mask_loss=eod_mask_loss,
+    )
     tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     loss_mask = torch.ones_like(tokens, dtype=torch.float32)
@@ -93,13 +97,8 @@ def make_micro_batch(
     return MicroBatch(tokens, labels, loss_mask, positions.contiguous(), starts)
 
 
-def check_eod(eod: int | None, *, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool) -> None:
+def check_eod(eod: int | None, **flags: bool) -> None:
     """Raises ValueError naming the flags that need to know where documents end, if the tokenizer has no such token."""
-    wanted = {
-        "--reset-position-ids": reset_position_ids,
-        "--reset-attention-mask": reset_attention_mask,
-        "--eod-mask-loss": eod_mask_loss,
-    }
-    if eod is None and any(wanted.values()):
-        names = ", ".join(name for name, on in wanted.items() if on)
+    names = ", ".join(f"--{name.replace('_', '-')}" for name, on in flags.items() if on)
+    if eod is None and names:
         raise ValueError(f"{names} needs a tokenizer with an end-of-document token, and this one has none")

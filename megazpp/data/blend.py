@@ -1,4 +1,8 @@
-"""Several datasets as one, mixed in given proportions.
+"""Sources of sequences, and the samples of one split of them, mixed in given proportions.
+
+A source is a .bin/.idx pair or made-up documents. A split takes the same share of each source's sequences (of its
+tokens, where there are too few sequences for that), samples it with a `GPTDataset`, and blends if there are several.
+The blend is planned first, so that each source builds exactly as many samples as are taken from it.
 
 `--data-path 0.3 A 0.7 B` means that of the samples served, 30 % come from A: the weights are proportions of samples,
 not of files. Sample n is taken from the dataset that is furthest behind its share (largest weight * n - taken), so
@@ -8,17 +12,36 @@ every prefix of training has the proportions to within one sample per dataset. T
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megazpp.data.gpt_dataset import GPTDataset
+from megazpp.data.cache import cache_key, load_or_save_arrays
+from megazpp.data.gpt_dataset import GPTDataset, Sequences
+from megazpp.data.indexed_dataset import IndexedDataset
+
+
+class DataSource(NamedTuple):
+    """Sequences of token ids.
+
+    Attributes:
+        sequences: the ids.
+        name: in messages.
+        fingerprint: equal for equal sequences, for cache keys; None if indices are not to be cached.
+        by_tokens: splits take shares of its tokens and cut sequences, not shares of its sequences.
+    """
+
+    sequences: Sequences
+    name: str
+    fingerprint: tuple[str | int, ...] | None
+    by_tokens: bool = False
 
 
 def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-    """What a flag like --data-path says: the prefixes of .bin/.idx pairs, and their positive weights if it has any.
+    """Read a flag like --data-path: the prefixes of .bin/.idx pairs, and their positive weights if it has any.
 
     Args:
         values: `A B C`, or `0.3 A 0.7 B`. As in Megatron the latter is meant if every other value is a number.
@@ -37,30 +60,108 @@ def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ..
     return tuple(values), None
 
 
-class BlendIndices(NamedTuple):
-    """Of n samples [n] int16, which dataset each comes from, and [n] int64, which of that dataset's samples it is."""
+def open_sources(values: Sequence[str], *, flag_name: str) -> tuple[list[DataSource], tuple[float, ...] | None]:
+    """Open the .bin/.idx pairs that a flag like --data-path names, with their weights if it has any.
 
-    datasets: np.ndarray
-    samples: np.ndarray
+    Raises:
+        ValueError: a weight is out of place, or a file is missing or damaged.
+    """
+    prefixes, weights = parse_blend(values, flag_name=flag_name)
+    return [indexed_source(Path(prefix).expanduser(), flag_name) for prefix in prefixes], weights
+
+
+def indexed_source(prefix: Path, flag_name: str) -> DataSource:
+    """Open one .bin/.idx pair; its fingerprint is where it is, how large, and when it was written."""
+    try:
+        sequences = IndexedDataset(prefix)
+    except ValueError as error:
+        raise ValueError(f"{flag_name} {prefix}: {error}") from error
+    facts = [path.stat() for path in (sequences.idx_path, sequences.bin_path)]
+    numbers = [number for fact in facts for number in (fact.st_size, fact.st_mtime_ns)]
+    return DataSource(sequences, str(prefix), (str(prefix.resolve()), *numbers))
+
+
+def fit_for_split(sources: Iterable[DataSource], split: Sequence[tuple[float, float]]) -> list[DataSource]:
+    """Have sources with too few sequences for some share of a split cut by tokens.
+
+    A share counts whether or not it is then used: another run on the same data trains on the same tokens.
+    """
+
+    def fit(source: DataSource) -> DataSource:
+        edges = [_edges(bounds, len(source.sequences.lengths)) for bounds in split if bounds[0] < bounds[1]]
+        return source._replace(by_tokens=any(start >= stop for start, stop in edges))
+
+    return list(map(fit, sources))
+
+
+def build_split(
+    use: str,
+    sources: Sequence[DataSource],
+    weights: Sequence[float] | None,
+    bounds: tuple[float, float],
+    *,
+    num_samples: int,
+    seq_length: int,
+    seed: int,
+    vocab_size: int,
+    cache_path: Path,
+) -> GPTDataset | BlendedDataset:
+    """Draw the samples of one split.
+
+    Args:
+        use: "train", "valid" or "test", for messages.
+        weights: proportions of samples to take from each source; None for in proportion to their sizes.
+        bounds: the share of each source's sequences (or tokens) at which the split begins and ends.
+        num_samples, seq_length, seed, vocab_size: see `GPTDataset`.
+        cache_path: the folder for all indices.
+    Raises:
+        ValueError: the split gets too few ids of a source for one sample, or ids beyond the vocabulary.
+    """
+    parts = [_take(source, bounds) for source in sources]
+    indices = cache_path / "indices"
+
+    def sample(source: DataSource, span: tuple[int, int], count: int) -> GPTDataset:
+        order = {"num_samples": count, "seq_length": seq_length, "seed": seed}
+        path = None
+        if source.fingerprint is not None:
+            path = indices / f"gpt-{cache_key(kind='gpt-1', source=source.fingerprint, span=span, **order)}"
+        name = f"{source.name} ({use})"
+        dataset = GPTDataset(source.sequences, span, **order, name=name, vocab_size=vocab_size, cache_path=path)
+        _ = dataset[0]  # ids of another vocabulary are found now, not in the first step
+        return dataset
+
+    if len(parts) == 1:
+        return sample(*parts[0], num_samples)
+    # samples in one epoch; at least 1, for `sample` to complain about the source if it has none
+    sizes = [int(source.sequences.lengths[slice(*span)].sum(dtype=np.int64)) for source, span in parts]
+    weights = tuple(weights or (float(max(1, (size - 1) // seq_length)) for size in sizes))
+    path = indices / f"blend-{cache_key(kind='blend-1', weights=weights, num_samples=num_samples)}"
+    chosen, numbers = load_or_save_arrays(path, lambda: blend_indices(weights, num_samples))
+    taken = np.bincount(chosen, minlength=len(parts)).tolist()
+    return BlendedDataset([sample(*part, count) for part, count in zip(parts, taken, strict=True)], chosen, numbers)
 
 
 class BlendedDataset:
-    """Samples of `datasets`, each with as many as the blend takes from it, in the order of `blend_indices`."""
+    """Samples of `datasets`, each with as many as the blend takes from it.
 
-    def __init__(self, datasets: Sequence[GPTDataset], indices: BlendIndices) -> None:
-        self.datasets, self._indices = list(datasets), indices
-        self._taken = np.bincount(indices.datasets, minlength=len(datasets))
+    Args:
+        chosen, numbers: as `blend_indices` gives them.
+    """
+
+    def __init__(self, datasets: Sequence[GPTDataset], chosen: np.ndarray, numbers: np.ndarray) -> None:
+        self.datasets, self._chosen, self._numbers = list(datasets), chosen, numbers
+        self._taken = np.bincount(chosen, minlength=len(datasets))
         for dataset, count in zip(datasets, self._taken, strict=True):
             assert len(dataset) >= count, f"a blend takes {count} samples of {dataset.name}'s {len(dataset)}"
 
     def __len__(self) -> int:
-        return len(self._indices.datasets)
+        return len(self._chosen)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Sample `index`: [seq_length + 1] int64."""
         if not 0 <= index < len(self):
             raise IndexError(f"blended dataset: sample {index} of {len(self)}")
-        return self.datasets[self._indices.datasets[index]][int(self._indices.samples[index])]
+        return self.datasets[self._chosen[index]][int(self._numbers[index])]
 
     @property
     def description(self) -> str:
@@ -70,13 +171,13 @@ class BlendedDataset:
         return "\n".join([f"{len(self):,} samples, of which", *lines])
 
     def token_counts(self, size: int) -> npt.NDArray[np.float64]:
-        """How often each id below `size` is to be expected among the samples served: [size], up to a factor."""
+        """Expected count of each id below `size` among the samples served: [size], up to a factor."""
         counted = zip(self._taken, (dataset.token_counts(size) for dataset in self.datasets), strict=True)
         return np.sum([taken * counts / counts.sum() for taken, counts in counted], axis=0)
 
 
-def blend_indices(weights: Sequence[float], num_samples: int) -> BlendIndices:
-    """Which dataset each of `num_samples` samples comes from, and which of its samples it is.
+def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Plan n samples: [n] int16, the dataset each comes from, and [n] int64, its number among that dataset's samples.
 
     A loop in Python (a second or two per million samples, then cached), because each choice depends on all before
     it; the arithmetic is Megatron's, in the same order, so that rounding breaks ties the same way.
@@ -94,7 +195,62 @@ def blend_indices(weights: Sequence[float], num_samples: int) -> BlendIndices:
     samples = np.empty(num_samples, dtype=np.int64)
     for dataset, count in enumerate(taken):
         samples[datasets == dataset] = np.arange(count)
-    return BlendIndices(datasets, samples)
+    return datasets, samples
+
+
+class TokenRange:
+    """Ids `start` to `stop` of the line that the sequences make: the first and the last of them may be cut."""
+
+    def __init__(self, sequences: Sequences, start: int, stop: int) -> None:
+        ends = np.cumsum(sequences.lengths, dtype=np.int64)
+        begins = ends - sequences.lengths
+        self._sequences = sequences
+        self._first = int(np.searchsorted(ends, start, side="right"))
+        used = slice(self._first, int(np.searchsorted(begins, stop, side="left")))
+        self._offset = start - int(begins[self._first]) if start < stop else 0
+        self.lengths = (np.minimum(ends, stop) - np.maximum(begins, start))[used].astype(np.int32)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` ids (default: all the rest) of sequence `index` from its id number `offset`."""
+        cut = self._offset if index == 0 else 0
+        length = int(self.lengths[index]) - offset if length is None else length
+        return self._sequences.get(self._first + index, cut + offset, length)
+
+
+class MockSequences:
+    """Made-up documents for --mock-data, which a model can learn: 100,000 of 1 to 4,095 ids, made when they are read.
+
+    A document is 1, 2, 3, ... modulo the vocabulary as in Megatron, with eod at its end; without one counting goes on.
+    """
+
+    def __init__(self, *, vocab_size: int, eod: int | None) -> None:
+        self._vocab_size, self._eod = vocab_size, eod
+        self.lengths: npt.NDArray[np.int32] = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` ids (default: all the rest) of document `index`, from its id number `offset`."""
+        size = int(self.lengths[index])
+        stop = size if length is None else offset + length
+        ids = (np.arange(offset, stop) + 1) % self._vocab_size
+        if self._eod is not None and stop == size and stop > offset:
+            ids[-1] = self._eod
+        return ids
+
+
+def _take(source: DataSource, bounds: tuple[float, float]) -> tuple[DataSource, tuple[int, int]]:
+    """Cut a split's share out of a source: the sequences to read, and the range of them."""
+    lengths = source.sequences.lengths
+    if not source.by_tokens:
+        return source, _edges(bounds, len(lengths))
+    start, stop = _edges(bounds, int(lengths.sum(dtype=np.int64)))
+    part = TokenRange(source.sequences, start, stop)
+    fingerprint = None if source.fingerprint is None else (*source.fingerprint, "tokens", start, stop)
+    return source._replace(sequences=part, fingerprint=fingerprint), (0, len(part.lengths))
+
+
+def _edges(bounds: tuple[float, float], count: int) -> tuple[int, int]:
+    """Megatron's rounding: each edge to the nearest of `count`."""
+    return round(bounds[0] * count), round(bounds[1] * count)
 
 
 def _as_number(text: str) -> float | None:

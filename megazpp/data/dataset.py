@@ -1,8 +1,8 @@
 """From flags to a tokenizer and the three datasets.
 
-The sources of a split (.bin/.idx pairs, tokenized text, or made-up documents) are cut into the split's range of
-sequences, sampled, and blended if there are several (sources.py). Every rank calls the same functions with the
-same arguments; what takes time is built by one process per node and kept (cache.py).
+The sources of a split (.bin/.idx pairs, tokenized text, or made-up documents) are sampled and blended by blend.py.
+Every rank calls the same functions with the same arguments; what takes time is built by one process per node and kept
+(cache.py).
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from megazpp.data.batch import check_eod
-from megazpp.data.blend import parse_blend
-from megazpp.data.cache import check_cache_dir
-from megazpp.data.gpt_dataset import Sequences
-from megazpp.data.sources import (
+from megazpp.data.blend import (
     DataSource,
     MockSequences,
-    Sampling,
-    SourceBlend,
     build_split,
+    fit_for_split,
     indexed_source,
     open_sources,
+    parse_blend,
 )
+from megazpp.data.cache import check_cache_dir
+from megazpp.data.gpt_dataset import Sequences
 from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.files import cache_folder
@@ -45,7 +44,7 @@ _TAKEN_BACK = " (given again without a value, a flag takes an earlier one back)"
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the tokens come from and how they are cut into samples."""
+    """Sources of tokens, and how they are cut into samples."""
 
     data_path: tuple[str, ...] = flag(
         (), "prefixes of .bin/.idx pairs, each optionally preceded by its weight: 0.3 A 0.7 B", nargs="*"
@@ -62,9 +61,6 @@ class DataConfig:
     )
     mock_data: bool = flag(False, "made-up documents instead of files")
     num_workers: int = flag(2, "threads that prepare the next steps' samples; 0 prepares them when asked")
-    dataloader_type: Literal["single", "cyclic", "external"] | None = flag(
-        None, "only single: the indices already repeat and reshuffle the data for as long as training lasts"
-    )
     seq_length: int | None = flag(None, "tokens of a sample")
     reset_position_ids: bool = flag(False, "count positions from the start of the document")
     reset_attention_mask: bool = flag(False, "attend within a document only")
@@ -76,11 +72,6 @@ class DataConfig:
         check_not_negative(self, "num_workers")
         if len(self.sources) > 1:
             raise ValueError(_ONE_SOURCE.format(f"{' and '.join(self.sources)} are given") + _TAKEN_BACK)
-        if self.dataloader_type not in (None, "single"):
-            raise ValueError(
-                f"--dataloader-type {self.dataloader_type} is not supported: single already repeats and reshuffles the"
-                " data for as long as training lasts"
-            )
         parse_split(self.split)
         for flag_name, values in {"--data-path": self.data_path, **_paths_by_use(self)}.items():
             parse_blend(values, flag_name=flag_name)
@@ -110,7 +101,7 @@ class Dataset(Protocol):
         ...
 
     def token_counts(self, size: int) -> np.ndarray:
-        """How often each id below `size` occurs: [size], up to a factor."""
+        """Count of each id below `size`: [size], up to a factor."""
         ...
 
 
@@ -132,8 +123,7 @@ def check_inputs(config: DataConfig, tokenizer: TokenizerConfig) -> None:
     if config.text_path:
         check_texts(resolve_text_paths(config.text_path))
     for flag_name, values in {"--data-path": config.data_path, **_paths_by_use(config)}.items():
-        if values:
-            sources += open_sources(values, flag_name=flag_name).sources
+        sources += open_sources(values, flag_name=flag_name)[0]
     if loaded is not None:
         check_marks([source.sequences for source in sources], loaded, " ".join(source.name for source in sources))
 
@@ -196,14 +186,14 @@ def build_datasets(
     check_eod(**batch_options(config, tokenizer))
     assert config.seq_length is not None
     paths, bounds = _paths_by_use(config), parse_split(config.split)
-    blends: list[SourceBlend | None]
     if any(paths.values()):
-        blends = [open_sources(values, flag_name=name) if values else None for name, values in paths.items()]
+        opened = [open_sources(values, flag_name=name) for name, values in paths.items()]
         bounds = Splits((0.0, 1.0), (0.0, 1.0), (0.0, 1.0))
     else:
-        blend = _open_shared(config, tokenizer, log).fit_for(bounds)
-        blends = [blend] * len(bounds)
-        for source in blend.sources:
+        sources, weights = _open_shared(config, tokenizer, log)
+        sources = fit_for_split(sources, bounds)
+        opened = [(sources, weights)] * len(bounds)
+        for source in sources:
             if source.by_tokens:
                 count = len(source.sequences.lengths)
                 log(
@@ -211,17 +201,26 @@ def build_datasets(
                     " it is split inside documents, by tokens"
                 )
     found: dict[str, Dataset | None] = dict.fromkeys(Splits._fields)
-    for use, each, (start, stop), wanted in zip(Splits._fields, blends, bounds, num_samples, strict=True):
-        if each is not None and wanted > 0 and start < stop:
-            sampling = Sampling(wanted, config.seq_length, seed, tokenizer.vocab_size, cache_dir(config))
-            dataset = build_split(use, each, (start, stop), sampling)
+    for use, (sources, weights), share, wanted in zip(Splits._fields, opened, bounds, num_samples, strict=True):
+        if sources and wanted > 0 and share[0] < share[1]:
+            dataset = build_split(
+                use,
+                sources,
+                weights,
+                share,
+                num_samples=wanted,
+                seq_length=config.seq_length,
+                seed=seed,
+                vocab_size=tokenizer.vocab_size,
+                cache_path=cache_dir(config),
+            )
             log(f"{use}: {dataset.description}")
             found[use] = dataset
     return Splits(**found)
 
 
 def batch_options(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the flags and the tokenizer say about making micro-batches: keywords of `make_micro_batch`."""
+    """Keywords of `make_micro_batch` that the flags and the tokenizer give."""
     return {
         "eod": tokenizer.eod,
         "reset_position_ids": config.reset_position_ids,
@@ -258,15 +257,17 @@ def cache_dir(config: DataConfig) -> Path:
     return cache_folder() if config.data_cache_path is None else Path(config.data_cache_path).expanduser()
 
 
-def _open_shared(config: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None]) -> SourceBlend:
-    """What --split shares out among the uses."""
+def _open_shared(
+    config: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None]
+) -> tuple[list[DataSource], tuple[float, ...] | None]:
+    """Open what --split shares out among the uses, with the weights of --data-path."""
     if config.mock_data:
         sequences = MockSequences(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)
-        return SourceBlend((DataSource(sequences, "mock data", None),), None)
+        return [DataSource(sequences, "mock data", None)], None
     if config.text_path:
         files = resolve_text_paths(config.text_path)
         prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(config), log=log)
-        return SourceBlend((indexed_source(prefix, "--text-path")._replace(name=" ".join(config.text_path)),), None)
+        return [indexed_source(prefix, "--text-path")._replace(name=" ".join(config.text_path))], None
     return open_sources(config.data_path, flag_name="--data-path")
 
 

@@ -51,15 +51,7 @@ _FOREIGN = {  # (place, signature) -> what such a file is
     (0, b"%PDF-"): "a PDF: extract its text",
 }
 _BOM = b"\xef\xbb\xbf"
-_JSON_TYPES = {
-    int: "a number",
-    float: "a number",
-    bool: "true or false",
-    type(None): "null",
-    str: "a string",
-    list: "an array",
-    dict: "an object",
-}
+Content = bytes | list[dict[str, object]]
 
 
 class Block(NamedTuple):
@@ -77,7 +69,7 @@ class Block(NamedTuple):
     path: Path
     kind: Kind
     first_line: int
-    content: bytes | list[dict[str, object]]
+    content: Content
     damage: str | None
     disk_bytes: int
 
@@ -94,7 +86,7 @@ class BadLine(NamedTuple):
 
 
 def kind_of(path: Path) -> Kind:
-    """What is in a file; see the top of this file."""
+    """Tell what is in a file; see the top of this file."""
     known = _KINDS.get(Path(path.stem if path.suffix in _COMPRESSED else path.name).suffix)
     if known is not None:
         return known
@@ -142,7 +134,7 @@ def read_blocks(path: Path, keys: Sequence[str] | None = None, *, block_bytes: i
     with open(path, "rb") as file:
         try:
             lines = sys.maxsize if kind == "text" else block_bytes
-            pieces: Iterator[tuple[bytes | list[dict[str, object]], int, int]]
+            pieces: Iterator[tuple[Content, int, int]]
             pieces = _row_pieces(path, file, keys) if kind == "parquet" else _line_pieces(path, file, lines)
             for content, num_lines, reached in pieces:
                 if content:
@@ -170,7 +162,7 @@ def read_texts(path: Path, key: str, on_bad_line: Callable[[BadLine], None]) -> 
 
 
 def read_records(path: Path, read: Callable[[dict[str, object]], T]) -> Iterator[tuple[int, T]]:
-    """What `read` makes of the objects of a file's lines, or of its rows with all columns, each with its number.
+    """Apply `read` to the objects of a file's lines, or to its rows with all columns; each comes with its number.
 
     Raises:
         ValueError: the file cannot be read, is plain text, or a line is no object, or `read` refuses it; it is named.
@@ -186,17 +178,20 @@ def read_records(path: Path, read: Callable[[dict[str, object]], T]) -> Iterator
 
 
 def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T] | BadLine]:
-    """What `read` makes of each record, with the number of its line; raises nothing where a record is bad."""
+    """Apply `read` to each record, and give the number of the line where it begins; raise nothing."""
     if block.damage is not None:
         yield BadLine(block.path, block.first_line, block.damage)
         return
-    for number, record in _records(block):
+    content, plain = block.content, block.kind == "text"
+    records = content if isinstance(content, list) else [content] if plain else content.split(b"\n")
+    for number, record in enumerate(records, start=block.first_line):
         try:
             value: object = record
             if isinstance(record, bytes):
-                text = record.removeprefix(_BOM).decode()
-                plain = block.kind == "text"
-                value = text.replace("\r\n", "\n").replace("\r", "\n") if plain else _json_value(text)
+                text = record.removeprefix(_BOM)
+                if not plain and not text.strip():
+                    continue
+                value = text.decode().replace("\r\n", "\n").replace("\r", "\n") if plain else _json_value(text.decode())
             yield number, read(value)
         except UnicodeDecodeError as error:
             inside = error.object.count(b"\n", 0, error.start)  # of plain text: its line
@@ -206,7 +201,7 @@ def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T]
 
 
 def stop_or_skip(bad: BadLine, on_error: Literal["stop", "skip"], log: Callable[[str], None]) -> None:
-    """What --on-error makes of a bad line: a ValueError, or a line to the user."""
+    """Treat a bad line as --on-error says: raise ValueError, or tell the user."""
     if on_error == "stop":
         raise ValueError(f"{bad} (--on-error skip goes on without such lines)")
     log(f"skipped {bad}")
@@ -245,17 +240,6 @@ def _row_pieces(
         yield batch.to_pylist(), len(batch), size * seen // num_rows
 
 
-def _records(block: Block) -> Iterator[tuple[int, bytes | dict[str, object]]]:
-    """Each record and the number of the line at which it begins."""
-    if isinstance(block.content, list):
-        yield from enumerate(block.content, start=block.first_line)
-    elif block.kind == "text":
-        yield block.first_line, block.content
-    else:
-        lines = enumerate(block.content.split(b"\n"), start=block.first_line)
-        yield from ((number, line) for number, line in lines if line.removeprefix(_BOM).strip())
-
-
 def _json_value(line: str) -> object:
     try:
         return json.loads(line)
@@ -265,7 +249,7 @@ def _json_value(line: str) -> object:
 
 def _object(value: object) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise ValueError(f"{_named_type(value)}, not an object")
+        raise ValueError(f"{_shown(value)}, not an object")
     return value
 
 
@@ -276,15 +260,16 @@ def _texts(value: object, keys: Sequence[str]) -> tuple[str, ...]:
         if not isinstance(text, str):
             if key not in record:
                 raise ValueError(f"there is no {key!r}")
-            raise ValueError(f"{key!r} is {_named_type(text)}, not a string")
+            raise ValueError(f"{key!r} is {_shown(text)}, not a string")
         if not text.isascii():
             text.encode()  # half a surrogate pair, which JSON can write, is no text
         texts.append(text)
     return tuple(texts)
 
 
-def _named_type(value: object) -> str:
-    return _JSON_TYPES.get(type(value), f"of type {type(value).__name__}")  # Parquet has more types
+def _shown(value: object) -> str:
+    """The beginning of a value as JSON has it; Parquet has more types."""
+    return f"{json.dumps(value, default=str):.60}"
 
 
 def _pyarrow_parquet() -> ModuleType:
@@ -296,7 +281,7 @@ def _pyarrow_parquet() -> ModuleType:
 
 
 def decompressed(path: Path, file: IO[bytes]) -> BufferedIOBase:
-    """What is in `file`, which is open and called `path`; raises ValueError if that needs a package that is missing."""
+    """Decompress `file`, which is open and called `path`; raises ValueError if that needs a package that is missing."""
     if path.suffix == ".gz":
         return gzip.open(file)
     return cast(BufferedIOBase, _zstd().open(file) if path.suffix == ".zst" else file)

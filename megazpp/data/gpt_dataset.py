@@ -30,7 +30,7 @@ _COUNT_SEQUENCES = 1024
 
 
 class Sequences(Protocol):
-    """What a `GPTDataset` reads: an `IndexedDataset`, or something made up."""
+    """Input of a `GPTDataset`: an `IndexedDataset`, or something made up."""
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]: ...
@@ -127,7 +127,7 @@ class GPTDataset:
         )
 
     def token_counts(self, size: int, *, max_tokens: int = 1 << 27) -> npt.NDArray[np.int64]:
-        """How often each id occurs in the first `max_tokens` or so of one epoch: [size]; larger ids are refused."""
+        """Count of each id in the first `max_tokens` or so of one epoch: [size]; larger ids are refused."""
         counts, left = np.zeros(size, dtype=np.int64), max_tokens
         for start in range(*self.sequence_range, _COUNT_SEQUENCES):
             stop = min(start + _COUNT_SEQUENCES, self.sequence_range[1])
@@ -187,7 +187,7 @@ def build_indices(
 
 
 def build_sample_index(lengths: npt.NDArray[np.int32], num_samples: int, seq_length: int) -> np.ndarray:
-    """Where the windows start on the line of documents.
+    """Starts of the windows on the line of documents.
 
     Args:
         lengths: [n] ids of the documents in line order; zeros are allowed.

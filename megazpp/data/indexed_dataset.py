@@ -16,7 +16,7 @@ A document is one sequence unless it was split into sentences. Both files are me
 share the pages, and opening a pair reads the index once and none of the ids.
 
 A reader sees a whole pair or none: both files are written under names of their own, brought to the disk, and then
-renamed, the .idx last, for a .bin without its .idx is no dataset. What a killed process left behind is replaced by the
+renamed, the .idx last, for a .bin without its .idx is no dataset. Leftovers of a killed process are replaced by the
 next that writes the same pair; two living processes cannot write the same one.
 """
 

@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,7 @@ from megazpp.parallel.worker import threads_on
 _STEPS_AHEAD = 2
 
 
-class _Step(NamedTuple):
-    consumed_samples: int
-    global_batch_size: int
+_Step = tuple[int, int]  # consumed samples, global batch size
 
 
 class BatchLoader:
@@ -68,7 +66,7 @@ class BatchLoader:
             ValueError: the global batch does not divide into the ranks' micro-batches.
             Exception: whatever a worker met, with a note that names the samples.
         """
-        step = _Step(consumed_samples, global_batch_size)
+        step = consumed_samples, global_batch_size
         started = time.perf_counter()
         if self._workers is None:
             batches = [self._build(first) for first in self._first_samples(step)]
@@ -95,9 +93,10 @@ class BatchLoader:
         """Have the next steps built, and forget the ones foreseen that did not come."""
         ahead: dict[_Step, list[Future[Any]]] = {}
         for _ in range(_STEPS_AHEAD):
-            consumed = step.consumed_samples + step.global_batch_size
-            size = step.global_batch_size if self._batch_size_at is None else self._batch_size_at(consumed)
-            step = _Step(consumed, size)
+            consumed, size = sum(step), step[1]
+            if self._batch_size_at is not None:
+                size = self._batch_size_at(consumed)
+            step = consumed, size
             if consumed + size > len(self._dataset):
                 break
             ahead[step] = self._ahead.pop(step, []) or self._submit(workers, step)
@@ -110,14 +109,15 @@ class BatchLoader:
 
     def _first_samples(self, step: _Step) -> range:
         """The first sample of each of this rank's micro-batches."""
+        consumed, size = step
         stride = self._micro_batch_size * self._data_size
-        if step.global_batch_size % stride:
+        if size % stride:
             raise ValueError(
-                f"--global-batch-size {step.global_batch_size} is not divisible by --micro-batch-size"
+                f"--global-batch-size {size} is not divisible by --micro-batch-size"
                 f" {self._micro_batch_size} x {self._data_size} data-parallel ranks"
             )
-        start = step.consumed_samples + self._data_rank * self._micro_batch_size
-        return range(start, start + step.global_batch_size, stride)
+        start = consumed + self._data_rank * self._micro_batch_size
+        return range(start, start + size, stride)
 
     def _build(self, first: int) -> Any:
         stop = first + self._micro_batch_size

@@ -11,24 +11,37 @@ import array
 import contextlib
 import functools
 import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from megazpp.data.documents import BadLine, Block, check_readable, parse_block, read_blocks, stop_or_skip
 from megazpp.data.indexed_dataset import IndexedDatasetBuilder, check_output, optimal_dtype
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, document_end, load_tokenizer, marks_note
-from megazpp.data.workers import map_in_processes
+from megazpp.errors import end_with
 from megazpp.flags import check_positive, check_words, flag
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_READ_AHEAD = 4  # items per worker that are taken before the result of the first of them is given out
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessConfig:
-    """What is tokenized, and where to."""
+    """A corpus to tokenize, and the place of the datasets."""
 
     input: tuple[str, ...] = flag((), "JSON lines, Parquet or text files, also .gz and .zst", nargs="+")
     json_keys: tuple[str, ...] = flag(("text",), "fields to tokenize; each makes a dataset of its own", nargs="+")
@@ -65,7 +78,7 @@ class Encoded(NamedTuple):
 
 @dataclass(kw_only=True)
 class PreprocessProgress:
-    """What has been written; sizes in bytes, of `total_disk_bytes` of input."""
+    """Counts of what has been written; sizes in bytes, of `total_disk_bytes` of input."""
 
     total_disk_bytes: int
     started: float = field(default_factory=time.monotonic)
@@ -187,6 +200,64 @@ def _encode_in_worker(block: Block, *, config: TokenizerConfig, keys: Sequence[s
 
 
 _load_once = functools.lru_cache(maxsize=1)(load_tokenizer)
+
+
+def map_in_processes(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Generator[R, None, None]:
+    """Yield the results of `function` for all items, in their order; leave no process behind, however this ends.
+
+    The library's pool has one pipe for the results of all workers, and waits forever for the rest of a message whose
+    sender is killed in the middle of it. So items and results are handed over as files, and messages are their names:
+    fewer bytes than a pipe takes at once, which are written wholly or not at all.
+
+    Args:
+        function: pickled with every item, so small (2 KB); what it needs is best kept by a cache in the worker.
+        items: taken as they are needed.
+    Raises:
+        ValueError: a worker was killed, or there is no room for temporary files.
+        Exception: one that `function` raises.
+    """
+    ahead: deque[tuple[Path, Future[None]]] = deque()
+
+    def first_result() -> Any:
+        path, done = ahead.popleft()
+        done.result()
+        result = pickle.loads(path.read_bytes())
+        path.unlink()
+        return result
+
+    with tempfile.TemporaryDirectory(prefix="megazpp-workers-") as folder:
+        context = multiprocessing.get_context("spawn")  # not forked: tokenizers have threads
+        pool = ProcessPoolExecutor(num_workers, context, initializer=_prepare_worker, initargs=(os.getpid(),))
+        try:
+            for number, item in enumerate(items):
+                path = Path(folder, str(number))
+                _store(item, path)
+                ahead.append((path, pool.submit(_replace, path, function)))
+                if len(ahead) == _READ_AHEAD * num_workers:
+                    yield first_result()
+            while ahead:
+                yield first_result()
+        except BrokenProcessPool as error:
+            raise ValueError("--workers: one was killed, perhaps for want of memory") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _prepare_worker(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends the workers
+    end_with(parent)  # a worker of the library's waits for the next item forever when the main process is killed
+
+
+def _replace(path: Path, function: Callable[[Any], Any]) -> None:
+    """Apply `function` to the item in a file, in a worker, and put the result in its place."""
+    _store(function(pickle.loads(path.read_bytes())), path)
+
+
+def _store(value: object, path: Path) -> None:
+    try:
+        path.write_bytes(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+    except OSError as error:
+        raise ValueError(f"--workers: {path}: {error.strerror}; TMPDIR names another folder") from error
 
 
 def _clock(seconds: float) -> str:

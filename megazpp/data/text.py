@@ -8,15 +8,22 @@ with the tokenizer's eod.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
+
+import sentencepiece
 
 from megazpp.data.cache import build_once, cache_key
 from megazpp.data.documents import BadLine, check_readable, kind_of, read_texts
 from megazpp.data.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
 from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, document_end
-from megazpp.data.tokenizer_training import MAX_CHARACTERS, first_characters, train_sentencepiece
 
+MAX_CHARACTERS = 100_000_000  # more text does not make a better vocabulary, only a slower one
+_MAX_LINE_CHARACTERS = 4096
+_IN_SENTENCEPIECE = re.compile(r"^INTERNAL: src/\S+\(\d+\) \[.*?\](?= |$)")  # which of its checks failed
 _CORPUS = Path(__file__).parent / "corpus"
 _BUILTIN = "builtin:"
 _KEY = "text"
@@ -86,6 +93,76 @@ def cached_sentencepiece(
     return SentencePieceTokenizer(build_once(path, build).read_bytes())
 
 
+def train_sentencepiece(
+    documents: Iterable[str],
+    vocab_size: int,
+    *,
+    model_type: Literal["bpe", "unigram"] = "bpe",
+    num_threads: int = 1,
+    min_log_level: int = 2,
+) -> bytes:
+    """A SentencePiece model that gives any text back exactly (but for U+2581, its own sign for a space).
+
+    No normalization, bytes for characters it has no piece for, and `<eod>` (id 1) for the end of a document.
+    With one thread equal text gives an equal model, so nodes agree.
+
+    Args:
+        min_log_level: of SentencePiece's log on stderr: 0 all of it, 1 warnings, 2 errors.
+    Raises:
+        ValueError: the text does not support `vocab_size` pieces. Errors of `documents` come out as they are.
+    """
+    model = io.BytesIO()
+    failure: Exception | None = None  # SentencePiece makes a RuntimeError of what the lines raise
+    blank = True
+
+    def lines() -> Iterator[str]:
+        nonlocal failure, blank
+        try:
+            for text in documents:
+                for line in text.splitlines():
+                    for start in range(0, len(line), _MAX_LINE_CHARACTERS):
+                        blank = False
+                        yield line[start : start + _MAX_LINE_CHARACTERS]
+        except Exception as error:
+            failure = error
+            raise
+
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines(),
+            model_writer=model,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            max_sentence_length=4 * _MAX_LINE_CHARACTERS,  # in bytes; longer lines would be dropped
+            unk_id=0,
+            eos_id=1,
+            eos_piece="<eod>",
+            bos_id=-1,
+            pad_id=-1,
+            num_threads=num_threads,
+            minloglevel=min_log_level,
+        )
+    except RuntimeError as error:
+        if failure is not None:
+            raise failure from None
+        reason = "it is blank" if blank else _IN_SENTENCEPIECE.sub("", str(error)).strip() or str(error)
+        raise ValueError(f"--vocab-size {vocab_size} does not suit this text: {reason}") from error
+    return model.getvalue()
+
+
+def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
+    """The first `limit` characters of the texts."""
+    for text in texts:
+        yield text[:limit]
+        limit -= len(text)
+        if limit <= 0:
+            return
+
+
 def cached_indexed_dataset(
     paths: Sequence[Path],
     tokenizer: Tokenizer,
@@ -130,7 +207,7 @@ def _all_documents(paths: Sequence[Path], flag_name: str = _FLAG) -> Iterator[st
 
 
 def content_hash(paths: Sequence[Path]) -> list[str]:
-    """Of each file what it holds, for cache keys."""
+    """Kind and hash of each file, for cache keys."""
     hashes = []
     for path in paths:
         with open(path, "rb") as file:

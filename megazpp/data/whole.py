@@ -57,7 +57,7 @@ class WholeText:
         return window
 
     def token_counts(self, size: int) -> npt.NDArray[np.int64]:
-        """How often each id below `size` occurs."""
+        """Count of each id below `size`."""
         counts = [np.bincount(self._sequences.get(i), minlength=size) for i in range(len(self._ends))]
         return np.sum(counts, axis=0)
 

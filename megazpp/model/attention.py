@@ -1,4 +1,4 @@
-"""Self attention: fused projection, rotary positions, torch's attention kernels (attention_kernels.py says which).
+"""Self attention: fused projection, rotary positions, torch's attention kernels (backends.py says which).
 
 S sequence, B batch, H hidden, G query groups (key and value heads) and Q = heads / G query heads per group on this
 tp rank, D channels per head. The fused projection's rows are ordered [group, (Q queries, key, value), D], so a slice
@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megazpp.model.attention_kernels import DocumentKernel, masked_attention
-from megazpp.model.compilation import mark_varying
+from megazpp.model.backends import DocumentKernel, mark_varying, masked_attention
 from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import LayerCache
 from megazpp.model.norms import Norm, normed
@@ -29,7 +28,7 @@ ORIGINAL_CONTEXT, LOW_TURNS, HIGH_TURNS = 8192, 1.0, 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """What all layers share in one forward pass.
+    """Inputs that all layers share in one forward pass.
 
     Attributes:
         rotary: (cos, sin), each [S, B or 1, 1, rotated channels] fp32; None without rotary positions.
@@ -101,7 +100,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None, *, norm: Norm | None = None
     ) -> torch.Tensor:
-        """Of `norm(x)`, if there is a norm."""
+        """Attention of `norm(x)`, of x without a norm."""
         qkv = normed(norm, x, then=self.qkv, recompute=self.recompute_norm)
         seq, batch = qkv.shape[:2]
         heads = qkv.view(seq, batch, self.groups, self.queries_per_group + 2, self.head_size)
@@ -139,7 +138,7 @@ class SelfAttention(nn.Module):
     def _inside_documents(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor
     ) -> torch.Tensor:
-        """As `_core`; rows of the batch are laid one after the other, which copies where there are several."""
+        """Like `_core`; rows of the batch are laid one after the other, which copies where there are several."""
         assert self.document_kernel is not None, "document_starts need a document kernel"
         seq, batch = q.shape[:2]
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [B x S, heads, D]
@@ -168,7 +167,7 @@ def rotary_angles(
 def scaled_frequencies(frequency: torch.Tensor, factor: float) -> torch.Tensor:
     """Llama 3.1's frequencies for a longer context, in radians per token.
 
-    What turns less than once in the original context is `factor` times slower, what turns more than four times stays,
+    Channels that turn less than once in the original context are `factor` times slower, more than four times stay,
     and between the two the share that stays grows with the turns.
     """
     turns = frequency * (ORIGINAL_CONTEXT / (2.0 * math.pi))

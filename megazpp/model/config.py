@@ -59,16 +59,6 @@ class GPTConfig:
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
     hidden_dropout: float = flag(0.1, "dropout after embedding, attention and MLP")
     attention_dropout: float = flag(0.1, "dropout on the attention probabilities")
-    use_flash_attn: bool = flag(
-        False,
-        "accepted and without effect: torch's scaled_dot_product_attention uses flash kernels where it can",
-    )
-    attention_softmax_in_fp32: bool = flag(
-        False, "accepted and without effect: torch's attention kernels always keep the softmax in fp32"
-    )
-    fp16_lm_cross_entropy: bool = flag(
-        False, "accepted and without effect: logits are never kept in fp32, and losses are as exact as if they were"
-    )
     recompute_activations: bool = flag(False, "short for --recompute-granularity selective")
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None,
@@ -95,9 +85,6 @@ class GPTConfig:
         "wires stay as they are. Casts cost passes over memory without --compile, and with tensor parallelism the "
         "collectives of backward no longer hide behind products",
     )
-    fp8_recipe: Literal["tensorwise"] = flag(
-        "tensorwise", "how --fp8-format scales: each tensor by its largest element, found anew at each use"
-    )
     compile: bool | None = flag(
         None,
         "torch.compile each layer, decoding too, and what is done with logits: the first step takes longer, the others "
@@ -105,7 +92,7 @@ class GPTConfig:
     )
 
     def __post_init__(self) -> None:
-        """What layers, hidden size and heads have to do with it is left out where they are not known yet."""
+        """Leave out checks of layers, hidden size and heads that are not known yet."""
         check_words(self)
         check_positive(self, "num_attention_heads", "num_layers", "hidden_size", "ffn_hidden_size", "kv_channels")
         check_positive(self, "num_query_groups", "make_vocab_size_divisible_by")
@@ -246,11 +233,11 @@ class GPTConfig:
         return self.recompute_granularity or ("selective" if self.recompute_activations else None)
 
     def recomputes(self, module: RecomputeModule) -> bool:
-        """Whether backward computes the outputs of these modules again."""
+        """True if backward computes the outputs of these modules again."""
         return self.recompute == "selective" and module in (self.recompute_modules or ("layernorm", "mlp_act"))
 
     def recomputes_layer(self, index: int) -> bool:
-        """Whether layer `index` keeps only its input and is run again in backward."""
+        """True if layer `index` keeps only its input and is run again in backward."""
         if self.recompute != "full":
             return False
         return self.recompute_method != "block" or index < (self.recompute_num_layers or self.layers)

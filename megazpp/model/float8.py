@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megazpp.model.attention_kernels import capability
+from megazpp.model.backends import capability
 from megazpp.model.config import GPTConfig
 from megazpp.tensor_parallel.layers import Product
 
@@ -31,7 +31,7 @@ MULTIPLE = 16  # of the scaled products: both sizes of a matrix, and what is sum
 
 
 def find_product(config: GPTConfig, device: torch.device) -> Product | None:
-    """What linear layers multiply with on `device`; None for their own 16-bit products.
+    """Product of linear layers on `device`; None for their own 16-bit products.
 
     Raises:
         ValueError: --fp8-format on a device without float8, or without torchao.
@@ -127,9 +127,3 @@ def _cast(x: torch.Tensor, role: str, settings: _Settings) -> torch.Tensor:
 
     dtype = settings.grad_dtype if role == "GRAD_OUTPUT" else settings.dtype
     return hp_tensor_to_float8_dynamic(x, dtype, settings.gemms, gemm_input_role=GemmInputRole[role])
-
-
-def float8_backend(config: GPTConfig) -> tuple[str, str]:
-    """What linear layers are with --fp8-format, and why, for the table of back ends."""
-    gradients = "e5m2" if config.fp8_format == "hybrid" else "e4m3"
-    return f"torchao float8 {config.fp8_recipe}", f"--fp8-format {config.fp8_format}: e4m3, gradients {gradients}"

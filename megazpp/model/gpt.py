@@ -1,7 +1,8 @@
 """The GPT: embedding, pre-norm transformer layers, final norm, output layer.
 
 Parameters live on leaf modules only (FSDP2's flat order then equals `named_parameters()`), activations are
-[S, B, H], and everything that varies with the parallel layout is in the layers of `tensor_parallel`.
+[S, B, H], and everything that varies with the parallel layout is in the layers of `tensor_parallel`. One file, because
+`sharding_units` speaks of all its modules.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles
-from megazpp.model.attention_kernels import DocumentKernel, attention_backend
-from megazpp.model.compilation import compile_layer, compiles_layers, mark_varying
+from megazpp.model.backends import DocumentKernel, compile_layer, mark_varying
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
-from megazpp.model.float8 import float8_backend
 from megazpp.model.kv_cache import KVCache, LayerCache
 from megazpp.model.mlp import MLP
 from megazpp.model.norms import Norm
@@ -35,7 +34,7 @@ Masks = tuple[torch.Tensor | None, torch.Tensor | None]  # of dropout
 
 
 class TokenOutputs(NamedTuple):
-    """What a forward says of every token where more than losses is asked for: [B, S] fp32 each.
+    """Outputs of a forward where more than losses is asked for: [B, S] fp32 each.
 
     Attributes:
         losses: of the labels, the negative log-probabilities; None without labels.
@@ -168,7 +167,7 @@ class GPTModel(nn.Module):
         return TokenOutputs(losses, None if entropy is None else entropy.t(), values)
 
     def _multiplied(self, x: torch.Tensor, head: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
-        """What `head` makes of x and the weight of the output layer."""
+        """Apply `head` to x and the weight of the output layer."""
         return head(x, local(self.embedding.word.weight)) if self.output is None else self.output(x, head)
 
     def sharding_units(self) -> list[list[nn.Module]]:
@@ -349,26 +348,3 @@ class ScalarHead(nn.Module):
         first, last = (rank * x.shape[-1] // self.tp.size for rank in (self.tp.rank, self.tp.rank + 1))
         part = F.linear(x[..., first:last].float(), weight[:, first:last].float())
         return (reduce_from_region_(part, self.tp) if self.tp.size > 1 else part).squeeze(-1)
-
-
-def model_backends(
-    config: GPTConfig, tp_size: int, *, device: torch.device, dtype: torch.dtype, documents: bool
-) -> list[tuple[str, str, str]]:
-    """Rows (piece, implementation, why) for the table of back ends.
-
-    Args:
-        dtype: what the layers compute in.
-        documents: attention stays inside documents.
-    """
-    norm = {"LayerNorm": "torch layer_norm", "RMSNorm": "torch rms_norm"}[config.normalization]
-    loss = "linear and vocab-parallel cross entropy in chunks of the vocabulary"
-    compiled, because = compiles_layers(config, device.type)
-    why = "logits are neither gathered nor kept in fp32, and never whole where they are large"
-    linear = [] if config.fp8_format is None else [("linear layers", *float8_backend(config))]
-    return [
-        ("attention", *attention_backend(config, device, dtype, documents=documents)),
-        *linear,
-        ("norms", norm, "one fused kernel per device"),
-        ("cross entropy", loss, why),
-        ("layers", "torch.compile" if compiled else "eager", because),
-    ]

@@ -1,7 +1,7 @@
 """Keys and values of the tokens a model has seen, so that the next token costs one position instead of all.
 
-Rows of a batch begin at position 0 and may differ in length: row b's token i is at place i. What a shorter row is
-padded with goes to places that its later tokens overwrite before any query may look there.
+Rows of a batch begin at position 0 and may differ in length: row b's token i is at place i. Padding of a
+shorter row goes to places that its later tokens overwrite before any query may look there.
 
 B rows, S tokens of one forward, C places, G groups and D channels of keys and values on this tp rank.
 """
@@ -14,7 +14,7 @@ import torch
 
 
 class KVCache:
-    """What all layers keep.
+    """Keys and values of all layers.
 
     Args:
         num_layers: of the model.
@@ -53,7 +53,7 @@ class KVCache:
 
 
 class LayerCache:
-    """What one layer keeps: [C, B, G, D] twice, allocated when the first keys come.
+    """Keys and values of one layer: [C, B, G, D] twice, allocated when the first keys come.
 
     Attributes:
         kept: both; None before.

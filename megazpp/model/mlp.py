@@ -58,7 +58,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, *, norm: Norm | None = None) -> torch.Tensor:
-        """Of `norm(x)`, if there is a norm."""
+        """MLP of `norm(x)`, of x without a norm."""
         up, gate = normed(norm, x, then=self._up, recompute=self.recompute_norm)
         down: torch.Tensor = recomputed(self._inside, up, gate, then=self.fc2, when=self.recompute_activation)
         return down

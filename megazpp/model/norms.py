@@ -50,7 +50,7 @@ class Norm(nn.Module):
 
 
 def normed(norm: Norm | None, x: torch.Tensor, *, then: Callable[[torch.Tensor], Any], recompute: bool) -> Any:
-    """What the product `then` makes of norm(x), or of x; with `recompute`, backward computes the norm again."""
+    """Apply the product `then` to norm(x), or to x; with `recompute`, backward computes the norm again."""
     if norm is None:
         return then(x)
     return recomputed(norm, x, norm.read_weights() if recompute else None, then=then, when=recompute)

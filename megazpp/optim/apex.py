@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,9 +45,6 @@ class ApexAdam(torch.optim.Optimizer):
     """AdamW by apex.optimizers.FusedAdam, on parameters that may be DTensors.
 
     State per parameter: "exp_avg" and "exp_avg_sq", shaped and placed like the parameter; per group: "step".
-
-    Raises:
-        ValueError: apex.optimizers.FusedAdam cannot be imported.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
@@ -56,20 +53,11 @@ class ApexAdam(torch.optim.Optimizer):
             {**group, "params": [nn.Parameter(local(p.detach())) for p in group["params"]]}
             for group in self.param_groups
         ]
-        try:
-            fused_adam = importlib.import_module("apex.optimizers").FusedAdam
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"--optimizer-backend apex: cannot import FusedAdam ({error}); {_ADVICE}") from error
+        fused_adam = importlib.import_module("apex.optimizers").FusedAdam
         self._fused = fused_adam(stand_ins, lr=0.0, betas=betas, eps=eps, adam_w_mode=True)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient; no closure is supported."""
         assert closure is None, "FusedAdam takes no closure"
         for group, fused_group in zip(self.param_groups, self._fused.param_groups, strict=True):
@@ -80,7 +68,6 @@ class ApexAdam(torch.optim.Optimizer):
         self._fused.step()
         for group, fused_group in zip(self.param_groups, self._fused.param_groups, strict=True):
             group["step"] = fused_group["step"]
-        return None
 
     def _lend_(self, parameter: nn.Parameter, stand_in: nn.Parameter) -> None:
         """Point the stand-in, its gradient and its moments at the local shard of `parameter`."""

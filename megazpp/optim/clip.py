@@ -66,21 +66,21 @@ def grad_norms(norm: GradNorm, tp: MeshAxis, shard: MeshAxis) -> dict[str, float
 
 def global_parameter_norm(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
     """L2 norm of all parameters, an fp32 scalar; counted and communicated like `global_grad_norm`."""
-    parts = [_Part(local(p.detach()), _copies(name, p, tp, shard)) for name, p in named_parameters]
+    parts = [(local(p.detach()), _copies(name, p, tp, shard)) for name, p in named_parameters]
     return _summed_root(_squares(parts).sum(), tp, shard).float()
 
 
 def count_zero_grads(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
     """Number of gradient elements that are exactly zero, fp64; counted like `global_grad_norm`."""
     parts = _grad_parts(named_parameters, tp, shard)
-    total = torch.zeros((), dtype=torch.float64, device=parts[0].local.device if parts else None)
-    for part in parts:
-        total = total + (part.local.numel() - torch.count_nonzero(part.local)).double() / part.copies
+    total = torch.zeros((), dtype=torch.float64, device=parts[0][0].device if parts else None)
+    for grad, copies in parts:
+        total = total + (grad.numel() - torch.count_nonzero(grad)).double() / copies
     return shard.all_reduce_(tp.all_reduce_(total))
 
 
 def clip_divisor(norm: torch.Tensor, max_norm: float, *, divisor: float = 1.0) -> torch.Tensor:
-    """What gradients are divided by so that their global norm is at most `max_norm`, an fp32 scalar like `norm`.
+    """Divisor of gradients such that their global norm is at most `max_norm`, an fp32 scalar like `norm`.
 
     Megatron's rule: the divisor, times (norm + 1e-6) / max_norm where that is above 1. NaN stays NaN.
 
@@ -100,30 +100,24 @@ def divide_grads_(parameters: Iterable[nn.Parameter], divisor: torch.Tensor) -> 
         torch._foreach_div_(grads, divisor)
 
 
-class _Part(NamedTuple):
-    """A local shard, and how many ranks of the two axes hold the same elements."""
-
-    local: torch.Tensor
-    copies: int
-
-
-def _grad_parts(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> list[_Part]:
+def _grad_parts(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> list[tuple[torch.Tensor, int]]:
+    """Local shards of gradients, each with the number of ranks of the two axes that hold the same elements."""
     return [
-        _Part(local(parameter.grad), _copies(name, parameter, tp, shard))
+        (local(parameter.grad), _copies(name, parameter, tp, shard))
         for name, parameter in named_parameters
         if parameter.grad is not None
     ]
 
 
-def _squares(parts: list[_Part]) -> torch.Tensor:
+def _squares(parts: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
     """[parts] fp64 squared norms, each divided by the number of copies.
 
     In fp64: the square of a norm above 2e19 would overflow fp32, and a sum of many small parts loses nothing.
     """
     if not parts:
         return torch.zeros(0, dtype=torch.float64)
-    norms = torch.stack(torch._foreach_norm([part.local for part in parts], 2, dtype=torch.float32))
-    copies = torch.tensor([part.copies for part in parts], dtype=torch.float64)
+    norms = torch.stack(torch._foreach_norm([part for part, _ in parts], 2, dtype=torch.float32))
+    copies = torch.tensor([copies for _, copies in parts], dtype=torch.float64)
     if norms.is_cuda:  # out of ordinary memory the host would wait for the whole backward
         copies = copies.pin_memory().to(norms.device, non_blocking=True)
     return norms.double().square() / copies

@@ -27,7 +27,7 @@ from megazpp.tensor_parallel.parameters import local
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Which optimizer, whose kernels, its constants, and the clipping threshold."""
+    """Optimizer, whose kernels, its constants, and the clipping threshold."""
 
     optimizer: Literal["adam", "sgd"] = flag("adam", "adam (AdamW: decoupled weight decay) or sgd with momentum")
     optimizer_backend: Literal["torch", "apex"] = flag(
@@ -65,24 +65,23 @@ def build_optimizer(
     Args:
         named_parameters: as `module.named_parameters()` gives them; those that need no gradient are left out.
         config: constants and back end.
-        device: where the parameters live.
+        device: where the parameters live: a CPU or a CUDA device, for which torch has fused kernels.
     Raises:
-        ValueError: the back end is not there.
+        ValueError: apex is asked for and is not on this node.
     """
     if config.optimizer_backend == "apex":
         check_apex(device.type)
     groups = parameter_groups(named_parameters, config.weight_decay)
-    fused = uses_fused_kernel(config, device.type)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, foreach=True)
     betas = (config.adam_beta1, config.adam_beta2)
     if config.optimizer_backend == "apex":
         return ApexAdam(groups, betas=betas, eps=config.adam_eps)
-    return ShardedAdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=fused, foreach=not fused)
+    return ShardedAdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True, foreach=False)
 
 
 class ShardedAdamW(torch.optim.AdamW):
-    """torch's AdamW on the local tensors of parameters that may be DTensors.
+    """torch's fused AdamW on the local tensors of parameters that may be DTensors.
 
     State per parameter as torch has it: "step", and "exp_avg" and "exp_avg_sq", placed like the parameter.
     """
@@ -98,14 +97,14 @@ class ShardedAdamW(torch.optim.AdamW):
         """One update of every parameter that has a gradient; no closure is supported.
 
         Args:
-            grad_scale: gradients are divided by it first, in place; an fp32 scalar. Only with the fused kernel.
+            grad_scale: gradients are divided by it first, in place; an fp32 scalar.
             found_inf: 1 leaves parameters and state as they are, "step" too, and 0 does not; an fp32 scalar on the
-                device, so that the host need not know. Only with the fused kernel.
+                device, so that the host need not know.
         """
         assert closure is None, "the update has its gradients"
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            states = [self._state_of(parameter, fused=group["fused"]) for parameter in trained]
+            states = [self._state_of(parameter) for parameter in trained]
             adamw(
                 [local(parameter) for parameter in trained],
                 [local(parameter.grad) for parameter in trained],
@@ -113,8 +112,7 @@ class ShardedAdamW(torch.optim.AdamW):
                 [local(state["exp_avg_sq"]) for state in states],
                 [],
                 [state["step"] for state in states],
-                foreach=group["foreach"],
-                fused=group["fused"],
+                fused=True,
                 grad_scale=grad_scale,
                 found_inf=found_inf,
                 amsgrad=False,
@@ -126,10 +124,10 @@ class ShardedAdamW(torch.optim.AdamW):
                 maximize=False,
             )
 
-    def _state_of(self, parameter: nn.Parameter, *, fused: bool) -> dict[str, torch.Tensor]:
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         return state
@@ -170,7 +168,7 @@ def update_(
     Args:
         found_inf: see `ShardedAdamW.step`; only where `skips_on_device`.
     """
-    if isinstance(optimizer, ShardedAdamW) and skips_on_device(optimizer):
+    if isinstance(optimizer, ShardedAdamW):
         optimizer.step(grad_scale=grad_divisor, found_inf=found_inf)
         return
     assert found_inf is None, f"{type(optimizer).__name__} cannot skip a step by itself"
@@ -179,22 +177,15 @@ def update_(
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the host can have `optimizer` step without knowing if the gradients are finite."""
-    return isinstance(optimizer, ShardedAdamW) and bool(optimizer.defaults["fused"])
-
-
-def uses_fused_kernel(config: OptimizerConfig, device_type: str) -> bool:
-    """Whether torch runs this optimizer on shards by a fused kernel, on this kind of device."""
-    return config.optimizer == "adam" and device_type in ("cpu", "cuda")
+    """True if the optimizer skips a non-finite step on the device, so that the host need not wait."""
+    return isinstance(optimizer, ShardedAdamW)
 
 
 def optimizer_backends(config: OptimizerConfig, device_type: str) -> list[tuple[str, str, str]]:
     """Rows (piece, implementation, why) of the optimizer and of gradient clipping for the table of back ends."""
-    implementation, why = "torch.optim.AdamW(foreach=True)", f"torch has no fused kernel on {device_type}"
+    implementation, why = "torch.optim.AdamW(fused=True)", f"torch has a fused kernel on {device_type}"
     if config.optimizer_backend == "apex":
         implementation, why = "apex.optimizers.FusedAdam", "asked for by --optimizer-backend apex"
-    elif uses_fused_kernel(config, device_type):
-        implementation, why = "torch.optim.AdamW(fused=True)", f"torch has a fused kernel on {device_type}"
     elif config.optimizer == "sgd":
         implementation, why = "torch.optim.SGD(foreach=True)", "torch's fused SGD does not take DTensors"
     norm = ("gradient norm", "torch._foreach_norm", "one kernel over all shards, then one number per axis")

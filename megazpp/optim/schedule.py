@@ -112,7 +112,7 @@ class Schedule:
         return dataclasses.asdict(self)
 
     def _height(self, consumed_samples: int) -> float:
-        """Where the decay stands between 1 (peak) and 0 (floor)."""
+        """Height of the decay between 1 (peak) and 0 (floor)."""
         if self.decay_style == "WSD":
             assert self.anneal_samples is not None
             annealed = consumed_samples - (self.decay_samples - self.anneal_samples)
@@ -143,89 +143,48 @@ def build_schedule(
     """The schedule of a run of `train_iters` steps or of `train_samples` samples.
 
     Args:
-        config: the flags.
         weight_decay: the constant weight decay, used unless the config ramps it.
-        train_iters, train_samples: exactly one is given.
+        train_iters, train_samples: exactly one is given, see BatchConfig.
         global_batch_size: samples per step after any ramp-up; turns iterations into samples.
     Raises:
         ValueError: the lengths do not fit the run, as Megatron has it; names the flags and their values.
     """
     if config.lr is None:
         raise ValueError("--lr is required")
-    _check_one_unit(config, train_iters, train_samples)
-    span = _span(config, train_iters, train_samples)
-    _check_lengths(config, span)
-    samples = global_batch_size if train_iters is not None else 1
+    unit, other = ("samples", "iters") if train_iters is None else ("iters", "samples")
+    train = train_samples if train_iters is None else train_iters
+    assert train is not None
+    for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
+        if value := getattr(config, name):
+            raise ValueError(f"{spelling(config, name)} {value} cannot be mixed with --train-{unit} {train}")
+
+    decay, fraction = getattr(config, f"lr_decay_{unit}"), config.lr_warmup_fraction
+    decay_flag = f"--train-{unit} {train}" if decay is None else f"--lr-decay-{unit} {decay}"
+    decay = train if decay is None else decay
+    warmup = getattr(config, f"lr_warmup_{unit}") if fraction is None else fraction * decay
+    warmup_flag = f"--lr-warmup-{unit} {warmup}" if fraction is None else f"--lr-warmup-fraction {fraction}"
+    if not warmup < decay:
+        raise ValueError(f"{warmup_flag}: the warm-up must be shorter than the decay, {decay_flag}")
+    anneal = getattr(config, f"lr_wsd_decay_{unit}")
+    if config.lr_decay_style == "WSD":
+        if anneal is None:
+            raise ValueError(f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}")
+        if not 0 < anneal <= decay - warmup:
+            raise ValueError(f"--lr-wsd-decay-{unit} {anneal} does not fit between {warmup_flag} and {decay_flag}")
+
+    samples = 1 if train_iters is None else global_batch_size
     constant = config.weight_decay_incr_style == "constant"
     return Schedule(
         max_lr=config.lr,
         min_lr=config.min_lr,
         init_lr=config.lr_warmup_init,
-        warmup_samples=span.warmup * samples,
-        decay_samples=span.decay * samples,
+        warmup_samples=warmup * samples,
+        decay_samples=decay * samples,
         decay_style=config.lr_decay_style,
-        anneal_samples=None if span.anneal is None else span.anneal * samples,
+        anneal_samples=None if anneal is None else anneal * samples,
         anneal_style=config.lr_wsd_decay_style,
         start_weight_decay=weight_decay if constant else config.start_weight_decay or 0.0,
         end_weight_decay=weight_decay if constant else config.end_weight_decay or 0.0,
-        ramp_samples=span.train * samples,
+        ramp_samples=train * samples,
         ramp_style=config.weight_decay_incr_style,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Span:
-    """The lengths of the schedule in the run's own unit, "iters" or "samples"."""
-
-    unit: str
-    train: int
-    decay: int
-    warmup: float
-    anneal: int | None
-
-
-def _span(config: ScheduleConfig, train_iters: int | None, train_samples: int | None) -> _Span:
-    unit = "iters" if train_iters is not None else "samples"
-    train = train_iters if train_iters is not None else train_samples
-    assert train is not None
-    decay = getattr(config, f"lr_decay_{unit}")
-    decay = train if decay is None else decay
-    warmup = getattr(config, f"lr_warmup_{unit}")
-    if config.lr_warmup_fraction is not None:
-        warmup = config.lr_warmup_fraction * decay
-    anneal = getattr(config, f"lr_wsd_decay_{unit}")
-    return _Span(unit=unit, train=train, decay=decay, warmup=warmup, anneal=anneal)
-
-
-def _check_one_unit(config: ScheduleConfig, train_iters: int | None, train_samples: int | None) -> None:
-    if train_iters is not None and train_samples is not None:
-        raise ValueError(f"--train-iters {train_iters} and --train-samples {train_samples}: give only one")
-    if train_iters is None and train_samples is None:
-        raise ValueError("either --train-iters or --train-samples is required")
-    if train_iters is not None:
-        given, other = f"--train-iters {train_iters}", "samples"
-    else:
-        given, other = f"--train-samples {train_samples}", "iters"
-    for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
-        value = getattr(config, name)
-        if value:
-            raise ValueError(f"{spelling(config, name)} {value} cannot be mixed with {given}")
-
-
-def _check_lengths(config: ScheduleConfig, span: _Span) -> None:
-    unit = span.unit
-    if span.train < 1:
-        raise ValueError(f"--train-{unit} {span.train} is not positive")
-    warmup = f"--lr-warmup-{unit} {span.warmup}"
-    if config.lr_warmup_fraction is not None:
-        warmup = f"--lr-warmup-fraction {config.lr_warmup_fraction}"
-    given = getattr(config, f"lr_decay_{unit}") is not None
-    decay = f"--{'lr-decay' if given else 'train'}-{unit} {span.decay}"
-    if not span.warmup < span.decay:
-        raise ValueError(f"{warmup}: the warm-up must be shorter than the decay, {decay}")
-    if config.lr_decay_style != "WSD":
-        return
-    if span.anneal is None:
-        raise ValueError(f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}")
-    if not 0 < span.anneal <= span.decay - span.warmup:
-        raise ValueError(f"--lr-wsd-decay-{unit} {span.anneal} does not fit between {warmup} and {decay}")

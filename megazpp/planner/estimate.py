@@ -10,7 +10,7 @@ import torch
 
 from megazpp.arguments import RunConfig
 from megazpp.checks import RunPlan, check_run_config
-from megazpp.model.attention_kernels import FIRST_CAPABILITY, capability, mask_reason
+from megazpp.model.backends import FIRST_CAPABILITY, capability, mask_reason
 from megazpp.planner.clock import ClusterCosts, Costs
 from megazpp.planner.memory import Memory
 from megazpp.planner.step import PaperStep, SimulatedStep, TrafficTable, measure

@@ -20,7 +20,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from megazpp.data.tokenizer import DESCRIPTION, Tokenizer
+from megazpp.data.tokenizer import Tokenizer
+from megazpp.data.tokenizer_folder import DESCRIPTION
 
 Message = Mapping[str, Any]
 

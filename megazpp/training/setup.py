@@ -19,8 +19,7 @@ from megazpp.data.dataset import DataConfig, Dataset, Splits, batch_options, bui
 from megazpp.data.loader import BatchLoader
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.formatting import GIGA
-from megazpp.model.attention_kernels import find_document_kernel
-from megazpp.model.compilation import compiles_layers
+from megazpp.model.backends import compiles_layers, find_document_kernel
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import SharedGenerator
 from megazpp.model.float8 import find_product

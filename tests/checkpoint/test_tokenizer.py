@@ -19,8 +19,8 @@ from megazpp.checkpoint.record import TrainingProgress
 from megazpp.checkpoint.safe_reader import alone
 from megazpp.checkpoint.tokenizer import read_tokenizer, write_tokenizer
 from megazpp.checkpoint.write import write_checkpoint
+from megazpp.data.text import train_sentencepiece
 from megazpp.data.tokenizer import SentencePieceTokenizer, load_tokenizer
-from megazpp.data.tokenizer_training import train_sentencepiece
 from megazpp.parallel.axis import MeshAxis
 
 TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9

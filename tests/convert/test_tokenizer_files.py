@@ -14,7 +14,7 @@ import tokenizers
 import transformers
 
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
-from megazpp.data.text import read_documents, resolve_text_paths
+from megazpp.data.text import read_documents, resolve_text_paths, train_sentencepiece
 from megazpp.data.tokenizer import (
     ByteTokenizer,
     HFTokenizer,
@@ -24,7 +24,6 @@ from megazpp.data.tokenizer import (
     find_tokenizer,
     load_tokenizer,
 )
-from megazpp.data.tokenizer_training import train_sentencepiece
 
 TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
 TEXTS = ["Call me  Ishmael\nSome", " two", "naïve—日本語 🐳", "", "a\ttab"]

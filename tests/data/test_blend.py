@@ -43,20 +43,20 @@ def naive_blend(weights: list[float], n: int) -> list[tuple[int, int]]:
     n=st.integers(1, 80),
 )
 def test_blend_indices_equal_the_naive_ones(weights: list[float], n: int) -> None:
-    indices = blend_indices(weights, n)
-    assert list(zip(indices.datasets.tolist(), indices.samples.tolist(), strict=True)) == naive_blend(weights, n)
+    datasets, samples = blend_indices(weights, n)
+    assert list(zip(datasets.tolist(), samples.tolist(), strict=True)) == naive_blend(weights, n)
 
 
 def test_blend_indices_are_those_megatron_core_0_16_1_built_for_the_same_weights() -> None:
-    indices = blend_indices([0.2, 0.3, 0.5], 12)
-    assert indices.datasets.tolist() == [2, 1, 0, 2, 1, 2, 0, 2, 1, 2, 0, 2]
-    assert indices.samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4, 2, 5]
+    datasets, samples = blend_indices([0.2, 0.3, 0.5], 12)
+    assert datasets.tolist() == [2, 1, 0, 2, 1, 2, 0, 2, 1, 2, 0, 2]
+    assert samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4, 2, 5]
 
 
 @settings(max_examples=30)
 @given(weights=st.lists(st.floats(0.1, 10), min_size=2, max_size=5))
 def test_every_prefix_has_the_proportions_to_within_one_sample_per_dataset(weights: list[float]) -> None:
-    datasets = blend_indices(weights, 300).datasets
+    datasets, _ = blend_indices(weights, 300)
     for n in (1, 7, 100, 300):
         counts = np.bincount(datasets[:n], minlength=len(weights))
         assert np.abs(counts - n * np.array(weights) / sum(weights)).max() < len(weights)
@@ -67,7 +67,7 @@ def test_samples_and_token_counts_come_in_the_proportions() -> None:
         GPTDataset(Constant(token, 400), (0, 1), num_samples=90, seq_length=4, seed=0, name=str(token))
         for token in (3, 5)
     ]
-    blended = BlendedDataset(datasets, blend_indices([0.25, 0.75], 100))
+    blended = BlendedDataset(datasets, *blend_indices([0.25, 0.75], 100))
     tokens = [int(blended[i][0]) for i in range(len(blended))]
     assert (tokens.count(3), tokens.count(5)) == (25, 75)
     counts = blended.token_counts(8)

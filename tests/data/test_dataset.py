@@ -217,7 +217,6 @@ def test_a_tokenizer_that_does_not_fit_the_data_is_refused_before_training(tmp_p
         ({"mock_data": True, "seq_length": 0}, "--seq-length 0"),
         ({"mock_data": True, "split": "x"}, "--split 'x'"),
         ({"mock_data": True, "num_workers": -1}, "--num-workers -1"),
-        ({"mock_data": True, "dataloader_type": "cyclic"}, "--dataloader-type cyclic is not supported"),
         ({"data_path": ("1", "a", "b")}, "--data-path 1 a b: give a weight before every"),
         ({"valid_data_path": ("0", "a")}, "--valid-data-path 0 a: weights must be positive"),
     ],

@@ -15,8 +15,8 @@ from sentencepiece import SentencePieceProcessor
 
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.preprocess import PreprocessConfig, PreprocessProgress, preprocess
+from megazpp.data.text import train_sentencepiece
 from megazpp.data.tokenizer import TokenizerConfig
-from megazpp.data.tokenizer_training import train_sentencepiece
 
 BYTES = TokenizerConfig(tokenizer_type="NullTokenizer")
 SAID: list[str] = []

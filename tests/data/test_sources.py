@@ -5,15 +5,23 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazpp.data.blend import BlendedDataset
+from megazpp.data.blend import (
+    BlendedDataset,
+    MockSequences,
+    TokenRange,
+    build_split,
+    fit_for_split,
+    indexed_source,
+    open_sources,
+)
 from megazpp.data.gpt_dataset import GPTDataset
 from megazpp.data.indexed_dataset import IndexedDatasetBuilder
-from megazpp.data.sources import MockSequences, Sampling, TokenRange, build_split, indexed_source, open_sources
 
 
 def write(prefix: Path, *, documents: int, length: int = 16) -> Path:
@@ -24,8 +32,14 @@ def write(prefix: Path, *, documents: int, length: int = 16) -> Path:
     return prefix
 
 
-def sampling(tmp_path: Path, num_samples: int) -> Sampling:
-    return Sampling(num_samples, seq_length=8, seed=1, vocab_size=100, cache_path=tmp_path / "cache")
+def sampling(tmp_path: Path, num_samples: int) -> dict[str, Any]:
+    return {
+        "num_samples": num_samples,
+        "seq_length": 8,
+        "seed": 1,
+        "vocab_size": 100,
+        "cache_path": tmp_path / "cache",
+    }
 
 
 def test_a_fingerprint_changes_with_the_files_and_only_with_them(tmp_path: Path) -> None:
@@ -38,8 +52,8 @@ def test_a_fingerprint_changes_with_the_files_and_only_with_them(tmp_path: Path)
 
 def test_a_blend_builds_exactly_the_samples_it_takes_of_each_source(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=50)
-    blend = open_sources(["3", str(a), "1", str(b)], flag_name="--data-path")
-    dataset = build_split("train", blend, (0.0, 1.0), sampling(tmp_path, 100))
+    sources, weights = open_sources(["3", str(a), "1", str(b)], flag_name="--data-path")
+    dataset = build_split("train", sources, weights, (0.0, 1.0), **sampling(tmp_path, 100))
     assert isinstance(dataset, BlendedDataset)
     # 75 samples of 8 tokens are 10 epochs of a's 64 tokens and give 79; 25 are within b's one epoch of 99
     assert [len(part) for part in dataset.datasets] == [79, 99]
@@ -48,23 +62,23 @@ def test_a_blend_builds_exactly_the_samples_it_takes_of_each_source(tmp_path: Pa
 
 def test_the_same_split_is_built_once_and_another_seed_anew(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=5)
-    blend = open_sources([str(a), str(b), str(a)], flag_name="--data-path")
+    sources, weights = open_sources([str(a), str(b), str(a)], flag_name="--data-path")
     how = sampling(tmp_path, 30)
-    build_split("train", blend, (0.0, 1.0), how)
+    build_split("train", sources, weights, (0.0, 1.0), **how)
     cache = tmp_path / "cache" / "indices"
     built = {path.name: path.stat().st_ino for path in cache.glob("[!.]*")}
     assert len(built) == 3  # one blend; a's two shares are equal, so they have the same indices
-    build_split("valid", blend, (0.0, 1.0), how)
+    build_split("valid", sources, weights, (0.0, 1.0), **how)
     assert {path.name: path.stat().st_ino for path in cache.glob("[!.]*")} == built
-    build_split("train", blend, (0.0, 1.0), how._replace(seed=2))
+    build_split("train", sources, weights, (0.0, 1.0), **{**how, "seed": 2})
     assert len(list(cache.glob("[!.]*"))) == 5
 
 
 def test_edges_of_a_split_are_rounded_to_the_nearest_document(tmp_path: Path) -> None:
-    blend = open_sources([str(write(tmp_path / "a", documents=7))], flag_name="--data-path")
+    sources, weights = open_sources([str(write(tmp_path / "a", documents=7))], flag_name="--data-path")
     documents: list[set[int]] = []
     for bounds in ((0.0, 0.35), (0.35, 0.9), (0.9, 1.0)):  # 2.45, 6.3
-        dataset = build_split("train", blend, bounds, sampling(tmp_path, 4))
+        dataset = build_split("train", sources, weights, bounds, **sampling(tmp_path, 4))
         documents.append({int(token) for i in range(len(dataset)) for token in dataset[i]})
     assert documents == [{0, 1}, {2, 3, 4, 5}, {6}]
 
@@ -74,9 +88,10 @@ SPLIT = ((0.0, 0.5), (0.5, 0.97), (0.97, 1.0))
 
 def test_sources_of_a_blend_are_cut_by_tokens_each_by_its_own_number_of_documents(tmp_path: Path) -> None:
     many, few = write(tmp_path / "many", documents=50), write(tmp_path / "few", documents=7)
-    blend = open_sources([str(many), str(few)], flag_name="--data-path").fit_for(SPLIT)
-    assert [source.by_tokens for source in blend.sources] == [False, True]
-    dataset = build_split("valid", blend, SPLIT[1], sampling(tmp_path, 40))
+    sources, weights = open_sources([str(many), str(few)], flag_name="--data-path")
+    sources = fit_for_split(sources, SPLIT)
+    assert [source.by_tokens for source in sources] == [False, True]
+    dataset = build_split("valid", sources, weights, SPLIT[1], **sampling(tmp_path, 40))
     assert isinstance(dataset, BlendedDataset)
     assert [part.tokens_per_epoch for part in dataset.datasets] == [
         23 * 16,
@@ -85,15 +100,15 @@ def test_sources_of_a_blend_are_cut_by_tokens_each_by_its_own_number_of_document
 
 
 def test_a_share_that_is_empty_on_purpose_wants_no_document(tmp_path: Path) -> None:
-    blend = open_sources([str(write(tmp_path / "a", documents=2))], flag_name="--data-path")
-    assert blend.fit_for(((0.0, 0.5), (0.5, 1.0), (1.0, 1.0))) == blend
+    sources, _ = open_sources([str(write(tmp_path / "a", documents=2))], flag_name="--data-path")
+    assert fit_for_split(sources, ((0.0, 0.5), (0.5, 1.0), (1.0, 1.0))) == sources
 
 
 def test_parts_cut_by_tokens_have_indices_of_their_own(tmp_path: Path) -> None:
-    blend = open_sources([str(write(tmp_path / "a", documents=1, length=90))], flag_name="--data-path")
-    blend = blend.fit_for(SPLIT)
+    sources, weights = open_sources([str(write(tmp_path / "a", documents=1, length=90))], flag_name="--data-path")
+    sources = fit_for_split(sources, SPLIT)
     for bounds in (SPLIT[0], SPLIT[1], SPLIT[0]):
-        build_split("train", blend, bounds, sampling(tmp_path, 3))
+        build_split("train", sources, weights, bounds, **sampling(tmp_path, 3))
     assert len(list((tmp_path / "cache" / "indices").glob("[!.]*"))) == 2
 
 

@@ -1,8 +1,10 @@
-"""Text becomes documents, a tokenizer and a dataset, once per content."""
+"""Text becomes documents, a tokenizer and a dataset, once per content, and says when it is too little."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,15 @@ from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.text import (
     cached_indexed_dataset,
     cached_sentencepiece,
+    first_characters,
     read_documents,
     resolve_text_paths,
+    train_sentencepiece,
     write_indexed_dataset,
 )
 from megazpp.data.tokenizer import ByteTokenizer
+
+TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
 
 
 def write_jsonl(path: Path, *texts: str) -> Path:
@@ -91,8 +97,8 @@ def test_a_tokenizer_learns_from_lines_of_any_length(tmp_path: Path) -> None:
     [
         (b'{"text": "a"}\n{"text": \n', "line 2: not JSON"),
         (b'{"txt": "a"}\n', "line 1: there is no 'text'"),
-        (b"[1]\n", "line 1: an array, not an object"),
-        (b'{"text": 5}\n', "line 1: 'text' is a number"),
+        (b"[1]\n", r"line 1: \[1\], not an object"),
+        (b'{"text": 5}\n', "line 1: 'text' is 5, not a string"),
         (b'{"text": "\xff"}\n', "not UTF-8"),
     ],
 )
@@ -116,3 +122,45 @@ def test_missing_files_directories_and_empty_corpora_are_refused(tmp_path: Path)
     ):
         with pytest.raises(ValueError, match=r"--text-path empty\.jsonl holds no text"):
             build()
+
+
+def test_training_twice_gives_the_same_bytes() -> None:
+    assert train_sentencepiece(iter([TEXT]), 300) == train_sentencepiece([TEXT], 300)
+    assert train_sentencepiece([TEXT], 299) != train_sentencepiece([TEXT], 300)
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "reason"),
+    [
+        (TEXT, 100_000, "Vocabulary size too high (100000). Please set it to a value <= "),
+        (TEXT, 10, "Vocabulary size is smaller than required_chars. 10 vs "),
+        ("\n\n", 300, "it is blank"),
+    ],
+)
+def test_a_vocabulary_the_text_cannot_fill_is_refused_without_sentencepiece_s_own_files_and_lines(
+    text: str, size: int, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"--vocab-size {size} does not suit this text: {reason}")) as raised:
+        train_sentencepiece(iter([text]), size)
+    assert "INTERNAL" not in str(raised.value)
+    assert "trainer_interface" not in str(raised.value)
+
+
+def test_what_is_wrong_with_a_line_is_not_blamed_on_the_vocabulary() -> None:
+    def texts() -> Iterator[str]:
+        yield TEXT
+        raise ValueError("a.jsonl, line 2: there is no 'text'")
+
+    with pytest.raises(ValueError, match=r"^a\.jsonl, line 2: there is no 'text'$"):
+        train_sentencepiece(texts(), 300)
+
+
+@pytest.mark.parametrize(
+    ("limit", "wanted"),
+    [(1, ["a"]), (2, ["ab"]), (3, ["ab", "", "c"]), (5, ["ab", "", "cde"]), (9, ["ab", "", "cde", "f"])],
+)
+def test_the_first_characters_may_end_inside_a_text(limit: int, wanted: list[str]) -> None:
+    texts = iter(["ab", "", "cde", "f"])
+    assert list(first_characters(texts, limit)) == wanted
+    if limit <= 5:
+        assert next(texts, None) is not None  # no further than needed

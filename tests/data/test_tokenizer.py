@@ -17,7 +17,7 @@ from megazpp.convert.tokenizer_files import find_differences
 from megazpp.data.dataset import DataConfig, check_inputs
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.preprocess import PreprocessConfig, preprocess
-from megazpp.data.text import write_indexed_dataset
+from megazpp.data.text import train_sentencepiece, write_indexed_dataset
 from megazpp.data.tokenizer import (
     ByteTokenizer,
     HFTokenizer,
@@ -26,7 +26,6 @@ from megazpp.data.tokenizer import (
     find_tokenizer,
     load_tokenizer,
 )
-from megazpp.data.tokenizer_training import train_sentencepiece
 
 TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁\x00"), max_size=60)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.data.workers import map_in_processes
+from megazpp.data.preprocess import map_in_processes
 
 
 def double_slowly_at_first(number: int) -> tuple[int, int]:

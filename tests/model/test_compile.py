@@ -25,7 +25,7 @@ from helpers.training import EOD, GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks,
 
 from megazpp.data.batch import MicroBatch, make_micro_batch
 from megazpp.inference.generate import Reader, evaluating
-from megazpp.model import compilation
+from megazpp.model import backends
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
@@ -78,7 +78,7 @@ def aot_eager() -> Iterator[None]:
     stopped = functools.partial(torch.compile, backend="aot_eager")
     with (
         mock.patch.object(torch, "compile", stopped),
-        mock.patch.object(compilation, "missing_compiler", return_value=None),
+        mock.patch.object(backends, "missing_compiler", return_value=None),
     ):
         yield
 

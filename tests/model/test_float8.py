@@ -21,10 +21,9 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, trai
 from megazpp.arguments import parse_run_config
 from megazpp.checks import check_run_config
 from megazpp.model import float8
-from megazpp.model.attention_kernels import capability
+from megazpp.model.backends import capability, model_backends
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import Float8Format, find_product, float8_product
-from megazpp.model.gpt import model_backends
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 
@@ -265,7 +264,7 @@ def test_a_model_of_multiples_of_16_is_fine_and_a_note_says_what_eager_casts_cos
         "--num-attention-heads 4 --kv-channels 4 --group-query-attention",
         "queries, keys and values of 4 heads in 1 group(s) over 1 tensor-parallel rank(s): 24 rows",
     ),
-    ("--fp8-recipe delayed", "--fp8-recipe: 'delayed' is not one of tensorwise"),
+    ("--fp8-recipe delayed", "--fp8-recipe delayed is not supported, only tensorwise"),
 ])  # fmt: skip
 def test_flags_and_sizes_that_do_not_fit_are_refused_by_name(flags: str, message: str):
     with pytest.raises(ValueError, match="--fp8") as caught:
@@ -303,5 +302,5 @@ def test_the_table_of_back_ends_has_its_row():
     settings = {"device": CPU, "dtype": torch.bfloat16, "documents": False}
     model = dataclasses.replace(GPT2_STYLE, fp8_format="hybrid")
     row = ("linear layers", "torchao float8 tensorwise", "--fp8-format hybrid: e4m3, gradients e5m2")
-    assert row in model_backends(model, 1, **settings)
-    assert not any(piece == "linear layers" for piece, *_ in model_backends(GPT2_STYLE, 1, **settings))
+    assert row in model_backends(model, **settings)
+    assert not any(piece == "linear layers" for piece, *_ in model_backends(GPT2_STYLE, **settings))

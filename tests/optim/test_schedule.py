@@ -103,8 +103,6 @@ def test_the_rate_depends_on_nothing_but_the_samples():
 @pytest.mark.parametrize(
     ("train", "flags", "message"),
     [
-        ((10, 100), {}, "--train-iters 10 and --train-samples 100: give only one"),
-        ((None, None), {}, "either --train-iters or --train-samples is required"),
         ((10, None), {"lr_decay_samples": 7}, "--lr-decay-samples 7 cannot be mixed with --train-iters 10"),
         ((10, None), {"lr_warmup_samples": 7}, "--lr-warmup-samples 7 cannot be mixed with --train-iters 10"),
         ((10, None), {"lr_wsd_decay_samples": 7}, "--lr-wsd-decay-samples 7 cannot be mixed"),
@@ -133,7 +131,6 @@ def test_the_rate_depends_on_nothing_but_the_samples():
         ((None, 99), {"lr_warmup_fraction": 1.0}, "--lr-warmup-fraction 1.0: the warm-up must be shorter"),
         ((10, None), {"lr_warmup_iters": -1}, "--lr-warmup-iters -1 is negative"),
         ((10, None), {"lr_decay_iters": 0}, "--lr-decay-iters 0 is not positive"),
-        ((0, None), {}, "--train-iters 0 is not positive"),
         ((10, None), {"lr": None}, "--lr is required"),
         ((10, None), {"min_lr": 2.0}, "--min-lr 2.0 is above --lr 1.0"),
         ((10, None), {"min_lr": -1.0}, "--min-lr -1.0 is negative"),

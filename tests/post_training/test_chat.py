@@ -9,7 +9,8 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megazpp.data.tokenizer import DESCRIPTION, ByteTokenizer, HFTokenizer
+from megazpp.data.tokenizer import ByteTokenizer, HFTokenizer
+from megazpp.data.tokenizer_folder import DESCRIPTION
 from megazpp.post_training.chat import DEFAULT_TEMPLATE, ChatTemplate, load_chat_template
 
 TURNS = [

@@ -1,4 +1,4 @@
-"""Which of torch's attention kernels run where.
+"""The implementations that a model gets on a device: attention kernels, torch.compile, and the table that names them.
 
 | attention                               | on CUDA                                            | on a CPU        |
 |-----------------------------------------|----------------------------------------------------|-----------------|
@@ -13,26 +13,30 @@ cuDNN is never given a mask: the backward of its masked attention can return NaN
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from kernels.c_library import CLibraryError, find_compiler
 from megazpp.model.config import GPTConfig
 
 MASKED_ON_CUDA = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-NAMES = {
-    SDPBackend.CUDNN_ATTENTION: "cuDNN",
-    SDPBackend.FLASH_ATTENTION: "flash",
-    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
-    SDPBackend.MATH: "plain",
-}
 # of the variable-length kernel, which is flash attention 2: some devices train with no wider heads
 MOST_CHANNELS, CHANNELS_MULTIPLE, FIRST_CAPABILITY = 192, 8, (8, 0)
+# All layers of all models in a process share one code object, of which torch keeps a graph for each kind of layer. Four
+# models (policy, reference, reward, value), with gradients or without, in training or not, of one row or several, and
+# decoding have more kinds than torch's own limit of 8. Batches and sequences that vary are marked, so that one graph of
+# a kind serves every size above 1.
+MOST_GRAPHS = 64
+_TRITON_CAPABILITY = (7, 0)  # the first of CUDA devices that Triton compiles for
 
 # of torch's varlen_attn; torch 2.11's takes no groups
 VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
@@ -65,7 +69,7 @@ def varlen_groups(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def mask_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
-    """Why attention inside documents takes a mask of S x S rather than `variable_length`; None where it does not.
+    """The reason why attention inside documents takes a mask of S x S, not `variable_length`; None where it does not.
 
     Args:
         capability: of the CUDA device; None for any other.
@@ -119,27 +123,80 @@ def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def causal_kernels(device: torch.device) -> tuple[str, ...]:
-    """The kernels that torch tries for causal attention on `device`, in this order; the first that can is used."""
-    if device.type != "cuda":
-        return "flash", "plain"
-    probe = torch.empty(1, 1, 8, 8, device=device, dtype=torch.float16)
-    torch._fused_sdp_choice(probe, probe, probe)  # torch settles its order when it is first asked
-    return _enabled_in_order()
+def compile_layer(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap by `torch.compile`, with room for all kinds of layers that a process may have."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+    return torch.compile(function)
 
 
-def _enabled_in_order() -> tuple[str, ...]:
-    names = [NAMES[kind] for kind in _cur_sdpa_kernel_backends(with_priority=True) if kind in NAMES]
-    return tuple(names[: names.index("plain") + 1] if "plain" in names else names)  # plain takes everything
+def mark_varying(tensor: torch.Tensor | None, *dims: int) -> None:
+    """Have one graph take `tensor` with any size above 1 in `dims`."""
+    if tensor is not None:
+        torch._dynamo.maybe_mark_dynamic(tensor, dims)
 
 
-def attention_backend(
-    config: GPTConfig, device: torch.device, dtype: torch.dtype, *, documents: bool
-) -> tuple[str, str]:
-    """What attention in training is, and why, for the table of back ends; `documents`: it stays inside them."""
-    if not documents:
-        return "torch scaled_dot_product_attention", f"{', '.join(causal_kernels(device))}: the first that can"
-    reason = mask_reason(config, capability=capability(device), dtype=dtype)
-    if reason is None:
-        return "torch varlen_attn", "attention stays inside documents; nothing of S x S is kept"
-    return "torch scaled_dot_product_attention with a mask of S x S", reason
+def compiles_layers(config: GPTConfig, device_type: str) -> tuple[bool, str]:
+    """True if layers are compiled on such a device, and the reason, for the table of back ends.
+
+    torch.compile needs a compiler of its own on each kind of device. On CUDA, layers of small models spend more time on
+    the host, launching kernels, than on the device; compiled layers launch fewer, so there --compile is the default. On
+    a CPU it mostly costs the time to compile.
+
+    Raises:
+        ValueError: --compile asks for what cannot be.
+    """
+    if config.compile is False:
+        return False, "--no-compile"
+    if config.compile is None and device_type != "cuda":
+        return False, "the default on a CPU: see --compile"
+    missing = missing_compiler(device_type)
+    if config.compile is None:
+        return (False, f"cannot be compiled: {missing}") if missing else (True, "the default on CUDA: see --no-compile")
+    if missing:
+        raise ValueError(f"--compile: {missing}; without it layers are eager")
+    return True, "--compile"
+
+
+def missing_compiler(device_type: str) -> str | None:
+    """Name the compiler that torch.compile needs and does not find here; None where it can generate code."""
+    if device_type != "cuda":
+        compiler = os.environ.get("CXX", "g++")
+        return None if shutil.which(compiler) else f"there is no C++ compiler ({compiler})"
+    if importlib.util.find_spec("triton") is None:
+        return "there is no Triton (pip install triton)"
+    found = capability(torch.device(device_type))
+    if found is not None and found < _TRITON_CAPABILITY:
+        return f"Triton needs compute capability 7.0, not {found[0]}.{found[1]}"
+    try:
+        find_compiler()  # of the code that launches Triton's kernels
+    except CLibraryError as error:
+        return str(error)
+    return None
+
+
+def model_backends(
+    config: GPTConfig, *, device: torch.device, dtype: torch.dtype, documents: bool
+) -> list[tuple[str, str, str]]:
+    """Rows (piece, implementation, why) for the table of back ends.
+
+    Args:
+        dtype: what the layers compute in.
+        documents: attention stays inside documents.
+    """
+    attention = "torch scaled_dot_product_attention", "the first of its kernels that can"
+    if documents:
+        attention = "torch varlen_attn", "attention stays inside documents; nothing of S x S is kept"
+        if reason := mask_reason(config, capability=capability(device), dtype=dtype):
+            attention = "torch scaled_dot_product_attention with a mask of S x S", reason
+    norm = {"LayerNorm": "torch layer_norm", "RMSNorm": "torch rms_norm"}[config.normalization]
+    loss = "linear and vocab-parallel cross entropy in chunks of the vocabulary"
+    compiled, because = compiles_layers(config, device.type)
+    why = "logits are neither gathered nor kept in fp32, and never whole where they are large"
+    formats = f"--fp8-format {config.fp8_format}: e4m3, gradients {'e5m2' if config.fp8_format == 'hybrid' else 'e4m3'}"
+    return [
+        ("attention", *attention),
+        *([("linear layers", "torchao float8 tensorwise", formats)] if config.fp8_format else []),
+        ("norms", norm, "one fused kernel per device"),
+        ("cross entropy", loss, why),
+        ("layers", "torch.compile" if compiled else "eager", because),
+    ]

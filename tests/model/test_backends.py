@@ -1,4 +1,4 @@
-"""Which attention kernels are asked: no mask for cuDNN, documents without anything of S x S, names as they are."""
+"""Attention kernels: no mask for cuDNN, documents without anything of S x S; layers compiled where they can be."""
 
 from __future__ import annotations
 
@@ -15,16 +15,24 @@ import torch.nn.functional as F
 from helpers.tensor_parallel import build_gpt, local_gradients
 from helpers.training import EOD, GPT2_STYLE, LLAMA_STYLE
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import megazpp.model.attention_kernels as module
+import megazpp.model.backends as module
 from megazpp.data.batch import MicroBatch, make_micro_batch
-from megazpp.model.attention_kernels import DocumentKernel, find_document_kernel, mask_reason, variable_length
+from megazpp.model.backends import (
+    DocumentKernel,
+    compiles_layers,
+    find_document_kernel,
+    mask_reason,
+    missing_compiler,
+    model_backends,
+    variable_length,
+)
 from megazpp.model.config import GPTConfig
-from megazpp.model.gpt import GPTModel, model_backends
+from megazpp.model.gpt import GPTModel
 from megazpp.model.kv_cache import KVCache
 from megazpp.parallel.axis import MeshAxis
 
@@ -329,35 +337,75 @@ def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel(monkeypatch: pytest.MonkeyPatch
 # ---- names ----------------------------------------------------------------------------------------------------------
 
 
-def test_kernels_are_named_in_the_order_in_which_torch_tries_them(monkeypatch: pytest.MonkeyPatch):
-    flash, cudnn, plain = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
-    efficient = SDPBackend.EFFICIENT_ATTENTION
-    with sdpa_kernel([cudnn, flash, efficient, plain], set_priority=True):  # as torch orders them on sm_90
-        assert module._enabled_in_order() == ("cuDNN", "flash", "memory-efficient", "plain")
-    with sdpa_kernel([flash, efficient, plain, cudnn], set_priority=True):  # as on sm_80: cuDNN is never reached
-        assert module._enabled_in_order() == ("flash", "memory-efficient", "plain")
-    with sdpa_kernel([cudnn, flash], set_priority=True):
-        assert module._enabled_in_order() == ("cuDNN", "flash")
-    assert module.causal_kernels(torch.device("cpu")) == ("flash", "plain")
-
-
 def row(documents: bool, capability: tuple[int, int] | None, config: GPTConfig = WIDE["llama"]) -> tuple[str, ...]:
     device = torch.device("cpu" if capability is None else "cuda")
-    return model_backends(config, 1, device=device, dtype=torch.bfloat16, documents=documents)[0]
+    return model_backends(config, device=device, dtype=torch.bfloat16, documents=documents)[0]
 
 
 def test_the_table_of_back_ends_names_what_attention_will_be(monkeypatch: pytest.MonkeyPatch):
-    assert row(False, None)[1:] == ("torch scaled_dot_product_attention", "flash, plain: the first that can")
+    assert row(False, None)[1:] == ("torch scaled_dot_product_attention", "the first of its kernels that can")
     assert row(True, None)[2] == "only CUDA has a kernel for documents"
-    monkeypatch.setattr(module, "causal_kernels", lambda device: ("cuDNN", "flash"))
     monkeypatch.setattr(module, "capability", lambda device: H100)
-    assert row(False, H100)[2] == "cuDNN, flash: the first that can"
     assert row(True, H100)[1] == "torch varlen_attn"
     dropout = row(True, H100, dataclasses.replace(WIDE["llama"], attention_dropout=0.1))
     assert dropout[1:] == (
         "torch scaled_dot_product_attention with a mask of S x S",
         "varlen_attn has no dropout: --attention-dropout is 0.1",
     )
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+def choice(compile: bool | None, device: str) -> tuple[bool, str]:
+    return compiles_layers(dataclasses.replace(GPT2_STYLE, compile=compile), device)
+
+
+@pytest.mark.parametrize(("flag", "device", "expected"), [
+    (None, "cuda", (True, "the default on CUDA: see --no-compile")),
+    (None, "cpu", (False, "the default on a CPU: see --compile")),
+    (False, "cuda", (False, "--no-compile")),
+    (True, "cpu", (True, "--compile")),
+])  # fmt: skip
+def test_layers_are_compiled_on_cuda_unless_the_flag_says_otherwise(
+    flag: bool | None, device: str, expected: tuple[bool, str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "missing_compiler", lambda device_type: None)
+    assert choice(flag, device) == expected
+
+
+def test_without_a_compiler_layers_are_eager_by_default_and_the_table_says_why(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "missing_compiler", lambda device_type: "there is no Triton")
+    assert choice(None, "cuda") == (False, "cannot be compiled: there is no Triton")
+    rows = model_backends(GPT2_STYLE, device=torch.device("cuda"), dtype=torch.float32, documents=False)
+    assert rows[-1] == ("layers", "eager", "cannot be compiled: there is no Triton")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_compile_without_a_compiler_is_refused(device: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "missing_compiler", lambda device_type: "there is no Triton")
+    with pytest.raises(ValueError, match=r"^--compile: there is no Triton"):
+        choice(True, device)
+
+
+def test_what_torch_compile_needs_on_a_cpu_is_its_cxx_compiler(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert missing_compiler("cpu") == "there is no C++ compiler (no-such-compiler)"
+    monkeypatch.setenv("CXX", "ls")
+    assert missing_compiler("cpu") is None
+
+
+def test_what_torch_compile_needs_on_cuda_is_triton_a_device_for_it_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    assert missing_compiler("cuda") == "there is no Triton (pip install triton)"
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(module, "capability", lambda device: (6, 1))
+    assert missing_compiler("cuda") == "Triton needs compute capability 7.0, not 6.1"
+    monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert missing_compiler("cuda") == "CC=no-such-compiler is not found"
+    monkeypatch.setenv("CC", "ls")
+    assert missing_compiler("cuda") is None
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
