@@ -10,7 +10,7 @@ files with `@path`. Because words remember their place, every later message can 
 
 `megatron_flags.txt` holds one of Megatron's other flags per line: name, number of values (as argparse writes it),
 verdict, reason. The verdict is `ignored` (nothing here depends on it), `unsupported`, or `only=V`: ignored with the
-value V, which asks for nothing, and unsupported with any other.
+value V, which asks for nothing, and unsupported with any other. `removed` are flags of our own that are gone.
 """
 
 from __future__ import annotations
@@ -300,6 +300,8 @@ def sift_flags(
 
 def _refusal(given: Given, flag: MegatronFlag) -> str | None:
     """Why `given` cannot be ignored; None if it can."""
+    if flag.verdict == "removed":
+        return f"{given.name} is gone: {flag.reason}"
     if flag.verdict == "unsupported":
         return f"{given.name} is a Megatron flag that is not supported: {flag.reason}"
     count, arity = len(given.values), flag.arity
