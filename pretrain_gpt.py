@@ -50,8 +50,7 @@ def prepare() -> Job | int:
         print(parsed.report())
         return 0
     if show.plan:
-        cluster, price = planned_cluster(parsed.config), show.price_per_gpu_hour
-        print(plan_report(parsed.config, cluster, device_type=device_type(), price=price))
+        print(plan_report(parsed.config, planned_cluster(parsed.config), device_type=device_type()))
         return 0
     if show.dry_run:
         dry = dry_run(parsed.config, planned_cluster(parsed.config), rank=show.dry_run_rank)

@@ -14,7 +14,7 @@ from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.command_line import FlagParser, read_megatron_flags
 from megazpp.data.dataset import DataConfig
 from megazpp.data.tokenizer import TokenizerConfig
-from megazpp.flags import check_positive, flag, render_flags
+from megazpp.flags import flag, render_flags
 from megazpp.inference.sample import SampleConfig
 from megazpp.model.config import GPTConfig
 from megazpp.optim.loss_scale import LossScaleConfig
@@ -119,15 +119,11 @@ class ShowConfig:
     plan: bool = flag(
         False, "print memory, bytes and time of the run, what else would fit, and stop; see --cluster-file"
     )
-    price_per_gpu_hour: float | None = flag(None, "what a GPU costs for an hour, in any currency: --plan adds it up")
     dry_run: bool = flag(
         False,
         "be one rank of a cluster that is not there for one step without data, compare what it sends with the plan",
     )
     dry_run_rank: int = flag(0, "the rank that --dry-run is")
-
-    def __post_init__(self) -> None:
-        check_positive(self, "price_per_gpu_hour")
 
 
 class ParsedRun(NamedTuple):

@@ -32,7 +32,7 @@ from megazpp.arguments import parse_run_config
 from megazpp.command_line import read_megatron_flags
 from megazpp.model.config import GPTConfig
 from megazpp.planner.estimate import Estimate, Estimator
-from megazpp.planner.memory import Memory
+from megazpp.planner.simulation import Memory
 from megazpp.planner.variants import for_planning, with_recompute
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig

@@ -93,7 +93,7 @@ def test_a_cluster_file_that_says_nothing_is_one_line(program: Program, show: st
         ("--dry-run", ["--micro-batch-size", "3"], "--global-batch-size"),
         *((show, ["--vocab-size", "none"], "needs --vocab-size") for show in ("--plan", "--dry-run")),
         *((show, ["--num-attention-heads", "3"], "--num-attention-heads") for show in ("--plan", "--dry-run")),
-        ("--plan", ["--price-per-gpu-hour", "-1"], "--price-per-gpu-hour -1.0 is not positive"),
+        ("--plan", ["--price-per-gpu-hour", "2"], "--price-per-gpu-hour is gone: give the device"),
     ],
 )
 def test_flags_that_do_not_fit_the_cluster_are_one_line(program: Program, show: str, flags: list[str], said: str):

@@ -8,8 +8,8 @@ All other flags are pretrain_gpt.py's (one run on one cluster: pretrain_gpt.py -
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 from megazpp.arguments import RunConfig, parse_run_config
@@ -43,40 +43,27 @@ def main(argv: list[str]) -> None:
     print(scaling_table(rows))
 
 
-def estimate_schemes(config: RunConfig, cluster: Cluster, *, micro_batches: int) -> dict[str, list[Estimate]]:
-    """Estimates by scheme, of schemes that can run there (HSDP not on one node); several are a range of one.
-
-    Args:
-        micro_batches: of an optimizer step on every rank.
-    """
+def estimate_schemes(config: RunConfig, cluster: Cluster, *, micro_batches: int) -> dict[str, Estimate]:
+    """Estimates by scheme, of schemes that can run there (HSDP not on one node)."""
     assert config.batches.micro_batch_size is not None
     ranks = cluster.world_size // config.parallel.tensor_model_parallel_size
     samples = config.batches.micro_batch_size * ranks * micro_batches
     estimator, found = Estimator(cluster, device_type=device_type()), {}
     sized = changed(config, batches={"global_batch_size": samples, "rampup_batch_size": None})
     for name, run in schemes(sized).items():
-        try:
-            found[name] = list(estimator.estimates(run))
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError):
+            found[name] = estimator.estimate(run)
     return found
 
 
-def scaling_table(rows: dict[int, dict[str, list[Estimate]]]) -> str:
+def scaling_table(rows: dict[int, dict[str, Estimate]]) -> str:
     """Markdown: TFLOP/s per GPU by number of GPUs and scheme; in brackets where memory is too small."""
-    names: Sequence[str] = list(dict.fromkeys(name for row in rows.values() for name in row))
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
     lines = [f"| {' | '.join(['GPUs', *names])} |", "|---" * (len(names) + 1) + "|"]
     for gpus, row in rows.items():
-        cells = [str(gpus)]
-        for name in names:
-            ends = row.get(name)
-            if ends is None:
-                cells.append("-")
-                continue
-            speeds = dict.fromkeys(f"{end.teraflops:.3g}" for end in reversed(ends))
-            text = " to ".join(speeds)
-            cells.append(text if ends[0].fits else f"({text})")
-        lines.append(f"| {' | '.join(cells)} |")
+        texts = {name: f"{found.teraflops:.3g}" for name, found in row.items()}
+        cells = [texts.get(name, "-") if name not in row or row[name].fits else f"({texts[name]})" for name in names]
+        lines.append(f"| {' | '.join([str(gpus), *cells])} |")
     return "\n".join(lines)
 
 

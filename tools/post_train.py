@@ -86,7 +86,7 @@ def show_plan(parsed: ParsedRun, vocab_size: int) -> None:
         print("drawing: the activations of the prompts come on top")
     if configs.lora.lora_r is None:
         print("\nthe policy's training steps alone, with a language model's loss:")
-        print(plan_report(config, cluster, device_type=device_type(), price=parsed.show.price_per_gpu_hour))
+        print(plan_report(config, cluster, device_type=device_type()))
 
 
 def show_dry_run(parsed: ParsedRun) -> int:

@@ -1,15 +1,15 @@
 """`--dry-run`: the program itself as one rank of a cluster that is not there, against its plan.
 
-What runs is what trains: the mesh and its groups, the model, FSDP2 with our comms installed, and one optimizer step.
-Of many micro-batches a first, a middle and a last one are run: the others are like the middle one and count as it does.
-With --diloco-steps a synchronization of all fragments follows.
+The mesh and its groups, the model, FSDP2 with our comms installed, and one optimizer step run as in training. Of many
+micro-batches a first, a middle and a last one are run; the others count as the middle one does. With --diloco-steps a
+synchronization of all fragments follows.
 
 Only two things are pretended. The process groups are torch's back end "fake", of any size in one process, which sends
 nothing; our axes count what they hand it as ever. And tensors have shapes and no memory (FakeTensorMode on top of the
-meta device, because FSDP2 refuses parameters that are on it), so a step of any model fits anywhere, and the values that
-the host asks for are 1. The process is a CPU's, whatever the plan is for: which bytes are sent does not depend on that,
-and RMSNorm keeps what CUDA's kernel keeps. Not run: data loading, checkpoints, and comparing kept weights. With
---reset-attention-mask every sample is one document, and attention inside it takes a CPU's way, a mask.
+meta device, because FSDP2 refuses parameters that are on it), so a step of any model fits anywhere, and `.item()` is 1.
+The process is a CPU's, whatever the plan is for: bytes do not depend on that, and RMSNorm keeps what CUDA's kernel
+keeps. Not run: data loading, checkpoints, and comparing kept weights. With --reset-attention-mask every sample is one
+document, and attention inside it takes a CPU's way, a mask.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from megazpp.data.batch import make_micro_batch
 from megazpp.formatting import MEGA, aligned
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
-from megazpp.parallel.axis import Traffic
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.estimate import Estimator
-from megazpp.planner.memory import Memory
 from megazpp.planner.report import describe_plan
+from megazpp.planner.simulation import Memory
 from megazpp.planner.step import (
+    NOTHING,
     SIMULATED_MICRO_BATCHES,
     TrafficTable,
     extended,
@@ -62,37 +62,19 @@ LOSS_BYTES = 4  # of each micro-batch, until the step ends
 
 
 class DryTask(NamedTuple):
-    """What the steps of a dry run are about.
-
-    Attributes:
-        batch: of each micro-batch.
-        objective: None: the language model's loss.
-        before_step: what is done before each step.
-    """
+    """The batch of every micro-batch, the objective (None: the language model's), and a call before each step."""
 
     batch: Any
     objective: Objective | None = None
     before_step: Callable[[], object] = lambda: None
 
 
-class Sent(NamedTuple):
-    """Calls and bytes of one rank, by (wire, axis, collective).
-
-    Attributes:
-        step: of an optimizer step.
-        synchronization: of one of all that islands have; {} without local steps.
-    """
-
-    step: TrafficTable
-    synchronization: TrafficTable
-
-
 class DryRun(NamedTuple):
     """One optimizer step of one rank, and with local steps a synchronization.
 
     Attributes:
-        plan, rank, micro_batches: of the run, whose step, of the step.
-        planned, counted: what this rank sends.
+        micro_batches: of the step.
+        planned, counted: calls and bytes of a step, and of a synchronization; {} without local steps.
         memory: planned for this rank.
         live_bytes: of the tensors that live at the fullest moment, counted.
     """
@@ -100,8 +82,8 @@ class DryRun(NamedTuple):
     plan: RunPlan
     rank: int
     micro_batches: int
-    planned: Sent
-    counted: Sent
+    planned: tuple[TrafficTable, TrafficTable]
+    counted: tuple[TrafficTable, TrafficTable]
     memory: Counter[Memory]
     live_bytes: int
 
@@ -114,30 +96,25 @@ class DryRun(NamedTuple):
         """The plan, and both tables side by side."""
         rest, memory = self.micro_batches - SIMULATED_MICRO_BATCHES, self.memory.total()
         note = f" ({SIMULATED_MICRO_BATCHES} micro-batches run, the middle one counts {rest + 1} times)"
-        islands: tuple[str, ...] = ()
+        titles = [f"rank {self.rank} of {self.plan.layout.cluster.world_size}, one optimizer step{note * (rest > 0)}:"]
         if self.plan.diloco is not None:
-            table = _compared(self.planned.synchronization, self.counted.synchronization)
-            islands = (f"and one synchronization of all fragments, every {self.plan.diloco.steps} steps:", *table)
-        return "\n".join(
-            [
-                *describe_plan(self.plan, self.micro_batches),
-                "",
-                f"rank {self.rank} of {self.plan.layout.cluster.world_size}, one optimizer step{note * (rest > 0)}:",
-                *_compared(self.planned.step, self.counted.step),
-                *islands,
-                f"tensors live at the fullest moment: {self.live_bytes / MEGA:.3f} MB, planned "
-                f"{memory / MEGA:.3f} MB ({100 * (memory / self.live_bytes - 1):+.1f} %)",
-            ]
+            titles.append(f"and one synchronization of all fragments, every {self.plan.diloco.steps} steps:")
+        lines = [*describe_plan(self.plan, self.micro_batches), ""]
+        for title, planned, counted in zip(titles, self.planned, self.counted, strict=False):
+            lines += [title, *_compared(planned, counted)]
+        lines.append(
+            f"tensors live at the fullest moment: {self.live_bytes / MEGA:.3f} MB, planned "
+            f"{memory / MEGA:.3f} MB ({100 * (memory / self.live_bytes - 1):+.1f} %)"
         )
+        return "\n".join(lines)
 
 
 def _compared(planned: TrafficTable, counted: TrafficTable) -> Iterator[str]:
     """Both tables side by side, and whether they are equal."""
     header = ("wire", "axis", "collective", "calls planned", "counted", "bytes planned", "counted", "")
     rows: list[tuple[str, ...]] = [header]
-    none = Traffic(0, 0)
     for key in sorted(planned | counted):
-        ours, theirs = planned.get(key, none), counted.get(key, none)
+        ours, theirs = planned.get(key, NOTHING), counted.get(key, NOTHING)
         calls, sizes = (tuple(map(str, pair)) for pair in zip(ours, theirs, strict=True))
         rows.append((*key, *calls, *sizes, "" if ours == theirs else "DIFFERS"))
     yield from aligned(rows)
@@ -157,12 +134,12 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
     plan = check_run_config(config, cluster, device_type=CPU.type)
     count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
     paper = Estimator(cluster, device_type=CPU.type).paper_step(config, plan, rank=rank, on_cpu=True)
-    planned = Sent(measure(paper, count).traffic, paper.synchronize().traffic)
+    planned = measure(paper, count).traffic, paper.synchronize().traffic
     with fake_ranks(rank, cluster.world_size):
         # a thread would not see the modes that make its tensors fake
         dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
         counted, live_bytes = count_step(config, plan, dims, count)
-    return DryRun(plan, rank, count, planned, counted, paper.ledger.fullest, live_bytes)
+    return DryRun(plan, rank, count, planned, counted, paper.ledger.peak, live_bytes)
 
 
 @contextmanager
@@ -178,7 +155,7 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 
 
 def sharded_model(spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> Built:
-    """What pretrain_gpt.py trains."""
+    """Pretraining's model."""
     built = shard_on_meta(spec, dims, CPU)
     with fake:
         materialize(built.model, CPU)
@@ -204,10 +181,11 @@ def count_step(
     micro_batches: int,
     build: Callable[[ModelSpec, ParallelDims, FakeTensorMode], Built] = sharded_model,
     make_task: Callable[[RunConfig, RunPlan, Built], DryTask] = language_model_task,
-) -> tuple[Sent, int]:
-    """Build a model, take a step, and synchronize islands: what is sent, and the most bytes that live.
+) -> tuple[tuple[TrafficTable, TrafficTable], int]:
+    """Build a model, take a short step (for moments, error feedback, the order of use) and then a whole one.
 
-    After a short step, which makes what later ones find: moments, error feedback, the order of use.
+    Returns:
+        The traffic of a step, that of a synchronization of islands, and the most bytes that live.
     """
     vocab_size = config.tokenizer.vocab_size
     assert vocab_size is not None
@@ -218,7 +196,7 @@ def count_step(
     if config.model.fp8_format is not None:
         spec = dataclasses.replace(spec, product=FLOAT8_ON_PAPER)
     built = build(spec, dims, fake)
-    with fake, FusedNorm(), _Answers(), PeakBytes() as live:
+    with fake, FusedNorm(), FakeScalars(), PeakBytes() as live:
         diloco = None
         if plan.diloco is not None:
             diloco = DiLoCo(built.sharding, dims, plan.diloco, config.precision)
@@ -246,7 +224,7 @@ def count_step(
         if diloco is not None:
             diloco.finish()
         synchronization = traffic_between(before, dims.counter.table())
-    return Sent(extended(sent[0], sent[-1], rest), synchronization), live.peak + rest * LOSS_BYTES
+    return (extended(sent[0], sent[-1], rest), synchronization), live.peak + rest * LOSS_BYTES
 
 
 def _send_what_is_under_way(diloco: DiLoCo) -> None:
@@ -258,8 +236,8 @@ def _send_what_is_under_way(diloco: DiLoCo) -> None:
             diloco.after_step(turn * plan.steps // plan.fragments)
 
 
-class _Answers(TorchDispatchMode):
-    """Gives the host a value where it asks a tensor for one."""
+class FakeScalars(TorchDispatchMode):
+    """Makes `.item()` of a fake tensor 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -1,4 +1,4 @@
-"""One run, estimated: bytes by wire, memory by kind, time; for the flags as they are and for others beside them."""
+"""One run, estimated: bytes by wire, memory by kind, time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import torch
 from megazpp.arguments import RunConfig
 from megazpp.checks import RunPlan, check_run_config
 from megazpp.model.backends import FIRST_CAPABILITY, capability, mask_reason
-from megazpp.planner.clock import ClusterCosts, Costs
-from megazpp.planner.memory import Memory
+from megazpp.planner.cost import ClusterCosts, Costs, calibration_for
+from megazpp.planner.simulation import Memory
 from megazpp.planner.step import PaperStep, SimulatedStep, TrafficTable, measure
 from megazpp.planner.trace import Documents
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES, Layout
-from megazpp.topology.shares import Shares, calibration_for
 from megazpp.training.flops import model_flops_per_token
 
 EXPOSED = 0.05  # of the steps' time that a synchronization of islands may take
@@ -26,10 +25,9 @@ BEFORE_AMPERE = ("P100", "V100", "T4", "RTX 20", "TITAN")  # how the names of de
 
 
 class Estimate(NamedTuple):
-    """What a run will need and do. With local steps, bytes and times are means over steps and a synchronization.
+    """Needs and speed of a run. With local steps, bytes and times are means over steps and a synchronization.
 
     Attributes:
-        config, plan: the run.
         memory: of rank 0, where it is most.
         wires: bytes that rank 0 sends per optimizer step, by wire.
         node_cross_bytes: bytes that all ranks of a node send to other nodes per optimizer step.
@@ -60,7 +58,7 @@ class Estimate(NamedTuple):
 
     @property
     def usable_gigabytes(self) -> float:
-        """What tensors may take on a rank; infinite where the device is not known."""
+        """Room for tensors on a rank; infinite where the device is not known."""
         device = self.plan.layout.cluster.device
         return math.inf if device is None else USABLE_MEMORY * device.gigabytes
 
@@ -71,8 +69,7 @@ class Estimate(NamedTuple):
     @property
     def tokens(self) -> int:
         """Of an optimizer step."""
-        assert self.config.data.seq_length is not None
-        return self.plan.batches.global_batch_size * self.config.data.seq_length
+        return self.plan.batches.global_batch_size * (self.config.data.seq_length or 0)
 
     @property
     def days(self) -> float:
@@ -87,7 +84,11 @@ class Estimate(NamedTuple):
     @property
     def teraflops(self) -> float:
         """Model TFLOP/s of a GPU: forward and backward once, however much is recomputed (training/flops.py)."""
-        return 1e-12 * self.flops_per_token * self.tokens_per_second / self.plan.layout.cluster.world_size
+        model, layout = self.config.model, self.plan.layout
+        padded = model.padded_vocab_size(self.config.tokenizer.vocab_size or 0, layout.tp)
+        length = self.config.data.seq_length or 0
+        flops = model_flops_per_token(model, padded_vocab_size=padded, seq_length=length)
+        return 1e-12 * flops * self.tokens_per_second / layout.cluster.world_size
 
     @property
     def sufficient_gigabits(self) -> float:
@@ -103,70 +104,60 @@ class Estimate(NamedTuple):
             sent += self.node_island_bytes * (1 / steps - 1 / diloco.steps)
         return 8e-9 * sent / compute if compute else 0.0
 
-    @property
-    def flops_per_token(self) -> int:
-        model, vocab_size, seq_length = self.config.model, self.config.tokenizer.vocab_size, self.config.data.seq_length
-        assert vocab_size is not None
-        assert seq_length is not None
-        padded = model.padded_vocab_size(vocab_size, self.plan.layout.tp)
-        return model_flops_per_token(model, padded_vocab_size=padded, seq_length=seq_length)
-
 
 class Estimator:
     """Estimates runs on one cluster.
 
     Args:
-        cluster: nodes, links and device.
         device_type: whose checks apply.
 
     Attributes:
-        calibration: what the device and the wires reach of their data sheets.
+        calibration: what the device and the links reach of their data sheets.
     """
 
     def __init__(self, cluster: Cluster, *, device_type: str) -> None:
         self.cluster, self._device_type = cluster, device_type
         self.calibration = calibration_for(cluster.device)
 
-    def estimates(self, config: RunConfig) -> tuple[Estimate, ...]:
-        """One, or the fastest and the slowest where the shares were not checked for so few tokens per rank."""
-        first = self.estimate(config)
-        if first.seconds is None:
-            return (first,)
-        tokens = first.tokens / first.micro_batches / self.cluster.world_size
-        return first, *(self.estimate(config, shares=shares) for shares in self.calibration.ends(tokens)[1:])
-
-    def estimate(self, config: RunConfig, *, exposed: bool = False, shares: Shares | None = None) -> Estimate:
+    def estimate(self, config: RunConfig, *, exposed: bool = False) -> Estimate:
         """Bytes, memory and time of a run with these flags.
 
         Args:
             exposed: also find out what each axis costs the step.
-            shares: None for those of the calibration.
         Raises:
             ValueError: the flags do not fit each other or the cluster.
         """
         plan = check_run_config(config, self.cluster, device_type=self._device_type)
-        layout, shares = plan.layout, shares or self.calibration.shares
+        layout, shares = plan.layout, self.calibration.shares
         count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
+        every = 1 if plan.diloco is None else plan.diloco.steps
         timed = self.cluster.device is not None and self.cluster.links is not None
+
+        def mean_seconds(paper: PaperStep) -> tuple[SimulatedStep, SimulatedStep, float]:
+            """A step, a synchronization, and the seconds of a step with its share of that."""
+            step = measure(paper, count)
+            meeting = paper.synchronize(step.seconds)
+            return step, meeting, step.seconds + meeting.seconds / every
+
         paper = self.paper_step(config, plan, ClusterCosts(layout, shares) if timed else None)
-        means = _measure(paper, plan, count)
-        step, meeting = means.step.traffic, means.synchronization.traffic
+        step, meeting, seconds = mean_seconds(paper)
         hidden = {}
         if exposed and timed:
-            for axis in sorted({axis for _, axis, _ in step | meeting}):
+            for axis in sorted({axis for _, axis, _ in step.traffic | meeting.traffic}):
                 free = self.paper_step(config, plan, ClusterCosts(layout, shares, free=(axis,)))
-                hidden[axis] = means.seconds - _measure(free, plan, count).seconds
+                hidden[axis] = seconds - mean_seconds(free)[2]
+        busy = {key: step.busy.get(key, 0.0) + meeting.busy.get(key, 0.0) / every for key in step.busy | meeting.busy}
         return Estimate(
             config=config,
             plan=plan,
-            memory=paper.ledger.fullest,
-            wires={wire: _on_wire(step, wire) + _on_wire(meeting, wire) / means.every for wire in WIRES},
-            node_cross_bytes=_of_node(step, layout) + _of_node(meeting, layout) / means.every,
-            node_island_bytes=_of_node(meeting, layout),
+            memory=paper.ledger.peak,
+            wires={wire: _sent_on(step.traffic, wire) + _sent_on(meeting.traffic, wire) / every for wire in WIRES},
+            node_cross_bytes=_of_node(step.traffic, layout) + _of_node(meeting.traffic, layout) / every,
+            node_island_bytes=_of_node(meeting.traffic, layout),
             micro_batches=count,
-            seconds=means.seconds if timed else None,
-            held_up=means.synchronization.seconds,
-            busy=means.busy if timed else {},
+            seconds=seconds if timed else None,
+            held_up=meeting.seconds,
+            busy=busy if timed else {},
             exposed=hidden,
         )
 
@@ -204,31 +195,7 @@ class Estimator:
         return "CPU's mask" if on_cpu else "mask"
 
 
-class _Means(NamedTuple):
-    """A step, and the synchronization of islands that there is one of in `every` steps."""
-
-    step: SimulatedStep
-    synchronization: SimulatedStep
-    every: int
-
-    @property
-    def seconds(self) -> float:
-        """Of a step with its share of the synchronization."""
-        return self.step.seconds + self.synchronization.seconds / self.every
-
-    @property
-    def busy(self) -> dict[str, float]:
-        """The same by axis, and of the compute."""
-        step, meeting = self.step.busy, self.synchronization.busy
-        return {key: step.get(key, 0.0) + meeting.get(key, 0.0) / self.every for key in step | meeting}
-
-
-def _measure(paper: PaperStep, plan: RunPlan, micro_batches: int) -> _Means:
-    step = measure(paper, micro_batches)
-    return _Means(step, paper.synchronize(step.seconds), 1 if plan.diloco is None else plan.diloco.steps)
-
-
-def _on_wire(table: TrafficTable, wire: str) -> int:
+def _sent_on(table: TrafficTable, wire: str) -> int:
     return sum(t.sent_bytes for key, t in table.items() if key[0] == wire)
 
 

@@ -1,13 +1,13 @@
 """Axes, units and codecs that exist on paper: the hops of zero/ run on them with meta tensors.
 
-An axis on paper counts what it would send exactly as a real one does, and takes as long as the wire would; a codec on
-paper takes as long as a pass over the memory it touches. Nothing is allocated and no process group exists.
+An axis on paper counts what it would send as a real one does, and takes as long as the link would; a codec on paper
+takes as long as a pass over the memory it touches. Nothing is allocated and no process group exists.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,13 @@ from kernels.block_quant import Feedback
 from kernels.formats import MessageLayout
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.comm_queue import CommQueue
-from megazpp.planner.memory import own_shapes
 from megazpp.topology.layout import Layout
 from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.comms import CountedGather, SummingReduce
 from megazpp.zero.config import WirePlan, ZeroConfig
+from megazpp.zero.freeze import FrozenBytes
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.layout import plan_segments
+from megazpp.zero.layout import own_rows, plan_segments
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.units import Fingerprint, Unit, UnitParameter
 from megazpp.zero.wire import Codec
@@ -37,10 +37,7 @@ class PaperAxis(MeshAxis):
     """An axis without a process group, at any rank of a layout.
 
     Args:
-        layout: who is where.
-        name: the axis.
         rank: the global rank whose axis it is.
-        counter: where bytes are counted.
         cost: told of each collective and the bytes that this rank sends.
         queue: where its collectives run beside the compute.
     """
@@ -100,19 +97,19 @@ class PaperUnit(Unit):
         elements: of its parameters, without padding.
         shapes: of this rank's shard of each parameter, without padding.
         version: stands for the contents of its weights.
-        is_sharded: what the hops are told.
-        gathered: whether its parameters are there.
-        ready: when those on the way will be.
-        gather_buffer, reduce_buffer: bytes of messages that a local hop holds while it lasts.
-        cross_buffer: bytes of messages that the cross hop of a reduction holds.
-        secondary_bytes: of the weights that are kept (hpZ).
-        partial_bytes: of the sums that wait for the cross hop (qgZ).
-        feedback_bytes: of the error feedback.
+        gathered: whether its parameters are there; `ready` is when those on the way will be.
+        gather_buffer, reduce_buffer, cross_buffer: bytes of messages that the gather, the local hop and the cross hop
+            of the reduction hold while they last.
+        frozen: bytes of its parameters that are not trained.
+        secondary_bytes, partial_bytes, feedback_bytes: of kept weights (hpZ), of sums that wait for the cross hop
+            (qgZ) and of the error feedback.
     """
 
     is_sharded = True
+    is_frozen = False
     gather: TwoHopGather | CountedGather | None = None
     reduce: SummingReduce | None = None
+    frozen = FrozenBytes(0, 0, 0)
     gather_buffer = reduce_buffer = cross_buffer = secondary_bytes = partial_bytes = feedback_bytes = 0
 
     def __init__(self, parameters: Parameters, num_ranks: int, rank: int = 0) -> None:
@@ -129,7 +126,7 @@ class PaperUnit(Unit):
         self.ready: float | None = None
 
     def connect(self, factory: CommFactory, axes: dict[str, PaperAxis], wire: WirePlan, zero: ZeroConfig) -> None:
-        """Make its comms, and note what they hold."""
+        """Make its comms, and note the bytes that they hold."""
         if not self.size:
             return
         self.gather, self.reduce = factory.comms(self)
@@ -145,10 +142,6 @@ class PaperUnit(Unit):
             self.partial_bytes = nodes * self.size * (2 if zero.zero_accumulate_in_bf16 else 4)
             errors = self.reduce.errors(META)
             self.feedback_bytes = 0 if errors is None else errors.messages.nbytes
-
-    @property
-    def is_frozen(self) -> bool:
-        return False
 
     def fingerprint(self) -> Fingerprint:
         return (self.version,)
@@ -167,6 +160,12 @@ class PaperUnit(Unit):
 
     def refuse_gradient_hooks(self) -> None:
         """There are none."""
+
+
+def own_shapes(parameters: Parameters, num_ranks: int, rank: int) -> Iterator[tuple[int, ...]]:
+    """Shapes of this rank's shards without padding."""
+    for _, shape in parameters:
+        yield own_rows(shape[0] if shape else 1, num_ranks, rank), *shape[1:]
 
 
 class PaperCodec(Codec):

@@ -1,29 +1,30 @@
 """One optimizer step on paper: the hops of zero/, the calls of FSDP2 and the work of the model, in simulated time.
 
 TwoHopGather, TwoHopReduce, FSDP2's counted collectives and both schedules run as they are, on paper axes and meta
-tensors, so which hop goes when is decided by the code that decides it in a run. The one thing that is written down a
-second time is FSDP2's own part: when it gathers, prefetches, waits, reduces and frees (torch 2.13,
-_fsdp_param_group.py). On CUDA the host runs ahead and streams keep the order; on a CPU the process does everything that
-no queue does. A synchronization of islands that take local steps stands apart: zero/diloco.py's OuterUnit on paper.
+tensors, so the code that orders the hops of a run orders them here. Only FSDP2's own part is written down a second
+time: when it gathers, prefetches, waits, reduces and frees (torch 2.13, _fsdp_param_group.py). On CUDA the host runs
+ahead and streams keep the order; on a CPU the process does everything that no queue does. A synchronization of islands
+runs zero/diloco.py's OuterUnit on paper.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import Traffic, TrafficCounter
-from megazpp.planner.clock import Clock, Costs, SimulatedQueue, Simulation
-from megazpp.planner.memory import MASTER_BYTES, Ledger, Memory, own_elements
-from megazpp.planner.paper import META, PaperAxis, PaperCodec, PaperUnit
-from megazpp.planner.trace import BACKWARD, FORWARD, Documents, Operation, trace_model
+from megazpp.planner.cost import Costs
+from megazpp.planner.paper import META, PaperAxis, PaperCodec, PaperUnit, own_shapes
+from megazpp.planner.simulation import Clock, Ledger, Memory, SimulatedQueue, Simulation
+from megazpp.planner.trace import BACKWARD, FORWARD, Documents, trace_model
 from megazpp.topology.layout import AXES, Layout
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.comm_factory import CommFactory
@@ -34,7 +35,9 @@ from megazpp.zero.freeze import frozen_bytes
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 
+MASTER_BYTES = 4  # parameters, their gradients and moments are fp32
 SIMULATED_MICRO_BATCHES = 3  # the first, one like all those in between, the last
+NOTHING = Traffic(0, 0)
 TrafficTable = dict[tuple[str, str, str], Traffic]  # by (wire, axis, collective)
 
 
@@ -56,8 +59,6 @@ class PaperStep:
     """The steps of one rank.
 
     Args:
-        spec, layout: the model, and the ranks that it is spread over.
-        seq_length, micro_batch_size: tokens of a sample, samples of a micro-batch.
         documents: how attention stays inside documents; None if it need not.
         costs: how long things take; None for counting.
         rank: whose links are used and whose bytes are counted.
@@ -129,14 +130,11 @@ class PaperStep:
             codec=functools.partial(PaperCodec, touch=self._touch),
         )
         self.units = [PaperUnit(parameters, self._shard.size, self._shard.rank) for parameters in self.trace.units]
-        for unit in self.units:
+        for unit, frozen in zip(self.units, self.trace.frozen, strict=True):
             unit.connect(self._factory, self._axes, wire, zero)
+            unit.frozen = frozen_bytes(dict(frozen), self._axes["local"].size, precision.param_dtype)
         self._diloco, self.fragments = diloco, [] if diloco is None else self._outer_units(diloco)
-        peers = self._axes["local"].size
-        self._frozen = [
-            frozen_bytes(dict(parameters), peers, precision.param_dtype) for parameters in self.trace.frozen
-        ]
-        self._received: set[int] = set()  # frozen units that were gathered ahead of their use
+        self._received: PaperUnit | None = None  # whose frozen weights were gathered ahead of their use
         self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))
         self._copied_out = 0.0  # when the last gather's parameters had been
         self._copied_from = self._sent_from = 0  # bytes of the buffers of the last gather and of the last reduction
@@ -197,52 +195,45 @@ class PaperStep:
     # ---- the model ------------------------------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        units, tied, head = self.units, self.trace.tied, self.trace.num_segments - 1
-        for index in range(head + 1):
-            number = min(index, len(units) - 1)
-            unit = units[number]
-            first_use = not (tied and index == head)  # tied: the first unit is still gathered
-            if first_use:
-                self._unpack(number, number + 1)
-                self._gather(unit)
-                self._wait_for_gather(unit, forward=True)
-            self._keep(FORWARD, index)
-            self._compute(FORWARD, index)
-            if first_use and not (tied and index == 0):
+        units, tied = self.units, self.trace.tied
+        for index, (unit, following) in enumerate(zip(units, [*units[1:], None], strict=True)):
+            self._unpack(unit, following)
+            self._gather(unit)
+            self._wait_for_gather(unit, forward=True)
+            self._work(FORWARD, index)
+            if not (tied and index == 0):
                 self._release(unit, when=self._stage == 3)
-                self._free_unpacked(number)
-        if tied:
+                self._free_unpacked(unit)
+        if tied:  # the head uses the first unit again
+            self._work(FORWARD, len(units))
             self._release(units[0], when=self._stage == 3)
-            self._free_unpacked(0)
+            self._free_unpacked(units[0])
         self.ledger.add(Memory.BUFFERS, -self._copied_from)  # the last gather's
         self._copied_from = 0
 
     def _backward(self, *, first: bool, last: bool) -> None:
-        tied = self.trace.tied
-        for unit in self.units:
+        tied, units, segment = self.trace.tied, self.units, self.trace.num_segments - 1
+        for unit in units:
             unit.is_sharded = False
-        numbers = [0, *range(len(self.units) - 1, 0, -1)] if tied else list(range(len(self.units)))[::-1]
-        order = [self.units[number] for number in numbers]
-        for index, (number, unit) in enumerate(zip(numbers, order, strict=True)):
-            segment = self.trace.num_segments - 1 - index
-            reached, next_reached = (bool(self._backward_work(each)) for each in (segment, segment - 1))
+        order = [units[0], *units[:0:-1]] if tied else units[::-1]
+        for unit, following in zip(order, [*order[1:], None], strict=True):
+            reached = self._has_backward(segment)
             if reached:
-                self._unpack(number, numbers[index + 1] if index + 1 < len(numbers) and next_reached else -1)
+                self._unpack(unit, following if self._has_backward(segment - 1) else None)
             self._gather(unit)
             self._wait_for_gather(unit, forward=False)
-            if index + 1 < len(order):
-                self._gather(order[index + 1])
-            self._keep(BACKWARD, segment)
-            self._compute(BACKWARD, segment)
-            if not (tied and index == 0):
+            if following is not None:
+                self._gather(following)
+            self._work(BACKWARD, segment)
+            if not (tied and unit is order[0]):
                 self._finish_unit(unit, first=first, last=last)
                 if reached:
-                    self._free_unpacked(number)
+                    self._free_unpacked(unit)
+            segment -= 1
         if tied:
-            self._keep(BACKWARD, 0)
-            self._compute(BACKWARD, 0)
+            self._work(BACKWARD, 0)
             self._finish_unit(order[0], first=first, last=last)
-            self._free_unpacked(0)
+            self._free_unpacked(order[0])
         for clock in (self._reductions, self._copies):  # the root's last hook waits for all reductions
             self._simulation.running.wait_until(clock.now)
         self._factory.reduce_schedule.end_backward()
@@ -251,28 +242,28 @@ class PaperStep:
         for unit in self.units:
             unit.is_sharded = True
 
-    def _compute(self, phase: str, index: int) -> None:
-        for operation in self.trace.segments[phase, index].operations:
+    def _work(self, phase: str, index: int) -> None:
+        """Run a segment of the model: memory that it keeps, frees and needs meanwhile, and then its operations."""
+        segment = self.trace.segments[phase, index]
+        self.ledger.pass_through(Memory.ACTIVATIONS, segment.peak)
+        self.ledger.add(Memory.ACTIVATIONS, segment.kept - segment.gradients)
+        self.ledger.add(Memory.WHOLE_GRADIENTS, segment.gradients)
+        for operation in segment.operations:
             if operation.kind in ("matrix", "memory"):
                 self._simulation.spend(self._costs.operation(operation))
             else:
                 self._axes["tp"].count(operation.kind, operation.bytes)
 
-    def _keep(self, phase: str, index: int) -> None:
-        """What the model's own code keeps, frees and needs meanwhile."""
-        segment = self.trace.segments[phase, index]
-        self.ledger.pass_through(Memory.ACTIVATIONS, segment.peak)
-        self.ledger.add(Memory.ACTIVATIONS, segment.kept - segment.gradients)
-        self.ledger.add(Memory.WHOLE_GRADIENTS, segment.gradients)
+    def _has_backward(self, segment: int) -> bool:
+        """False below the first layer that has something trained, to which no gradient comes."""
+        return segment >= 0 and bool(self.trace.segments[BACKWARD, segment].operations)
 
     def _outer_units(self, plan: DilocoPlan) -> list[list[OuterUnit]]:
-        axis, found = self._axes["island"], []
-        for unit in self.units:
-            codec = functools.partial(PaperCodec, touch=self._touch)
-            found.append(
-                OuterUnit(unit, unit.shapes, axis, plan=plan, precision=self._precision, queue=axis.queue, codec=codec)
-            )
-            found[-1].allocate(META)
+        axis, codec = self._axes["island"], functools.partial(PaperCodec, touch=self._touch)
+        common: dict[str, Any] = {"plan": plan, "precision": self._precision, "queue": axis.queue, "codec": codec}
+        found = [OuterUnit(unit, unit.shapes, axis, **common) for unit in self.units]
+        for outer in found:
+            outer.allocate(META)
         return plan.in_fragments(found)
 
     def _sum_over_data(self) -> None:
@@ -280,15 +271,15 @@ class PaperStep:
             axis.all_reduce_(torch.empty((), dtype=torch.float64, device=META))
 
     def _optimizer(self) -> None:
-        partial = own_elements(self.trace.partial, self._shard.size, self._shard.rank)
+        partial = sum(map(math.prod, own_shapes(self.trace.partial, self._shard.size, self._shard.rank)))
         if self._axes["tp"].size > 1 and partial:
             flat = self._axes["tp"].all_reduce_(torch.empty(partial, device=META))
             self.ledger.pass_through(Memory.BUFFERS, flat.nbytes)
-            self._simulation.spend(self._costs.memory(4 * flat.nbytes))
+            self._touch(4 * flat.nbytes)
         for name in ("tp", "shard"):  # the norm
             self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device=META))
         passes = 1 + 8  # norm; AdamW reads four values and writes them, the gradient clipped
-        self._simulation.spend(self._costs.memory(passes * 4 * sum(unit.size for unit in self.units)))
+        self._touch(passes * 4 * sum(unit.size for unit in self.units))
         for unit in self.units:
             gather = unit.gather if isinstance(unit.gather, TwoHopGather) else None
             if gather is not None:
@@ -297,32 +288,25 @@ class PaperStep:
             if gather is not None:
                 gather.after_step(keyframe=False)
 
+    # ---- frozen units ---------------------------------------------------------------------------------------------
+
     @property
     def unpacked_bytes(self) -> int:
         """Of all frozen weights, as modules compute with them; 0 where they are kept so."""
-        return sum(unit.unpacked for unit in self._frozen)
+        return sum(unit.frozen.unpacked for unit in self.units)
 
-    # ---- frozen units ---------------------------------------------------------------------------------------------
-
-    def _unpack(self, number: int, following: int) -> None:
+    def _unpack(self, unit: PaperUnit, following: PaperUnit | None) -> None:
         """`FrozenUnit.unpack`: the messages of all ranks become weights, while those of what follows are gathered."""
-        if not self._frozen[number].unpacked:
+        if not unit.frozen.unpacked:
             return
-        if number not in self._received:
-            self.ledger.add(Memory.UNPACKED, self._frozen[number].received)
-        self._received.discard(number)
-        self.ledger.add(Memory.UNPACKED, self._frozen[number].unpacked)
-        if 0 <= following < len(self._frozen):
-            self._received.add(following)
-            self.ledger.add(Memory.UNPACKED, self._frozen[following].received)
-        self.ledger.add(Memory.UNPACKED, -self._frozen[number].received)
+        if unit is not self._received:
+            self.ledger.add(Memory.UNPACKED, unit.frozen.received)
+        self.ledger.add(Memory.UNPACKED, unit.frozen.unpacked + (0 if following is None else following.frozen.received))
+        self._received = following
+        self.ledger.add(Memory.UNPACKED, -unit.frozen.received)
 
-    def _backward_work(self, segment: int) -> Sequence[Operation]:
-        """[] where no gradient comes: below the first layer that has something trained."""
-        return self.trace.segments[BACKWARD, segment].operations if segment >= 0 else ()
-
-    def _free_unpacked(self, number: int) -> None:
-        self.ledger.add(Memory.UNPACKED, -self._frozen[number].unpacked)
+    def _free_unpacked(self, unit: PaperUnit) -> None:
+        self.ledger.add(Memory.UNPACKED, -unit.frozen.unpacked)
 
     # ---- FSDP2 ----------------------------------------------------------------------------------------------------
 
@@ -360,7 +344,7 @@ class PaperStep:
         self.ledger.add(Memory.GATHERED, size)
         if self._shard.size > 1 and not forward:
             self.ledger.add(Memory.BUFFERS, -size)
-        self._simulation.spend(self._costs.memory(2 * size))
+        self._touch(2 * size)
         self._copied_out = compute.now
         if not forward:
             self._gathers.wait_until(self._copied_out)
@@ -389,7 +373,7 @@ class PaperStep:
         self.ledger.add(Memory.BUFFERS, whole.nbytes - self._sent_from)
         self._sent_from = whole.nbytes
         self.ledger.add(Memory.WHOLE_GRADIENTS, -computed - (accumulated if self._stage <= 1 and not first else 0))
-        simulation.spend(self._costs.memory(2 * whole.nbytes))
+        self._touch(2 * whole.nbytes)
         reductions.wait_until(compute.now)
         result = whole.new_empty(unit.size)
         self._note_reduction(unit, result.nbytes, first=first, last=last)
@@ -404,18 +388,18 @@ class PaperStep:
     # ---- memory and time ------------------------------------------------------------------------------------------
 
     def _open_ledger(self) -> None:
-        self.ledger, units, shard = Ledger(), self.units, self._shard
-        own = sum(own_elements(parameters, shard.size, shard.rank) for parameters in self.trace.units)
+        self.ledger, units = Ledger(), self.units
+        own = sum(math.prod(shape) for unit in units for shape in unit.shapes)
         self.ledger.add(Memory.PARAMETERS, MASTER_BYTES * sum(unit.size for unit in units))
         self.ledger.add(Memory.MOMENTS, self._moments * MASTER_BYTES * own)
         self.ledger.add(Memory.SECONDARY, sum(unit.secondary_bytes for unit in units))
-        self.ledger.add(Memory.FROZEN, sum(unit.kept for unit in self._frozen))
+        self.ledger.add(Memory.FROZEN, sum(unit.frozen.kept for unit in units))
         self.ledger.add(Memory.FEEDBACK, sum(unit.feedback_bytes for unit in units))
         if self._partial_sums_wait:
             self.ledger.add(Memory.PARTIAL_SUMS, sum(unit.partial_bytes for unit in units))
         if self._diloco is not None:
             self.ledger.add(Memory.OUTER_MESSAGES, most_under_way(self.fragments, self._diloco)[0])
-        for outer in (outer for fragment in self.fragments for outer in fragment):
+        for outer in itertools.chain(*self.fragments):
             self.ledger.add(Memory.COMMON, outer.common.kept_bytes)
             self.ledger.add(Memory.OUTER, outer.outer.nbytes * (1 if outer.momentum is None else 2))
             self.ledger.add(Memory.OUTER_FEEDBACK, 0 if outer.errors is None else outer.errors.messages.nbytes)
@@ -464,19 +448,17 @@ def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -
 
 
 def traffic_between(before: TrafficTable, after: TrafficTable) -> TrafficTable:
-    """What was counted since `before`."""
-    none = Traffic(0, 0)
+    """Calls and bytes counted since `before`."""
     return {
-        key: Traffic(*(b - a for a, b in zip(before.get(key, none), counted, strict=True)))
+        key: Traffic(*(b - a for a, b in zip(before.get(key, NOTHING), counted, strict=True)))
         for key, counted in after.items()
         if counted != before.get(key)
     }
 
 
 def extended(fewer: TrafficTable, more: TrafficTable, times: int) -> TrafficTable:
-    """`more`, and what it has above `fewer` so many times again."""
-    above, none = traffic_between(fewer, more), Traffic(0, 0)
+    """`more`, and so many times again its traffic above `fewer`'s."""
     return {
-        key: Traffic(*(counted + times * again for counted, again in zip(traffic, above.get(key, none), strict=True)))
-        for key, traffic in more.items()
+        key: Traffic(*(b + times * (b - a) for a, b in zip(fewer.get(key, NOTHING), counted, strict=True)))
+        for key, counted in more.items()
     }

@@ -1,9 +1,9 @@
 """The model's own code, run once on the meta device: what it computes, sends over tp and keeps for backward.
 
 Forward and backward of one micro-batch run on tensors without memory, on a tensor-parallel axis on paper, so that work,
-traffic and activations are those of the code and not of a formula beside it. A recorder sees each operation and each
-storage, and files them under the part of the model (a segment: the embedding, a layer, the head; forward or backward)
-in which they happen. Layers are alike: at most three are run.
+traffic and activations are those of the code and not of a formula beside it. A recorder files each operation and each
+storage under its segment: the embedding, a layer or the head, in forward or backward. At most three layers are run,
+since all are alike.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from megazpp.model.backends import repeated, varlen_groups
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import TrafficCounter
+from megazpp.planner.cost import Operation
 from megazpp.planner.paper import PaperAxis, Parameters
 from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import partial_parameters
@@ -42,29 +43,11 @@ MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 FREE = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::_unsafe_view")
 
 
-class Operation(NamedTuple):
-    """One operation: a product [m, k] x [k, n], `batch` times; a pass over memory; or a collective on tp.
-
-    Attributes:
-        kind: "matrix", "memory" or the name of a collective.
-        bytes: read and written, or sent by this rank.
-        m, n, k, batch: of a product; a causal one counts half.
-    """
-
-    kind: str
-    bytes: int
-    m: int = 0
-    n: int = 0
-    k: int = 0
-    batch: float = 0.0
-
-
 @dataclass
 class TraceSegment:
-    """What one part of the model does in forward or backward.
+    """One part of the model in forward or backward.
 
     Attributes:
-        operations: in order.
         kept: bytes that live when it is done, less those before it; negative in backward.
         peak: most bytes that live while it runs, above those before it.
         gradients: bytes of whole gradients among those kept.
@@ -77,9 +60,10 @@ class TraceSegment:
 
 
 class Trace(NamedTuple):
-    """One micro-batch. Keys of the segments: (FORWARD or BACKWARD, index), embedding 0, layers 1 to n, head n + 1.
+    """One micro-batch.
 
     Attributes:
+        segments: by (FORWARD or BACKWARD, index); embedding 0, layers 1 to n, head n + 1.
         units: trained parameters of each sharding unit, in the order of use.
         frozen: its parameters that are not trained.
         partial: parameters of whose gradient each tp rank has a part.
@@ -111,11 +95,9 @@ def trace_model(
     with_entropy: bool = False,
     prepare: Callable[[GPTModel], None] | None = None,
 ) -> Trace:
-    """Run one micro-batch on paper, or take what came of it before.
+    """Run one micro-batch on paper, once for all calls with equal arguments.
 
     Args:
-        tp: degree of tensor parallelism.
-        dtype: what the layers compute in.
         documents: how attention stays inside documents, each of which is as long as a sample; None if it need not.
         with_entropy: also ask for the entropy of the predictions.
         prepare: changes the model, or which of its parameters are trained; where none is there is no backward.
@@ -154,7 +136,8 @@ def trace_model(
             loss.backward()
         recorder.enter((BACKWARD, -1))
     units, frozen = (_units(model, config.layers, trained=trained) for trained in (True, False))
-    partial = {_first_layer(name) for name in partial_parameters(model)}
+    first_layer = functools.partial(re.sub, r"^layers\.\d+\.", "layers.0.")  # the same parameter's name there
+    partial = {first_layer(name) for name in partial_parameters(model)}
     twice = shape.layers > 1 and config.recompute_method == "block"  # the second stands for those not run again
     like = [2 if twice and not config.recomputes_layer(index) else 1 for index in range(config.layers)]
     if prepare is not None and not twice:
@@ -167,14 +150,9 @@ def trace_model(
         },
         units=units,
         frozen=frozen,
-        partial=[(name, shape) for unit in units for name, shape in unit if _first_layer(name) in partial],
+        partial=[(name, shape) for unit in units for name, shape in unit if first_layer(name) in partial],
         tied=config.tied,
     )
-
-
-def _first_layer(name: str) -> str:
-    """The name of the same parameter in the first layer."""
-    return re.sub(r"^layers\.\d+\.", "layers.0.", name)
 
 
 def _units(model: GPTModel, num_layers: int, *, trained: bool) -> tuple[Parameters, ...]:
@@ -225,7 +203,7 @@ class TraceRecorder(TorchDispatchMode):
         self._now.operations.append(Operation("matrix", touched, m, n, k, batch))
 
     def enter(self, key: tuple[str, int], *_: object) -> None:
-        """What follows belongs to this segment."""
+        """Begin a segment, or go on with it."""
         self._now.kept += self._live - self._before
         self._now, self._before = self.segments[key], self._live
 
@@ -260,11 +238,11 @@ class TraceRecorder(TorchDispatchMode):
         """Count a storage while it lives; its size does not change."""
         if storage not in self._known:
             self._known.add(storage)
-            self._live += storage.nbytes()
-            weakref.finalize(storage, self._died, storage.nbytes())
+            self._count(storage.nbytes())
+            weakref.finalize(storage, self._count, -storage.nbytes())
 
-    def _died(self, size: int) -> None:
-        self._live -= size
+    def _count(self, size: int) -> None:
+        self._live += size
 
 
 class FusedAttention(TorchFunctionMode):

@@ -1,19 +1,20 @@
-"""The same run with other flags: another scheme, tensor parallelism, batch or recomputation, or what a cluster fits.
+"""The same run with other flags: another scheme, tensor parallelism, batch or recomputation; and which is fastest.
 
-Schemes compute the same steps and differ in what they send. Local steps (--diloco-steps) are none of them: another
-algorithm, which keeps to itself in what is compared.
+Schemes compute the same steps and differ in what they send. Local steps (--diloco-steps) are another algorithm, so the
+search keeps the run's own and never adds or drops them.
 
-Only plans take another batch than asked for. A run is refused instead, for its batch is part of what it computes.
+The local domain is not a choice of its own: a layout (topology/layout.py) gives tensor parallelism the innermost ranks
+of a node or NVLink domain and the local axis all that are left.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megazpp.arguments import RunConfig
-from megazpp.checks import check_run_config
+from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.topology.cluster import Cluster, nested_sizes
 from megazpp.zero.diloco_config import DilocoConfig
 
@@ -33,16 +34,12 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "qgZ": {"zero_quantized_gradients": True},
     "--zeropp": {"zeropp": True},
 }
+SEARCHED = ("ZeRO-3", "HSDP", "--zeropp")
+MICRO_BATCHES = (1, 2, 4, 8, 16)
 USUAL_STEPS = 30  # of --diloco-steps, to compare where a run has none
 Recompute = Literal["selective", "full"] | None
 RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")  # what keeps less and less, and computes more and more
 TRIED_WEIGHT_BITS = ((8, 8), (8, 4), (16, 4))  # those that are no experiment, and quantize what crosses
-NEAREST = (
-    ("parallel", "tensor_model_parallel_size"),
-    ("batches", "micro_batch_size"),
-    ("batches", "global_batch_size"),
-    ("batches", "rampup_batch_size"),
-)
 
 
 def changed(config: RunConfig, **parts: dict[str, Any]) -> RunConfig:
@@ -52,7 +49,7 @@ def changed(config: RunConfig, **parts: dict[str, Any]) -> RunConfig:
 
 
 def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
-    """The run with mock data where it names none, because a plan needs none.
+    """The run with mock data if it names none, because a plan needs none.
 
     Raises:
         ValueError: the tokenizer's size is not given, naming the flag that needs it.
@@ -96,23 +93,10 @@ def local_steps(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
     """
     if cluster.num_local_domains == 1:
         return {}
-    diloco, domains = config.diloco, cluster.num_local_domains
-    if diloco.diloco_steps is None:
-        diloco = DilocoConfig(diloco_steps=USUAL_STEPS)
-    inside = "--zeropp" if config.zero.zeropp and diloco.diloco_islands not in (None, domains) else "ZeRO-3"
+    diloco = config.diloco if config.diloco.diloco_steps is not None else DilocoConfig(diloco_steps=USUAL_STEPS)
+    inside = "--zeropp" if config.zero.zeropp and _has_wide_islands(diloco, cluster) else "ZeRO-3"
     run = dataclasses.replace(schemes(config)[inside], diloco=diloco)
     return {f"--diloco-steps {diloco.diloco_steps}": run}
-
-
-def scheme_name(config: RunConfig) -> str:
-    """The run's own scheme by its name in `schemes`; "as given" where it is none of these."""
-    own = (dataclasses.replace(config.zero, zero_stage=3) if config.zero.stage == 3 else config.zero, config.parallel)
-    return next((name for name, other in schemes(config).items() if (other.zero, other.parallel) == own), "as given")
-
-
-def with_tp(config: RunConfig, tp: int) -> RunConfig:
-    """The same run with another tensor parallelism, and sequence parallelism where there is any."""
-    return changed(config, parallel={"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1})
 
 
 def with_recompute(config: RunConfig, granularity: Recompute) -> RunConfig:
@@ -125,13 +109,11 @@ def with_recompute(config: RunConfig, granularity: Recompute) -> RunConfig:
     return changed(config, model=fields)
 
 
-def with_batch(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """The same run with the nearest batch of whole micro-batches on every rank, smaller ones where it has too few."""
+def with_batch(config: RunConfig, cluster: Cluster, micro_batch_size: int) -> RunConfig:
+    """The same run with this micro-batch, or a smaller one, and the nearest batch of whole ones on every rank."""
     batches, data = config.batches, cluster.world_size // config.parallel.tensor_model_parallel_size
-    size, total = batches.micro_batch_size, batches.global_batch_size
-    if total is None or data < 1:
-        return config
-    size = min(size or total, max(total // data, 1))
+    total = batches.global_batch_size or micro_batch_size * data
+    size = min(micro_batch_size, max(total // data, 1))
     nearest = max(round(total / (size * data)), 1) * size * data
     ramp = batches.rampup_batch_size
     if ramp is not None and (nearest != total or any(part % (size * data) for part in ramp[:2])):
@@ -140,27 +122,72 @@ def with_batch(config: RunConfig, cluster: Cluster) -> RunConfig:
     return changed(config, batches=fields)
 
 
-def nearest_run(config: RunConfig, cluster: Cluster, *, device_type: str) -> tuple[RunConfig, tuple[str, ...]]:
-    """The run itself, or the nearest one that `cluster` can do, and a line for each flag that is another.
+class Choice(NamedTuple):
+    """One candidate of the search; `estimate` is None and `problem` says why where it cannot run."""
 
-    Raises:
-        ValueError: what is wrong with the run as it is, where no other size would help.
-    """
-    asked = config.parallel.tensor_model_parallel_size
-    sizes = {asked, *nested_sizes(cluster.local_domain_size, cluster.world_size)} if asked > 0 else set()
-    nearest = sorted(sizes, key=lambda size: (abs(math.log(size / asked)), size))
-    problem: ValueError | None = None
-    for run in (config, *(with_batch(config if tp == asked else with_tp(config, tp), cluster) for tp in nearest)):
+    name: str
+    estimate: Estimate | None
+    problem: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.estimate is not None and self.estimate.fits
+
+    @property
+    def speed(self) -> float:
+        return self.estimate.tokens_per_second if self.estimate else 0.0
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """First what fits, the fastest first; then what does not, the smallest first."""
+        size = self.estimate.gigabytes if self.estimate else math.inf
+        return not self.fits, -self.speed if self.fits else size
+
+
+def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
+    """Every scheme, tensor parallelism and micro-batch, with as little recomputation as fits; the best first."""
+    domain, choices = estimator.cluster.ranks_per_domain, []
+    for tp in nested_sizes(domain, domain):
+        sized = changed(config, parallel={"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1})
+        for scheme, run in _searched(sized, estimator.cluster).items():
+            for size in MICRO_BATCHES:
+                choices += _recomputations(estimator, run, scheme, size)
+    return sorted(choices, key=lambda choice: choice.order)
+
+
+def _searched(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
+    """The run, and schemes that differ from it on its islands, each of which has one copy of the model."""
+    named = schemes(config)
+    zero = dataclasses.replace(config.zero, zero_stage=3) if config.zero.stage == 3 else config.zero
+    own = next((n for n, other in named.items() if (other.zero, other.parallel) == (zero, config.parallel)), "as given")
+    others: tuple[str, ...] = SEARCHED
+    if config.diloco.diloco_steps is not None:
+        others = ("ZeRO-3", "--zeropp") if _has_wide_islands(config.diloco, cluster) else ()
+    runs = {name: dataclasses.replace(named[name], diloco=config.diloco) for name in others}
+    return runs | {own: config}
+
+
+def _has_wide_islands(diloco: DilocoConfig, cluster: Cluster) -> bool:
+    """True where an island has several nodes."""
+    return diloco.diloco_islands not in (None, cluster.num_local_domains)
+
+
+def _recomputations(estimator: Estimator, config: RunConfig, scheme: str, size: int) -> list[Choice]:
+    """Candidates without recomputation, and with more and more of it while that does not fit."""
+    tp, asked = config.parallel.tensor_model_parallel_size, config.batches.global_batch_size
+    if size > 1 and asked is not None and size * estimator.cluster.world_size > asked * tp:
+        return []
+    sized, steps = with_batch(config, estimator.cluster, size), config.diloco.diloco_steps
+    samples, local = sized.batches.global_batch_size, max(estimator.cluster.local_domain_size // tp, 1)
+    name = scheme + (f", --diloco-steps {steps}" if steps else "") + f", tp {tp}, local domain {local}"
+    name += f", micro-batch {size}" + (f" of batch {samples}" if samples != asked else "")
+    choices = []
+    for recompute in RECOMPUTE:
+        label = f"{name}, recompute {recompute or 'none'}"
         try:
-            check_run_config(run, cluster, device_type=device_type)
+            choices.append(Choice(label, estimator.estimate(with_recompute(sized, recompute))))
         except ValueError as error:
-            problem = problem or error
-            continue
-        values = [(name, *(getattr(getattr(one, part), name) for one in (config, run))) for part, name in NEAREST]
-        return run, tuple(
-            f"--{name.replace('_', '-')} {before} does not fit this cluster: planned with {after}"
-            for name, before, after in values
-            if before not in (after, None)
-        )
-    assert problem is not None
-    raise problem
+            choices.append(Choice(label, None, str(error)))
+        if choices[-1].estimate is None or choices[-1].fits:
+            break
+    return choices

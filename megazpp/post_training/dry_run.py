@@ -115,7 +115,7 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
             # a thread would not see the modes that make its tensors fake
             dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
             sent, live_bytes = count_step(config, plan, dims, count, models.build, models.task)
-            return sent.step, live_bytes
+            return sent[0], live_bytes
 
     models, all_weights = _DryModels(configs), None
     counted = run(models)

@@ -23,9 +23,9 @@ from megazpp.formatting import GIGA, aligned
 from megazpp.inference.weights import WeightsConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import TrafficCounter
-from megazpp.planner.memory import MASTER_BYTES, Memory
 from megazpp.planner.paper import PaperAxis
-from megazpp.planner.step import PaperStep, measure
+from megazpp.planner.simulation import Memory
+from megazpp.planner.step import MASTER_BYTES, PaperStep, measure
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.lora import LoraConfig, add_adapters
 from megazpp.post_training.start import PostConfigs
@@ -82,13 +82,13 @@ def plan_models(
     values = config.model.hidden if post.objective in ("reward", "ppo") else 0
     policy = make(moments=moments, with_entropy=post.draws, prepare=_prepared(config, lora))
     measure(policy, plan.batches.num_micro_batches_at(plan.batches.rampup_samples))
-    training = policy.ledger.fullest.copy()
+    training = policy.ledger.peak.copy()
     training += Counter({Memory.PARAMETERS: MASTER_BYTES * values, Memory.MOMENTS: moments * MASTER_BYTES * values})
     standing = Counter({kind: training[kind] for kind in STANDING})
 
     asked = make(prepare=_freeze)
     asked.ask()
-    kept = asked.ledger.fullest[Memory.FROZEN]
+    kept = asked.ledger.peak[Memory.FROZEN]
     if weights.packs:
         kept = _streamed_bytes(config, weights, plan, rank=rank, on_cpu=on_cpu)
     beside: Counter[Memory] = Counter()
@@ -99,7 +99,7 @@ def plan_models(
         reference[Memory.REFERENCE] = standing[Memory.PARAMETERS] if post.sync_ref_model else kept
     phases = {}
     if post.needs_reference or post.reward_load is not None:
-        comes = asked.ledger.fullest
+        comes = asked.ledger.peak
         once = {Memory.ACTIVATIONS: comes[Memory.ACTIVATIONS]}
         if not weights.packs:
             once[Memory.UNPACKED] = comes[Memory.UNPACKED]

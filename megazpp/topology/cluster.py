@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 
 LinkKind = Literal["domain", "node", "network"]
 LINK_KINDS: tuple[LinkKind, ...] = ("domain", "node", "network")  # fastest first
+SHARES = ("v100", "a100", "h100", "h800")  # calibrations of planner/cost.py
 MEASURED = "measured"  # how the source of a measured figure begins
 MOST_RANKS = 1 << 20  # of a cluster; an order, and the groups of an axis, are lists of ranks
 
@@ -189,7 +190,8 @@ class Device(NamedTuple):
         gigabytes: memory (1e9 bytes).
         gigabytes_per_second: of that memory.
         source: where the figures come from.
-        shares: what programs reach of them: a calibration of topology/shares.py; None where nothing was compared.
+        shares: what programs reach of them: one of SHARES (planner/cost.py); None where nothing was compared.
+        price_per_hour: of one, in any currency; None where nobody asks.
     """
 
     name: str
@@ -198,3 +200,4 @@ class Device(NamedTuple):
     gigabytes_per_second: float
     source: str = ""
     shares: str | None = None
+    price_per_hour: float | None = None

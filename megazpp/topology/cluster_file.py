@@ -23,7 +23,8 @@ device:                   # optional, all of it: what one rank computes with; --
   gigabytes: 80           # memory
   gigabytes_per_second: 3350
   shares: h100            # optional: what published runs have reached of all these figures (v100, a100, h100, h800:
-                          # megazpp/topology/shares.py); without it --plan gives times as a range
+                          # megazpp/planner/cost.py); without it --plan warns
+  price_per_hour: 2.5     # optional: of one device, in any currency; --plan adds it up
   source: NVIDIA H100 Tensor Core GPU data sheet
 """
 
@@ -41,8 +42,7 @@ import yaml
 
 from megazpp.errors import in_words
 from megazpp.flags import check_words, flag
-from megazpp.topology.cluster import LINK_KINDS, MOST_RANKS, Cluster, Device, Link, Links, nested_sizes
-from megazpp.topology.shares import CALIBRATIONS
+from megazpp.topology.cluster import LINK_KINDS, MOST_RANKS, SHARES, Cluster, Device, Link, Links, nested_sizes
 
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device")
 DEVICE_FIGURES = ("teraflops", "gigabytes", "gigabytes_per_second")
@@ -232,11 +232,13 @@ def _link(where: str, value: Any, source: str) -> Link:
 
 def _device(value: Any, source: str) -> Device:
     needed = ("name", *DEVICE_FIGURES)
-    given = _mapping("device", value, (*needed, "shares", "source"), needed=needed)
-    figures = {key: _positive(f"device.{key}", given[key]) for key in DEVICE_FIGURES}
+    given = _mapping("device", value, (*needed, "shares", "price_per_hour", "source"), needed=needed)
+    figures = {
+        key: _positive(f"device.{key}", given[key]) for key in (*DEVICE_FIGURES, "price_per_hour") if key in given
+    }
     shares = given.get("shares")
-    if shares is not None and str(shares) not in CALIBRATIONS:
-        raise ValueError(f"device.shares {shares!r} is not one of {', '.join(CALIBRATIONS)}")
+    if shares is not None and str(shares) not in SHARES:
+        raise ValueError(f"device.shares {shares!r} is not one of {', '.join(SHARES)}")
     return Device(str(given["name"]), **figures, source=str(given.get("source", source)), shares=shares)
 
 

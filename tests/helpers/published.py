@@ -29,11 +29,10 @@ from typing import Any, Literal, NamedTuple
 
 from kernels.formats import BlockFormat
 from megazpp.model.config import GPTConfig
-from megazpp.planner.clock import ClusterCosts
+from megazpp.planner.cost import DGX2_SHARES, H800_SHARES, ClusterCosts, Shares
 from megazpp.planner.step import PaperStep, measure
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.topology.layout import Layout, plan_layout
-from megazpp.topology.shares import DGX2_SHARES, H800_SHARES, Shares
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.config import GatherPlan, ReducePlan, WirePlan, ZeroConfig
 from megazpp.zero.precision import PrecisionConfig

@@ -10,11 +10,12 @@ import pytest
 from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.checks import check_run_config
 from megazpp.planner.estimate import Estimate, Estimator
-from megazpp.planner.memory import Memory
+from megazpp.planner.simulation import Memory
 from megazpp.planner.step import measure
 from megazpp.planner.trace import trace_model
 from megazpp.planner.variants import changed, local_steps, schemes
 from megazpp.topology.cluster import Cluster, Device, Link, Links
+from megazpp.training.flops import model_flops_per_token
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = Device("a GPU", teraflops=10.0, gigabytes=1.0, gigabytes_per_second=100.0)
@@ -60,7 +61,9 @@ def test_speeds_are_those_of_the_step():
     assert own.seconds is not None
     assert own.tokens == 32 * 128
     assert own.tokens_per_second == pytest.approx(own.tokens / own.seconds)
-    assert own.teraflops == pytest.approx(own.flops_per_token * own.tokens_per_second / 4 * 1e-12)
+    model = config().model
+    flops = model_flops_per_token(model, padded_vocab_size=model.padded_vocab_size(2048, 1), seq_length=128)
+    assert own.teraflops == pytest.approx(flops * own.tokens_per_second / 4 * 1e-12)
     assert 0 < own.exposed["shard"] <= own.seconds
 
 

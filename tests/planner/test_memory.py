@@ -19,7 +19,8 @@ import megazpp.planner.dry_run as dry_run_module
 from megazpp.arguments import RunConfig, parse_run_config
 from megazpp.model.config import GPTConfig
 from megazpp.planner.dry_run import PeakBytes, dry_run
-from megazpp.planner.memory import Ledger, Memory, own_elements
+from megazpp.planner.paper import own_shapes
+from megazpp.planner.simulation import Ledger, Memory
 from megazpp.topology.cluster import Cluster
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import GRADIENT_BLOCK, ZeroConfig
@@ -173,7 +174,7 @@ def test_local_steps_take_what_their_formulas_say():
     case = Case(model=wide, diloco=DilocoConfig(diloco_steps=4, diloco_outer_momentum=0.9), **BF16)
     step = plan(case, 4)
     step.run(1)
-    kinds, parameters = step.ledger.fullest, sum(unit.elements for unit in step.units)
+    kinds, parameters = step.ledger.peak, sum(unit.elements for unit in step.units)
     assert kinds[Memory.PARAMETERS] + kinds[Memory.MOMENTS] == 12 * parameters / 2
     assert kinds[Memory.COMMON] == 4 * parameters / 2
     assert kinds[Memory.OUTER] == 8 * parameters / 4
@@ -228,25 +229,25 @@ def test_real_tensors_take_what_is_planned_too(case: Case):
     peak = ranks(4).run(live_bytes, case)[0]
     step = plan(case, 4)
     step.run(case.micro_batches)
-    assert step.ledger.fullest.total() == pytest.approx(peak, rel=0.05)
+    assert step.ledger.peak.total() == pytest.approx(peak, rel=0.05)
 
 
-def test_own_elements_leave_the_padding_out():
+def test_own_shapes_leave_the_padding_out():
     shapes = [("a", (5, 3)), ("b", (2,))]  # chunks of 2 rows and of 1
-    assert [own_elements(shapes, 3, rank) for rank in range(3)] == [2 * 3 + 1, 2 * 3 + 1, 3]
-    assert own_elements(shapes, 1, 0) == 17
+    assert [list(own_shapes(shapes, 3, rank)) for rank in range(3)] == [[(2, 3), (1,)], [(2, 3), (1,)], [(1, 3), (0,)]]
+    assert list(own_shapes(shapes, 1, 0)) == [(5, 3), (2,)]
 
 
-def test_the_ledger_remembers_its_fullest_moment_by_kind():
+def test_the_ledger_remembers_its_peak_by_kind():
     ledger = Ledger()
     ledger.add(Memory.PARAMETERS, 10)
     ledger.pass_through(Memory.ACTIVATIONS, 5)
     ledger.add(Memory.GRADIENTS, 3)
-    assert ledger.fullest == {Memory.PARAMETERS: 10, Memory.ACTIVATIONS: 5}
-    assert ledger.fullest.total() == 15
+    assert ledger.peak == {Memory.PARAMETERS: 10, Memory.ACTIVATIONS: 5}
+    assert ledger.peak.total() == 15
     ledger.free(Memory.PARAMETERS)
     ledger.add(Memory.ACTIVATIONS, 13)
-    assert ledger.fullest == Counter({Memory.ACTIVATIONS: 13, Memory.GRADIENTS: 3})
+    assert ledger.peak == Counter({Memory.ACTIVATIONS: 13, Memory.GRADIENTS: 3})
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------

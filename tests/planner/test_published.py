@@ -14,7 +14,7 @@ from helpers.published import (
     predict,
 )
 
-from megazpp.topology.shares import CALIBRATIONS, Shares
+from megazpp.planner.cost import CALIBRATIONS, Shares
 
 
 @pytest.mark.slow

@@ -20,10 +20,10 @@ SMALL = Device("a small GPU", teraflops=10.0, gigabytes=0.1, gigabytes_per_secon
 TINY = Device("a tiny GPU", teraflops=10.0, gigabytes=0.001, gigabytes_per_second=100.0)
 
 
-def report(*flags: str, links: Links | None = SLOW, device: Device | None = SMALL, price: float | None = None) -> str:
+def report(*flags: str, links: Links | None = SLOW, device: Device | None = SMALL) -> str:
     config = parse_run_config(["@configs/gpt_tiny.args", "--bf16", "--num-layers", "2", *flags], ROOT).config
     cluster = Cluster(num_nodes=2, ranks_per_node=2, links=links, device=device)
-    return plan_report(config, cluster, device_type="cpu", price=price)
+    return plan_report(config, cluster, device_type="cpu")
 
 
 def test_on_a_slow_network_zeropp_pays_and_everything_is_in_the_tables():
@@ -47,27 +47,24 @@ def test_what_does_not_fit_says_what_it_needs_and_what_would_help_and_nothing_pa
     text = report("--zeropp", device=TINY)
     assert "nothing that was tried fits" in text
     assert "GB, a rank has 0.0" in text
-    assert "with --no-zero-error-feedback --zero-accumulate-in-bf16 --no-overlap-grad-reduce: 0.0 GB, which" in text
+    assert "less memory: --no-zero-error-feedback (error feedback), --zero-accumulate-in-bf16 (half of the" in text
     assert "--zeropp does not fit into memory as it is; no scheme does" in text
     assert "pay" not in text
 
 
 @pytest.mark.slow
-def test_a_device_without_measured_shares_has_ranges_and_another_one_figure_and_both_say_what_it_rests_on():
-    text = report("--micro-batch-size", "1")
-    seconds = re.search(r"a step takes ([\d.]+) to ([\d.]+) s", text)
-    assert seconds is not None
-    assert float(seconds[1]) < float(seconds[2])
-    assert "which was not checked for this device" in text
-    text = report("--micro-batch-size", "1", device=SMALL._replace(shares="h800"))
-    assert re.search(r"a step takes [\d.]+ s, of which", text)
-    assert "times rest on h800: fitted to" in text
-    assert "times are a range" not in text
+def test_times_rest_on_shares_and_those_that_were_not_checked_for_so_few_tokens_come_with_a_warning():
+    warning = "warning: that was not checked for this device or so few tokens"
+    for shares, warns in ((None, True), ("h100", True), ("h800", False)):
+        text = report("--micro-batch-size", "1", device=SMALL._replace(shares=shares))
+        assert re.search(r"a step takes [\d.]+ s, of which", text)
+        assert f"times rest on {shares or 'shares of the data sheet'}" in text
+        assert (warning in text) == warns
 
 
 @pytest.mark.slow
 def test_days_and_money_are_those_of_all_samples_and_mfu_says_what_it_counts():
-    text = report("--train-iters", "100000", device=SMALL._replace(shares="h800"), price=2.5)
+    text = report("--train-iters", "100000", device=SMALL._replace(shares="h800", price_per_hour=2.5))
     step = re.search(r"a step takes ([\d.]+) s", text)
     run = re.search(r"1,600,000 samples take ([\d.]+) days on 4 GPU\(s\), ([\d,]+) at 2.5 a GPU-hour", text)
     assert step is not None
@@ -102,7 +99,7 @@ def test_a_run_with_local_steps_has_its_means_and_its_candidates_keep_them():
     assert f"; a node to others {sent[2]} MB" in text
     assert "\nislands synchronize every 10 steps, merged 2 steps later with alpha 0.5: " in text
     assert re.search(
-        r"holds every 10 steps up by [\d. to]+ s; its bytes hide under the steps of its delay from [\d. to]+ Gbit/s",
+        r"holds every 10 steps up by [\d.]+ s; its bytes hide under the steps of its delay from [\d.e+]+ Gbit/s",
         text,
     )
     for kind in ("outer weights, common copy", "outer weights and momentum", "outer feedback", "outer messages"):
@@ -131,9 +128,8 @@ def test_one_node_has_no_islands():
 
 
 @pytest.mark.slow
-def test_at_most_ten_candidates_are_shown_and_a_run_that_does_not_fit_is_planned_as_the_nearest():
-    text = report("--tensor-model-parallel-size", "8", "--micro-batch-size", "3")
-    assert text.startswith("note: --tensor-model-parallel-size 8 does not fit this cluster: planned with 4\n")
+def test_at_most_ten_candidates_are_shown():
+    text = report()
     candidates = [line for line in text.splitlines() if re.match(r"  [\w-]+[\w+-]*, tp ", line)]
     assert len(candidates) == 10
     assert re.search(r"  and \d+ more that are slower, too large or cannot run$", text)

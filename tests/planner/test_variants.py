@@ -1,4 +1,4 @@
-"""The nearest run that a cluster has room for: shipped configs on shipped clusters, and what stays refused."""
+"""The search: the fastest that fits comes first."""
 
 from __future__ import annotations
 
@@ -6,76 +6,95 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.arguments import RunConfig, parse_run_config
-from megazpp.checks import check_run_config
-from megazpp.planner.variants import for_planning, nearest_run
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.cluster_file import read_cluster
+from megazpp.arguments import parse_run_config
+from megazpp.planner.estimate import Estimator
+from megazpp.planner.variants import Choice, search, with_recompute
+from megazpp.topology.cluster import Cluster, Device, Link, Links
 
 ROOT = Path(__file__).resolve().parents[2]
-SQUARE = Cluster(num_nodes=2, ranks_per_node=2)
+SLOW = Links(domain=Link(100.0), network=Link(0.1))
 
 
-def config(*flags: str) -> RunConfig:
-    return for_planning(parse_run_config(list(flags), ROOT).config, "--plan")
+def found(*flags: str, gigabytes: float, links: Links | None = SLOW, nodes: int = 2) -> list[Choice]:
+    config = parse_run_config(["@configs/gpt_tiny.args", "--bf16", "--num-layers", "2", *flags], ROOT).config
+    device = Device("a GPU", teraflops=10.0, gigabytes=gigabytes, gigabytes_per_second=100.0)
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=2, links=links, device=device)
+    return search(Estimator(cluster, device_type="cpu"), config)
 
 
-def tiny(*flags: str) -> RunConfig:
-    return config("@configs/gpt_tiny.args", *flags)
+def test_what_fits_comes_first_by_speed_and_then_the_rest_by_size():
+    choices = found("--zeropp", gigabytes=1.0)
+    best, fitting = choices[0], [choice for choice in choices if choice.fits]
+    assert choices[: len(fitting)] == fitting
+    speeds = [choice.speed for choice in fitting]
+    assert speeds[0] > speeds[-1]
+    assert speeds == sorted(speeds, reverse=True)
+    assert {choice.name.split(", micro")[0] for choice in choices} >= {
+        "--zeropp, tp 1, local domain 2",
+        "--zeropp, tp 2, local domain 1",
+    }
+    assert best.name.startswith("--zeropp, tp 1, local domain 2")
+    assert best.estimate is not None
+    assert best.estimate.plan.layout.local == 2
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs/clusters").glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_shipped_config_has_a_nearest_run_on_every_shipped_cluster(path: Path):
-    cluster = read_cluster(path)
-    for file in sorted((ROOT / "configs").glob("*.args")):
-        asked = config(f"@configs/{file.name}")
-        run, changes = nearest_run(asked, cluster, device_type="cpu")
-        check_run_config(run, cluster, device_type="cpu")
-        before, after = asked.batches.global_batch_size, run.batches.global_batch_size
-        assert before is not None
-        assert after is not None
-        assert after <= max(1.5 * before, cluster.world_size)  # no rank has more than one sample
-        assert (run == asked) == (changes == ())
+def test_the_scheme_is_varied_and_the_best_one_taken():
+    choices = found(gigabytes=1.0)  # ZeRO-3 on a slow network
+    assert {choice.name.split(",")[0] for choice in choices} == {"ZeRO-3", "HSDP", "--zeropp"}
+    assert choices[0].name.startswith("--zeropp, ")
 
 
-def test_a_run_that_fits_stays_as_it_is():
-    assert nearest_run(tiny(), SQUARE, device_type="cpu") == (tiny(), ())
+def test_local_steps_are_kept_and_not_chosen():
+    assert not any("diloco" in choice.name for choice in found(gigabytes=1.0))
+    choices = found("--diloco-steps", "4", gigabytes=1.0)
+    assert {choice.name.split(", micro")[0] for choice in choices} == {
+        "ZeRO-3, --diloco-steps 4, tp 1, local domain 2",
+        "ZeRO-3, --diloco-steps 4, tp 2, local domain 1",
+    }
+    assert choices[0].fits
+    for choice in choices:
+        assert choice.estimate is not None
+        assert choice.estimate.plan.diloco is not None
+        assert choice.estimate.node_island_bytes > 0
 
 
-def test_what_is_changed_is_said_flag_by_flag():
-    run, changes = nearest_run(
-        tiny("--tensor-model-parallel-size", "8", "--micro-batch-size", "3"), SQUARE, device_type="cpu"
-    )
-    assert (run.parallel.tensor_model_parallel_size, run.batches.global_batch_size) == (4, 15)
-    assert changes == (
-        "--tensor-model-parallel-size 8 does not fit this cluster: planned with 4",
-        "--global-batch-size 16 does not fit this cluster: planned with 15",
-    )
+@pytest.mark.slow
+def test_on_islands_of_several_nodes_zeropp_is_tried_inside_and_hsdp_is_not():
+    choices = found("--diloco-steps", "4", "--diloco-islands", "2", gigabytes=1.0, nodes=4)
+    assert {choice.name.split(",")[0] for choice in choices} == {"ZeRO-3", "--zeropp"}
+    assert choices[0].name.startswith("--zeropp, --diloco-steps 4, ")
 
 
-def test_too_few_samples_for_all_ranks_come_in_smaller_micro_batches():
-    run, _ = nearest_run(tiny(), Cluster(num_nodes=3, ranks_per_node=8), device_type="cpu")
-    assert (run.batches.micro_batch_size, run.batches.global_batch_size) == (1, 24)
+def test_a_batch_that_does_not_divide_is_the_nearest_that_does():
+    names = [choice.name for choice in found("--global-batch-size", "18", gigabytes=1.0)]
+    assert any("tp 1, local domain 2, micro-batch 4 of batch 16," in name for name in names)
+    assert not any("tp 1, local domain 2, micro-batch 8" in name for name in names)  # 32 samples at once
 
 
-def test_a_ramp_that_does_not_divide_is_left_out():
-    flags = ["--train-iters", "none", "--train-samples", "999", "--rampup-batch-size", "8", "8", "99"]
-    run, changes = nearest_run(
-        tiny("--micro-batch-size", "2", *flags), Cluster(num_nodes=3, ranks_per_node=2), device_type="cpu"
-    )
-    assert run.batches.rampup_batch_size is None
-    assert any(change.startswith("--rampup-batch-size") for change in changes)
+def test_what_cannot_run_is_rejected_with_the_flags_that_say_so():
+    problems = {choice.name: choice.problem for choice in found("--num-attention-heads", "1", gigabytes=1.0)}
+    assert any("--num-attention-heads 1" in problem for name, problem in problems.items() if "tp 2" in name)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--num-attention-heads", "3"], "--num-attention-heads 3"),
-        (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size 0"),
-        (["--lr", "none"], "required flags are missing: --lr"),
-    ],
-    ids=str,
-)
-def test_what_no_other_size_would_help_is_refused_as_a_run_is(flags: list[str], said: str):
-    with pytest.raises(ValueError, match=said):
-        nearest_run(tiny(*flags), SQUARE, device_type="cpu")
+@pytest.mark.slow
+def test_where_a_candidate_does_not_fit_more_recomputation_is_tried():
+    name = "ZeRO-3, tp 1, local domain 2, micro-batch 1, recompute none"
+    roomy = {choice.name: choice for choice in found("--global-batch-size", "4", gigabytes=1.0)}[name]
+    assert roomy.estimate is not None
+    plain = roomy.estimate.gigabytes
+    for share, tried in ((0.95, ["selective"]), (0.5, ["selective", "full"])):
+        choices = {choice.name: choice for choice in found("--global-batch-size", "4", gigabytes=share * plain / 0.9)}
+        assert not choices[name].fits
+        assert [word for word in ("selective", "full") if name.replace("none", word) in choices] == tried
+
+
+def test_without_links_everything_that_fits_is_said_to():
+    choices = found(gigabytes=1.0, links=None)
+    assert all(choice.fits and not choice.speed for choice in choices if choice.estimate)
+
+
+def test_recomputation_leaves_no_method_where_there_is_none():
+    flags = ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1"]
+    full = parse_run_config(["@configs/gpt_tiny.args", *flags], ROOT).config
+    assert with_recompute(full, None).model.recompute_method is None
+    assert with_recompute(full, "full") == full

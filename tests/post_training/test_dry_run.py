@@ -18,7 +18,7 @@ from megazpp.inference.sample import SampleConfig
 from megazpp.inference.weights import WeightsConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.dry_run import PeakBytes
-from megazpp.planner.memory import Memory
+from megazpp.planner.simulation import Memory
 from megazpp.post_training.config import ROLLOUTS, PostTrainingConfig
 from megazpp.post_training.dry_run import PostDryRun, dry_run_models, sent_on
 from megazpp.post_training.examples import DataFormatConfig, Prompt

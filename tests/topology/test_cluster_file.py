@@ -31,7 +31,7 @@ def test_the_docstring_example(tmp_path: Path):
             node=Link(31.5, None, str(path)),
             network=Link(12.5, 5.0, str(path)),
         ),
-        device=Device("H100", 989.0, 80.0, 3350.0, "NVIDIA H100 Tensor Core GPU data sheet", "h100"),
+        device=Device("H100", 989.0, 80.0, 3350.0, "NVIDIA H100 Tensor Core GPU data sheet", "h100", 2.5),
     )
 
 
@@ -141,7 +141,7 @@ CLUSTERS = {
     "ordered": Cluster(num_nodes=2, ranks_per_node=4, domain_size=2, order=(0, 2, 4, 6, 1, 3, 5, 7)),
     "measured": Cluster(num_nodes=2, ranks_per_node=4, links=LINKS),
     "known": Cluster(num_nodes=2, ranks_per_node=4, links=LINKS, device=DEVICE),
-    "calibrated": Cluster(num_nodes=2, ranks_per_node=4, links=LINKS, device=DEVICE._replace(shares="h100")),
+    "calibrated": Cluster(num_nodes=2, ranks_per_node=4, device=DEVICE._replace(shares="h100", price_per_hour=2.5)),
 }
 
 

@@ -7,10 +7,20 @@ import math
 
 import pytest
 
-from megazpp.topology.cluster import Cluster, Device, Link, Links
-from megazpp.topology.cost import CALL_MICROSECONDS, AxisCost, DeviceCost
-from megazpp.topology.layout import plan_layout
-from megazpp.topology.shares import ASSUMED_SHARES, DGX2_SHARES, H100_SHARES, H800_SHARES, Shares, calibration_for
+from megazpp.planner.cost import (
+    CALIBRATIONS,
+    CALL_MICROSECONDS,
+    DGX2_SHARES,
+    H100_SHARES,
+    AxisCost,
+    ClusterCosts,
+    Costs,
+    Operation,
+    Shares,
+    calibration_for,
+)
+from megazpp.topology.cluster import SHARES, Cluster, Device, Link, Links
+from megazpp.topology.layout import Layout, plan_layout
 
 LINKS = Links(domain=Link(100.0, 2.0), network=Link(10.0, 5.0))
 CALL = 1e-6 * CALL_MICROSECONDS
@@ -75,12 +85,43 @@ def test_a_link_that_is_ridden_and_not_known_is_named():
         AxisCost(layout, "cross", Shares())
 
 
+def on_device(device: Device | None = DEVICE) -> Layout:
+    return plan_layout(Cluster(num_nodes=2, ranks_per_node=2, links=LINKS, device=device), tp=1, replicas=1)
+
+
 def test_a_product_takes_its_full_tiles_or_its_bytes():
-    device = DeviceCost(device=DEVICE, shares=Shares(matrix=0.5))
+    costs = ClusterCosts(on_device(), Shares(matrix=0.5))
     full = 2 * 1024 * 1024 * 4096 / 50e12
-    assert device.matrix_seconds(1024, 1024, 4096, 1.0, 0) == pytest.approx(full)
-    assert device.matrix_seconds(1024 - 127, 1024 - 127, 4096, 1.0, 0) == pytest.approx(full)  # tiles not full
-    assert device.matrix_seconds(1, 1, 1, 1.0, 10**9) == pytest.approx(1e-3)
+    product = Operation("matrix", 0, m=1024, n=1024, k=4096, batch=1.0)
+    assert costs.operation(product) == pytest.approx(full)
+    assert costs.operation(product._replace(m=1024 - 127, n=1024 - 127)) == pytest.approx(full)  # tiles not full
+    assert costs.operation(product._replace(batch=2.0)) == pytest.approx(2 * full)
+    assert costs.operation(Operation("matrix", 10**9, m=1, n=1, k=1, batch=1.0)) == pytest.approx(1e-3)
+
+
+def test_a_pass_over_memory_takes_a_share_of_its_rate():
+    costs = ClusterCosts(on_device(), Shares(memory=0.5))
+    assert costs.operation(Operation("memory", 10**9)) == costs.memory(10**9) == pytest.approx(2e-3)
+
+
+def test_a_free_axis_takes_nothing():
+    shares = Shares(beside=0.25)
+    costs = ClusterCosts(on_device(), shares, free=("cross",))
+    seconds = costs.collective("local", "all_gather", 10**8)
+    assert seconds == AxisCost(on_device(), "local", shares).seconds("all_gather", 10**8) > 0
+    assert costs.beside == 0.25
+    assert costs.collective("cross", "all_gather", 10**8) == 0.0
+
+
+def test_a_cluster_without_a_device_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"--cluster-file: device is not given"):
+        ClusterCosts(on_device(device=None), Shares())
+
+
+def test_counting_takes_no_time():
+    costs = Costs()
+    assert costs.operation(Operation("memory", 10)) == costs.memory(10) == 0.0
+    assert costs.collective("tp", "all_reduce", 10) == costs.beside == 0.0
 
 
 def test_a_device_has_the_calibration_that_it_names_whatever_its_own_name_is():
@@ -90,8 +131,5 @@ def test_a_device_has_the_calibration_that_it_names_whatever_its_own_name_is():
     assert calibration_for(DEVICE._replace(shares="h100")).shares == H100_SHARES
 
 
-def test_shares_are_one_set_where_they_were_checked_and_two_elsewhere():
-    h100 = calibration_for(DEVICE._replace(shares="h100"))
-    assert h100.ends(h100.tokens) == (H100_SHARES,)
-    assert h100.ends(h100.tokens - 1) == (H100_SHARES, H800_SHARES)
-    assert calibration_for(DEVICE).ends(10**9) == (ASSUMED_SHARES, H800_SHARES)
+def test_every_name_that_a_cluster_file_may_have_is_a_calibration():
+    assert tuple(CALIBRATIONS) == SHARES

@@ -1,4 +1,4 @@
-"""Simulated time: clocks, communication queues whose tasks take seconds instead of running, and what things cost.
+"""Simulated time and memory: clocks, communication queues whose tasks take seconds instead of running, and a ledger.
 
 A queue of parallel/comm_queue.py runs tasks in the order of submission, so no list of events is needed: a task starts
 when the queue is free, when the submitting clock has come to it, and when the works that it waits for are done; it ends
@@ -8,68 +8,17 @@ here unchanged. A clock stands for whatever keeps an order of its own: the compu
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import Any, TypeVar
 
 from megazpp.parallel.comm_queue import CommQueue, Moment, Work
-from megazpp.planner.trace import Operation
-from megazpp.topology.cost import AxisCost, DeviceCost
-from megazpp.topology.layout import AXES, Layout
-from megazpp.topology.shares import Shares
+from megazpp.planner.cost import Costs
+from megazpp.topology.layout import AXES
 
 T = TypeVar("T")
-
-
-class Costs:
-    """Seconds that the pieces of a step take. This base class is for counting: they take none."""
-
-    def operation(self, operation: Operation) -> float:
-        return 0.0
-
-    def memory(self, touched_bytes: int) -> float:
-        return 0.0
-
-    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
-        return 0.0
-
-    def taken(self, axis: str, collective: str, sent_bytes: int) -> float:
-        """What a collective beside the compute takes from it."""
-        return 0.0
-
-
-class ClusterCosts(Costs):
-    """The costs of a step on a cluster whose file names links and device.
-
-    Args:
-        layout: who is where.
-        free: axes whose wires take no time, to see what they cost.
-    Raises:
-        ValueError: a figure that is needed is not in the cluster file.
-    """
-
-    def __init__(self, layout: Layout, shares: Shares, *, free: tuple[str, ...] = ()) -> None:
-        device = layout.cluster.device
-        if device is None:
-            raise ValueError("--cluster-file: device is not given (name, teraflops, gigabytes, gigabytes_per_second)")
-        self.layout, self._beside = layout, shares.beside
-        self._device = DeviceCost(device=device, shares=shares)
-        self._axes = {axis: AxisCost(layout, axis, shares) for axis in AXES if axis not in free}
-
-    def operation(self, operation: Operation) -> float:
-        if operation.kind == "memory":
-            return self._device.memory_seconds(operation.bytes)
-        return self._device.matrix_seconds(operation.m, operation.n, operation.k, operation.batch, operation.bytes)
-
-    def memory(self, touched_bytes: int) -> float:
-        return self._device.memory_seconds(touched_bytes)
-
-    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
-        return self._axes[axis].seconds(collective, sent_bytes) if axis in self._axes else 0.0
-
-    def taken(self, axis: str, collective: str, sent_bytes: int) -> float:
-        return self._beside * self.collective(axis, collective, sent_bytes)
 
 
 class Clock:
@@ -79,15 +28,11 @@ class Clock:
         self.now = now
 
     def wait_until(self, moment: float) -> None:
-        """Do not go on before `moment`."""
         self.now = max(self.now, moment)
 
 
 class Simulation:
     """All clocks of a rank; one of them is running.
-
-    Args:
-        costs: seconds of collectives.
 
     Attributes:
         compute: the clock of the model's kernels (on a CPU, the process's).
@@ -97,7 +42,7 @@ class Simulation:
     def __init__(self, costs: Costs) -> None:
         self.compute = self.running = Clock()
         self._costs, self._clocks = costs, [self.compute]
-        self._wires = {axis: self.new_clock() for axis in AXES}
+        self._links = {axis: self.new_clock() for axis in AXES}
         self.busy: dict[str, float] = defaultdict(float)
 
     def new_clock(self) -> Clock:
@@ -115,7 +60,7 @@ class Simulation:
 
     @contextmanager
     def on(self, clock: Clock) -> Iterator[None]:
-        """What is done inside is done on `clock`."""
+        """Have `clock` run inside."""
         before, self.running = self.running, clock
         try:
             yield
@@ -123,7 +68,7 @@ class Simulation:
             self.running = before
 
     def spend(self, seconds: float, *, axis: str | None = None, taken: float = 0.0) -> None:
-        """The running clock is busy.
+        """Keep the running clock busy.
 
         Args:
             axis: whose collective it is; None for kernels.
@@ -139,10 +84,10 @@ class Simulation:
 
     def send(self, axis: str, collective: str, sent_bytes: int) -> None:
         """A collective on the running clock: those of an axis run one at a time, in the order of their start."""
-        wire, taken = self._wires[axis], self._costs.taken(axis, collective, sent_bytes)
-        self.running.wait_until(wire.now)
-        self.spend(self._costs.collective(axis, collective, sent_bytes), axis=axis, taken=taken)
-        wire.now = self.running.now
+        link, seconds = self._links[axis], self._costs.collective(axis, collective, sent_bytes)
+        self.running.wait_until(link.now)
+        self.spend(seconds, axis=axis, taken=self._costs.beside * seconds)
+        link.now = self.running.now
 
 
 class SimulatedQueue(CommQueue):
@@ -173,3 +118,50 @@ class SimulatedWork(Work[T]):
     def join(self) -> T:
         self._simulation.running.wait_until(self._done)
         return self._result
+
+
+class Memory(StrEnum):
+    """What memory is taken for."""
+
+    PARAMETERS = "parameters"
+    MOMENTS = "moments"
+    GRADIENTS = "gradients"
+    SECONDARY = "secondary partition"
+    PARTIAL_SUMS = "partial sums"
+    FEEDBACK = "error feedback"
+    COMMON = "outer weights, common copy"
+    OUTER = "outer weights and momentum"
+    OUTER_FEEDBACK = "outer feedback"
+    OUTER_MESSAGES = "outer messages"
+    GATHERED = "gathered weights"
+    WHOLE_GRADIENTS = "whole gradients"
+    BUFFERS = "communication buffers"
+    ACTIVATIONS = "activations"
+    FROZEN = "frozen base"
+    UNPACKED = "unpacked frozen weights"
+    REFERENCE = "reference model"
+    REWARD = "reward model"
+    KEYS_AND_VALUES = "keys and values"
+
+
+class Ledger:
+    """Bytes that live now, by kind; `peak` is the same at the moment at which it was most."""
+
+    def __init__(self) -> None:
+        self._now: Counter[Memory] = Counter()
+        self.peak: Counter[Memory] = Counter()
+
+    def add(self, kind: Memory, size: int) -> None:
+        """`size` bytes come, or go if it is negative."""
+        self._now[kind] += size
+        if size > 0 and self._now.total() > self.peak.total():
+            self.peak = self._now.copy()
+
+    def free(self, kind: Memory) -> None:
+        """All bytes of a kind go."""
+        self._now[kind] = 0
+
+    def pass_through(self, kind: Memory, size: int) -> None:
+        """`size` bytes come and go."""
+        self.add(kind, size)
+        self.add(kind, -size)
