@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from megazpp.topology.cluster import Device, Link, LinkKind
+from megazpp.topology.cluster import Device, LinkKind
 from megazpp.topology.layout import AXES, Layout
 
 TILE = 128  # cuBLAS's usual thread block; NVIDIA, Matrix Multiplication Background User's Guide, "tile quantization"
@@ -195,22 +195,31 @@ class AxisCost:
     """
 
     def __init__(self, layout: Layout, axis: str, shares: Shares) -> None:
+        cluster = layout.cluster
+        known = {} if cluster.links is None else cluster.links.known
         self._size, self._byte_seconds = layout.axis_size(axis), 0.0
         for kind, count in layout.links(axis).items():
-            link = _known(layout, kind, axis)
-            senders = max(count / layout.cluster.num_nodes, 1.0) if kind == "network" else 1.0
+            if kind not in known:
+                raise ValueError(f"--cluster-file: links.{kind} is not given, and axis {axis} rides it")
+            link, is_network = known[kind], kind == "network"
+            senders = max(count / cluster.num_nodes, 1.0) if is_network else 1.0
             share: float = 1.0 if link.is_measured else getattr(shares, kind)
             byte_seconds = senders / (link.gigabytes_per_second * share)
-            if kind == "network" and not link.is_measured:
+            if is_network and not link.is_measured:
                 byte_seconds += 1.0 / shares.uplink
             self._byte_seconds = max(self._byte_seconds, 1e-9 * byte_seconds)
+
+        def latency(kind: LinkKind, default: dict[str, float]) -> float:
+            """Seconds until a message has gone over a link."""
+            microseconds = known[kind].microseconds
+            return 1e-6 * (default[kind] if microseconds is None else microseconds)
+
         hops = layout.hops(axis)
-        self._ring = sum(hops[kind] * _latency(layout, kind, axis, RING_MICROSECONDS) for kind in hops)
+        self._ring = sum(hops[kind] * latency(kind, RING_MICROSECONDS) for kind in hops)
         domains = hops.get("network", 0) + 1
-        chain = self._size / domains - 1
-        inside = max((_latency(layout, kind, axis, TREE_MICROSECONDS) for kind in hops if kind != "network"), default=0)
-        across = _latency(layout, "network", axis, TREE_MICROSECONDS) if domains > 1 else 0.0
-        self._tree = chain * inside + math.log2(domains) * across
+        inside = max((latency(kind, TREE_MICROSECONDS) for kind in hops if kind != "network"), default=0)
+        across = latency("network", TREE_MICROSECONDS) if domains > 1 else 0.0
+        self._tree = (self._size / domains - 1) * inside + math.log2(domains) * across
 
     def seconds(self, collective: str, sent_bytes: int) -> float:
         """A collective in which each rank sends `sent_bytes`."""
@@ -218,16 +227,3 @@ class AxisCost:
             return 0.0
         latency = min(2 * self._ring, 2 * self._tree) if collective == "all_reduce" else self._ring
         return 1e-6 * CALL_MICROSECONDS + latency + sent_bytes * self._byte_seconds
-
-
-def _known(layout: Layout, kind: LinkKind, axis: str) -> Link:
-    links = layout.cluster.links
-    if links is None or kind not in links.known:
-        raise ValueError(f"--cluster-file: links.{kind} is not given, and axis {axis} rides it")
-    return links.known[kind]
-
-
-def _latency(layout: Layout, kind: LinkKind, axis: str, default: dict[str, float]) -> float:
-    """Seconds until a message has gone over a link."""
-    link = _known(layout, kind, axis)
-    return 1e-6 * (default[kind] if link.microseconds is None else link.microseconds)

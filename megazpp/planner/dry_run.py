@@ -89,7 +89,7 @@ class DryRun(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Whether the program sends exactly what the plan says."""
+        """True if the program sends exactly what the plan says."""
         return self.planned == self.counted
 
     def describe(self) -> str:

@@ -181,7 +181,7 @@ class Estimator:
         )
 
     def _documents(self, config: RunConfig, *, on_cpu: bool) -> Documents | None:
-        """How attention stays inside documents on the device that is planned for."""
+        """The way to keep attention inside documents on the device that is planned for."""
         if not config.data.reset_attention_mask:
             return None
         device, found = self.cluster.device, None

@@ -122,7 +122,7 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
 
 
 def _takes(diloco: DilocoPlan) -> str:
-    """What the bytes of a synchronization do where links have `sufficient_gigabits`."""
+    """Say that the bytes of a synchronization hide, or their share of the time, with `sufficient_gigabits`."""
     return "hide under the steps of its delay" if diloco.delay else f"take at most {100 * EXPOSED:g} % of the time"
 
 
@@ -172,7 +172,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
 
 
 def _verdict(speeds: dict[str, float]) -> str:
-    """Whether ZeRO++ pays, of the schemes that fit."""
+    """Say whether ZeRO++ pays, of the schemes that fit."""
     if "--zeropp" not in speeds:
         others = f"{', '.join(speeds)} would" if speeds else "no scheme does"
         return f"--zeropp does not fit into memory as it is; {others}"

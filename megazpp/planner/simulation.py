@@ -121,7 +121,7 @@ class SimulatedWork(Work[T]):
 
 
 class Memory(StrEnum):
-    """What memory is taken for."""
+    """Kinds of memory by their use."""
 
     PARAMETERS = "parameters"
     MOMENTS = "moments"

@@ -42,10 +42,9 @@ TrafficTable = dict[tuple[str, str, str], Traffic]  # by (wire, axis, collective
 
 
 class SimulatedStep(NamedTuple):
-    """One optimizer step on paper, or one synchronization of islands.
+    """One optimizer step on paper, or one synchronization of islands: exact calls and bytes of this rank, and seconds.
 
     Attributes:
-        traffic: calls and bytes of this rank, exact.
         seconds: of the step, or by which a synchronization holds steps up.
         busy: seconds by axis that collectives take, and under "compute" what the compute's clock does beside them.
     """
@@ -159,7 +158,7 @@ class PaperStep:
         traffic = traffic_between(before, self.counter.table())
         return SimulatedStep(traffic, self._simulation.compute.now - start, self._simulation.busy)
 
-    def ask(self) -> None:
+    def run_forward(self) -> None:
         """One forward, of a model of which nothing is trained."""
         self._simulation.begin_step()
         self._open_ledger()
@@ -376,7 +375,15 @@ class PaperStep:
         self._touch(2 * whole.nbytes)
         reductions.wait_until(compute.now)
         result = whole.new_empty(unit.size)
-        self._note_reduction(unit, result.nbytes, first=first, last=last)
+        # what the reduction of a unit leaves behind and holds meanwhile
+        partial = 0 if self._partial_sums_wait else unit.partial_bytes
+        self.ledger.pass_through(Memory.BUFFERS, unit.reduce_buffer + partial + result.nbytes)
+        if last or self._zero.zero_cross_every_microbatch:
+            self.ledger.pass_through(Memory.BUFFERS, unit.cross_buffer + partial + result.nbytes)
+            if self._factory.overlap_reduce:  # at worst, sums and results of all units wait for the cross hop
+                self.ledger.add(Memory.BUFFERS, partial + result.nbytes)
+        if first or (self._stage <= 1 and last):
+            self.ledger.add(Memory.GRADIENTS, MASTER_BYTES * unit.size)
         if self._shard.size > 1:
             with simulation.on(reductions):
                 unit.reduce(result, whole, self._shard.group, dist.ReduceOp.SUM)  # type: ignore[arg-type]
@@ -403,17 +410,6 @@ class PaperStep:
             self.ledger.add(Memory.COMMON, outer.common.kept_bytes)
             self.ledger.add(Memory.OUTER, outer.outer.nbytes * (1 if outer.momentum is None else 2))
             self.ledger.add(Memory.OUTER_FEEDBACK, 0 if outer.errors is None else outer.errors.messages.nbytes)
-
-    def _note_reduction(self, unit: PaperUnit, result_bytes: int, *, first: bool, last: bool) -> None:
-        """What the reduction of a unit leaves behind and holds meanwhile."""
-        partial = 0 if self._partial_sums_wait else unit.partial_bytes
-        self.ledger.pass_through(Memory.BUFFERS, unit.reduce_buffer + partial + result_bytes)
-        if last or self._zero.zero_cross_every_microbatch:
-            self.ledger.pass_through(Memory.BUFFERS, unit.cross_buffer + partial + result_bytes)
-            if self._factory.overlap_reduce:  # at worst, sums and results of all units wait for the cross hop
-                self.ledger.add(Memory.BUFFERS, partial + result_bytes)
-        if first or (self._stage <= 1 and last):
-            self.ledger.add(Memory.GRADIENTS, MASTER_BYTES * unit.size)
 
     def _whole(self, unit: PaperUnit, *, reduced: bool = False) -> torch.Tensor:
         """The unit's gathered parameters, or its gradients as they are reduced."""

@@ -262,10 +262,9 @@ class FusedAttention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         q, k, v = args[:3]
-        mask = kwargs.get("attn_mask")
         if self._repeats_groups:
             k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-        return _Attention.apply(q, k, v, mask, self._recorder, 0.5 if mask is None else 1.0)
+        return self._attend(q, k, v, mask=kwargs.get("attn_mask"))
 
     def inside_documents(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int
@@ -274,38 +273,21 @@ class FusedAttention(TorchFunctionMode):
         batch = q.shape[0] // longest
         k, v = (varlen_groups(x, q.shape[1]) for x in (k, v))
         q, k, v = (x.unflatten(0, (batch, longest)).transpose(1, 2) for x in (q, k, v))
-        return _Attention.apply(q, k, v, None, self._recorder, 0.5).transpose(1, 2).flatten(0, 1)
+        return self._attend(q, k, v, mask=None).transpose(1, 2).flatten(0, 1)
 
-
-class _Attention(torch.autograd.Function):
-    """q [B, heads, S, D], k, v [B, groups, S, D] -> [B, heads, S, D]; keeps these, one fp32 per query, and the mask."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        recorder: TraceRecorder,
-        share: float,
-    ) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None) -> Any:
+        """q [B, heads, S, D], k, v [B, groups, S, D] -> [B, heads, S, D]; keeps these, one fp32 per query, the mask."""
         batch, heads, seq, channels = q.shape
-        out = torch.empty_like(q)  # as q lies in memory, so the output layer needs no copy of it
-        normalizer = q.new_empty(batch, heads, seq, dtype=torch.float32)
-        bias = None if mask is None else q.new_empty(mask.shape)
-        ctx.save_for_backward(q, k, v, out, normalizer, bias)
-        ctx.recorder, ctx.product = recorder, (seq, seq, channels, batch * heads * share, _nbytes([q, k]))
-        for _ in range(2):  # scores, weighted sum
-            recorder.product(*ctx.product)
-        return out
+        kept = [q.new_empty(batch, heads, seq, dtype=torch.float32)]
+        if mask is not None:
+            kept.append(q.new_empty(mask.shape))
+        count, touched = batch * heads * (0.5 if mask is None else 1.0), _nbytes([q, k])
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        q, k, v = ctx.saved_tensors[:3]
-        for _ in range(5):  # scores again, and the gradients of scores, q, k and v
-            ctx.recorder.product(*ctx.product)
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None, None
+        def note(phase: str) -> None:  # scores and weighted sum; scores again, and gradients of scores, q, k and v
+            for _ in range(2 if phase == FORWARD else 5):
+                self._recorder.product(seq, seq, channels, count, touched)
+
+        return _Fused.apply(note, kept, True, q, k, v)
 
 
 class FusedNorm(TorchFunctionMode):
@@ -321,7 +303,15 @@ class FusedNorm(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.rms_norm:
             x, _, weight = (*args, *(kwargs or {}).values())[:3]
-            return _RmsNorm.apply(x, weight, self._recorder)
+            scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+            touched = {FORWARD: _nbytes([x, weight, scale, x])}
+            touched[BACKWARD] = touched[FORWARD] + _nbytes([x, weight])  # the gradients' are as large
+
+            def note(phase: str) -> None:
+                if self._recorder:
+                    self._recorder.note("memory", touched[phase])
+
+            return _Fused.apply(note, [scale], False, x, weight)
         if func is torch.Tensor.backward:  # would turn this mode off, which recomputation needs
             loss = args[0]
             with self:
@@ -331,24 +321,23 @@ class FusedNorm(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _RmsNorm(torch.autograd.Function):
-    """x [..., H], weight [H] -> [..., H]; keeps these and [..., 1] in fp32."""
+class _Fused(torch.autograd.Function):
+    """A fused kernel: its output is like its first input and lies as that in memory; it keeps its inputs and `kept`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, recorder: TraceRecorder | None) -> torch.Tensor:
-        out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-        ctx.save_for_backward(x, weight, scale)
-        ctx.recorder = recorder
-        if recorder:
-            recorder.note("memory", _nbytes([x, weight, out, scale]))
+    def forward(
+        ctx: Any, note: Callable[[str], None], kept: list[torch.Tensor], keeps_output: bool, *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.empty_like(inputs[0])
+        ctx.save_for_backward(*inputs, *kept, *([out] if keeps_output else []))
+        ctx.note, ctx.count = note, len(inputs)
+        note(FORWARD)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        x, weight, scale = ctx.saved_tensors
-        if ctx.recorder:  # the last two are as large as the gradients
-            ctx.recorder.note("memory", _nbytes([*grads, x, weight, scale, x, weight]))
-        return torch.empty_like(x), torch.empty_like(weight), None
+        ctx.note(BACKWARD)
+        return None, None, None, *(torch.empty_like(x) for x in ctx.saved_tensors[: ctx.count])
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -87,7 +87,7 @@ def plan_models(
     standing = Counter({kind: training[kind] for kind in STANDING})
 
     asked = make(prepare=_freeze)
-    asked.ask()
+    asked.run_forward()
     kept = asked.ledger.peak[Memory.FROZEN]
     if weights.packs:
         kept = _streamed_bytes(config, weights, plan, rank=rank, on_cpu=on_cpu)
