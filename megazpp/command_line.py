@@ -313,16 +313,22 @@ def sift_flags(
     """
     kept, notices, problems = [], [], []
     for given in flags:
+        flag = known.get(given.name)
+        if flag is None and given.name.startswith("--no-"):
+            switch = known.get("--" + given.name.removeprefix("--no-"))
+            flag = switch if switch is not None and (switch.verdict, switch.arity) == ("ignored", "0") else None
         if given.name in supported:
             kept.append(given)
-        elif given.name not in known:
+        elif flag is None:
             near = [difflib.get_close_matches(given.name, names, n=1, cutoff=0.7) for names in (supported, known)]
             hint = next((f"; did you mean {match[0]}?" for match in near if match), "")
             problems.append(f"{given.origin}: {given.name} is not a flag{hint}")
-        elif (problem := _refusal(given, known[given.name])) is not None:
+        elif given.values == ("none",):
+            continue  # of a run's args.txt, which has every flag that the program had then
+        elif (problem := _refusal(given, flag)) is not None:
             problems.append(f"{given.origin}: {problem}")
         else:
-            notices.append(f"{given.origin}: {given.name} is ignored: {known[given.name].reason}")
+            notices.append(f"{given.origin}: {given.name} is ignored: {flag.reason}")
     if problems:
         raise ValueError("\n".join(problems))
     return tuple(kept), tuple(notices)

@@ -132,6 +132,17 @@ def test_without_flag_file_and_model_the_tiny_config_comes_first() -> None:
     assert parse(SMALL).config.data.text_path == ()
 
 
+def test_the_args_txt_of_4e7c419_still_repeats_its_run():
+    """With a line for each flag that had an effect then and has none now."""
+    parsed = parse(f"@{ROOT / 'tests' / 'fixtures' / 'args_4e7c419.txt'}")
+    assert (parsed.config.diloco.diloco_steps, parsed.config.model.hidden_size) == (2, 16)
+    assert parsed.config.stop.exit_interval is None
+    ignored = {notice.split()[1] for notice in parsed.notices}
+    assert {"--manual-gc", "--no-use-flash-attn", "--timing-log-option"} <= ignored
+    with pytest.raises(ValueError, match="--nccl-cross-min-ctas is gone: "):
+        parse("--nccl-cross-min-ctas 2")
+
+
 def test_print_config_is_told_apart_and_the_report_repeats_the_run(tmp_path: Path) -> None:
     parsed = parse("@configs/llama_8b.args --print-config --data-path 0.3 a 0.7 'b c' --no-bf16")
     assert parsed.show.print_config
