@@ -167,10 +167,10 @@ LOOP float scale_of(const float *restrict values, int64_t bits, int64_t clip, in
     const uint32_t opposite = negative ? (uint32_t)highest : lowest;
     peak = negative ? lowest : (uint32_t)highest;
     if (peak >= INFINITE) return float_of(NAN_BITS);
-    const int32_t limit = (int32_t)bits_of(float_of(peak) * (clip ? 0.8f : 0.9375f));
+    const int32_t limit = (int32_t)bits_of(float_of(peak) * 0.9375f);
     for (int i = 0; i < size; i++) near += (int32_t)(bits_of(values[i]) & 0x7FFFFFFF) >= limit;
     const float own = float_of(peak) * (float)(1 / 8.4375), other = float_of(opposite) * (float)(1 / 7.4375);
-    float scale = clip && near * 32 <= size ? float_of(peak) * (float)(1.0 / 9) : own > other ? own : other;
+    float scale = clip ? float_of(peak) * (float)(1.0 / 9) : own > other ? own : other;
     scale = near * 2 >= size ? float_of(peak) * (float)(1.0 / 7) : scale;
     scale = from_bf16(to_bf16(negative ? scale : -scale));
     return fabsf(scale) < FLT_MIN ? 0 : scale;

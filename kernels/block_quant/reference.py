@@ -131,9 +131,8 @@ def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
         lowest = -values.amin(-1)
         opposite = torch.minimum(values.amax(-1), lowest).clamp(min=0)
         scale = torch.maximum(peak * torch.tensor(1 / 8.4375), opposite * torch.tensor(1 / 7.4375))
-        near = (values.abs() >= (peak * (0.8 if fmt.clip else 0.9375)).unsqueeze(-1)).sum(-1)
-        if fmt.clip:
-            scale = torch.where(near * 32 <= fmt.block_size, peak * torch.tensor(1 / 9), scale)
+        scale = peak * torch.tensor(1 / 9) if fmt.clip else scale
+        near = (values.abs() >= (peak * 0.9375).unsqueeze(-1)).sum(-1)
         scale = torch.where(near * 2 >= fmt.block_size, peak * torch.tensor(1 / 7), scale).bfloat16().float()
         scale = torch.where(lowest == peak, scale, -scale)  # the negative element wins a tie
     scale = torch.where(scale.abs() < SMALLEST_NORMAL, 0.0, scale)

@@ -147,11 +147,12 @@ def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.co
         peak = tl.maximum(highest, lowest)
         size = peak.to(tl.float32, bitcast=True)
         opposite = tl.minimum(highest, lowest).to(tl.float32, bitcast=True)
-        limit = _bits(size * (0.8 if CLIP else 0.9375))[:, None]
+        limit = _bits(size * 0.9375)[:, None]
         near = tl.sum((_magnitude(low) >= limit).to(tl.int32) + (_magnitude(high) >= limit).to(tl.int32), axis=1)
-        scale = tl.maximum(_bits(size * _OWN), _bits(opposite * _OTHER))
         if CLIP:
-            scale = tl.where(near * 32 <= BLOCK, _bits(size * _CLIPPED), scale)
+            scale = _bits(size * _CLIPPED)
+        else:
+            scale = tl.maximum(_bits(size * _OWN), _bits(opposite * _OTHER))
         scale = tl.where(near * 2 >= BLOCK, _bits(size * _INVERSE_7), scale)
         scale = (scale + 0x7FFF + ((scale >> 16) & 1)) & -65536  # to the nearest bf16, half to even
         sign = tl.where(highest > lowest, -2147483648, 0)
