@@ -26,8 +26,8 @@ class BlockFormat:
         half of a block or more is within 1/16 of m, as AdamW's first steps are, it is m / 7, which keeps the length of
         both signs. Its sign makes m's integer negative; of +m and -m the latter counts as m. Byte j of a block holds
         q[j] + 8 in its low half and q[j + block_size / 2] + 8 in its high half.
-    int4 with `clip`: m / 9 instead of the larger of the two; the clipped rest has to come with the next message, by
-        error feedback. For gradients: AdamW divides each by its own size, so small ones count as much as large ones.
+    int4 with `clip`: m / 9 instead of the larger of the two; what is clipped has to come with the next message, by
+        error feedback. For gradients; "Gradients" in tools/benchmarks/README.md has what it gains and costs.
 
     Raises:
         ValueError: bits is not 4 or 8, or block_size is not a power of two in 32..2048, or clip is for 8 bits.

@@ -336,7 +336,7 @@ def load_soundest(
     problem = DamagedError(f"{source.folder.name} has no checkpoint")
     for iteration in source.candidates():
         try:
-            return load(*find_weights(source.folder, iteration)), iteration
+            return load(*find_weights(source.folder, iteration, lora_base=source.lora_base)), iteration
         except DamagedError as error:
             if source.fallback:
                 say(f"WARNING: {error}")

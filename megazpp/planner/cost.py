@@ -77,7 +77,7 @@ ASSUMED_SHARES = Shares(
 # figures fix them, so each is what makes those come out, not what a benchmark of that part would show: V100's "memory"
 # holds every pass over memory that DeepSpeed makes and FSDP2 does not, H800's "matrix" everything that is no product.
 DGX2_SHARES = ASSUMED_SHARES._replace(memory=0.127, network=1.0, beside=NCCL_BLOCKS / 80, uplink=48.856)
-H100_SHARES = ASSUMED_SHARES._replace(matrix=0.437)
+H100_SHARES = ASSUMED_SHARES._replace(matrix=0.428)
 H800_SHARES = ASSUMED_SHARES._replace(matrix=0.152, network=0.179)  # of eight adapters of 400 Gbit/s
 
 CALIBRATIONS = {
