@@ -160,7 +160,9 @@ def test_a_lora_run_is_generated_from_trained_further_and_exported(home: Path, t
     texts += [(tool(tmp_path, "evaluate", f"{load} --input text.jsonl"), "PPL") for load in loads]
     shown = [[line for line in text.splitlines() if word in line] for text, word in texts]
     assert shown[0] == shown[1] != []
-    assert shown[2] == shown[3] != []
+    perplexities = [float(line.split("PPL: ")[1].split()[0]) for lines in shown[2:] for line in lines]
+    assert len(perplexities) == 2
+    assert perplexities[0] == pytest.approx(perplexities[1], rel=2e-6)  # two ranks add in another order
 
     def logits(model: Any) -> torch.Tensor:
         with torch.no_grad():
