@@ -265,8 +265,6 @@ def test_wandb_records_offline_without_a_terminal_or_an_account_under_megatron_s
     assert kept.config == json.loads((run.folder / "args.json").read_text()) | {"_wandb": kept.config["_wandb"]}
     assert list(kept.run.tags) == ["zero3", "2 nodes x 1 ranks"]
     assert kept.summary["final_loss"] == run.summary["final_loss"]
-    table = json.loads((kept.folder / "files" / kept.history[5]["traffic.path"]).read_text())
-    assert [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]] == run.summary["traffic"]
 
 
 @pytest.mark.slow
