@@ -33,7 +33,7 @@ from megazpp.tensor_parallel.lora import joined_factors, merged
 from megazpp.tensor_parallel.parameters import seed_for
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes of an element
-_PIECE = 1 << 20  # elements that are summed at once
+_PIECE = 1 << 18  # elements that are summed at once
 
 
 def open_weights(checkpoint: Path, record: RunRecord, files: MeshAxis, lora_base: Sequence[str] = ()) -> SafeReader:

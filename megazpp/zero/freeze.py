@@ -17,7 +17,7 @@ from megazpp.zero.layout import MessageLayout, plan_message, plan_segments
 from megazpp.zero.wire import Codec
 
 LoadRows = Callable[[str, slice], torch.Tensor]
-_LOADED_AT_ONCE = 1 << 21  # elements of a checkpoint that are in memory beside what is made of them
+_LOADED_AT_ONCE = 1 << 18  # elements; larger pieces leave holes in the heap, between which the weights lie
 
 
 def frozen_axis(dims: ParallelDims) -> MeshAxis:
