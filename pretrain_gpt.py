@@ -4,8 +4,8 @@
     python pretrain_gpt.py @configs/gpt_125m.args --lr 3e-4     flags from a file; what comes later wins
     torchrun --nproc-per-node 8 pretrain_gpt.py @configs/...    workers that torchrun (or srun) has started
 
-Parse and check everything, start the workers, then in each worker (`run_training` of megazpp/trainer.py): the cluster
-as it is, the axes, the parts of the run, training, evaluation, a sample of text, and where everything went.
+Parse and check everything, start the workers, then in each worker (`run_training` of megazpp/training/trainer.py):
+the cluster as it is, the axes, the parts of the run, training, evaluation, a sample of text, and where everything went.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import os
 import sys
 from pathlib import Path
 
-from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
+from megazpp.base.arguments import ParsedRun, RunConfig, parse_run_config
+from megazpp.base.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer, with_outer_rates
+from megazpp.base.checks import check_run_config
+from megazpp.base.errors import EXIT_ERROR
+from megazpp.base.run import Job, announced_cluster, planned_cluster, run_on_ranks
 from megazpp.checkpoint.read import LoadSource, choose_source, peek
 from megazpp.checkpoint.record import RunRecord, check_same_model
-from megazpp.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer, with_outer_rates
-from megazpp.checks import check_run_config
 from megazpp.data.dataset import check_inputs
-from megazpp.errors import EXIT_ERROR
 from megazpp.model.float8 import check_device
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
 from megazpp.parallel.worker import leave
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.report import plan_report
-from megazpp.run import Job, announced_cluster, planned_cluster, run_on_ranks
-from megazpp.trainer import Trainer, run_training
+from megazpp.training.trainer import Trainer, run_training
 
 HERE = Path(__file__).resolve().parent
 

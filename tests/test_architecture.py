@@ -10,12 +10,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 FLOORS = {
     "kernels": 0,
-    "megazpp.files": 0,
-    "megazpp.formatting": 0,
-    "megazpp.flags": 0,
-    "megazpp.errors": 0,
-    "megazpp.command_line": 0,
-    "megazpp.program": 0,
+    "megazpp.base": 0,
+    "megazpp.base.files": 0,
+    "megazpp.base.formatting": 0,
+    "megazpp.base.flags": 0,
+    "megazpp.base.errors": 0,
+    "megazpp.base.command_line": 0,
+    "megazpp.base.program": 0,
     "megazpp.topology": 1,
     "megazpp.parallel": 1,
     "megazpp.tensor_parallel": 2,
@@ -28,12 +29,11 @@ FLOORS = {
     "megazpp.inference": 5,
     "megazpp.report": 5,
     "megazpp.convert": 5,
-    "megazpp.arguments": 6,
-    "megazpp.checks": 6,
-    "megazpp.checkpoint_flags": 7,
-    "megazpp.env": 7,
-    "megazpp.run": 8,
-    "megazpp.trainer": 8,
+    "megazpp.base.arguments": 6,
+    "megazpp.base.checks": 6,
+    "megazpp.base.checkpoint_flags": 7,
+    "megazpp.base.run": 8,
+    "megazpp.training.trainer": 8,
     "megazpp.post_training": 9,
     "megazpp.planner": 7,
 }
@@ -41,8 +41,8 @@ FLOORS = {
 SAME_FLOOR = {
     ("megazpp.parallel", "megazpp.topology"),
     ("megazpp.training", "megazpp.inference"),
-    ("megazpp.checks", "megazpp.arguments"),
-    ("megazpp.trainer", "megazpp.run"),
+    ("megazpp.base.checks", "megazpp.base.arguments"),
+    ("megazpp.training.trainer", "megazpp.base.run"),
 }
 
 SOURCES = sorted([*ROOT.glob("megazpp/**/*.py"), *ROOT.glob("kernels/**/*.py")])
@@ -58,10 +58,8 @@ def module_name(path: Path) -> str:
 
 def room(module: str) -> str | None:
     """The entry of FLOORS that `module` belongs to."""
-    for name in FLOORS:
-        if module == name or module.startswith(name + "."):
-            return name
-    return None
+    names = [name for name in FLOORS if module == name or module.startswith(name + ".")]
+    return max(names, key=len, default=None)
 
 
 def imports(path: Path) -> list[tuple[str, ast.stmt]]:

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from megazpp.arguments import ParsedRun, parse_run_config
-from megazpp.checks import check_run_config
+from megazpp.base.arguments import ParsedRun, parse_run_config
+from megazpp.base.checks import check_run_config
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.planner.estimate import Estimator

@@ -28,8 +28,8 @@ from helpers.program import LAUNCHER_VARIABLES
 from helpers.ranks import ranks
 from torch import nn
 
-from megazpp.arguments import parse_run_config
-from megazpp.command_line import read_megatron_flags
+from megazpp.base.arguments import parse_run_config
+from megazpp.base.command_line import read_megatron_flags
 from megazpp.model.config import GPTConfig
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.simulation import Memory

@@ -417,8 +417,8 @@ def test_what_cannot_be_is_refused_before_workers_start(
     def start_nothing(*_: object, **__: object) -> int:
         raise AssertionError("started workers")
 
-    monkeypatch.setattr("megazpp.run.launch_workers", start_nothing)
-    monkeypatch.setattr("megazpp.run.run_worker", start_nothing)
+    monkeypatch.setattr("megazpp.base.run.launch_workers", start_nothing)
+    monkeypatch.setattr("megazpp.base.run.run_worker", start_nothing)
     argv = ["pretrain_gpt.py", "--run-dir", str(tmp_path / "run"), "--nproc", "2", *flags.split()]
     monkeypatch.setattr("sys.argv", argv)
     assert pretrain_gpt.main() == 2
@@ -434,7 +434,7 @@ def test_the_tasks_of_a_batch_script_that_uses_no_srun_do_not_count(monkeypatch:
     import pretrain_gpt
 
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
-    monkeypatch.setattr("megazpp.run.launch_workers", lambda _, nproc, max_restarts: 100 + nproc)
+    monkeypatch.setattr("megazpp.base.run.launch_workers", lambda _, nproc, max_restarts: 100 + nproc)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--nproc", "2"])
     assert pretrain_gpt.main() == 102
 

@@ -159,8 +159,8 @@ def test_what_does_not_fit_the_checkpoints_is_refused_before_workers_start(
     def start_nothing(*_: object, **__: object) -> int:
         raise AssertionError("started workers")
 
-    monkeypatch.setattr("megazpp.run.launch_workers", start_nothing)
-    monkeypatch.setattr("megazpp.run.run_worker", start_nothing)
+    monkeypatch.setattr("megazpp.base.run.launch_workers", start_nothing)
+    monkeypatch.setattr("megazpp.base.run.run_worker", start_nothing)
     monkeypatch.chdir(home)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *TOY, *flags])
     assert pretrain_gpt.main() == 2

@@ -14,9 +14,9 @@ not at all.
 
 from __future__ import annotations
 
+from megazpp.base.program import program_of, say
 from megazpp.convert.convert import ConvertConfig, convert
 from megazpp.data.tokenizer import TokenizerConfig
-from megazpp.program import program_of, say
 
 
 @program_of(ConvertConfig, TokenizerConfig, description=(__doc__ or "").partition("\n")[0])

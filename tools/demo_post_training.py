@@ -20,8 +20,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megazpp.errors import JobError
-from megazpp.program import flags_of, program, say
+from megazpp.base.errors import JobError
+from megazpp.base.program import flags_of, program, say
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = "configs/post_training"

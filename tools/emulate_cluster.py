@@ -31,9 +31,9 @@ from typing import NamedTuple
 
 from rank_processes import RankProcesses, RankSite, master_variables
 
-from megazpp.errors import UserError
-from megazpp.formatting import MEGA
-from megazpp.program import exit_on_signals, flags_of, program
+from megazpp.base.errors import UserError
+from megazpp.base.formatting import MEGA
+from megazpp.base.program import exit_on_signals, flags_of, program
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 UNLIMITED = "unlimited"

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazpp.arguments import RunConfig
+from megazpp.base.arguments import RunConfig
+from megazpp.base.flags import flag
+from megazpp.base.program import program
+from megazpp.base.run import Loaded, run_on_checkpoint
 from megazpp.data.dataset import Splits, build_datasets, check_inputs
-from megazpp.flags import flag
-from megazpp.program import program
-from megazpp.run import Loaded, run_on_checkpoint
 from megazpp.training.batches import plan_batches
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.perplexity import Score, check_input, count_samples, score_whole

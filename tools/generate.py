@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megazpp.arguments import RunConfig
+from megazpp.base.arguments import RunConfig
+from megazpp.base.flags import check_positive, flag
+from megazpp.base.program import program
+from megazpp.base.run import Loaded, run_on_checkpoint
 from megazpp.data.tokenizer import marks_note
-from megazpp.flags import check_positive, flag
 from megazpp.inference.text import continue_texts
 from megazpp.inference.weights import Speed, sequences_that_fit
-from megazpp.program import program
-from megazpp.run import Loaded, run_on_checkpoint
 
 DEFAULT_TOKENS = 100
 

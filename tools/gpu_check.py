@@ -36,9 +36,9 @@ import torch  # noqa: E402
 from gpu_parts import parts  # noqa: E402
 from gpu_parts.check import Check  # noqa: E402
 
-from megazpp.errors import end_with  # noqa: E402
-from megazpp.files import write_whole  # noqa: E402
-from megazpp.program import exit_on_signals, flags_of, program  # noqa: E402
+from megazpp.base.errors import end_with  # noqa: E402
+from megazpp.base.files import write_whole  # noqa: E402
+from megazpp.base.program import exit_on_signals, flags_of, program  # noqa: E402
 
 
 class Part(NamedTuple):

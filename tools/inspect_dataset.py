@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megazpp.base.flags import check_not_negative, flag
+from megazpp.base.program import program_of
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from megazpp.flags import check_not_negative, flag
-from megazpp.program import program_of
 
 CHECKED_IDS, CHECKED_DOCUMENTS = 1 << 27, 1000  # a look at more of a large dataset takes minutes
 BARS, WIDTH = 10, 50

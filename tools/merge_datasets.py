@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megazpp.base.flags import flag
+from megazpp.base.program import program_of, say
 from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, check_output
-from megazpp.flags import flag
-from megazpp.program import program_of, say
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,11 @@ import contextlib
 import dataclasses
 from pathlib import Path
 
-from megazpp.arguments import RunConfig, parse_run_config
+from megazpp.base.arguments import RunConfig, parse_run_config
+from megazpp.base.program import flags_of, program
 from megazpp.parallel.launch import device_type
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.variants import changed, for_planning, schemes
-from megazpp.program import flags_of, program
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
 

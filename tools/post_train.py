@@ -17,8 +17,10 @@ import functools
 import os
 from pathlib import Path
 
-from megazpp.arguments import ParsedRun
-from megazpp.checks import check_run_config
+from megazpp.base.arguments import ParsedRun
+from megazpp.base.checks import check_run_config
+from megazpp.base.program import program
+from megazpp.base.run import Job, announced_cluster, planned_cluster, run_on_ranks
 from megazpp.model.float8 import check_device
 from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, device_type, find_place, launched_rank
 from megazpp.planner.report import plan_report
@@ -34,9 +36,7 @@ from megazpp.post_training.start import (
     without_checkpoint,
 )
 from megazpp.post_training.trainer import PostTrainer
-from megazpp.program import program
-from megazpp.run import Job, announced_cluster, planned_cluster, run_on_ranks
-from megazpp.trainer import run_training
+from megazpp.training.trainer import run_training
 
 ROOT = Path(__file__).resolve().parents[1]
 

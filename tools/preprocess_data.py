@@ -9,10 +9,10 @@ document a file (.txt), all but Parquet also as .gz and .zst; what has another n
 
 from __future__ import annotations
 
-from megazpp.command_line import MegatronFlag
+from megazpp.base.command_line import MegatronFlag
+from megazpp.base.program import program_of, say
 from megazpp.data.preprocess import PreprocessConfig, preprocess
 from megazpp.data.tokenizer import TokenizerConfig
-from megazpp.program import program_of, say
 
 MEGATRON_FLAGS = {
     flag.name: flag

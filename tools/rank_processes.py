@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Self
 
-from megazpp.errors import EXIT_USER_ERROR
+from megazpp.base.errors import EXIT_USER_ERROR
 from megazpp.parallel.processes import POLL_SECONDS, Workers, describe_failure, first_failure
 
 LAST_CHARACTERS = 4000  # shown of what a rank wrote

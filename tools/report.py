@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
-from megazpp.program import flags_of, program
+from megazpp.base.program import flags_of, program
 from megazpp.report.page import write_report
 from megazpp.report.runs import read_runs
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megazpp.arguments import parse_run_config
-from megazpp.checks import check_islands
+from megazpp.base.arguments import parse_run_config
+from megazpp.base.checks import check_islands
+from megazpp.base.program import flags_of, program
 from megazpp.parallel.dims import plan_dims
-from megazpp.program import flags_of, program
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import cyclic_order, read_cluster
 from megazpp.topology.show import topology_text

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megazpp.base.files import check_writable, write_whole
+from megazpp.base.flags import check_positive, check_words, flag
+from megazpp.base.program import program_of, say
 from megazpp.data.documents import check_readable, read_texts, stop_or_skip
 from megazpp.data.text import MAX_CHARACTERS, first_characters, train_sentencepiece
-from megazpp.files import check_writable, write_whole
-from megazpp.flags import check_positive, check_words, flag
-from megazpp.program import program_of, say
 
 _SECONDS_BETWEEN_LINES = 5.0
 

@@ -17,6 +17,8 @@ from concurrent.futures import Future
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from megazpp.base.errors import user_errors
+from megazpp.base.formatting import GIGA
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import CheckpointReader, LoadSource, Resumed
@@ -24,8 +26,6 @@ from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import together
 from megazpp.checkpoint.write import write_checkpoint
-from megazpp.errors import user_errors
-from megazpp.formatting import GIGA
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.worker import threads_on

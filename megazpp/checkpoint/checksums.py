@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from megazpp.files import write_synced
+from megazpp.base.files import write_synced
 
 NAME = "checksums.txt"
 _CHUNK_BYTES = 1 << 22

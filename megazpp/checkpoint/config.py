@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazpp.flags import check_not_negative, check_positive, flag, spelling
+from megazpp.base.flags import check_not_negative, check_positive, flag, spelling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
+from megazpp.base.files import first_free, sync_directory, try_lock, write_synced
 from megazpp.checkpoint.checksums import DamagedError
-from megazpp.files import first_free, sync_directory, try_lock, write_synced
 
 TRACKER, RECORD = "latest_checkpointed_iteration.txt", "run.json"
 _COMPLETE = re.compile(r"iter_(\d{7,})")

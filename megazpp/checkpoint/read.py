@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megazpp.base.formatting import GIGA
 from megazpp.checkpoint.adapters import find_bases, open_weights
 from megazpp.checkpoint.checksums import DamagedError, verify_files
 from megazpp.checkpoint.config import CheckpointConfig
@@ -31,7 +32,6 @@ from megazpp.checkpoint.record import (
 from megazpp.checkpoint.safe_reader import FittingPlanner, SafeReader
 from megazpp.checkpoint.state import MODEL, SCALAR_HEAD, Saved, TrainState
 from megazpp.checkpoint.together import open_axis, together
-from megazpp.formatting import GIGA
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.schedule import Schedule

@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
+from megazpp.base.errors import in_words
 from megazpp.checkpoint.checksums import DamagedError
-from megazpp.errors import in_words
 from megazpp.parallel.axis import MeshAxis, make_group
 from megazpp.parallel.dims import ParallelDims
 

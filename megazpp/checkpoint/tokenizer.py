@@ -15,9 +15,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from megazpp.base.files import first_free, remove, renamed_when_done
 from megazpp.checkpoint.checksums import DamagedError, verify_files, write_checksums, write_durably
 from megazpp.data.tokenizer import TokenizerConfig, find_tokenizer
-from megazpp.files import first_free, remove, renamed_when_done
 
 _NAME = re.compile("tokenizer-[0-9a-f]{16}")
 

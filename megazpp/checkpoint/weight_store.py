@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazpp.base.files import remove, renamed_when_done, sync
+from megazpp.base.formatting import GIGA
 from megazpp.checkpoint.checksums import NAME, DamagedError
-from megazpp.files import remove, renamed_when_done, sync
-from megazpp.formatting import GIGA
 
 MARK = b"MegaZ++w"
 _END = struct.Struct("<QI8s")  # bytes and CRC-32 of the contents, mark

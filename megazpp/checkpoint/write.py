@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.utils import serialization
 
+from megazpp.base.formatting import GIGA
 from megazpp.checkpoint.checksums import FileSum, write_checksums, write_durably
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder, kept_iterations
 from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.together import together
 from megazpp.checkpoint.tokenizer import write_tokenizer
-from megazpp.formatting import GIGA
 from megazpp.parallel.axis import MeshAxis
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from megazpp.base.flags import check_words, flag
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
 from megazpp.checkpoint.read import find_weights
 from megazpp.checkpoint.record import IMPORTED_FROM, SHAPE, RunRecord, TrainingProgress, found_from_anywhere
@@ -25,7 +26,6 @@ from megazpp.convert.peft import with_adapter, write_adapter
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
 from megazpp.data.tokenizer import TokenizerConfig, find_tokenizer, load_tokenizer, marks_note, names_tokenizer
 from megazpp.data.tokenizer_folder import CONFIG
-from megazpp.flags import check_words, flag
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
 
 

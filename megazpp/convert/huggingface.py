@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from megazpp.base.errors import in_words
+from megazpp.base.files import write_whole
 from megazpp.convert.gpt2 import GPT2
 from megazpp.convert.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from megazpp.convert.model import (
@@ -29,8 +31,6 @@ from megazpp.convert.model import (
 from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
 from megazpp.convert.settings import Settings
 from megazpp.data.tokenizer_folder import CONFIG
-from megazpp.errors import in_words
-from megazpp.files import write_whole
 from megazpp.model.config import GPTConfig
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"

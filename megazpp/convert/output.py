@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megazpp.files import remove, renamed_when_done, try_lock
+from megazpp.base.files import remove, renamed_when_done, try_lock
 
 
 def check_output(path: Path) -> None:

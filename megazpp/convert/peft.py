@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazpp.base.files import write_whole
 from megazpp.checkpoint.adapters import spell_checksum, sum_of_bits
 from megazpp.convert.gpt2 import GPT2
 from megazpp.convert.huggingface import read_json
@@ -33,7 +34,6 @@ from megazpp.convert.model import (
     transposed,
 )
 from megazpp.convert.safetensors_file import open_tensors, read_metadata, write_tensors
-from megazpp.files import write_whole
 from megazpp.model.config import GPTConfig
 from megazpp.tensor_parallel.lora import joined_factors, merged
 

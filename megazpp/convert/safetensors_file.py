@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from megazpp.base.files import sync
 from megazpp.convert.model import Deferred
-from megazpp.files import sync
 
 try:
     import safetensors

@@ -9,9 +9,9 @@ from typing import Any
 
 import sentencepiece
 
+from megazpp.base.files import write_whole
 from megazpp.data.tokenizer import Tokenizer, marks_note
 from megazpp.data.tokenizer_folder import CONFIG, DEFINITION, DESCRIPTION, SENTENCEPIECE, VOCABULARY
-from megazpp.files import write_whole
 
 _EOD = "<eod>"
 _UNUSUAL = "a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc "  # spaces and letters that normalizations change

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megazpp.files import locked, remove, renamed_when_done
+from megazpp.base.files import locked, remove, renamed_when_done
 
 
 def check_cache_dir(path: Path, flag: str = "--data-cache-path") -> None:

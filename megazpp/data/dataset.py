@@ -17,6 +17,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from megazpp.base.files import cache_folder
+from megazpp.base.flags import check_not_negative, check_positive, check_words, flag
 from megazpp.data.batch import check_eod
 from megazpp.data.blend import (
     DataSource,
@@ -31,8 +33,6 @@ from megazpp.data.cache import check_cache_dir
 from megazpp.data.gpt_dataset import Sequences
 from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
-from megazpp.files import cache_folder
-from megazpp.flags import check_not_negative, check_positive, check_words, flag
 
 T = TypeVar("T")
 

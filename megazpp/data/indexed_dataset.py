@@ -32,7 +32,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megazpp.files import check_writable, sync, sync_directory, try_lock, write_synced
+from megazpp.base.files import check_writable, sync, sync_directory, try_lock, write_synced
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _OLD_MAGIC = b"TNTIDX\x00\x00"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megazpp.base.flags import check_positive, check_words, flag
 from megazpp.data.tokenizer_folder import (
     DEFINITION,
     MERGES,
@@ -22,7 +23,6 @@ from megazpp.data.tokenizer_folder import (
     tokenizers,
 )
 from megazpp.data.tokenizer_kinds import ByteTokenizer, HFTokenizer, SentencePieceTokenizer, Tokenizer
-from megazpp.flags import check_positive, check_words, flag
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megazpp.flags import check_not_negative, check_positive, flag
+from megazpp.base.flags import check_not_negative, check_positive, flag
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from megazpp.flags import check_not_negative, check_words, flag
+from megazpp.base.flags import check_not_negative, check_words, flag
 from megazpp.model.gpt import GPTModel
 from megazpp.zero.packed import Bits
 from megazpp.zero.precision import PrecisionConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megazpp.flags import check_positive, flag
+from megazpp.base.flags import check_positive, flag
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from megazpp.flags import check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 from megazpp.optim.apex import ApexAdam, check_apex
 from megazpp.optim.clip import divide_grads_
 from megazpp.tensor_parallel.parameters import local

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megazpp.flags import check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megazpp.flags import check_positive, flag, spelling
+from megazpp.base.flags import check_positive, flag, spelling
 from megazpp.parallel.axis import MeshAxis, TrafficCounter, can_order_groups, make_group
 from megazpp.parallel.comm_queue import CommQueue
 from megazpp.parallel.environment import NcclConfig, axis_options, check_connections, order_launches

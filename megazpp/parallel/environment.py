@@ -41,7 +41,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazpp.flags import flag
+from megazpp.base.flags import flag
 from megazpp.topology.layout import AXES, Layout
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"

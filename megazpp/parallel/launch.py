@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megazpp.flags import check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 
 DEFAULT_CPU_WORKERS = 4
 LARGEST_SEED = 2**32 - 1  # that numpy takes

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Self
 
-from megazpp.errors import EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_SECONDARY, EXIT_USER_ERROR
+from megazpp.base.errors import EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_SECONDARY, EXIT_USER_ERROR
 from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, STOP_SIGNALS, agent_variables, loopback_store
 
 POLL_SECONDS = 0.05

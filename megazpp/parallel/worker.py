@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megazpp.errors import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, JobError, end_with
+from megazpp.base.errors import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, JobError, end_with
 from megazpp.parallel.cpu_tuning import keep_freed_memory, share_gloo_device
 from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, LaunchConfig, Place, is_on_one_machine, open_store
 

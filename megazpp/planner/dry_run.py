@@ -29,10 +29,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazpp.arguments import RunConfig
-from megazpp.checks import RunPlan, check_run_config
+from megazpp.base.arguments import RunConfig
+from megazpp.base.checks import RunPlan, check_run_config
+from megazpp.base.formatting import MEGA, aligned
 from megazpp.data.batch import make_micro_batch
-from megazpp.formatting import MEGA, aligned
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from megazpp.arguments import RunConfig
-from megazpp.checks import RunPlan, check_run_config
+from megazpp.base.arguments import RunConfig
+from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.model.backends import FIRST_CAPABILITY, capability, mask_reason
 from megazpp.planner.cost import ClusterCosts, Costs, calibration_for
 from megazpp.planner.simulation import Memory

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megazpp.arguments import RunConfig
-from megazpp.checks import RunPlan
-from megazpp.formatting import GIGA, MEGA, aligned
+from megazpp.base.arguments import RunConfig
+from megazpp.base.checks import RunPlan
+from megazpp.base.formatting import GIGA, MEGA, aligned
 from megazpp.planner.estimate import EXPOSED, Estimate, Estimator
 from megazpp.planner.simulation import Memory
 from megazpp.planner.variants import (

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from typing import Any, Literal, NamedTuple
 
-from megazpp.arguments import RunConfig
+from megazpp.base.arguments import RunConfig
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.topology.cluster import Cluster, nested_sizes
 from megazpp.zero.diloco_config import DilocoConfig

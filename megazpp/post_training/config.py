@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from megazpp.flags import as_words, as_written, check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.flags import as_words, as_written, check_not_negative, check_positive, check_words, flag, spelling
 from megazpp.post_training.losses import PairLoss, RewardScale, TokenLoss
 
 ROLLOUTS = ("grpo", "ppo")

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megazpp.arguments import RunConfig
-from megazpp.checks import RunPlan, check_run_config
-from megazpp.formatting import MEGA, aligned
+from megazpp.base.arguments import RunConfig
+from megazpp.base.checks import RunPlan, check_run_config
+from megazpp.base.formatting import MEGA, aligned
 from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from megazpp.base.flags import check_positive, flag
 from megazpp.data.cache import cache_key, load_or_save_arrays
 from megazpp.data.documents import read_records
 from megazpp.data.text import content_hash
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.flags import check_positive, flag
 from megazpp.post_training.chat import ChatTemplate, Message
 
 T = TypeVar("T")

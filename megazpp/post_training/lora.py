@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from megazpp.base.flags import check_positive, flag
 from megazpp.checkpoint.adapters import read_whole
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.record import IMPORTED_FROM, RunRecord
@@ -29,7 +30,6 @@ from megazpp.convert.peft import (
     read_adapter,
     write_adapter,
 )
-from megazpp.flags import check_positive, flag
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.gpt import GPTModel, TransformerLayer

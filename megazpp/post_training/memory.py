@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from megazpp.arguments import RunConfig
-from megazpp.checks import RunPlan
-from megazpp.formatting import GIGA, aligned
+from megazpp.base.arguments import RunConfig
+from megazpp.base.checks import RunPlan
+from megazpp.base.formatting import GIGA, aligned
 from megazpp.inference.weights import WeightsConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import TrafficCounter

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megazpp.base.files import locked, write_whole
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.together import together
 from megazpp.data.cache import cache_key, check_cache_dir
-from megazpp.files import locked, write_whole
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch
 from megazpp.post_training.objectives import Scorer

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.flags import flag
+from megazpp.base.flags import flag
 from megazpp.post_training.config import DRAWN
 from megazpp.post_training.examples import Prompt
 

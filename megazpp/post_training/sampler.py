@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from megazpp.base.errors import user_errors
 from megazpp.checkpoint.together import together
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.errors import user_errors
 from megazpp.inference.generate import Drawn, draw_completions, evaluating
 from megazpp.inference.sample import SampleConfig
 from megazpp.inference.text import Continuation

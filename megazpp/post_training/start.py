@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
+from megazpp.base.arguments import ParsedRun, RunConfig, parse_run_config
+from megazpp.base.checkpoint_flags import with_checkpoint_flags
+from megazpp.base.flags import DEFAULT, as_words, spelling
 from megazpp.checkpoint.adapters import find_bases
 from megazpp.checkpoint.folder import CheckpointFolder, iteration_of
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, saves_where_it_loads
 from megazpp.checkpoint.record import RunRecord, check_same_model
-from megazpp.checkpoint_flags import with_checkpoint_flags
 from megazpp.convert.peft import read_adapter
 from megazpp.data.cache import check_cache_dir
 from megazpp.data.dataset import build_tokenizer, cache_dir
-from megazpp.flags import DEFAULT, as_words, spelling
 from megazpp.inference.weights import WeightsConfig
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.config import PostTrainingConfig, objective_defaults

@@ -11,18 +11,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-from megazpp.arguments import ParsedRun
+from megazpp.base.arguments import ParsedRun
+from megazpp.base.checks import RunPlan
+from megazpp.base.errors import user_errors
+from megazpp.base.flags import DEFAULT
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, Resumed, find_weights
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.checkpoint.weight_store import checkpoint_digest
-from megazpp.checks import RunPlan
 from megazpp.convert.peft import TENSORS
 from megazpp.data.dataset import Splits, cache_dir
 from megazpp.data.loader import BatchLoader
 from megazpp.data.text import content_hash
-from megazpp.errors import user_errors
-from megazpp.flags import DEFAULT
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.worker import Worker
 from megazpp.post_training.batch import row_multiple
@@ -44,7 +44,6 @@ from megazpp.post_training.rewards import load_reward_functions
 from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader, Shown
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.start import post_configs, reference_folder, train_paths
-from megazpp.trainer import ObjectiveSetup, Trainer
 from megazpp.training.context import RunContext
 from megazpp.training.frozen import FrozenPlace, open_frozen_place
 from megazpp.training.loop import Loader, StopConditions
@@ -52,6 +51,7 @@ from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.recorder import Validation
 from megazpp.training.setup import Built, ModelSpec, build_model
 from megazpp.training.tracking import Tracker
+from megazpp.training.trainer import ObjectiveSetup, Trainer
 from megazpp.zero.config import ZeroConfig
 
 

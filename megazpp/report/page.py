@@ -12,7 +12,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from megazpp.files import write_whole
+from megazpp.base.files import write_whole
 from megazpp.report.runs import Run
 from megazpp.report.series import CHARTS, curves
 from megazpp.report.tables import (

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megazpp.formatting import GIGA, MEGA
+from megazpp.base.formatting import GIGA, MEGA
 from megazpp.report.runs import Row, Run, number
 
 Segment = list[list[float | None]]

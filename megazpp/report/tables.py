@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megazpp.formatting import GIGA, MEGA
+from megazpp.base.formatting import GIGA, MEGA
 from megazpp.report.runs import Row, Run, number, state
 from megazpp.report.series import times
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megazpp.flags import wrong_types
+from megazpp.base.flags import wrong_types
 from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind, nested_sizes
 
 AXES = ("tp", "local", "cross", "shard", "replicate", "island")

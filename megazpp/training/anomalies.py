@@ -27,8 +27,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megazpp.errors import JobError
-from megazpp.flags import check_positive, check_words, flag
+from megazpp.base.errors import JobError
+from megazpp.base.flags import check_positive, check_words, flag
 from megazpp.optim.clip import GradNorm, grad_norms
 from megazpp.parallel.dims import ParallelDims
 from megazpp.training.batches import BatchPlan

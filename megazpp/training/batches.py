@@ -11,7 +11,7 @@ import bisect
 from dataclasses import dataclass
 from functools import cached_property
 
-from megazpp.flags import check_positive, flag
+from megazpp.base.flags import check_positive, flag
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from megazpp.base.flags import check_not_negative, check_positive, flag
 from megazpp.data.batch import MicroBatch
 from megazpp.data.loader import BatchLoader
-from megazpp.flags import check_not_negative, check_positive, flag
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.streamed import WeightHandle

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 
 import torch
 
+from megazpp.base.flags import check_positive, flag
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.record import TrainingProgress
-from megazpp.flags import check_positive, flag
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import STOP_SIGNALS

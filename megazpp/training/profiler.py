@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
-from megazpp.files import first_free
-from megazpp.flags import flag
+from megazpp.base.files import first_free
+from megazpp.base.flags import flag
 from megazpp.training.context import RunContext
 
 MOST_ALLOCATIONS = 100_000  # that a snapshot looks back on; Megatron's number

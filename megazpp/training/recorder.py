@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from megazpp.base.formatting import MEGA, aligned
 from megazpp.checkpoint.record import TrainingProgress
-from megazpp.formatting import MEGA, aligned
 from megazpp.optim.clip import global_parameter_norm
 from megazpp.parallel.axis import Traffic
 from megazpp.parallel.dims import ParallelDims

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megazpp.files import first_free, write_whole
+from megazpp.base.files import first_free, write_whole
 
 PROBE_BYTES = 1 << 20
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazpp.base.formatting import GIGA
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.record import RunRecord, TrainingProgress, found_from_anywhere
@@ -18,7 +19,6 @@ from megazpp.data.batch import make_micro_batch
 from megazpp.data.dataset import DataConfig, Dataset, Splits, batch_options, build_datasets
 from megazpp.data.loader import BatchLoader
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.formatting import GIGA
 from megazpp.model.backends import compiles_layers, find_document_kernel
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import SharedGenerator

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from megazpp.base.files import cache_folder, locked
+from megazpp.base.formatting import GIGA
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.together import together
 from megazpp.checkpoint.weight_store import WeightStore, checkpoint_digest, write_store
 from megazpp.checkpoint.weights import WeightReader
-from megazpp.files import cache_folder, locked
-from megazpp.formatting import GIGA
 from megazpp.inference.weights import WeightsConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from kernels.block_quant import backend
 from kernels.formats import BlockFormat
-from megazpp.flags import as_words, as_written, check_positive, check_words, flag
+from megazpp.base.flags import as_words, as_written, check_positive, check_words, flag
 from megazpp.topology.layout import Layout
 
 T = TypeVar("T")

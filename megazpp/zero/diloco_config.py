@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
 from kernels.formats import BlockFormat
-from megazpp.flags import check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 from megazpp.zero.config import DIFFERENCE_BLOCK, GRADIENT_BLOCK, ZeroConfig, block_format
 
 T = TypeVar("T")

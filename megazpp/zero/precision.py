@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megazpp.flags import flag
+from megazpp.base.flags import flag
 
 
 @dataclass(frozen=True, kw_only=True)

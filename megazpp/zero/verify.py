@@ -19,8 +19,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megazpp.errors import JobError
-from megazpp.flags import check_positive, flag
+from megazpp.base.errors import JobError
+from megazpp.base.flags import check_positive, flag
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.secondary import WORDS
 from megazpp.zero.sharding import Sharding

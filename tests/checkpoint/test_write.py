@@ -23,12 +23,12 @@ from helpers.disks import small_disk
 from helpers.ranks import ranks
 from helpers.training import Case
 
+from megazpp.base.errors import UserError
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.write import SummingWriter, write_checkpoint
-from megazpp.errors import UserError
 from megazpp.parallel.axis import MeshAxis
 
 KILLS = 30

@@ -15,7 +15,7 @@ import transformers
 from helpers.hf_models import LLAMA3, SEQ, TOKENS, VOCAB, file_tensors, randomized
 from safetensors.torch import save_file
 
-from megazpp.checks import check_model
+from megazpp.base.checks import check_model
 from megazpp.convert.huggingface import open_model
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis

@@ -9,8 +9,8 @@ import itertools
 import sys
 from pathlib import Path
 
-from megazpp.arguments import parse_run_config
-from megazpp.checks import check_run_config
+from megazpp.base.arguments import parse_run_config
+from megazpp.base.checks import check_run_config
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import detect_cluster
 

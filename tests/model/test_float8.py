@@ -18,8 +18,8 @@ from helpers.ranks import ranks
 from helpers.tensor_parallel import build_gpt, counted, draw, local_gradients, tp_axis
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, train_plain
 
-from megazpp.arguments import parse_run_config
-from megazpp.checks import check_run_config
+from megazpp.base.arguments import parse_run_config
+from megazpp.base.checks import check_run_config
 from megazpp.model import float8
 from megazpp.model.backends import capability, model_backends
 from megazpp.model.config import GPTConfig

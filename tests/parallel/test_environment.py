@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazpp import run
+from megazpp.base import run
 from megazpp.parallel import environment
 from megazpp.parallel.environment import check_connections, node_folder, prepare_environment
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from helpers.tiers import slow
 
 import megazpp.planner.dry_run as module
-from megazpp.arguments import RunConfig, parse_run_config
+from megazpp.base.arguments import RunConfig, parse_run_config
 from megazpp.parallel.axis import Traffic
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.step import PaperStep, SimulatedStep, measure

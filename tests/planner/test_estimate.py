@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.arguments import RunConfig, parse_run_config
-from megazpp.checks import check_run_config
+from megazpp.base.arguments import RunConfig, parse_run_config
+from megazpp.base.checks import check_run_config
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.simulation import Memory
 from megazpp.planner.step import measure

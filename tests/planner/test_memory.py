@@ -16,7 +16,7 @@ from helpers.training import Case, build_step
 from planner.test_step import plan
 
 import megazpp.planner.dry_run as dry_run_module
-from megazpp.arguments import RunConfig, parse_run_config
+from megazpp.base.arguments import RunConfig, parse_run_config
 from megazpp.model.config import GPTConfig
 from megazpp.planner.dry_run import PeakBytes, dry_run
 from megazpp.planner.paper import own_shapes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.arguments import parse_run_config
+from megazpp.base.arguments import parse_run_config
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.simulation import Memory
 from megazpp.planner.variants import for_planning, schemes

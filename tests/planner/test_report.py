@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.arguments import parse_run_config
+from megazpp.base.arguments import parse_run_config
 from megazpp.planner.report import plan_report
 from megazpp.planner.variants import changed
 from megazpp.topology.cluster import Cluster, Device, Link, Links

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.arguments import parse_run_config
+from megazpp.base.arguments import parse_run_config
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.variants import Choice, search, with_recompute
 from megazpp.topology.cluster import Cluster, Device, Link, Links

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.command_line import FlagParser
-from megazpp.flags import FlagSpec, flag_name
+from megazpp.base.command_line import FlagParser
+from megazpp.base.flags import FlagSpec, flag_name
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.start import EXTRA
 

@@ -11,8 +11,8 @@ from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import CPU
 
-from megazpp.arguments import RunConfig, parse_run_config
-from megazpp.checks import check_run_config
+from megazpp.base.arguments import RunConfig, parse_run_config
+from megazpp.base.checks import check_run_config
 from megazpp.data.tokenizer import ByteTokenizer
 from megazpp.inference.sample import SampleConfig
 from megazpp.inference.weights import WeightsConfig

@@ -13,7 +13,7 @@ import transformers
 from helpers.hf_models import TOKENS, make_llama, save
 from helpers.program import run_forked
 
-from megazpp.arguments import ParsedRun
+from megazpp.base.arguments import ParsedRun
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.start import find_start, parse_post_training, post_configs
 

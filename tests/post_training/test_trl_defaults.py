@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from post_training.test_trl_goldens import FILES
 
-from megazpp.arguments import RunConfig
+from megazpp.base.arguments import RunConfig
 from megazpp.post_training.config import PostTrainingConfig, objective_defaults
 from megazpp.post_training.start import EXTRA
 

@@ -12,7 +12,7 @@ import pytest
 from emulate_cluster import EmulatedCluster, parse_rate
 from helpers.program import ROOT, Program
 
-from megazpp.errors import UserError
+from megazpp.base.errors import UserError
 
 TOOL = str(ROOT / "tools" / "emulate_cluster.py")
 CAN_EMULATE = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None

@@ -13,8 +13,8 @@ from helpers.hf_models import file_tensors, make_llama, save, write_llama_tokeni
 from helpers.program import run_forked
 from helpers.trained import Trained
 
-from megazpp import run
-from megazpp.run import Job
+from megazpp.base import run
+from megazpp.base.run import Job
 
 
 @pytest.mark.slow

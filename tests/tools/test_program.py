@@ -12,8 +12,8 @@ import pytest
 from helpers.program import ROOT
 from helpers.trained import Trained
 
-from megazpp.errors import JobError
-from megazpp.program import program
+from megazpp.base.errors import JobError
+from megazpp.base.program import program
 
 
 @pytest.mark.parametrize("returned", [0, None, 2])

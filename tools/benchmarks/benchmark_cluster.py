@@ -31,9 +31,9 @@ from benchmark_cluster_report import LOCAL, Sample, tables
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate
 from rank_processes import start_on_this_machine
 
-from megazpp.errors import EXIT_INTERRUPTED, UserError
-from megazpp.files import write_whole
-from megazpp.program import exit_on_signals, flags_of, program, say
+from megazpp.base.errors import EXIT_INTERRUPTED, UserError
+from megazpp.base.files import write_whole
+from megazpp.base.program import exit_on_signals, flags_of, program, say
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
 POLL_SECONDS = 0.05

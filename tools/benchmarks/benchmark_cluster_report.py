@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from emulate_cluster import UNLIMITED, parse_rate
 
-from megazpp.formatting import MEGA
+from megazpp.base.formatting import MEGA
 
 BASELINE, PLAIN, LOCAL = "zero3", "fsdp2", "local"
 NONE = "-"

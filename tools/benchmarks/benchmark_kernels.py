@@ -19,7 +19,7 @@ import torch
 
 from kernels.block_quant import Feedback, backend, pack, range_table, unpack, unpack_onto, unpack_sum
 from kernels.formats import BlockFormat, plan_row
-from megazpp.program import flags_of, program
+from megazpp.base.program import flags_of, program
 
 BUSY_CYCLES = 1_000_000  # half a millisecond: more than the host takes to launch a piece
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

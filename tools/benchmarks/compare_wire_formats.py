@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megazpp.program import flags_of, program
+from megazpp.base.program import flags_of, program
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
 LAST_STEPS = 50

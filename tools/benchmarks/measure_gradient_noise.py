@@ -23,8 +23,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megazpp.arguments import ParsedRun, parse_run_config
-from megazpp.checks import RunPlan, check_run_config
+from megazpp.base.arguments import ParsedRun, parse_run_config
+from megazpp.base.checks import RunPlan, check_run_config
+from megazpp.base.program import flags_of, program
+from megazpp.base.run import Job, run_on_ranks
 from megazpp.data.batch import MicroBatch
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.loader import BatchLoader
@@ -34,8 +36,6 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.worker import Worker
-from megazpp.program import flags_of, program
-from megazpp.run import Job, run_on_ranks
 from megazpp.tensor_parallel.parameters import initialize_parameters_, partial_parameters, sum_partial_gradients_
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import open_datasets, open_loader

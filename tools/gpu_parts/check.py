@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from rank_processes import RankProcesses, start_on_this_machine
 
-from megazpp.errors import end_with
+from megazpp.base.errors import end_with
 
 T = TypeVar("T")
 Launch = Callable[[Sequence[str]], RankProcesses]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from benchmark_kernels import Piece, build_pieces, time_on
 
 from kernels import block_quant
-from megazpp.formatting import TERA
+from megazpp.base.formatting import TERA
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.cross_entropy import linear_cross_entropy
 from megazpp.zero.config import GRADIENT_BLOCK, WEIGHT_BLOCK

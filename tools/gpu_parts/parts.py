@@ -18,9 +18,9 @@ import torch
 from emulate_cluster import EmulatedCluster
 
 from gpu_parts.check import LOOPBACK, Check, Launch, last_line
-from megazpp.arguments import parse_run_config
-from megazpp.errors import EXIT_USER_ERROR, UserError
-from megazpp.formatting import GIGA, MEGA, TERA
+from megazpp.base.arguments import parse_run_config
+from megazpp.base.errors import EXIT_USER_ERROR, UserError
+from megazpp.base.formatting import GIGA, MEGA, TERA
 from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
 
 DONE = re.compile(r"^(?=.*\b(PASSED|FAILED|ERROR|SKIPPED)\b)(?:\[gw\d+\] .*? )?tests/(\S+?)\.py::", re.MULTILINE)

@@ -23,7 +23,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore  # with it comes the back end
 
-from megazpp.arguments import RunConfig, parse_run_config
+from megazpp.base.arguments import RunConfig, parse_run_config
+from megazpp.base.program import program
 from megazpp.data.batch import MicroBatch, make_micro_batch
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import find_product
@@ -31,7 +32,6 @@ from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, plan_dims
-from megazpp.program import program
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep

@@ -21,8 +21,8 @@ from measure_gradient_noise import (
     table,
 )
 
-from megazpp.arguments import parse_run_config
-from megazpp.checks import check_run_config
+from megazpp.base.arguments import parse_run_config
+from megazpp.base.checks import check_run_config
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 

@@ -11,8 +11,8 @@ import torch
 from gpu_parts import parts, sides
 from gpu_parts.check import LOOPBACK, Check
 
-from megazpp.arguments import parse_run_config
-from megazpp.errors import EXIT_USER_ERROR, UserError
+from megazpp.base.arguments import parse_run_config
+from megazpp.base.errors import EXIT_USER_ERROR, UserError
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megazpp.command_line import FlagParser
-from megazpp.flags import check_not_negative, check_positive, flag, render_arguments_block, render_flags
+from megazpp.base.command_line import FlagParser
+from megazpp.base.flags import check_not_negative, check_positive, flag, render_arguments_block, render_flags
 
 
 @dataclass(frozen=True, kw_only=True)

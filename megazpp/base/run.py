@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
+from megazpp.base.arguments import ParsedRun, RunConfig, parse_run_config
+from megazpp.base.checkpoint_flags import with_checkpoint_flags
+from megazpp.base.checks import ModelPlan, check_model_config
+from megazpp.base.errors import EXIT_USER_ERROR, UserError, user_errors
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, find_weights, load_soundest, load_weights
 from megazpp.checkpoint.record import RunRecord
-from megazpp.checkpoint_flags import with_checkpoint_flags
-from megazpp.checks import ModelPlan, check_model_config
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.errors import EXIT_USER_ERROR, UserError, user_errors
 from megazpp.inference.weights import WeightsConfig, bf16_note
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims

@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from megazpp.flags import FlagSpec, as_words, as_written, asks, config_title, flag_name
+from megazpp.base.flags import FlagSpec, as_words, as_written, asks, config_title, flag_name
 
 COMMAND_LINE = "command line"
 MEGATRON_TABLE = Path(__file__).with_name("megatron_flags.txt")

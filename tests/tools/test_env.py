@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import env as env_report
 import pytest
+from env import collect, main, render
 
-import megazpp.env as env_report
 from kernels.c_library import CLibraryError
-from megazpp.env import collect, main, render
 
 SECTIONS = ["versions", "devices", "links", "back ends", "environment", "missing"]
 

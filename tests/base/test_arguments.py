@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from train_tokenizer import TrainTokenizerConfig
 
-from megazpp.arguments import ParsedRun, RunConfig, parse_run_config
-from megazpp.checks import check_run_config
-from megazpp.command_line import FlagParser, read_megatron_flags
+from megazpp.base.arguments import ParsedRun, RunConfig, parse_run_config
+from megazpp.base.checks import check_run_config
+from megazpp.base.command_line import FlagParser, read_megatron_flags
+from megazpp.base.flags import FlagSpec, flag_name
 from megazpp.convert.convert import ConvertConfig
 from megazpp.data.preprocess import PreprocessConfig
-from megazpp.flags import FlagSpec, flag_name
 from megazpp.post_training.start import EXTRA
 from megazpp.topology.cluster import Cluster
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CLASSES = tuple(typing.get_type_hints(RunConfig).values())
 SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.files import cache_folder, check_writable, first_free, write_whole
+from megazpp.base.files import cache_folder, check_writable, first_free, write_whole
 
 
 def test_what_exists_is_refused_unless_it_may_be_replaced(tmp_path: Path) -> None:

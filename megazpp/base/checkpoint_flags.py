@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megazpp.arguments import RIVALS, ParsedRun
+from megazpp.base.arguments import RIVALS, ParsedRun
+from megazpp.base.flags import asks, spelling, wrong_types
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder
 from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.tokenizer import read_tokenizer
 from megazpp.data.tokenizer import load_tokenizer, marks_note, names_tokenizer
-from megazpp.flags import asks, spelling, wrong_types
 from megazpp.zero.diloco_config import CHOSEN
 
 # What a model is and was trained on. Where it runs now, and how it is spread there, is for this program to say.

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megazpp.command_line import FlagParser, MegatronFlag
-from megazpp.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, JobError, UserError, in_words
+from megazpp.base.command_line import FlagParser, MegatronFlag
+from megazpp.base.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, JobError, UserError, in_words
 
 
 def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:

@@ -18,15 +18,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazpp.arguments import ParsedRun
+from megazpp.base.arguments import ParsedRun
+from megazpp.base.checks import RunPlan, check_run_config
+from megazpp.base.errors import user_errors
+from megazpp.base.flags import render_arguments_block
+from megazpp.base.formatting import aligned
+from megazpp.base.run import found_cluster
 from megazpp.checkpoint.read import LoadSource, Resumed
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.checkpoint.state import ExtraState, TrainState
-from megazpp.checks import RunPlan, check_run_config
 from megazpp.data.dataset import Splits, build_tokenizer, cache_dir, unigram_entropy
-from megazpp.errors import user_errors
-from megazpp.flags import render_arguments_block
-from megazpp.formatting import aligned
 from megazpp.inference.text import continue_texts
 from megazpp.model.backends import model_backends
 from megazpp.model.float8 import find_product
@@ -37,7 +38,6 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.measure_links import measure_links
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker, seed_everything
-from megazpp.run import found_cluster
 from megazpp.topology.cluster_file import cluster_text
 from megazpp.topology.layout import layout_record
 from megazpp.training.anomalies import Guard, LossHistory, NotFinite

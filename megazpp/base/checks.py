@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from megazpp.arguments import RunConfig
-from megazpp.flags import as_written
+from megazpp.base.arguments import RunConfig
+from megazpp.base.flags import as_written
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import MULTIPLE
 from megazpp.optim.apex import check_apex

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megazpp.base.command_line import FlagParser, read_megatron_flags
+from megazpp.base.flags import flag, render_flags
 from megazpp.checkpoint.config import CheckpointConfig
-from megazpp.command_line import FlagParser, read_megatron_flags
 from megazpp.data.dataset import DataConfig
 from megazpp.data.tokenizer import TokenizerConfig
-from megazpp.flags import flag, render_flags
 from megazpp.inference.sample import SampleConfig
 from megazpp.model.config import GPTConfig
 from megazpp.optim.loss_scale import LossScaleConfig

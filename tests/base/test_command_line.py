@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from megazpp.command_line import (
+from megazpp.base.command_line import (
     COMMAND_LINE,
     MEGATRON_TABLE,
     FlagParser,
@@ -20,7 +20,7 @@ from megazpp.command_line import (
     sift_flags,
     split_into_flags,
 )
-from megazpp.flags import flag
+from megazpp.base.flags import flag
 
 
 @dataclass(frozen=True, kw_only=True)

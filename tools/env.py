@@ -1,4 +1,4 @@
-"""What this machine has and what MegaZ++ makes of it: `python -m megazpp.env` (`--json`), the head of an issue report.
+"""What this machine has and what MegaZ++ makes of it: `python tools/env.py` (`--json`), the head of an issue report.
 
 Versions (torch's own report and our packages), devices and what joins them, the back ends that would be in use,
 environment variables, and what is missing with the line that mends it. Describes the host that it runs on; among
@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch.utils import collect_env
@@ -23,8 +24,8 @@ from torch.utils import collect_env
 import megazpp
 from kernels.block_quant import backend, native
 from kernels.c_library import CLibraryError
-from megazpp.files import cache_folder
-from megazpp.formatting import aligned
+from megazpp.base.files import cache_folder
+from megazpp.base.formatting import aligned
 from megazpp.optim.apex import check_apex
 from megazpp.optim.optimizer import OptimizerConfig, optimizer_backends
 from megazpp.parallel.launch import device_type, launched_rank
@@ -85,7 +86,7 @@ def render(report: Mapping[str, Section]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Print the report; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m megazpp.env", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python tools/env.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="as JSON")
     args = parser.parse_args(argv)
     if launched_rank() != 0:
@@ -107,13 +108,14 @@ def _versions() -> Section:
     return found
 
 
-@functools.cache  # it takes seconds
+@functools.cache
 def _torch_report() -> Section:
     """Versions that torch's report has, without the packages in it and with only a line or two about the CPU."""
-    report = collect_env.get_env_info()._asdict()
+    with mock.patch.object(collect_env, "get_pip_packages", return_value=("", "")):  # starts pip: seconds
+        report = collect_env.get_env_info()._asdict()
     cpu = [line for line in (report.pop("cpu_info") or "").splitlines() if line.startswith(("Model name", "NUMA"))]
     report["cpu"] = "; ".join(" ".join(line.split()) for line in cpu)
-    del report["pip_packages"], report["conda_packages"]
+    del report["pip_packages"], report["pip_version"], report["conda_packages"]
     if torch.version.cuda:
         report["nccl_of_torch"] = ".".join(map(str, torch.cuda.nccl.version()))
     return {name.replace("_", " "): str(value) for name, value in report.items() if value not in (None, "", "N/A")}

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megazpp.arguments import RunConfig, parse_run_config
-from megazpp.checks import RunPlan, check_run_config
-from megazpp.flags import FlagSpec, flag_name
+from megazpp.base.arguments import RunConfig, parse_run_config
+from megazpp.base.checks import RunPlan, check_run_config
+from megazpp.base.flags import FlagSpec, flag_name
 from megazpp.parallel.launch import find_place
 from megazpp.topology.cluster_file import detect_cluster
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"

@@ -1,0 +1,1 @@
+"""Flags and their checks, the outer frame of every program, files and errors."""
