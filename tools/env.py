@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from unittest import mock
 
@@ -26,6 +26,7 @@ from kernels.block_quant import backend, native
 from kernels.c_library import CLibraryError
 from megazpp.base.files import cache_folder
 from megazpp.base.formatting import aligned
+from megazpp.base.program import program
 from megazpp.optim.apex import check_apex
 from megazpp.optim.optimizer import OptimizerConfig, optimizer_backends
 from megazpp.parallel.launch import device_type, launched_rank
@@ -84,16 +85,16 @@ def render(report: Mapping[str, Section]) -> str:
     return "\n\n".join(blocks)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the report; returns the exit status."""
+@program
+def main(argv: list[str]) -> None:
+    """Print the report."""
     parser = argparse.ArgumentParser(prog="python tools/env.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="as JSON")
     args = parser.parse_args(argv)
     if launched_rank() != 0:
-        return 0
+        return
     report = collect()
     print(json.dumps(report, indent=2) if args.json else render(report))
-    return 0
 
 
 def _versions() -> Section:
@@ -203,4 +204,4 @@ def _version(name: str) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(main())
