@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from megazpp.base.arguments import ParsedRun, RunConfig, parse_run_config
+from megazpp.base.arguments import ParsedRun, parse_run_config
 from megazpp.base.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer, with_outer_rates
 from megazpp.base.checks import check_run_config
 from megazpp.base.errors import EXIT_ERROR
@@ -39,11 +39,7 @@ def main() -> int:
 
 
 def prepare() -> Job | int:
-    """Everything that can be known before workers start.
-
-    Raises:
-        ValueError: what cannot be, by flag and value.
-    """
+    """Find out everything that can be known before workers start; raises ValueError by flag and value."""
     parsed = parse_run_config(sys.argv[1:], HERE)
     show = parsed.show
     if show.print_config:
@@ -56,7 +52,8 @@ def prepare() -> Job | int:
         dry = dry_run(parsed.config, planned_cluster(parsed.config), rank=show.dry_run_rank)
         print(dry.describe())
         return 0 if dry.agrees else EXIT_ERROR
-    source = find_source(parsed.config)
+    restarted = int(os.environ.get(RESTART_COUNT, "0")) > 0
+    source = choose_source(parsed.config.checkpoint, restarted=restarted)
     earlier = peek(source)
     parsed = with_checkpoint(parsed, source, earlier)
     config = parsed.config
@@ -67,17 +64,8 @@ def prepare() -> Job | int:
     return Job(place, config.launch, functools.partial(run_training, Trainer, parsed, plan, source, earlier))
 
 
-def find_source(config: RunConfig) -> LoadSource | None:
-    """What to begin with: after a restart what this job has saved, else what --load says."""
-    return choose_source(config.checkpoint, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
-
-
 def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: RunRecord | None) -> ParsedRun:
-    """`parsed` with what the checkpoint decides (`earlier` is its record), and a notice if there is none to load.
-
-    Raises:
-        ValueError: the checkpoint is of another model.
-    """
+    """Take the checkpoint's flags (`earlier` is its record); raises ValueError if it is of another model."""
     parsed = with_checkpoint_args(parsed, earlier)
     if source is not None and earlier is not None:
         check_same_model(earlier.flags, parsed.config.model, source.folder.path)

@@ -1,4 +1,4 @@
-"""All configs of a run together, read from the command line. What is wrong with them is found in checks.py."""
+"""All configs of a run together, read from the command line; checks.py checks them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class RunConfig:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def model_spec(self, vocab_size: int, wire: WirePlan | None = None) -> ModelSpec:
-        """What the run's model is built from, given the number of the tokenizer's tokens and the run's wire plan."""
+        """Collect what the run's model is built from; `vocab_size` is the tokenizer's."""
         return ModelSpec(
             config=self.model,
             vocab_size=vocab_size,
@@ -172,7 +172,6 @@ def parse_run_config(
 
     Args:
         script_dir: where flag files are looked for if they are not in the working directory.
-        program, description: for --help.
         extra: config classes that the program has beside those of a run.
         default_file: read first where neither a flag file nor --num-layers is given.
     Raises:
@@ -181,21 +180,14 @@ def parse_run_config(
     """
     if default_file is not None and not any(text.startswith(("@", "--num-layers")) for text in argv):
         argv = [default_file, *argv]
-    classes = typing.get_type_hints(RunConfig)
-    parser = FlagParser(
-        [*extra, *classes.values(), ShowConfig], program=program, description=description or _DESCRIPTION, rivals=RIVALS
-    )
+    kinds = typing.get_type_hints(RunConfig)
+    classes, description = [*extra, *kinds.values(), ShowConfig], description or _DESCRIPTION
+    parser = FlagParser(classes, program=program, description=description, rivals=RIVALS)
     (*configs, show), origins, notices = parser.read(argv, script_dir, read_megatron_flags())
-    own, configs = configs[: len(extra)], configs[len(extra) :]
+    config = RunConfig(**dict(zip(kinds, configs[len(extra) :], strict=True)))
     files = [text[1:] for text in argv if text.startswith("@")]
-    return ParsedRun(
-        config=RunConfig(**dict(zip(classes, configs, strict=True))),
-        origins=origins,
-        notices=notices,
-        name=Path(files[-1]).stem if files else "run",
-        show=show,
-        extra=tuple(own),
-    )
+    name = Path(files[-1]).stem if files else "run"
+    return ParsedRun(config, origins, notices, name, show, extra=tuple(configs[: len(extra)]))
 
 
 _DESCRIPTION = (

@@ -1,4 +1,4 @@
-"""Flags that a checkpoint answers: the model's shape for a training, nearly all for a program that only uses it."""
+"""Flags taken from a checkpoint: the model's shape for a training, nearly all for a program that only uses it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ OF_THE_DEVICE = ("fp8_format",)  # of these parts, what the device here may not 
 def with_checkpoint_flags(
     parsed: ParsedRun, record: RunRecord, folder: CheckpointFolder, parts_taken: Sequence[str] = TAKEN
 ) -> ParsedRun:
-    """`parsed` with the checkpoint's flags about model, data, tokenizer, precision, evaluation and seed.
+    """Take the checkpoint's flags about model, data, tokenizer, precision, evaluation (or `parts_taken`) and seed.
 
-    Args:
-        parts_taken: other parts than these.
     Raises:
         DamagedError: a flag's value is none that it can have, or the tokenizer's files are damaged.
     """
@@ -47,12 +45,10 @@ def with_checkpoint_flags(
 
 
 def with_checkpoint_args(parsed: ParsedRun, record: RunRecord | None) -> ParsedRun:
-    """`parsed` with the model's shape from the checkpoint, if --use-checkpoint-args asks for it.
+    """Take the model's shape from the checkpoint, if --use-checkpoint-args asks for it.
 
-    Args:
-        record: of the checkpoint that will be loaded; None if there is none.
     Raises:
-        ValueError: there is none.
+        ValueError: there is no checkpoint, and `record` is None.
     """
     config = parsed.config
     if not config.checkpoint.use_checkpoint_args:
@@ -73,7 +69,7 @@ def with_checkpoint_args(parsed: ParsedRun, record: RunRecord | None) -> ParsedR
 
 
 def with_outer_rates(parsed: ParsedRun, record: RunRecord, folder: CheckpointFolder) -> ParsedRun:
-    """`parsed` with the outer learning rate and momentum that the run went on with, where flags do not give them.
+    """Take the outer learning rate and momentum that the run went on with, where flags do not give them.
 
     They were chosen by the number of synchronizations that were planned then; a longer run does not flip the choice.
 
@@ -90,13 +86,11 @@ def with_outer_rates(parsed: ParsedRun, record: RunRecord, folder: CheckpointFol
 
 
 def with_checkpoint_tokenizer(parsed: ParsedRun, record: RunRecord, folder: CheckpointFolder) -> ParsedRun:
-    """`parsed` with the tokenizer whose files lie beside the checkpoint, unless flags name one.
+    """Take the tokenizer whose files lie beside the checkpoint in `folder`, unless flags name one.
 
     Special tokens stay as the checkpoint has them, unless --add-special-tokens or --no-add-special-tokens is given; one
     that says nothing was made without. Its tokenizer has the model's vocabulary, wherever it lies.
 
-    Args:
-        folder: of the checkpoint.
     Raises:
         DamagedError: files of the tokenizer are missing or damaged.
         ValueError: flags name a tokenizer that cannot be read.

@@ -1,8 +1,7 @@
-"""All configs of a run checked against each other and the machine, and what follows from them.
+"""Checks of all configs against each other and the machine, and the plan that follows.
 
-What one config can see of itself it has checked when it was made (its `__post_init__`). Here is what lies between
-configs, and between them and the cluster, before any process group, file or tensor is made; each error names the flags
-and their values.
+A config checks itself when it is made (its `__post_init__`). Here is what lies between configs, and between them and
+the cluster, before any process group, file or tensor is made; each error names the flags and their values.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megazpp.zero.diloco_config import DilocoConfig, DilocoPlan, plan_diloco
 
 
 class RunPlan(NamedTuple):
-    """What follows from a config and a cluster before anything is made; `notices` are lines to show the user."""
+    """Everything that follows from a config and a cluster; `notices` are lines to show the user."""
 
     layout: Layout
     wire: WirePlan
@@ -35,7 +34,7 @@ class RunPlan(NamedTuple):
     notices: tuple[str, ...]
 
     def with_links(self, links: Links) -> RunPlan:
-        """The same plan on a cluster whose links are known now."""
+        """Replace the cluster's links, which are known now."""
         cluster = dataclasses.replace(self.layout.cluster, links=links)
         return self._replace(layout=dataclasses.replace(self.layout, cluster=cluster))
 
@@ -49,23 +48,29 @@ class ModelPlan(NamedTuple):
 
 
 def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str, islands: int = 1) -> ModelPlan:
-    """What `check_run_config` checks about the model, its layout and its wires.
+    """Check the model, its layout and its wires, where `islands` parts of the cluster train a model each.
 
-    Args:
-        islands: parts of the cluster that train a model each.
     Raises:
         ValueError: names the flags and their values.
     """
-    layout = _check_parallel(config, cluster, islands)
+    if config.parallel.hsdp and cluster.num_local_domains == 1:
+        raise ValueError("--hsdp makes one copy of the model per node, and there is only one node")
+    if config.zero.use_distributed_optimizer and config.zero.stage == 0:
+        raise ValueError("--use-distributed-optimizer shards the moments, --zero-stage 0 shards nothing")
+    layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, islands=islands)
     seq_length = config.data.seq_length
     if seq_length is None:
         raise ValueError("--seq-length is missing")
     check_model(config.model, layout.tp, seq_length)
     float8 = _check_float8(config, layout.tp, device_type)
-    sequence_parallel = _check_sequence_parallel(config.parallel.sequence_parallel, layout.tp, seq_length)
+    if config.parallel.sequence_parallel and seq_length % layout.tp:
+        raise ValueError(
+            f"--seq-length {seq_length} is not divisible by --tensor-model-parallel-size {layout.tp}, "
+            "which --sequence-parallel needs"
+        )
     wire = plan_wire(config.zero, layout)
     wire_backends(wire, device_type)  # refuses a device that cannot quantize
-    return ModelPlan(layout, wire, (*cluster.notices, *layout.notices, *sequence_parallel, *float8, *wire.notices))
+    return ModelPlan(layout, wire, (*cluster.notices, *layout.notices, *float8, *wire.notices))
 
 
 def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -> RunPlan:
@@ -73,9 +78,6 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
 
     Called twice: with the cluster that flags and launcher describe, before workers start, and with what they find.
 
-    Args:
-        cluster: the nodes and ranks that the job has or will have.
-        device_type: "cuda" or "cpu".
     Raises:
         ValueError: names the flags and their values.
     """
@@ -155,14 +157,6 @@ def _check_required(config: RunConfig) -> None:
         raise ValueError(f"required flags are missing: {', '.join(missing)}")
 
 
-def _check_parallel(config: RunConfig, cluster: Cluster, islands: int) -> Layout:
-    if config.parallel.hsdp and cluster.num_local_domains == 1:
-        raise ValueError("--hsdp makes one copy of the model per node, and there is only one node")
-    if config.zero.use_distributed_optimizer and config.zero.stage == 0:
-        raise ValueError("--use-distributed-optimizer shards the moments, --zero-stage 0 shards nothing")
-    return plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, islands=islands)
-
-
 def check_model(model: GPTConfig, tp_size: int, seq_length: int) -> None:
     """Raises ValueError, naming the flags, where tensor parallelism or the samples' tokens do not fit the model."""
     sizes = {"--num-attention-heads": model.heads, "--ffn-hidden-size": model.ffn_size}
@@ -183,37 +177,21 @@ def check_model(model: GPTConfig, tp_size: int, seq_length: int) -> None:
         )
 
 
-def _check_sequence_parallel(asked: bool, tp_size: int, seq_length: int) -> tuple[str, ...]:
-    if not asked:
-        return ()
-    if tp_size == 1:
-        return ("--sequence-parallel is ignored: --tensor-model-parallel-size is 1",)
-    if seq_length % tp_size:
-        raise ValueError(
-            f"--seq-length {seq_length} is not divisible by --tensor-model-parallel-size {tp_size}, "
-            "which --sequence-parallel needs"
-        )
-    return ()
-
-
 def _check_float8(config: RunConfig, tp_size: int, device_type: str) -> tuple[str, ...]:
-    """Whether the device has float8, its worker says: a plan is often for another."""
+    """Refuse sizes that float8 products cannot take; a worker finds out if its device has them."""
     model = config.model
     if model.fp8_format is None:
         return ()
     asked = f"--fp8-format {model.fp8_format}"
     if not config.precision.bf16:
         raise ValueError(f"{asked} needs --bf16: what is not float8 is computed in that")
-    heads, groups = model.heads, model.query_groups
+    heads, groups, ranks = model.heads, model.query_groups, f"over {tp_size} tensor-parallel rank(s)"
+    all_heads, with_keys = heads * model.head_size, (heads + 2 * groups) * model.head_size
     sizes = {
         f"--hidden-size {model.hidden}": model.hidden,
-        f"--ffn-hidden-size {model.ffn_size} over {tp_size} tensor-parallel rank(s)": model.ffn_size // tp_size,
-        f"{heads} heads of {model.head_size} channels over {tp_size} tensor-parallel rank(s)": (
-            heads * model.head_size // tp_size
-        ),
-        f"queries, keys and values of {heads} heads in {groups} group(s) over {tp_size} tensor-parallel rank(s)": (
-            (heads + 2 * groups) * model.head_size // tp_size
-        ),
+        f"--ffn-hidden-size {model.ffn_size} {ranks}": model.ffn_size // tp_size,
+        f"{heads} heads of {model.head_size} channels {ranks}": all_heads // tp_size,
+        f"queries, keys and values of {heads} heads in {groups} group(s) {ranks}": with_keys // tp_size,
     }
     for name, size in sizes.items():
         if size % MULTIPLE:
@@ -224,27 +202,23 @@ def _check_float8(config: RunConfig, tp_size: int, device_type: str) -> tuple[st
 
 def _check_observers(config: RunConfig, total_iterations: int, world_size: int, device_type: str) -> None:
     """Refuse what would record nothing: steps, ranks or devices that the run does not have."""
-    timeline, profiler = config.timing.timeline_step, config.profiler
+    timeline, profiler, start = config.timing.timeline_step, config.profiler, config.profiler.profile_step_start
     last = min(total_iterations, config.stop.exit_interval or total_iterations)
-    if timeline is not None and config.stop.skip_train:
-        raise ValueError(f"--timeline-step {timeline}: --skip-train takes no step")
-    if timeline is not None and timeline > total_iterations:
-        raise ValueError(f"--timeline-step {timeline} is beyond the run's {total_iterations} iterations")
-    if timeline is not None and timeline > last:
-        raise ValueError(f"--timeline-step {timeline} is beyond --exit-interval {last}, where the run ends")
+    if timeline is not None:
+        if config.stop.skip_train:
+            raise ValueError(f"--timeline-step {timeline}: --skip-train takes no step")
+        if timeline > total_iterations:
+            raise ValueError(f"--timeline-step {timeline} is beyond the run's {total_iterations} iterations")
+        if timeline > last:
+            raise ValueError(f"--timeline-step {timeline} is beyond --exit-interval {last}, where the run ends")
     if profiler.record_memory_history and device_type != "cuda":
         raise ValueError(
-            f"--record-memory-history records CUDA's allocator, and this run is on {device_type}: there is nothing "
-            "to record (--profile works there)"
+            f"--record-memory-history records CUDA's allocator, and this run is on {device_type}: --profile works"
         )
-    if profiler.profile or profiler.record_memory_history:
-        for rank in profiler.profile_ranks:
-            if not 0 <= rank < world_size:
-                raise ValueError(f"--profile-ranks {rank}: the ranks are 0 to {world_size - 1}")
-    if not profiler.profile:
-        return
-    if config.stop.skip_train:
+    for rank in profiler.profile_ranks if profiler.profile or profiler.record_memory_history else ():
+        if not 0 <= rank < world_size:
+            raise ValueError(f"--profile-ranks {rank}: the ranks are 0 to {world_size - 1}")
+    if profiler.profile and config.stop.skip_train:
         raise ValueError("--profile: --skip-train takes no step")
-    if profiler.profile_step_start >= last:
-        start = profiler.profile_step_start
+    if profiler.profile and start >= last:
         raise ValueError(f"--profile-step-start {start}: the run ends with iteration {last}, so nothing is recorded")

@@ -34,7 +34,7 @@ MEGATRON_TABLE = Path(__file__).with_name("megatron_flags.txt")
 
 
 class Word(NamedTuple):
-    """One word of a command line and where it was written: `COMMAND_LINE` or "file:line"."""
+    """One word of a command line, with its origin: `COMMAND_LINE` or "file:line"."""
 
     text: str
     origin: str
@@ -58,12 +58,9 @@ class MegatronFlag(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """What a command line says.
+    """The configs of a command line, one of each class.
 
-    Attributes:
-        configs: one of each class; fields that are not given have their defaults.
-        origins: field name -> "command line" or "file:line", of the fields that are given.
-        notices: one line for each flag that was accepted and ignored.
+    `origins` has the place of each field that is given, by its name; `notices` a line for each flag that was ignored.
     """
 
     configs: tuple[Any, ...]
@@ -111,12 +108,8 @@ class FlagParser:
         return frozenset(self._actions) | {"-h", "--help"}
 
     def read(self, argv: Sequence[str], script_dir: Path, megatron_flags: Mapping[str, MegatronFlag]) -> Parsed:
-        """All four steps.
+        """Take all four steps; see the functions of each.
 
-        Args:
-            argv: the command line without the program's name.
-            script_dir: where flag files are looked for if they are not in the working directory.
-            megatron_flags: the flags that are ignored or refused.
         Raises:
             ValueError: one line per problem, each with the place where the flag was written; or a config's own.
             SystemExit: after --help.
@@ -127,7 +120,7 @@ class FlagParser:
         return parsed._replace(notices=(*notices, *parsed.notices))
 
     def parse(self, flags: Sequence[Given]) -> Parsed:
-        """The last step, for flags whose names are in `spellings`; errors as of `read`."""
+        """Take the last step, for flags whose names are in `spellings`; errors as of `read`."""
         values: dict[str, Any] = {}
         words: dict[str, Given] = {}
         problems = []
@@ -147,12 +140,8 @@ class FlagParser:
         file = {name: given.origin.rpartition(":")[0] for name, given in words.items()}
         notices = []
         for one, other in self._rivals:
-            if (
-                asks(values.get(one))
-                and asks(values.get(other))
-                and file[one] != file[other]
-                and rank[one] > rank[other]
-            ):
+            both = asks(values.get(one)) and asks(values.get(other))
+            if both and file[one] != file[other] and rank[one] > rank[other]:
                 del values[other]
                 stays, goes = (" ".join([words[name].name, *words[name].values]) for name in (one, other))
                 notices.append(f"{words[other].origin}: {goes} gives way to {stays} ({words[one].origin})")
@@ -212,11 +201,10 @@ def _refuse_without_effect(parsed: Parsed) -> None:
 
 
 def expand_flag_files(argv: Sequence[str], script_dir: Path) -> list[Word]:
-    """The words of `argv` with every `@path` replaced by the words of that file.
+    """Replace every `@path` of `argv` by the words of that file.
 
-    Args:
-        argv: its paths are relative to the working directory and, where nothing is there, to `script_dir`; a file's
-            own paths are relative to that file.
+    Paths are relative to the working directory or, failing that, to `script_dir`; inside a file, to that file.
+
     Raises:
         ValueError: a file is missing, unreadable or badly quoted, or files include each other in a circle.
     """
@@ -246,24 +234,18 @@ def _read_words(path: Path) -> Iterator[Word]:
             lines = file.read().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{_shown(path)}: cannot be read: {error}") from None
-    first = 0
-    while first < len(lines):
-        origin = f"{_shown(path)}:{first + 1}"
-        words, first = _words_from(lines, first, origin)
-        for text in words:
-            yield Word(text, origin)
-
-
-def _words_from(lines: Sequence[str], first: int, origin: str) -> tuple[list[str], int]:
-    """The words of line `first`, and of those behind it that its quotes reach over; and the next line's number."""
-    for last in range(first, len(lines)):
-        text = "\n".join(lines[first : last + 1])
+    first = 0  # of the lines that are read together, because quotes reach over several
+    for last in range(len(lines)):
+        origin, text = f"{_shown(path)}:{first + 1}", "\n".join(lines[first : last + 1])
         try:
             # words of neighbouring lines follow each other anyway, so a continuation needs no joining
-            return shlex.split(text.rstrip().removesuffix("\\"), comments=True), last + 1
+            words = shlex.split(text.rstrip().removesuffix("\\"), comments=True)
         except ValueError as error:
-            problem = error
-    raise ValueError(f"{origin}: {problem}")
+            if last + 1 < len(lines):
+                continue
+            raise ValueError(f"{origin}: {error}") from None
+        yield from (Word(text, origin) for text in words)
+        first = last + 1
 
 
 def _shown(path: Path) -> str:
@@ -272,11 +254,7 @@ def _shown(path: Path) -> str:
 
 
 def split_into_flags(words: Sequence[Word]) -> list[Given]:
-    """Each flag of a command line together with its values; `--name=value` counts as one value.
-
-    Raises:
-        ValueError: a value comes before any flag.
-    """
+    """Put each flag together with its values (`--name=value` is one); raises ValueError at a value before any flag."""
     flags: list[Given] = []
     for text, origin in words:
         if text == "-h" or re.match(r"--[A-Za-z]", text):
@@ -301,11 +279,8 @@ def read_megatron_flags() -> dict[str, MegatronFlag]:
 def sift_flags(
     flags: Sequence[Given], supported: Collection[str], known: Mapping[str, MegatronFlag]
 ) -> tuple[tuple[Given, ...], tuple[str, ...]]:
-    """Take out the flags that have no effect here.
+    """Take out Megatron's flags that have no effect here, the `known` ones that are not `supported`.
 
-    Args:
-        supported: every spelling that the parser accepts.
-        known: Megatron's other flags.
     Returns:
         The flags that are ours, and a line for each one that was ignored.
     Raises:
@@ -335,7 +310,7 @@ def sift_flags(
 
 
 def _refusal(given: Given, flag: MegatronFlag) -> str | None:
-    """Why `given` cannot be ignored; None if it can."""
+    """Give the reason that `given` cannot be ignored; None if it can."""
     if flag.verdict == "removed":
         return f"{given.name} is gone: {flag.reason}"
     if flag.verdict == "unsupported":
@@ -378,7 +353,7 @@ def _add_flag(
 
 
 def _one_value(kind: Any, optional: bool, metavar: str | None) -> dict[str, Any]:
-    """How argparse reads and shows one value of type `kind`."""
+    """Settings with which argparse reads and shows one value of type `kind`."""
     parts = typing.get_args(kind) if _is_union(kind) else (kind,)
     choices = tuple(word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part))
     types_ = [part for part in parts if typing.get_origin(part) is not Literal]

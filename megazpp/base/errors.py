@@ -1,5 +1,4 @@
-"""How programs end: exit codes, which they read of each other, errors that a user reads without a traceback, and with
-the process that started them.
+"""The end of programs: exit codes, which they read of each other, and errors that a user reads without a traceback.
 
 Needs no torch, because what only starts programs uses it too.
 """
@@ -38,12 +37,10 @@ class UserError(JobError):
 
 
 def in_words(error: BaseException, command_line: Sequence[str] | None = None) -> str:
-    """What an error says to a user, where its own text is about Python.
+    """Say an error to a user, where its own text is about Python.
 
-    Of a file: after the flag whose value is that file, a folder around it or, where that could not be made, one in it.
-
-    Args:
-        command_line: without the program; None: this program's.
+    An error about a file begins with the flag whose value is that file, a folder around it or one in it; flags are
+    looked for in `command_line` (without the program; None: this program's).
     """
     if isinstance(error, UnicodeEncodeError):
         return f"{error.object[error.start : error.end]!r} is half of a surrogate pair, and no text"

@@ -22,10 +22,8 @@ def cache_folder() -> Path:
 
 
 def check_writable(path: Path, flag: str, *, overwrite: bool) -> None:
-    """Refuse an output file before the work for it begins.
+    """Refuse an output file before the work for it begins; `flag` is the one whose value it is, for messages.
 
-    Args:
-        flag: whose value it is, for messages.
     Raises:
         ValueError: its directory does not exist or cannot be written to, or the file is there.
     """
@@ -56,7 +54,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a small file and have its content on the disk when this returns."""
+    """Write a small file and bring it to the disk."""
     with path.open("wb") as file:
         file.write(content)
         sync(file)

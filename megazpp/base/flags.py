@@ -27,7 +27,7 @@ _WIDEST = 60  # of a line in the log, up to the origin
 
 
 class FlagSpec(NamedTuple):
-    """What `flag()` leaves in a field's metadata."""
+    """The entry of `flag()` in a field's metadata."""
 
     help: str
     name: str | None
@@ -47,7 +47,7 @@ def flag(
     metavar: str | None = None,
     needs: str | None = None,
 ) -> Any:
-    """A dataclass field that is a command-line flag.
+    """Make a dataclass field that is a command-line flag.
 
     Args:
         help: one sentence: meaning, unit, cost.
@@ -95,7 +95,7 @@ def spelling(config: Any, name: str) -> str:
 
 
 def asks(value: Any) -> bool:
-    """Whether a flag's value asks for something: a number does, also 0."""
+    """True if a flag's value asks for something: a number does, also 0."""
     return not (value is None or value is False or value == ())
 
 
@@ -107,9 +107,7 @@ def check_words(config: Any) -> None:
             raise ValueError(f"{spelling(config, name)} {as_words(value)} is not one of {', '.join(map(str, words))}")
 
 
-@functools.cache
-def _hints(config: Any) -> dict[str, Any]:
-    return typing.get_type_hints(config)
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _words(hint: Any) -> list[Any]:
@@ -119,7 +117,7 @@ def _words(hint: Any) -> list[Any]:
 
 def wrong_types(config: type, values: dict[str, Any]) -> list[str]:
     """A line for each of `values`, as JSON has them, that a field of this dataclass cannot hold; others are ignored."""
-    hints = typing.get_type_hints(config)
+    hints = _hints(config)
     return [
         f"{name} is {value!r:.80}, not {getattr(hints[name], '__name__', None) or hints[name]}"
         for name, value in values.items()
@@ -128,7 +126,7 @@ def wrong_types(config: type, values: dict[str, Any]) -> list[str]:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Whether `value` is what `hint` says; an int is a float, but no bool is a number, and a list is a tuple."""
+    """True if `value` is of the type `hint`; an int is a float, but no bool is a number, and a list is a tuple."""
     kind, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
@@ -171,11 +169,8 @@ def render_flags(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
 def render_arguments_block(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
     """The flags that differ from their defaults, `--name value  # origin`, between Megatron's two dashed lines."""
     fields = [(config, field) for config in configs for field in dataclasses.fields(config)]
-    lines = [
-        (as_written(config, field), origins.get(field.name, DEFAULT))
-        for config, field in fields
-        if getattr(config, field.name) != field.default
-    ]
+    changed = [(config, field) for config, field in fields if getattr(config, field.name) != field.default]
+    lines = [(as_written(config, field), origins.get(field.name, DEFAULT)) for config, field in changed]
     width = min(max((len(text) for text, _ in lines), default=0), _WIDEST)
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""How figures and tables are written: units in powers of ten, columns of equal width."""
+"""Figures and tables in text: units in powers of ten, columns of equal width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How every program reads its flags, reports a mistake of the user and ends; nothing here needs torch.
+"""The frame of every program: it reads flags, reports a mistake of the user and ends. Nothing here needs torch.
 
     @program
     def main(argv: list[str]) -> int | None: ...
@@ -59,10 +59,8 @@ def program_of(
 ) -> Callable[[Callable[..., None]], Callable[..., int]]:
     """Make what takes one config of each class a main that reads them from the command line and writes all or nothing.
 
-    Args:
-        configs: their fields are the flags.
-        description: for --help (default: the docstring of the program).
-        megatron_flags: further flags of Megatron's tool of that name, which have no effect or are refused.
+    --help begins with `description` (default: the docstring of the program). `megatron_flags` are further flags of
+    Megatron's tool of that name, which have no effect or are refused.
     """
 
     def decorate(work: Callable[..., None]) -> Callable[..., int]:

@@ -1,4 +1,4 @@
-"""What every program on ranks does: become a worker or start the workers, and find out on which cluster.
+"""The frame of every program on ranks: become a worker or start the workers, and find out on which cluster.
 
 pretrain_gpt.py trains; the programs that use a checkpoint (`run_on_checkpoint`) load its model on all ranks.
 """
@@ -45,7 +45,7 @@ LATE_SECONDS = 10.0  # that rank 0, which says what is wrong, may be behind; whe
 
 
 class Job(NamedTuple):
-    """What was asked for, checked: where this process stands, and each worker's part."""
+    """A checked request: where this process stands, and each worker's part."""
 
     place: Place
     launch: LaunchConfig
@@ -103,7 +103,7 @@ def planned_cluster(config: RunConfig) -> Cluster:
 
 
 class Loaded(NamedTuple):
-    """What a program that uses a checkpoint works with, on every rank.
+    """Material of a program that uses a checkpoint, on every rank.
 
     Attributes:
         extra: the program's own config.
@@ -152,14 +152,10 @@ def run_on_checkpoint(
     """
 
     def prepare() -> Job | int:
-        path, first_line = Path(script).resolve(), (description or "").partition("\n")[0]
+        path, about = Path(script).resolve(), (description or "").partition("\n")[0]
+        kinds = [extra, WeightsConfig]
         parsed = parse_run_config(
-            argv,
-            path.parents[1],
-            program=path.name,
-            description=first_line,
-            extra=[extra, WeightsConfig],
-            default_file=None,
+            argv, path.parents[1], program=path.name, description=about, extra=kinds, default_file=None
         )
         given = parsed.config.checkpoint
         if given.load is None:

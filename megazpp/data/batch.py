@@ -37,7 +37,6 @@ class MicroBatch(NamedTuple):
     document_starts: torch.Tensor | None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
-        """Copy to `device`."""
         return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatch:
@@ -46,7 +45,7 @@ class MicroBatch(NamedTuple):
 
 
 def mapped(batch: Batch, f: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """The named tuple `batch` with `f` of each tensor in the place of it; what is None stays so."""
+    """Apply `f` to each tensor of the named tuple `batch`; None stays None."""
     kind: Any = type(batch)
     found: Batch = kind(*(None if t is None else f(t) for t in batch))
     return found
@@ -71,12 +70,8 @@ def make_micro_batch(
     Raises:
         ValueError: one of the three flags is set and there is no eod.
     """
-    check_eod(
-        eod,
-        reset_position_ids=reset_position_ids,
-        reset_attention_mask=reset_attention_mask,
-        eod_mask_loss=eod_mask_loss,
-    )
+    resets = {"reset_position_ids": reset_position_ids, "reset_attention_mask": reset_attention_mask}
+    check_eod(eod, **resets, eod_mask_loss=eod_mask_loss)
     tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     loss_mask = torch.ones_like(tokens, dtype=torch.float32)

@@ -11,6 +11,7 @@ every prefix of training has the proportions to within one sample per dataset. T
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -49,13 +50,19 @@ def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ..
     Raises:
         ValueError: a weight is not positive, or some datasets have one and others do not.
     """
-    numbers = [_as_number(value) for value in values]
-    if values and len(values) % 2 == 0 and all(number is not None for number in numbers[::2]):
-        weights = tuple(number for number in numbers[::2] if number is not None)
+
+    def is_number(text: str) -> bool:
+        with contextlib.suppress(ValueError):
+            float(text)
+            return True
+        return False
+
+    if values and len(values) % 2 == 0 and all(map(is_number, values[::2])):
+        weights = tuple(map(float, values[::2]))
         if not all(0 < weight < float("inf") for weight in weights):
             raise ValueError(f"{flag_name} {' '.join(values)}: weights must be positive numbers")
         return tuple(values[1::2]), weights
-    if any(number is not None for number in numbers):
+    if any(map(is_number, values)):
         raise ValueError(f"{flag_name} {' '.join(values)}: give a weight before every dataset, or before none")
     return tuple(values), None
 
@@ -82,10 +89,7 @@ def indexed_source(prefix: Path, flag_name: str) -> DataSource:
 
 
 def fit_for_split(sources: Iterable[DataSource], split: Sequence[tuple[float, float]]) -> list[DataSource]:
-    """Have sources with too few sequences for some share of a split cut by tokens.
-
-    A share counts whether or not it is then used: another run on the same data trains on the same tokens.
-    """
+    """Have sources with too few sequences for some share of a split, used or not, cut by tokens."""
 
     def fit(source: DataSource) -> DataSource:
         edges = [_edges(bounds, len(source.sequences.lengths)) for bounds in split if bounds[0] < bounds[1]]
@@ -199,7 +203,7 @@ def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[np.ndarra
 
 
 class TokenRange:
-    """Ids `start` to `stop` of the line that the sequences make: the first and the last of them may be cut."""
+    """Ids `start` to `stop` of all sequences back to back: the first and the last sequence may be cut."""
 
     def __init__(self, sequences: Sequences, start: int, stop: int) -> None:
         ends = np.cumsum(sequences.lengths, dtype=np.int64)
@@ -251,10 +255,3 @@ def _take(source: DataSource, bounds: tuple[float, float]) -> tuple[DataSource, 
 def _edges(bounds: tuple[float, float], count: int) -> tuple[int, int]:
     """Megatron's rounding: each edge to the nearest of `count`."""
     return round(bounds[0] * count), round(bounds[1] * count)
-
-
-def _as_number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

@@ -21,11 +21,7 @@ from megazpp.base.files import locked, remove, renamed_when_done
 
 
 def check_cache_dir(path: Path, flag: str = "--data-cache-path") -> None:
-    """Refuse a directory that cannot be made, and make nothing. One that is there may be read-only: all may be in it.
-
-    Raises:
-        ValueError: something else stands in its way, or its parent cannot be written to.
-    """
+    """Raise ValueError if a directory cannot be made. One that is there may be read-only: all may be in it."""
     existing = next(place for place in (path, *path.parents) if place.exists())
     if not existing.is_dir():
         raise ValueError(f"{flag}: cannot write {path}: {existing} is no directory")
@@ -34,16 +30,15 @@ def check_cache_dir(path: Path, flag: str = "--data-cache-path") -> None:
 
 
 def cache_key(**parts: Any) -> str:
-    """A file name for what `parts` (anything JSON can write) determine: 32 hexadecimal digits."""
+    """A file name, 32 hexadecimal digits, that follows from `parts` (anything JSON can write)."""
     description = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(description.encode()).hexdigest()[:32]
 
 
 def build_once(path: Path, build: Callable[[Path], None]) -> Path:
-    """Make sure that `path` exists, by letting one process build it, and return it.
+    """Make sure that the file or directory `path` exists, by letting one process build it, and return it.
 
     Args:
-        path: the file or directory wanted.
         build: writes it under the temporary path that it is given (in the same directory).
     Raises:
         ValueError: the directory cannot be written to.

@@ -78,7 +78,7 @@ class DataConfig:
 
     @property
     def sources(self) -> list[str]:
-        """The flags that say where tokens come from, of those that are given."""
+        """The given flags that name sources of tokens."""
         given = (self.data_path, self.text_path, any(_paths_by_use(self).values()), self.mock_data)
         return list(itertools.compress(SOURCES, given))
 
@@ -147,10 +147,7 @@ def check_marks(datasets: Sequence[Sequences], tokenizer: Tokenizer, name: str) 
 
 
 def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, log: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer the flags name, else one trained on --text-path, else bytes for --mock-data.
-
-    Raises ValueError if none of the three applies, or a file is not usable.
-    """
+    """The tokenizer the flags name, else one trained on --text-path, else bytes for --mock-data, else a ValueError."""
     tokenizer = load_tokenizer(config)
     if tokenizer is not None:
         return tokenizer
@@ -171,14 +168,12 @@ def build_datasets(
     seed: int,
     log: Callable[[str], None],
 ) -> Splits[Dataset | None]:
-    """The training, validation and test data.
+    """The training, validation and test data; None where no samples are asked for, or --split gives that use nothing.
 
     Args:
-        num_samples: samples each will be asked for; 0 gives None for that one.
+        num_samples: samples each will be asked for.
         seed: of the order of documents and samples.
-        log: told what is built, before that takes its time, and what was found.
-    Returns:
-        The datasets; None where no samples are asked for, or --split gives that use nothing.
+        log: gets a line for each thing that is built, before that takes its time, and for each dataset.
     Raises:
         ValueError: flags contradict each other, a file is missing or damaged, or a split has too few tokens.
     """
@@ -203,17 +198,8 @@ def build_datasets(
     found: dict[str, Dataset | None] = dict.fromkeys(Splits._fields)
     for use, (sources, weights), share, wanted in zip(Splits._fields, opened, bounds, num_samples, strict=True):
         if sources and wanted > 0 and share[0] < share[1]:
-            dataset = build_split(
-                use,
-                sources,
-                weights,
-                share,
-                num_samples=wanted,
-                seq_length=config.seq_length,
-                seed=seed,
-                vocab_size=tokenizer.vocab_size,
-                cache_path=cache_dir(config),
-            )
+            sizes = {"num_samples": wanted, "seq_length": config.seq_length, "vocab_size": tokenizer.vocab_size}
+            dataset = build_split(use, sources, weights, share, **sizes, seed=seed, cache_path=cache_dir(config))
             log(f"{use}: {dataset.description}")
             found[use] = dataset
     return Splits(**found)
@@ -243,10 +229,7 @@ def parse_split(split: str) -> Splits[tuple[float, float]]:
 
 
 def unigram_entropy(dataset: Dataset, vocab_size: int) -> float:
-    """Entropy in nats per token of the dataset's tokens taken one by one: the loss of a model blind to context.
-
-    The tokens are those of one epoch (its first 134 million), weighted as the blend samples them.
-    """
+    """Entropy in nats per token of the dataset's tokens taken one by one: the loss of a model blind to context."""
     counts = dataset.token_counts(vocab_size)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
@@ -260,7 +243,7 @@ def cache_dir(config: DataConfig) -> Path:
 def _open_shared(
     config: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None]
 ) -> tuple[list[DataSource], tuple[float, ...] | None]:
-    """Open what --split shares out among the uses, with the weights of --data-path."""
+    """Open the sources that --split shares out among the uses, with the weights of --data-path."""
     if config.mock_data:
         sequences = MockSequences(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)
         return [DataSource(sequences, "mock data", None)], None
@@ -272,7 +255,7 @@ def _open_shared(
 
 
 def _paths_by_use(config: DataConfig) -> dict[str, tuple[str, ...]]:
-    """The flags that name data for one use alone, and what they name."""
+    """The flags that name data for one use alone, and their values."""
     return {f"--{use}-data-path": getattr(config, f"{use}_data_path") for use in Splits._fields}
 
 

@@ -7,14 +7,15 @@ What a file holds follows from its name, less `.gz` or `.zst`:
     .txt                    one document
     anything else           JSON lines if it begins with `{`, else one document
 
-A file is first cut into blocks of whole lines, which is fast and needs one process; what the lines say is found out
-block by block, in any process. A line that is no document is a `BadLine`: its reader decides what comes of it.
+One process cuts a file into blocks of whole lines; any process parses a block. A line that is no document is a
+`BadLine`: its reader decides what comes of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,13 +32,8 @@ Kind = Literal["json lines", "parquet", "text"]
 BLOCK_BYTES = 1 << 20
 _HEAD_BYTES = 512
 _ROWS = 1024
-_KINDS: dict[str, Kind] = {
-    ".jsonl": "json lines",
-    ".json": "json lines",
-    ".ndjson": "json lines",
-    ".parquet": "parquet",
-    ".txt": "text",
-}
+_KINDS: dict[str, Kind] = {**dict.fromkeys((".jsonl", ".json", ".ndjson"), "json lines"), ".txt": "text"}
+_KINDS[".parquet"] = "parquet"
 _COMPRESSED = (".gz", ".zst")
 _FOREIGN = {  # (place, signature) -> what such a file is
     (0, b"PK\x03\x04"): "a zip archive: unpack it",
@@ -58,12 +54,10 @@ class Block(NamedTuple):
     """Consecutive documents of one file, read but not yet understood.
 
     Attributes:
-        path: the file.
-        kind: what is in it.
         first_line: number of the first line (of a Parquet file: row), from 1.
         content: whole lines, or rows.
-        damage: why the file cannot be read beyond this (then empty) block.
-        disk_bytes: how far reading it went on in the file.
+        damage: the reason that the file cannot be read beyond this (then empty) block.
+        disk_bytes: bytes of the file that were read for it.
     """
 
     path: Path
@@ -86,7 +80,7 @@ class BadLine(NamedTuple):
 
 
 def kind_of(path: Path) -> Kind:
-    """Tell what is in a file; see the top of this file."""
+    """The kind of a file; see the top of this file."""
     known = _KINDS.get(Path(path.stem if path.suffix in _COMPRESSED else path.name).suffix)
     if known is not None:
         return known
@@ -146,7 +140,7 @@ def read_blocks(path: Path, keys: Sequence[str] | None = None, *, block_bytes: i
 
 
 def parse_block(block: Block, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
-    """The documents of a block: each the texts under `keys`, possibly empty. Blank lines are none."""
+    """The documents of a block: each the texts under `keys`, possibly empty. Blank lines are no documents."""
     for found in _parsed(block, lambda value: (str(value),) if block.kind == "text" else _texts(value, keys)):
         yield found if isinstance(found, BadLine) else found[1]
 
@@ -165,7 +159,7 @@ def read_records(path: Path, read: Callable[[dict[str, object]], T]) -> Iterator
     """Apply `read` to the objects of a file's lines, or to its rows with all columns; each comes with its number.
 
     Raises:
-        ValueError: the file cannot be read, is plain text, or a line is no object, or `read` refuses it; it is named.
+        ValueError: the file cannot be read or is plain text, a line is no object, or `read` refuses it; it is named.
     """
     if path.is_file() and kind_of(path) == "text":
         raise ValueError(f"{path} cannot be read: it is plain text, neither JSON lines nor Parquet")
@@ -273,18 +267,26 @@ def _shown(value: object) -> str:
 
 
 def _pyarrow_parquet() -> ModuleType:
-    try:
-        from pyarrow import parquet  # optional
-    except ImportError as error:
-        raise ValueError("it needs the package pyarrow: pip install pyarrow") from error
-    return parquet
+    return _optional("pyarrow.parquet", package="pyarrow")
 
 
 def decompressed(path: Path, file: IO[bytes]) -> BufferedIOBase:
     """Decompress `file`, which is open and called `path`; raises ValueError if that needs a package that is missing."""
     if path.suffix == ".gz":
         return gzip.open(file)
-    return cast(BufferedIOBase, _zstd().open(file) if path.suffix == ".zst" else file)
+    if path.suffix == ".zst":  # Python 3.14 has it
+        standard = importlib.util.find_spec("compression") is not None
+        zstd = importlib.import_module("compression.zstd") if standard else _optional("backports.zstd")
+        file = zstd.open(file)
+    return cast(BufferedIOBase, file)
+
+
+def _optional(module: str, *, package: str | None = None) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = package or module
+        raise ValueError(f"it needs the package {name}: pip install {name}") from error
 
 
 def _read_head(plain: BufferedIOBase) -> bytes:
@@ -294,14 +296,3 @@ def _read_head(plain: BufferedIOBase) -> bytes:
         while len(head) < _HEAD_BYTES and (piece := plain.read1(_HEAD_BYTES - len(head))):
             head += piece
     return head
-
-
-def _zstd() -> ModuleType:
-    try:
-        from compression import zstd  # Python 3.14
-    except ImportError:
-        try:
-            from backports import zstd  # optional
-        except ImportError as error:
-            raise ValueError("it needs the package backports.zstd: pip install backports.zstd") from error
-    return zstd

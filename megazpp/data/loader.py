@@ -8,6 +8,7 @@ interpreter lock where it matters); `wait_seconds` says whether they were fast e
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable
@@ -21,12 +22,10 @@ from megazpp.data.dataset import Dataset
 from megazpp.parallel.worker import threads_on
 
 _STEPS_AHEAD = 2
-
-
 _Step = tuple[int, int]  # consumed samples, global batch size
 
 
-class BatchLoader:
+class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
     """Micro-batches of one data rank.
 
     Args:
@@ -64,7 +63,7 @@ class BatchLoader:
 
         Raises:
             ValueError: the global batch does not divide into the ranks' micro-batches.
-            Exception: whatever a worker met, with a note that names the samples.
+            Exception: a worker's, with a note that names the samples.
         """
         step = consumed_samples, global_batch_size
         started = time.perf_counter()
@@ -83,9 +82,6 @@ class BatchLoader:
         if self._workers is not None:
             self._workers.shutdown(wait=True, cancel_futures=True)
 
-    def __enter__(self) -> BatchLoader:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -94,10 +90,8 @@ class BatchLoader:
         ahead: dict[_Step, list[Future[Any]]] = {}
         for _ in range(_STEPS_AHEAD):
             consumed, size = sum(step), step[1]
-            if self._batch_size_at is not None:
-                size = self._batch_size_at(consumed)
-            step = consumed, size
-            if consumed + size > len(self._dataset):
+            step = consumed, size if self._batch_size_at is None else self._batch_size_at(consumed)
+            if sum(step) > len(self._dataset):
                 break
             ahead[step] = self._ahead.pop(step, []) or self._submit(workers, step)
         for future in itertools.chain.from_iterable(self._ahead.values()):
@@ -112,10 +106,8 @@ class BatchLoader:
         consumed, size = step
         stride = self._micro_batch_size * self._data_size
         if size % stride:
-            raise ValueError(
-                f"--global-batch-size {size} is not divisible by --micro-batch-size"
-                f" {self._micro_batch_size} x {self._data_size} data-parallel ranks"
-            )
+            ranks = f"{self._micro_batch_size} x {self._data_size} data-parallel ranks"
+            raise ValueError(f"--global-batch-size {size} is not divisible by --micro-batch-size {ranks}")
         start = consumed + self._data_rank * self._micro_batch_size
         return range(start, start + size, stride)
 

@@ -60,13 +60,9 @@ class PreprocessConfig:
 
 
 class Encoded(NamedTuple):
-    """A block, tokenized.
+    """A tokenized block: per key [sum of lengths] ids of the documents back to back, and [documents] int32 lengths.
 
-    Attributes:
-        tokens: per key [sum of lengths] ids of the documents back to back.
-        lengths: per key [documents] int32 ids of each.
-        bad_lines: lines that gave no document.
-        text_bytes, disk_bytes: size of the text, and of what was read for it.
+    `text_bytes` is the size of the text, `disk_bytes` that of the part of the file that was read for it.
     """
 
     tokens: list[np.ndarray]
@@ -107,10 +103,8 @@ class PreprocessProgress:
 
 
 def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callable[[str], None]) -> PreprocessProgress:
-    """Tokenize a corpus; see `PreprocessConfig`.
+    """Tokenize a corpus; see `PreprocessConfig`. `log` gets lines of progress and bad lines.
 
-    Args:
-        log: told of progress and of bad lines.
     Raises:
         ValueError: a flag or an input is not usable, there is no text, or a line is bad and --on-error is stop. Nothing
             is written then.
@@ -175,7 +169,7 @@ def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], app
 
 
 def _check(config: PreprocessConfig, tokenizer: Tokenizer | None) -> tuple[list[Path], list[Path]]:
-    """The input files and the prefixes of the datasets, once all that can be refused beforehand has been."""
+    """Refuse all that can be refused beforehand; returns the input files and the prefixes of the datasets."""
     if not config.input:
         raise ValueError("--input is missing: the files to tokenize")
     if config.output_prefix is None:
@@ -245,7 +239,7 @@ def map_in_processes(function: Callable[[T], R], items: Iterable[T], num_workers
 
 def _prepare_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends the workers
-    end_with(parent)  # a worker of the library's waits for the next item forever when the main process is killed
+    end_with(parent)  # else a worker waits for the next item forever when the main process is killed
 
 
 def _replace(path: Path, function: Callable[[Any], Any]) -> None:

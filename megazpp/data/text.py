@@ -31,11 +31,7 @@ _FLAG = "--text-path"
 
 
 def resolve_text_paths(values: Sequence[str]) -> list[Path]:
-    """The files that --text-path names; `builtin:moby_dick` is the corpus shipped with the package.
-
-    Raises:
-        ValueError: a file does not exist or is a directory, or there is no such corpus.
-    """
+    """The files that --text-path names; `builtin:moby_dick` is the corpus shipped with the package."""
     paths = []
     for value in values:
         path = Path(value).expanduser()
@@ -51,11 +47,7 @@ def resolve_text_paths(values: Sequence[str]) -> list[Path]:
 
 
 def read_documents(path: Path, *, flag_name: str = _FLAG) -> Iterator[str]:
-    """The documents of one file that are not empty; errors begin with the flag that named it.
-
-    Raises:
-        ValueError: the file cannot be read, is not UTF-8, or a line is no object with a string "text"; it is named.
-    """
+    """The documents of one file that are not empty; a ValueError names the flag, the file and the line."""
 
     def refuse(bad: BadLine) -> None:
         raise ValueError(f"{flag_name} {bad}")
@@ -77,11 +69,7 @@ def check_texts(paths: Sequence[Path], *, flag_name: str = _FLAG) -> None:
 def cached_sentencepiece(
     paths: Sequence[Path], vocab_size: int, *, cache_dir: Path, log: Callable[[str], None]
 ) -> SentencePieceTokenizer:
-    """The SentencePiece tokenizer of `vocab_size` pieces trained on these files; `log` is told before it is trained.
-
-    Raises:
-        ValueError: the text is empty, or does not support so many pieces.
-    """
+    """The SentencePiece tokenizer of `vocab_size` pieces trained on these files, as `train_sentencepiece` does it."""
 
     def build(file: Path) -> None:
         file.write_bytes(train_sentencepiece(first_characters(_all_documents(paths), MAX_CHARACTERS), vocab_size))
@@ -171,11 +159,7 @@ def cached_indexed_dataset(
     log: Callable[[str], None],
     flag_name: str = _FLAG,
 ) -> Path:
-    """The prefix of the .bin/.idx pair of these files' documents; `log` is told before they are tokenized.
-
-    Raises:
-        ValueError: the text is empty.
-    """
+    """The prefix of the .bin/.idx pair of these files' documents; raises ValueError if they are empty."""
 
     def build(directory: Path) -> None:
         directory.mkdir()
@@ -208,11 +192,12 @@ def _all_documents(paths: Sequence[Path], flag_name: str = _FLAG) -> Iterator[st
 
 def content_hash(paths: Sequence[Path]) -> list[str]:
     """Kind and hash of each file, for cache keys."""
-    hashes = []
-    for path in paths:
+
+    def hashed(path: Path) -> str:
         with open(path, "rb") as file:
-            hashes.append(kind_of(path) + hashlib.file_digest(file, "blake2b").hexdigest())
-    return hashes
+            return kind_of(path) + hashlib.file_digest(file, "blake2b").hexdigest()
+
+    return list(map(hashed, paths))
 
 
 def _names(paths: Sequence[Path]) -> str:

@@ -75,7 +75,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
     """The tokenizer that the flags name, or None when they name none (one is to be trained).
 
     Raises:
-        ValueError: a file is missing or is not what it should be, or flags contradict each other.
+        ValueError: a file is missing or of another kind, or flags contradict each other.
     """
     tokenizer: Tokenizer
     if not names_tokenizer(config):

@@ -1,4 +1,4 @@
-"""All tokens of a dataset in order, each to be predicted exactly once: what a model is tested on.
+"""All tokens of a dataset in order, each to be predicted exactly once: the samples of a test.
 
 The sequences' ids back to back are one line, with eod before the first: its beginning is predicted from a document's
 end, like that of every other document. Window k is what lies between ids k S and (k + 1) S of the line, S + 1 ids: the
@@ -25,7 +25,7 @@ class WholeText:
     Args:
         sequences: where the ids are.
         seq_length: S.
-        eod: what comes before the first id; None: nothing, and the first id is not predicted.
+        eod: the id before the first one; None: there is none, and the first id is not predicted.
         vocab_size: refuse ids that are not below this.
         name: in messages.
     Attributes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,26 +77,13 @@ class SelfAttention(nn.Module):
         self.dropout = config.attention_dropout
         self.document_kernel = document_kernel
         self.recompute_norm, self.recompute_core = config.recomputes("layernorm"), config.recomputes("core_attn")
-        self.qkv = ColumnParallelLinear(
-            config.hidden,
-            config.query_groups * (self.queries_per_group + 2) * self.head_size,
-            tp=tp,
-            std=config.init_method_std,
-            bias=config.qkv_bias,
-            sequence_parallel=sequence_parallel,
-            product=product,
-        )
+        rows = config.query_groups * (self.queries_per_group + 2) * self.head_size
+        split: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "product": product}
+        self.qkv = ColumnParallelLinear(config.hidden, rows, std=config.init_method_std, bias=config.qkv_bias, **split)
         self.q_norm = Norm(config, self.head_size, tp=tp, split=True) if config.qk_layernorm else None
         self.k_norm = Norm(config, self.head_size, tp=tp, split=True) if config.qk_layernorm else None
-        self.proj = RowParallelLinear(
-            config.heads * self.head_size,
-            config.hidden,
-            tp=tp,
-            std=output_std,
-            bias=config.linear_bias,
-            sequence_parallel=sequence_parallel,
-            product=product,
-        )
+        columns = config.heads * self.head_size
+        self.proj = RowParallelLinear(columns, config.hidden, std=output_std, bias=config.linear_bias, **split)
 
     def forward(
         self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None, *, norm: Norm | None = None
@@ -113,14 +101,8 @@ class SelfAttention(nn.Module):
         if cache is not None:
             assert inputs.places is not None, "a cache needs places"
             k, v = cache.extend((k, v), inputs.places, inputs.mask)
-        out: torch.Tensor = recomputed(
-            self._core,
-            *(q, k, v, inputs),
-            when=self.recompute_core,
-            draws=self.dropout > 0.0,
-            in_graph=self.qkv.tp.size == 1,
-        )
-        return self.proj(out)
+        when, draws, in_graph = self.recompute_core, self.dropout > 0.0, self.qkv.tp.size == 1
+        return self.proj(recomputed(self._core, q, k, v, inputs, when=when, draws=draws, in_graph=in_graph))
 
     def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """[S, B, heads, D], 2 x [keys, B, groups, D] -> [S, B, heads x D]."""

@@ -31,10 +31,8 @@ from megazpp.model.config import GPTConfig
 MASKED_ON_CUDA = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # of the variable-length kernel, which is flash attention 2: some devices train with no wider heads
 MOST_CHANNELS, CHANNELS_MULTIPLE, FIRST_CAPABILITY = 192, 8, (8, 0)
-# All layers of all models in a process share one code object, of which torch keeps a graph for each kind of layer. Four
-# models (policy, reference, reward, value), with gradients or without, in training or not, of one row or several, and
-# decoding have more kinds than torch's own limit of 8. Batches and sequences that vary are marked, so that one graph of
-# a kind serves every size above 1.
+# All layers of a process share one code object, of which torch keeps a graph for each kind of layer: four models,
+# with gradients or without, in training or not, of one row or several, and decoding are more than torch's limit of 8.
 MOST_GRAPHS = 64
 _TRITON_CAPABILITY = (7, 0)  # the first of CUDA devices that Triton compiles for
 
@@ -69,11 +67,9 @@ def varlen_groups(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def mask_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
-    """The reason why attention inside documents takes a mask of S x S, not `variable_length`; None where it does not.
+    """Give the reason that attention inside documents takes a mask of S x S; None where `variable_length` is used.
 
-    Args:
-        capability: of the CUDA device; None for any other.
-        dtype: of queries, keys and values.
+    `capability` is None on devices other than CUDA; `dtype` is that of queries, keys and values.
     """
     if capability is None:
         return "only CUDA has a kernel for documents"
@@ -138,12 +134,11 @@ def mark_varying(tensor: torch.Tensor | None, *dims: int) -> None:
 def compiles_layers(config: GPTConfig, device_type: str) -> tuple[bool, str]:
     """True if layers are compiled on such a device, and the reason, for the table of back ends.
 
-    torch.compile needs a compiler of its own on each kind of device. On CUDA, layers of small models spend more time on
-    the host, launching kernels, than on the device; compiled layers launch fewer, so there --compile is the default. On
-    a CPU it mostly costs the time to compile.
+    On CUDA, layers of small models spend more time on the host, launching kernels, than on the device; compiled layers
+    launch fewer, so there --compile is the default. On a CPU it mostly costs the time to compile.
 
     Raises:
-        ValueError: --compile asks for what cannot be.
+        ValueError: --compile is given, and a compiler is missing.
     """
     if config.compile is False:
         return False, "--no-compile"
@@ -177,12 +172,7 @@ def missing_compiler(device_type: str) -> str | None:
 def model_backends(
     config: GPTConfig, *, device: torch.device, dtype: torch.dtype, documents: bool
 ) -> list[tuple[str, str, str]]:
-    """Rows (piece, implementation, why) for the table of back ends.
-
-    Args:
-        dtype: what the layers compute in.
-        documents: attention stays inside documents.
-    """
+    """Rows (piece, implementation, why) for the table of back ends; `documents`: attention stays inside documents."""
     attention = "torch scaled_dot_product_attention", "the first of its kernels that can"
     if documents:
         attention = "torch varlen_attn", "attention stays inside documents; nothing of S x S is kept"

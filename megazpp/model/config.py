@@ -114,10 +114,8 @@ class GPTConfig:
             )
             _require(heads % self.query_groups == 0, f"--num-attention-heads {heads} is not divisible by {groups}")
         _require(not (self.swiglu and self.squared_relu), "--swiglu and --squared-relu exclude each other")
-        _require(
-            not (self.openai_gelu and (self.swiglu or self.squared_relu)),
-            "--openai-gelu excludes --swiglu and --squared-relu",
-        )
+        others = self.swiglu or self.squared_relu
+        _require(not (self.openai_gelu and others), "--openai-gelu excludes --swiglu and --squared-relu")
         _ = self.window  # reads --window-size
         self._check_rotary()
         self._check_recompute()
@@ -145,24 +143,18 @@ class GPTConfig:
             self.recompute_modules is None or self.recompute == "selective",
             f"--recompute-modules {' '.join(self.recompute_modules or ())} needs --recompute-granularity selective",
         )
+        given = f"--recompute-num-layers {count}"
         if self.recompute != "full":
-            _require(
-                method is None and count is None,
-                "--recompute-method and --recompute-num-layers need --recompute-granularity full",
-            )
+            need = "--recompute-method and --recompute-num-layers need --recompute-granularity full"
+            _require(method is None and count is None, need)
         elif method == "block":
             _require(count is not None, "--recompute-method block needs --recompute-num-layers")
-            check_positive(self, "recompute_num_layers")
             assert count is not None
-            _require(
-                self.num_layers is None or count <= self.num_layers,
-                f"--recompute-num-layers {count} is not between 1 and --num-layers {self.num_layers}",
-            )
+            check_positive(self, "recompute_num_layers")
+            known = self.num_layers is not None
+            _require(not known or count <= self.layers, f"{given} is not between 1 and --num-layers {self.num_layers}")
         else:
-            _require(
-                count in (None, 1),
-                f"--recompute-num-layers {count}: --recompute-method uniform recomputes layer by layer here (1)",
-            )
+            _require(count in (None, 1), f"{given}: --recompute-method uniform recomputes layer by layer here (1)")
 
     # ---- what follows from the fields -------------------------------------------------------------------------
 
@@ -204,11 +196,7 @@ class GPTConfig:
 
     @property
     def window(self) -> int | None:
-        """Tokens that a token may look at, its own and those before it; None for all.
-
-        Raises:
-            ValueError: --window-size is no pair of numbers, or looks ahead.
-        """
+        """Tokens that a token may look at, its own and those before it; None for all."""
         if self.window_size is None:
             return None
         sides = re.fullmatch(r"\(?(-1|\d+), *0\)?", self.window_size)

@@ -19,29 +19,25 @@ from megazpp.tensor_parallel.parameters import seed_for
 
 
 class SharedGenerator:
-    """A generator whose state is the same on all tp ranks of a data rank.
-
-    Args:
-        device: where masks are drawn.
-        seed: the run's seed.
-        data_rank: data ranks see different samples and draw different masks.
-    """
+    """A generator whose state is the same on all tp ranks of a data rank; each data rank draws masks of its own."""
 
     def __init__(self, device: torch.device, *, seed: int, data_rank: int) -> None:
         self.generator = torch.Generator(device).manual_seed(seed_for(f"dropout on data rank {data_rank}", seed=seed))
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For `torch.utils.checkpoint(context_fn=...)`: the recomputation draws what the forward drew."""
-        return nullcontext(), self._replay(self.generator.get_state())
+        """Contexts for `torch.utils.checkpoint(context_fn=...)`: the recomputation draws what the forward drew."""
+        state = self.generator.get_state()
 
-    @contextmanager
-    def _replay(self, state: torch.Tensor) -> Iterator[None]:
-        now = self.generator.get_state()
-        self.generator.set_state(state)
-        try:
-            yield
-        finally:
-            self.generator.set_state(now)
+        @contextmanager
+        def replay() -> Iterator[None]:
+            now = self.generator.get_state()
+            self.generator.set_state(state)
+            try:
+                yield
+            finally:
+                self.generator.set_state(now)
+
+        return nullcontext(), replay()
 
 
 class Dropout(nn.Module):

@@ -56,7 +56,7 @@ def check_device(config: GPTConfig, device_type: str) -> None:
 
 
 def float8_product(fmt: Float8Format, *, emulate: bool = False) -> Product:
-    """The product of x [..., K], weight [N, K] and bias [N] or None: x W^T + b, [..., N].
+    """Make the product of x [..., K], weight [N, K] and bias [N] or None: x W^T + b, [..., N].
 
     Args:
         fmt: "e4m3" for everything; "hybrid": gradients of outputs in e5m2, which reach further and round coarser.

@@ -1,8 +1,8 @@
 """The GPT: embedding, pre-norm transformer layers, final norm, output layer.
 
 Parameters live on leaf modules only (FSDP2's flat order then equals `named_parameters()`), activations are
-[S, B, H], and everything that varies with the parallel layout is in the layers of `tensor_parallel`. One file, because
-`sharding_units` speaks of all its modules.
+[S, B, H], and everything that varies with the parallel layout is in the layers of `tensor_parallel`. One file of more
+than 300 lines, because `sharding_units` speaks of all its modules.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TokenOutputs(NamedTuple):
     Attributes:
         losses: of the labels, the negative log-probabilities; None without labels.
         entropy: of the distributions that the labels are drawn from, without a gradient; None unless asked for.
-        values: what the scalar head makes of the tokens up to and including each; None unless asked for.
+        values: of the scalar head for the tokens up to and including each; None unless asked for.
     """
 
     losses: torch.Tensor | None = None
@@ -55,15 +55,13 @@ class GPTModel(nn.Module):
     all-gather before the output layer (each the other way round in backward).
 
     Args:
-        config: the shape.
         vocab_size: tokens that exist; the embedding is padded beyond.
-        tp: the tensor-parallel axis.
         sequence_parallel: keep activations between layers split along the sequence.
         shared_generator: where tp ranks draw the dropout masks they must agree on; None when there is no dropout.
         document_kernel: computes attention inside documents; None for a mask.
-        product: what the layers' linear layers multiply with; None for 16-bit products that hide tp's collectives.
+        product: of the layers' linear layers; None for 16-bit products that hide tp's collectives.
         scalar_head: also have a head that gives each token one number: a reward model's, or the values of PPO.
-        compiled: whether layers are; None: only with --compile.
+        compiled: compile layers; None: only with --compile.
         varying_sizes: compile layers for batches and sequences of any size, and not for each of the first few.
     """
 
@@ -119,10 +117,10 @@ class GPTModel(nn.Module):
             position_ids: [B, S] int64; None counts from 0 in every row.
             document_starts: [D + 1] offsets into the flattened tokens, int32 for a document kernel; attention stays
                 inside a document.
-            cache: what came before `tokens`, of which it also keeps keys and values; for generation, without
+            cache: keys and values of the tokens before, to which those of `tokens` are added; for generation, without
                 sequence parallelism, position_ids and document_starts.
             logits_at: [B] the place in each row whose logits are wanted; None for all.
-            temperature: what logits are divided by before losses and entropy.
+            temperature: divisor of logits before losses and entropy.
             with_entropy, with_values: also give these; values need the scalar head.
         Returns:
             With labels: [B, S] fp32 losses. Without: [B, S, V/T] logits of this tp rank's part of the padded
@@ -315,9 +313,9 @@ class PositionEmbedding(nn.Module):
 
 
 class OutputLayer(nn.Module):
-    """The untied output weight, its rows split over tp as the embedding's; what is made of it, the caller says.
+    """The untied output weight, its rows split over tp as the embedding's; `head` computes product or loss of it.
 
-    The product and the loss are computed inside this module's forward, where FSDP2 has the weight gathered.
+    That happens inside this module's forward, where FSDP2 has the weight gathered.
     """
 
     def __init__(self, config: GPTConfig, vocab_size: int, tp: MeshAxis) -> None:

@@ -14,16 +14,13 @@ import torch
 
 
 class KVCache:
-    """Keys and values of all layers.
+    """Keys and values of all layers of a model, for `batch` rows.
 
     Args:
-        num_layers: of the model.
-        batch: rows.
         capacity: longest row, in tokens.
         on_host: keep them in the host's memory; those of one layer at a time are copied to where it computes.
     Attributes:
         lengths: tokens that each row has.
-        layers: one for each layer.
     """
 
     def __init__(self, num_layers: int, batch: int, capacity: int, *, on_host: bool = False) -> None:
@@ -31,11 +28,11 @@ class KVCache:
         self.layers = [LayerCache(capacity, on_host=on_host) for _ in range(num_layers)]
 
     def positions(self, seq: int, device: torch.device) -> torch.Tensor:
-        """[B, S]: where the next `seq` tokens of each row are."""
+        """[B, S]: the places of the next `seq` tokens of each row."""
         return (torch.tensor(self.lengths).unsqueeze(1) + torch.arange(seq)).to(device)
 
     def mask(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """[B, 1, S, longest row]: where tokens at `positions` may look; None while there is nothing but them."""
+        """[B, 1, S, longest row]: True where tokens at `positions` may look; None while there is nothing but them."""
         if not any(self.lengths):
             return None
         places = torch.arange(max(self.lengths) + positions.shape[1], device=positions.device)
@@ -53,11 +50,7 @@ class KVCache:
 
 
 class LayerCache:
-    """Keys and values of one layer: [C, B, G, D] twice, allocated when the first keys come.
-
-    Attributes:
-        kept: both; None before.
-    """
+    """Keys and values of one layer: `kept` is [C, B, G, D] twice, allocated when the first keys come."""
 
     def __init__(self, capacity: int, *, on_host: bool = False) -> None:
         self._capacity, self.on_host = capacity, on_host

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -34,43 +36,22 @@ class MLP(nn.Module):
         self.squared_relu = config.squared_relu
         self.gelu_approximation = "tanh" if config.openai_gelu else "none"
 
-        def column() -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                config.hidden,
-                config.ffn_size,
-                tp=tp,
-                std=config.init_method_std,
-                bias=config.linear_bias,
-                sequence_parallel=sequence_parallel,
-                product=product,
-            )
-
-        self.gate = column() if config.swiglu else None
-        self.fc1 = column()
-        self.fc2 = RowParallelLinear(
-            config.ffn_size,
-            config.hidden,
-            tp=tp,
-            std=output_std,
-            bias=config.linear_bias,
-            sequence_parallel=sequence_parallel,
-            product=product,
-        )
+        hidden, inner, std = config.hidden, config.ffn_size, config.init_method_std
+        split: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "product": product}
+        split["bias"] = config.linear_bias
+        self.gate = ColumnParallelLinear(hidden, inner, std=std, **split) if config.swiglu else None
+        self.fc1 = ColumnParallelLinear(hidden, inner, std=std, **split)
+        self.fc2 = RowParallelLinear(inner, hidden, std=output_std, **split)
 
     def forward(self, x: torch.Tensor, *, norm: Norm | None = None) -> torch.Tensor:
         """MLP of `norm(x)`, of x without a norm."""
-        up, gate = normed(norm, x, then=self._up, recompute=self.recompute_norm)
-        down: torch.Tensor = recomputed(self._inside, up, gate, then=self.fc2, when=self.recompute_activation)
+        layers = [self.fc1] if self.gate is None else [self.fc1, self.gate]
+        # [S, B, H] ([S/T, B, H]) -> 1 or 2 x [S, B, F/T]
+        parts = normed(norm, x, then=lambda x: column_parallel(x, layers), recompute=self.recompute_norm)
+        down: torch.Tensor = recomputed(self._inside, *parts, then=self.fc2, when=self.recompute_activation)
         return down
 
-    def _up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[S, B, H] ([S/T, B, H]) -> 2 x [S, B, F/T]."""
-        if self.gate is None:
-            return self.fc1(x), None
-        up, gate = column_parallel(x, [self.fc1, self.gate])
-        return up, gate
-
-    def _inside(self, up: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    def _inside(self, up: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """2 x [S, B, F/T] -> [S, B, F/T], the activation."""
         if gate is not None:
             return F.silu(gate) * up

@@ -27,9 +27,9 @@ def recomputed(
 
     Args:
         then: the product, which is not computed again; None for nothing more.
-        draws: whether `cheap` draws random numbers from torch's default generator, which then has to be wound back.
-        in_graph: whether torch.compile may take `cheap` into its graph. Attention may not where parameters are
-            DTensors: to compute it again, torch 2.13 hands the generator's state on, and takes a DeviceMesh for it.
+        draws: `cheap` draws random numbers from torch's default generator, which then has to be wound back.
+        in_graph: torch.compile may take `cheap` into its graph. Attention may not where parameters are DTensors: to
+            compute it again, torch 2.13 hands the generator's state on, and takes a DeviceMesh for it.
     """
 
     def both(*args: object) -> Any:

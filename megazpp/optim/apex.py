@@ -1,9 +1,8 @@
 """NVIDIA apex's FusedAdam on DTensor parameters.
 
-apex hands raw pointers to its kernels, and a DTensor has none. So the public optimizer keeps the DTensors, as
-every torch optimizer does (groups and state can be checkpointed and resharded), and inside each step apex
-sees plain parameters and moments that share the local shards' memory. apex is found by looking for its files,
-not by importing it: the package called `apex` on PyPI is an unrelated project.
+apex hands raw pointers to its kernels, and a DTensor has none. So the public optimizer keeps the DTensors, whose groups
+and state can be checkpointed and resharded, and inside each step apex sees plain parameters and moments that share the
+local shards' memory. apex is found by its files: the package called `apex` on PyPI is an unrelated project.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ _ADVICE = (
 
 
 def check_apex(device_type: str) -> None:
-    """Refuse apex where it cannot run, without importing it.
-
-    Raises:
-        ValueError: the device is not CUDA, or apex's FusedAdam or its extension `amp_C` is not installed.
-    """
+    """Raise ValueError where apex cannot run: not on CUDA, or FusedAdam or the extension `amp_C` is missing."""
     if device_type != "cuda":
         raise ValueError(f"--optimizer-backend apex needs a CUDA device, this run is on {device_type}; {_ADVICE}")
     package = importlib.util.find_spec("apex")

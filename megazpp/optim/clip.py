@@ -26,10 +26,9 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
 class GradNorm(NamedTuple):
-    """The norm of all gradients, and what it is made of.
+    """The norm of all gradients, an fp32 scalar that is the same on every rank, and its parts on this rank.
 
     Attributes:
-        value: fp32 scalar on the parameters' device, the same on every rank.
         names: of the P parameters that have a gradient.
         squares: [P] fp64, this rank's part of the square of each gradient's norm.
         divisor: of the norm (the loss scale).
@@ -44,13 +43,12 @@ class GradNorm(NamedTuple):
 def global_grad_norm(
     named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis, *, divisor: float = 1.0
 ) -> GradNorm:
-    """L2 norm of all gradients; parameters without a gradient count as 0.
+    """L2 norm of all gradients, divided by `divisor` (the loss scale); parameters without a gradient count as 0.
 
     Args:
         named_parameters: the same on every rank; DTensors whose mesh dims carry the axes' names, or plain tensors,
             which are taken as repeated on every rank of both axes.
         tp, shard: the axes along which parameters may be split. One all-reduce of one number on each.
-        divisor: the norm is divided by this (the loss scale).
     """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.grad is not None]
     squares = _squares(_grad_parts(named, tp, shard))
@@ -59,7 +57,7 @@ def global_grad_norm(
 
 
 def grad_norms(norm: GradNorm, tp: MeshAxis, shard: MeshAxis) -> dict[str, float]:
-    """L2 norm of each parameter's gradient, the same on every rank; for a look at what went wrong."""
+    """L2 norm of each parameter's gradient, the same on every rank."""
     norms = _summed_root(norm.squares, tp, shard) / norm.divisor
     return dict(zip(norm.names, norms.tolist(), strict=True))
 
@@ -82,12 +80,8 @@ def count_zero_grads(named_parameters: NamedParameters, tp: MeshAxis, shard: Mes
 def clip_divisor(norm: torch.Tensor, max_norm: float, *, divisor: float = 1.0) -> torch.Tensor:
     """Divisor of gradients such that their global norm is at most `max_norm`, an fp32 scalar like `norm`.
 
-    Megatron's rule: the divisor, times (norm + 1e-6) / max_norm where that is above 1. NaN stays NaN.
-
-    Args:
-        norm: global norm of the divided gradients, as `global_grad_norm(..., divisor=divisor)` gives it.
-        max_norm: largest norm allowed; 0 turns clipping off.
-        divisor: the loss scale.
+    Megatron's rule: `divisor` (the loss scale), times (norm + 1e-6) / max_norm where that is above 1; `norm` is that of
+    the divided gradients. NaN stays NaN, and max_norm 0 turns clipping off.
     """
     excess = (norm + 1e-6) / max_norm if max_norm > 0.0 else torch.ones_like(norm)
     return divisor * excess.clamp(min=1.0)

@@ -1,8 +1,6 @@
 """Loss scaling: keeps small fp16 gradients from flushing to zero.
 
-The loss is multiplied by `scaler.scale` before backward and the gradients are divided by it before clipping.
-After each step `update` is told whether a gradient was not finite; the dynamic scale then follows Megatron's
-rule.
+The loss is multiplied by `scaler.scale` before backward, and the gradients are divided by it before clipping.
 """
 
 from __future__ import annotations
@@ -32,17 +30,13 @@ class LossScaleConfig:
 
 
 class LossScaler:
-    """A scale that stays as it is.
-
-    Attributes:
-        scale: what the loss is multiplied by; 1.0 means no scaling.
-    """
+    """A scale that stays as it is."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
     def update(self, found_inf: bool) -> None:
-        """Told after every step whether a gradient was NaN or Inf (the same answer on every rank)."""
+        """Call after every step; `found_inf`: a gradient was NaN or Inf (the same on every rank)."""
 
     def state_dict(self) -> dict[str, Any]:
         """The scale: what else was saved with it is in its units."""
@@ -85,11 +79,8 @@ class DynamicLossScale(LossScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """Scale and trackers under Megatron's names."""
-        return {
-            "scale": self.scale,
-            "growth_tracker": self._growth_tracker,
-            "hysteresis_tracker": self._hysteresis_tracker,
-        }
+        trackers = {"growth_tracker": self._growth_tracker, "hysteresis_tracker": self._hysteresis_tracker}
+        return {"scale": self.scale, **trackers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale = float(state["scale"])

@@ -1,12 +1,9 @@
-"""The optimizer and its parameter groups.
+"""The optimizer, torch's or apex's, and its parameter groups.
 
-The optimizer is the library's, chosen by flag. torch's fused AdamW runs on the local tensors of the DTensors that
-FSDP2 makes (an empty one does no harm): it takes DTensors too, but then the host works out placements for each of them.
-Its fused SGD does not take DTensors (torch 2.13: "no sharding strategy registered"), so SGD runs the multi-tensor path.
-What is ours is which parameters decay (Megatron's rule: no biases, nothing one-dimensional) and the refusal of settings
-that cannot work.
-
-Learning rate and weight decay are set before every step by `set_rates_`, from the schedule.
+torch's fused AdamW runs on the local tensors of the DTensors that FSDP2 makes (an empty one does no harm): it takes
+DTensors too, but then the host works out placements for each of them. Its fused SGD does not take DTensors (torch 2.13:
+"no sharding strategy registered"), so SGD runs the multi-tensor path. Learning rate and weight decay are set before
+every step by `set_rates_`, from the schedule.
 """
 
 from __future__ import annotations
@@ -58,16 +55,9 @@ class OptimizerConfig:
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, device: torch.device
 ) -> torch.optim.Optimizer:
-    """The optimizer of `config` over parameters that already have their final, sharded form.
+    """The optimizer of `config` over sharded parameters; those that need no gradient are left out.
 
-    The learning rate is 0 until `set_rates_` is called.
-
-    Args:
-        named_parameters: as `module.named_parameters()` gives them; those that need no gradient are left out.
-        config: constants and back end.
-        device: where the parameters live: a CPU or a CUDA device, for which torch has fused kernels.
-    Raises:
-        ValueError: apex is asked for and is not on this node.
+    The learning rate is 0 until `set_rates_` is called. Raises ValueError if apex is asked for and is not here.
     """
     if config.optimizer_backend == "apex":
         check_apex(device.type)
@@ -94,7 +84,7 @@ class ShardedAdamW(torch.optim.AdamW):
         grad_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
     ) -> None:
-        """One update of every parameter that has a gradient; no closure is supported.
+        """Update every parameter that has a gradient; no closure is supported.
 
         Args:
             grad_scale: gradients are divided by it first, in place; an fp32 scalar.
@@ -140,15 +130,13 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
         Groups with keys "params", "weight_decay", "wd_mult" (1 or 0: scales the scheduled weight decay) and
         "lr_mult" (1). An empty group is left out.
     """
-    decayed: list[nn.Parameter] = []
-    exempt: list[nn.Parameter] = []
+    groups: dict[float, list[nn.Parameter]] = {1.0: [], 0.0: []}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            is_exempt = name.endswith(".bias") or parameter.ndim == 1
-            (exempt if is_exempt else decayed).append(parameter)
+            groups[0.0 if name.endswith(".bias") or parameter.ndim == 1 else 1.0].append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay * multiple, "wd_mult": multiple, "lr_mult": 1.0}
-        for parameters, multiple in ((decayed, 1.0), (exempt, 0.0))
+        for multiple, parameters in groups.items()
         if parameters
     ]
 

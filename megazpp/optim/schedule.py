@@ -1,9 +1,8 @@
 """Learning rate and weight decay as pure functions of the samples consumed so far.
 
-Megatron's formulas, and Megatron's unit: flags given in iterations are turned into samples by the global
-batch size, so a run and its continuation on another number of ranks see the same values. The rate of a step
-is the one at the samples consumed before it: with warm-up the first step has `--lr-warmup-init`, as in
-Megatron.
+Formulas and unit are Megatron's: flags given in iterations are turned into samples by the global batch size, so a run
+and its continuation on another number of ranks see the same values. The rate of a step is the one at the samples
+consumed before it: with warm-up the first step has `--lr-warmup-init`.
 """
 
 from __future__ import annotations
@@ -140,14 +139,13 @@ def build_schedule(
     train_samples: int | None,
     global_batch_size: int,
 ) -> Schedule:
-    """The schedule of a run of `train_iters` steps or of `train_samples` samples.
+    """The schedule of a run of `train_iters` steps or of `train_samples` samples: exactly one is given.
 
     Args:
         weight_decay: the constant weight decay, used unless the config ramps it.
-        train_iters, train_samples: exactly one is given, see BatchConfig.
         global_batch_size: samples per step after any ramp-up; turns iterations into samples.
     Raises:
-        ValueError: the lengths do not fit the run, as Megatron has it; names the flags and their values.
+        ValueError: the lengths do not fit the run; names the flags and their values.
     """
     if config.lr is None:
         raise ValueError("--lr is required")

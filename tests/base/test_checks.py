@@ -70,12 +70,6 @@ def test_links_can_be_filled_in_once_they_are_measured() -> None:
     assert known._replace(layout=plan.layout) == plan
 
 
-def test_sequence_parallel_without_tensor_parallel_is_a_notice() -> None:
-    assert check("--sequence-parallel").notices == (
-        "--sequence-parallel is ignored: --tensor-model-parallel-size is 1",
-    )
-
-
 @pytest.mark.parametrize(
     ("flags", "ranks", "message"),
     [
