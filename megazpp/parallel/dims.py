@@ -103,6 +103,7 @@ class ParallelDims:
         nccl: priorities and channels of the groups, where the back end is NCCL.
         timeout: of every collective; None: torch's, 10 minutes on NCCL and 30 on gloo.
         threads: whether the hops of CPU tensors run in threads; False: at once, in the thread that submits them.
+        mesh: one that is there already, [shard] or [shard, tp], whose dims may have other names; None: a new one.
     Attributes:
         layout: the integers.
         mesh: DeviceMesh [island, replicate, shard, tp], of which only shard is there where it has one rank.
@@ -119,6 +120,7 @@ class ParallelDims:
         nccl: NcclConfig | None = None,
         timeout: timedelta | None = None,
         threads: bool = True,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         if device_type == "cuda":
             check_connections()
@@ -127,11 +129,8 @@ class ParallelDims:
         self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
         # an axis of one rank is no dim of the mesh, but for shard, which FSDP2 cannot do without; groups number their
         # ranks as the axes do, because FSDP2 takes shard indices from its group's ranks
-        names = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
-        ranks = torch.tensor(layout.mesh_ranks()).view([layout.axis_size(axis) for axis in names])
-        # hops between islands run over many steps, so they never share the group of all ranks
-        groups = [self._make_group(axis, axis, own=axis == "island") for axis in names]
-        self.mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
+        self._mesh_axes = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
+        self.mesh = self._make_mesh(device_type) if mesh is None else mesh
         self.tp, self.local, self.cross, self.shard, self.replicate, self.island = axes = [
             self._axis(name, name, self._group(name)) for name in AXES
         ]
@@ -154,6 +153,13 @@ class ParallelDims:
         group = self._make_group(axis, name, own=True) if self.layout.axis_size(axis) > 1 else None
         return self._axis(axis, name, group)
 
+    def _make_mesh(self, device_type: str) -> DeviceMesh:
+        names = self._mesh_axes
+        ranks = torch.tensor(self.layout.mesh_ranks()).view([self.layout.axis_size(axis) for axis in names])
+        # hops between islands run over many steps, so they never share the group of all ranks
+        groups = [self._make_group(axis, axis, own=axis == "island") for axis in names]
+        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
+
     def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:
         rank = dist.get_rank()
         ranks = self.layout.axis_ranks(axis, rank)
@@ -173,9 +179,9 @@ class ParallelDims:
         if self.layout.axis_size(axis) == 1:
             return None
         if axis in MESH_AXES:
-            return self.mesh.get_group(axis)
+            return self.mesh.get_group(self._mesh_axes.index(axis))
         if self.layout.cross == 1:
-            return self.mesh.get_group("shard")
+            return self._group("shard")
         return self._make_group(axis, axis)
 
     def _make_group(self, axis: str, name: str, *, own: bool = False) -> dist.ProcessGroup:

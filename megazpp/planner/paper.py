@@ -115,7 +115,7 @@ class PaperUnit(Unit):
     def __init__(self, parameters: Parameters, num_ranks: int, rank: int = 0) -> None:
         segments = plan_segments(parameters, num_ranks)
         found = tuple(
-            UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape, requires_grad=True)
+            UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape, mesh_dims=1, requires_grad=True)
             for name, shape in parameters
         )
         super().__init__(modules=(_NOWHERE,), parameters=found, segments=segments, trained_segments=segments)

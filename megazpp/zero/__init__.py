@@ -1,11 +1,11 @@
 """Floor 2: data-parallel sharding of any model, on FSDP2.
 
-For other people's models: `shard_model` wraps and shards in one call, `attach_zeropp` takes a model that
-`fully_shard` has wrapped already.
+For other people's models `zeropp` has FSDP2's collectives travel in ZeRO++'s two hops.
 """
 
 from megazpp.zero.config import ZeroConfig
+from megazpp.zero.fsdp2 import zeropp
 from megazpp.zero.precision import PrecisionConfig
-from megazpp.zero.sharding import Sharding, attach_zeropp, shard_model
+from megazpp.zero.sharding import Sharding, shard_model
 
-__all__ = ["PrecisionConfig", "Sharding", "ZeroConfig", "attach_zeropp", "shard_model"]
+__all__ = ["PrecisionConfig", "Sharding", "ZeroConfig", "shard_model", "zeropp"]

@@ -19,7 +19,7 @@ from megazpp.zero.comms import CountedGather, CountedReduce, SummingReduce
 from megazpp.zero.config import GatherPlan, ReducePlan, WirePlan, ZeroConfig
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.layout import plan_message
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.precision import Dtypes, PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.schedule import CommQueues, GatherSchedule, ReduceSchedule
 from megazpp.zero.secondary import Resident, Secondary
@@ -51,7 +51,7 @@ class CommFactory:
         shard: MeshAxis,
         plan: WirePlan,
         zero: ZeroConfig,
-        precision: PrecisionConfig,
+        precision: PrecisionConfig | Dtypes,
         codec: Callable[[MessageLayout, torch.dtype], Codec] = Codec,
     ) -> None:
         self._cross, self._local, self._shard, self._codec = cross, local, shard, codec

@@ -20,6 +20,7 @@ from megazpp.zero.units import Unit
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 except ImportError as error:  # pragma: no cover
     raise ImportError(
         f"torch {torch.__version__} has moved FSDP2's comm interface; MegaZ++ knows torch 2.11 to 2.13"
@@ -114,13 +115,18 @@ class SummingReduce(FreshBuffers, ReduceScatter):
         if late:
             self._unit.refuse_gradient_hooks()
         result = torch.empty_like(output_tensor) if late else output_tensor
+        divisor = _divisor(self._unit, group, result) if late else 1.0
         work = self.start(input_tensor, result)
         if work is not None and not late:
             work.wait()
             return
         output_tensor.zero_()  # FSDP2 adds it to the gradient; the rest is in partial sums or comes at the end
         if work is not None:
-            self._schedule.finish_later(work, functools.partial(self._unit.add_to_gradients, result))
+            self._schedule.finish_later(work, functools.partial(self._finish, result, divisor))
+
+    def _finish(self, result: torch.Tensor, divisor: float) -> None:
+        """Add a sum that came after FSDP2 had divided its output to the gradients, divided alike."""
+        self._unit.add_to_gradients(result if divisor == 1.0 else result.div_(divisor))
 
 
 class CountedReduce(SummingReduce):
@@ -143,3 +149,10 @@ def count_all_reduce(axis: MeshAxis) -> Callable[[torch.Tensor], None]:
         axis.count("all_reduce", 2 * axis.ring_bytes(reduced))
 
     return hook
+
+
+def _divisor(unit: Unit, group: dist.ProcessGroup, reduced: torch.Tensor) -> float:
+    """The number by which FSDP2 divides the sum over the ranks of `group`."""
+    factor, device = unit.gradient_divide_factor, reduced.device.type
+    _, after, *_ = _get_gradient_divide_factors(group, None, reduced.dtype, device, factor, True)
+    return 1.0 if after is None else after

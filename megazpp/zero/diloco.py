@@ -43,7 +43,7 @@ from megazpp.zero.layout import own_rows, plan_message, plan_segments
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.secondary import Resident
 from megazpp.zero.sharding import Sharding
-from megazpp.zero.units import Unit, find_units
+from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec
 
 
@@ -243,7 +243,7 @@ class DiLoCo:
         precision: of the model.
     Attributes:
         plan: as given.
-        units: in the order of `find_units`.
+        units: in the order of `Sharding.units`.
         fragments: the units of each.
         merge_at: of each fragment the iteration at which its messages have arrived; 0 where none are under way.
     """
@@ -251,10 +251,9 @@ class DiLoCo:
     def __init__(self, sharding: Sharding, dims: ParallelDims, plan: DilocoPlan, precision: PrecisionConfig) -> None:
         self.plan, self._sharding, self._dims, self._axis = plan, sharding, dims, dims.island
         sharding.free_gathered()
-        units = find_units(sharding.model, dims)
         device = next(sharding.model.parameters()).device
         self.units = []
-        for unit in units:
+        for unit in sharding.units:
             shapes = [tuple(shard.shape) for shard in unit.shards()]
             queue = dims.island.queue
             outer = OuterUnit(unit, shapes, dims.island, plan=plan, precision=precision, queue=queue)

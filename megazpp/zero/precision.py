@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -41,3 +42,10 @@ class PrecisionConfig:
         if self.fp16 and not self.accumulate_allreduce_grads_in_fp32:
             return torch.float16
         return torch.float32
+
+
+class Dtypes(NamedTuple):
+    """What `PrecisionConfig` comes to, for models whose precision no flags describe."""
+
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype

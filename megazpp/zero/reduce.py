@@ -77,7 +77,8 @@ class TwoHopReduce(SummingReduce):
                 f"{self._unit.name}: gradients of {size} elements per rank, planned {planned}: a parameter got no "
                 f"gradient, which quantized reduction needs torch 2.13 for (this is {torch.__version__})"
             )
-        cross = self._last_micro_batch or self._every_micro_batch
+        last = self._last_micro_batch and self._unit.in_last_backward
+        cross = last or self._every_micro_batch
         inside = self._queues.local.submit(functools.partial(self._hop_inside, gradients, keep=not cross))
         self._schedule.sent(inside)
         if not cross:
@@ -93,6 +94,11 @@ class TwoHopReduce(SummingReduce):
     def message_bytes(self) -> tuple[int, int]:
         """Bytes of one shard's message inside a node and across nodes."""
         return self._local_codec.layout.message_bytes, self._cross_codec.layout.message_bytes
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether quantization errors are kept and added the next time."""
+        return self._feedback
 
     def errors(self, device: torch.device) -> Feedback | None:
         """The errors of the cross hop's last quantization; None without feedback. Call while no backward is running."""

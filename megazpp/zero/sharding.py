@@ -26,12 +26,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from kernels.block_quant import rescale_
+from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.comms import SummingReduce, count_all_reduce
 from megazpp.zero.config import WirePlan, ZeroConfig, plan_wire
 from megazpp.zero.gather import Crossing, TwoHopGather
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.precision import Dtypes, PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.units import Unit, find_units
 
@@ -63,8 +64,10 @@ class Sharding:
         watchable: every comm that sums gradients over shards.
         keyframe_interval: iterations between whole weights in the place of differences; None: as many as come.
         feedback_reset: iterations after which error feedback is forgotten; None: never.
+        counter: of the bytes that this rank sends; None: nothing is sent.
     Attributes:
         keeps_gathered: as a `WeightHandle` says it (streamed.py).
+        units, counter: as given.
     """
 
     keeps_gathered = True
@@ -79,8 +82,10 @@ class Sharding:
         watchable: Sequence[SummingReduce] = (),
         keyframe_interval: int | None = None,
         feedback_reset: int | None = None,
+        counter: TrafficCounter | None = None,
     ) -> None:
-        self.model, self.stage = model, stage
+        self.counter = counter or TrafficCounter()
+        self.model, self.units, self.stage = model, units, stage
         self._keyframe_interval = keyframe_interval
         self._iteration: int | None = None
         self._shard_elements = sum(unit.segments[-1].stop for unit in units)
@@ -238,6 +243,11 @@ class Sharding:
         return complete
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether there is a `secondary_state` or an `error_feedback`."""
+        return bool(self._residents) or any(reduce.feeds_back for reduce in self._reduces)
+
+    @property
     def secondary_state_bytes(self) -> int:
         """About the bytes of this rank's `secondary_state`."""
         return sum(gather.new_row(torch.device("meta")).nbytes for gather in self._residents)
@@ -321,37 +331,32 @@ def shard_model(
     for unit in [*units, [model]]:
         target = unit[0] if len(unit) == 1 else list(unit)
         fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
-    return _install_comms(model, dims, wire, zero, precision, stage=stage)
+    return install_comms(model, dims, wire, zero, precision, stage=stage)
 
 
-def attach_zeropp(
-    model: nn.Module, dims: ParallelDims, *, zero: ZeroConfig | None = None, precision: PrecisionConfig | None = None
+def install_comms(
+    model: nn.Module,
+    dims: ParallelDims,
+    wire: WirePlan,
+    zero: ZeroConfig,
+    precision: PrecisionConfig | Dtypes,
+    *,
+    stage: int,
+    means: bool = False,
 ) -> Sharding:
-    """Install our comms in a model that `fully_shard` has wrapped already, over `dims.data_mesh`.
+    """Have FSDP2 call our collectives in a model that `fully_shard` has wrapped over `dims.data_mesh`.
 
     Args:
-        model: the root FSDPModule.
-        dims: the axes; its `data_mesh` is the mesh the model was wrapped with.
-        zero: stage (3 if the model reshards after forward) and wire formats.
-        precision: the policy that the model was wrapped with.
-    Raises:
-        ValueError: `zero` asks for what `dims` cannot do.
-        TypeError: `model` was not wrapped.
+        means: whether gradients are divided as FSDP2 does it by itself: by the data ranks, or by what
+            `set_gradient_divide_factor` has said; else they are sums.
     """
-    zero, precision = zero or ZeroConfig(zeropp=True), precision or PrecisionConfig()
-    return _install_comms(model, dims, plan_wire(zero, dims.layout), zero, precision, stage=zero.stage)
-
-
-def _install_comms(
-    model: nn.Module, dims: ParallelDims, wire: WirePlan, zero: ZeroConfig, precision: PrecisionConfig, *, stage: int
-) -> Sharding:
-    units = find_units(model, dims)
+    units = find_units(model, dims.shard.size, data_dims=1 if dims.replicate.size == 1 else 2)
     factory = CommFactory(
         cross=dims.cross, local=dims.local, shard=dims.shard, plan=wire, zero=zero, precision=precision
     )
     for unit in units:
         for module in map(_as_fsdp, unit.modules):
-            if dims.shard.size * dims.replicate.size > 1:  # for one rank FSDP2 divides by nothing, if not told by what
+            if dims.shard.size * dims.replicate.size > 1 and not means:  # for one rank FSDP2 divides by nothing
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if dims.replicate.size > 1:
@@ -367,6 +372,7 @@ def _install_comms(
         factory.all_reduces,
         keyframe_interval=zero.zero_weight_keyframe_interval,
         feedback_reset=zero.zero_error_feedback_reset,
+        counter=dims.counter,
     )
 
 

@@ -11,10 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.layout import Segment, plan_segments
+from megazpp.zero.precision import Dtypes
 
-SHARD = "shard"  # the mesh dim of ParallelDims
 Fingerprint = tuple[object, ...]
 
 
@@ -26,6 +25,7 @@ class UnitParameter:
         name: its name in the model.
         module, attribute: where it is registered (FSDP2 puts another object there while it is gathered).
         shape: its shape on this tensor-parallel rank, not sharded over data ranks.
+        mesh_dims: dims of the mesh that its shards are on; gathered parameters have none, or the tensor-parallel one.
         requires_grad: whether it is trained.
     """
 
@@ -33,6 +33,7 @@ class UnitParameter:
     module: nn.Module
     attribute: str
     shape: tuple[int, ...]
+    mesh_dims: int
     requires_grad: bool
 
 
@@ -62,7 +63,31 @@ class Unit:
     @property
     def is_sharded(self) -> bool:
         """Whether the modules hold the shards now, not the gathered parameters (with tp, DTensors on its mesh)."""
-        return all(isinstance(t, DTensor) and SHARD in (t.device_mesh.mesh_dim_names or ()) for t in self._tensors())
+        tensors = zip(self._tensors(), self.parameters, strict=True)
+        return all(isinstance(t, DTensor) and t.device_mesh.ndim == p.mesh_dims for t, p in tensors)
+
+    @property
+    def in_last_backward(self) -> bool:
+        """Whether the backward that runs is a step's last one, as `FSDPModule.set_is_last_backward` has said."""
+        return all(_state(module)._state_ctx.is_last_backward for module in self.modules)
+
+    @property
+    def gradient_divide_factor(self) -> float | None:
+        """The number that `FSDPModule.set_gradient_divide_factor` was given; None: the data ranks."""
+        factor: float | None = _state(self.modules[0])._fsdp_param_group.gradient_divide_factor
+        return factor
+
+    @property
+    def reshards_elsewhere(self) -> bool:
+        """Whether its weights are kept over fewer ranks between forward and backward (an integer as FSDP2's switch)."""
+        group = _state(self.modules[0])._fsdp_param_group
+        return group.post_forward_mesh_info not in (None, group.mesh_info)
+
+    def dtypes(self) -> set[Dtypes]:
+        """The dtypes in which FSDP2 gathers weights and reduces gradients; several if weights are gathered as bytes."""
+        policy = _state(self.modules[0])._mp_policy
+        found = {policy.param_dtype or tensor.dtype for tensor in self._tensors()}
+        return {Dtypes(dtype, policy.reduce_dtype or dtype) for dtype in found}
 
     def fingerprint(self) -> Fingerprint:
         """A value that changes when autograd counts a write to a shard or a shard is replaced.
@@ -141,9 +166,12 @@ class Unit:
         return [p.module._parameters[p.attribute] for p in self.parameters]  # half of the time of `getattr`
 
 
-def find_units(model: nn.Module, dims: ParallelDims) -> list[Unit]:
-    """The units of a wrapped model, outermost last.
+def find_units(model: nn.Module, num_shards: int, *, data_dims: int = 1) -> list[Unit]:
+    """The units of a wrapped model, outermost last; call while its parameters are shards.
 
+    Args:
+        num_shards: ranks that dim 0 of each parameter is spread over.
+        data_dims: leading dims of the parameters' meshes that are FSDP2's; the others are tensor-parallel.
     Raises:
         TypeError: `model` has not been wrapped by `fully_shard`.
     """
@@ -153,22 +181,28 @@ def find_units(model: nn.Module, dims: ParallelDims) -> list[Unit]:
     states: dict[object, list[nn.Module]] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            states.setdefault(module._get_fsdp_state(), []).append(module)
+            states.setdefault(_state(module), []).append(module)
     units = []
     for modules in states.values():
         seen: set[object] = set()
-        found = [p for module in modules for p in _parameters(module, names, seen, dims)]
+        found = [p for module in modules for p in _parameters(module, names, seen, data_dims)]
         if found:
             units.append(
                 Unit(
                     name=", ".join(names[module] or "the rest" for module in modules),
                     modules=tuple(modules),
                     parameters=tuple(found),
-                    segments=_segments(found, dims),
-                    trained_segments=_segments([p for p in found if p.requires_grad], dims),
+                    segments=_segments(found, num_shards),
+                    trained_segments=_segments([p for p in found if p.requires_grad], num_shards),
                 )
             )
     return units
+
+
+def _state(module: nn.Module) -> Any:
+    """What FSDP2 keeps of a module that `fully_shard` has wrapped."""
+    assert isinstance(module, FSDPModule)
+    return module._get_fsdp_state()
 
 
 def _parts_of(flat: torch.Tensor, segments: Sequence[Segment], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -177,37 +211,39 @@ def _parts_of(flat: torch.Tensor, segments: Sequence[Segment], like: Sequence[to
     return [part if part.shape == other.shape else part[: len(other)] for part, other in zip(padded, like, strict=True)]
 
 
-def _segments(parameters: list[UnitParameter], dims: ParallelDims) -> tuple[Segment, ...]:
-    return plan_segments([(p.name, p.shape) for p in parameters], dims.shard.size)
+def _segments(parameters: list[UnitParameter], num_shards: int) -> tuple[Segment, ...]:
+    return plan_segments([(p.name, p.shape) for p in parameters], num_shards)
 
 
 def _parameters(
-    root: nn.Module, names: dict[nn.Module, str], seen: set[object], dims: ParallelDims
+    root: nn.Module, names: dict[nn.Module, str], seen: set[object], data_dims: int
 ) -> Iterator[UnitParameter]:
-    """FSDP2's order: children before their parent, nested units left out, a shared parameter where it first appears."""
+    """FSDP2's order: children before their parent, nested units left out, a shared parameter where it first appears.
+
+    Parameters that FSDP2 was told to ignore are no DTensors of its mesh, and left out.
+    """
     for child in root.children():
         if not isinstance(child, FSDPModule) and child not in seen:
-            yield from _parameters(child, names, seen, dims)
+            yield from _parameters(child, names, seen, data_dims)
     seen.add(root)
     for attribute, tensor in root.named_parameters(recurse=False):
-        if tensor in seen:
+        if tensor in seen or not isinstance(tensor, DTensor):
             continue
         seen.add(tensor)
         yield UnitParameter(
             name=f"{names[root]}.{attribute}".lstrip("."),
             module=root,
             attribute=attribute,
-            shape=_local_shape(tensor, dims),
+            shape=_local_shape(tensor, data_dims),
+            mesh_dims=tensor.device_mesh.ndim,
             requires_grad=tensor.requires_grad,
         )
 
 
-def _local_shape(tensor: torch.Tensor, dims: ParallelDims) -> tuple[int, ...]:
+def _local_shape(tensor: DTensor, data_dims: int) -> tuple[int, ...]:
     """The shape on this tensor-parallel rank."""
-    assert isinstance(tensor, DTensor), "FSDP2 has made every parameter a DTensor"
     shape = list(tensor.shape)
-    mesh_names = tensor.device_mesh.mesh_dim_names or ()
-    for name, placement in zip(mesh_names, tensor.placements, strict=True):
-        if name == dims.tp.name and isinstance(placement, Shard):
-            shape[placement.dim] //= dims.tp.size
+    for mesh_dim, placement in enumerate(tensor.placements[data_dims:], data_dims):
+        if isinstance(placement, Shard):
+            shape[placement.dim] //= tensor.device_mesh.size(mesh_dim)
     return tuple(shape)

@@ -24,7 +24,7 @@ from megazpp.base.flags import check_positive, flag
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.secondary import WORDS
 from megazpp.zero.sharding import Sharding
-from megazpp.zero.units import Unit, find_units
+from megazpp.zero.units import Unit
 
 SHOWN = 8  # differences that the message names
 
@@ -61,7 +61,7 @@ def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
     Raises:
         CorruptWeightsError: the same on all ranks.
     """
-    units = find_units(sharding.model, dims)
+    units = sharding.units
     with torch.no_grad(), dims.counter.paused():
         residents = sharding.sums_of_residents()
         sums = torch.stack([_sums_of_shards(unit, dims.shard.size) for unit in units])  # [units, shards]

@@ -315,7 +315,7 @@ def build_plain(settings: BenchmarkSettings, dims: ParallelDims) -> Built:
             module.set_force_sum_reduction_for_comms(True)
     materialize(model, torch.device("cpu"))
     initialize_parameters_(model, seed=SEED, draw_device=torch.device("cpu"))
-    return Built(model, Sharding(model, find_units(model, dims), 3))
+    return Built(model, Sharding(model, find_units(model, dims.shard.size, data_dims=dims.data_mesh.ndim), 3))
 
 
 def serve(settings: BenchmarkSettings, control: int, worker: Worker) -> None:

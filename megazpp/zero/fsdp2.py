@@ -1,0 +1,199 @@
+"""ZeRO++ for a model that is not ours: `megazpp.zeropp(model)`, after which FSDP2's own loop goes on as before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.survey import describe_host, share_survey
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import plan_layout
+from megazpp.zero.config import ZeroConfig, plan_wire
+from megazpp.zero.precision import Dtypes
+from megazpp.zero.sharding import Sharding, install_comms
+from megazpp.zero.units import Unit, find_units
+
+HANDLE, STATE = "_megazpp", "_megazpp_state"  # an attribute of the model, and a submodule that its state_dict visits
+
+
+def zeropp(
+    model: nn.Module, *, ranks_per_node: int | None = None, config: ZeroConfig | None = None, **fsdp: Any
+) -> Sharding:
+    """Have the weights and gradients of an FSDP2 model travel in ZeRO++'s two hops; call on all ranks, before training.
+
+    Nothing else of the training changes: gradients are FSDP2's means (`set_gradient_divide_factor` is obeyed), and
+    gradients cross nodes when FSDP2 reduces them in a step's last backward (`set_requires_gradient_sync`,
+    `set_is_last_backward`). Optimizer steps of torch's optimizers are noticed.
+
+    Args:
+        model: wrapped by `fully_shard` on a mesh [data] or [data, tensor parallel] of all ranks; or not wrapped yet:
+            then each repeated block and the rest become a unit over all ranks.
+        ranks_per_node: where consecutive ranks share a node; None: the ranks find out where they are.
+        config: formats and switches; the default is `ZeroConfig(zeropp=True, zero_error_feedback=False)`. With error
+            feedback, `Sharding.end_step` has to be told what clipping did to the gradients.
+        fsdp: arguments of `fully_shard` for a model that is not wrapped, as `mp_policy`.
+    Returns:
+        The handle, which need not be kept: the model keeps it.
+    Raises:
+        TypeError: FSDP1 or DDP has wrapped the model.
+        ValueError: the mesh is no rectangle of nodes, or FSDP2 was asked for what ZeRO++ cannot do. Nothing has been
+            changed then, except that a model that was not wrapped is.
+    """
+    config = config or ZeroConfig(zeropp=True, zero_error_feedback=False)
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
+            raise TypeError(f"{type(module).__name__} has wrapped the model: ZeRO++ needs FSDP2, fully_shard")
+    if hasattr(model, HANDLE):
+        raise ValueError("megazpp.zeropp was called for this model before")
+    tensor = next(model.parameters())
+    if not isinstance(model, FSDPModule):
+        _wrap(model, tensor.device.type, fsdp)
+    elif fsdp:
+        raise ValueError(f"{next(iter(fsdp))}: the model is wrapped by fully_shard already, which had its arguments")
+    mesh = _mesh_of(model)
+    tp = mesh.size(1) if mesh.ndim == 2 else 1
+    layout = plan_layout(_find_cluster(mesh, ranks_per_node), tp=tp, replicas=1)
+    if mesh.mesh.flatten().tolist() != list(layout.mesh_ranks()):
+        raise ValueError(
+            f"the mesh has the ranks in the order {mesh.mesh.flatten().tolist()}, node by node it is "
+            f"{list(layout.mesh_ranks())}: number ranks node by node, and make the mesh of all of them"
+        )
+    precision = _precision_of(find_units(model, layout.shard))
+    wire = plan_wire(config, layout)
+    dims = ParallelDims(layout, device_type=mesh.device_type, mesh=mesh)
+    sharding = install_comms(model, dims, wire, config, precision, stage=3, means=True)
+    setattr(model, HANDLE, sharding)
+    if sharding.keeps_state:
+        model.add_module(STATE, KeptState(sharding))
+    if dist.get_rank() == 0:
+        for line in (layout.describe(), wire.describe(), *wire.notices):
+            print(f"megazpp: {line}", flush=True)
+    return sharding
+
+
+class KeptState(nn.Module):
+    """A submodule without parameters, through which a state_dict has what ZeRO++ needs to go on bit for bit.
+
+    That is what nodes keep of the weights where differences cross, and the error feedback, which belongs to its rank.
+    """
+
+    def __init__(self, sharding: Sharding) -> None:
+        super().__init__()
+        self._sharding = [sharding]
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        """Copies of all that there may be, zeros for what there is not yet: a checkpoint is read into the same."""
+        (sharding,) = self._sharding
+        sharding.free_gathered()
+        feedback = {f"rank {dist.get_rank()} {name}": part.clone() for name, part in sharding.error_feedback().items()}
+        return sharding.secondary_targets() | sharding.secondary_state() | feedback
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Go on from what `get_extra_state` has returned; the weights have been loaded."""
+        (sharding,) = self._sharding
+        sharding.free_gathered()
+        complete = sharding.load_secondary_state(state)
+        for name, part in sharding.error_feedback().items():
+            kept = state.get(f"rank {dist.get_rank()} {name}")
+            complete = complete and kept is not None and kept.shape == part.shape
+            part.zero_() if kept is None or kept.shape != part.shape else part.copy_(kept)
+        if not complete:
+            self._say_anew()
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}_extra_state" in state_dict:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+        else:  # a checkpoint of a run without ZeRO++
+            self._say_anew()
+
+    def _say_anew(self) -> None:
+        if dist.get_rank() == 0:
+            print(
+                "megazpp: the checkpoint has no state of ZeRO++ for these ranks: whole weights cross first", flush=True
+            )
+
+
+def _wrap(model: nn.Module, device_type: str, fsdp: Mapping[str, Any]) -> None:
+    """Wrap each repeated block, and the rest of the model, over all ranks."""
+    if device_type == "meta":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = fsdp.get("mesh") or init_device_mesh(device_type, (dist.get_world_size(),))
+    for block in repeated_blocks(model):
+        fully_shard(block, **{**fsdp, "mesh": mesh})
+    fully_shard(model, **{**fsdp, "mesh": mesh})
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks that a model is a stack of, in order: what a Hugging Face model will not split, else its lists' items.
+
+    Raises:
+        ValueError: there are none.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        lists = (m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1)
+        outermost = next((items for items in lists if len({type(item) for item in items}) == 1), ())
+        blocks = [block for block in outermost if next(block.parameters(), None) is not None]
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} has no list of equal blocks: wrap its parts with fully_shard, then call zeropp"
+        )
+    return blocks
+
+
+def _mesh_of(model: nn.Module) -> DeviceMesh:
+    """The mesh [data] or [data, tensor parallel] that FSDP2 was given."""
+    meshes = {}
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue  # one that FSDP2 was told to ignore
+        if not isinstance(first := parameter.placements[0], Shard) or first.dim != 0 or parameter.device_mesh.ndim > 2:
+            raise ValueError(
+                f"{name} is placed as {parameter.placements} on {parameter.device_mesh}: ZeRO++ takes rows in shards "
+                "over [data] or [data, tensor parallel], no copies (HSDP) and no further dims"
+            )
+        meshes[parameter.device_mesh.ndim] = parameter.device_mesh
+    return meshes[max(meshes)]
+
+
+def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if mesh.size() != world_size:
+        raise ValueError(f"the mesh has {mesh.size()} of {world_size} ranks: ZeRO++ takes a mesh of all")
+    if ranks_per_node is not None:
+        if ranks_per_node < 1 or world_size % ranks_per_node:
+            raise ValueError(f"ranks_per_node {ranks_per_node} does not divide {world_size} ranks")
+        return Cluster(num_nodes=world_size // ranks_per_node, ranks_per_node=ranks_per_node)
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    device = torch.device(mesh.device_type, local_rank if mesh.device_type == "cuda" else 0)
+    return share_survey(_get_default_store(), rank, world_size, describe_host(local_rank, device))
+
+
+def _precision_of(units: Sequence[Unit]) -> Dtypes:
+    """The dtypes in which FSDP2 gathers weights and reduces gradients.
+
+    Raises:
+        ValueError: they are not the same in all units, or a unit reshards to other ranks than its data axis.
+    """
+    found = {dtypes: unit.name for unit in units for dtypes in unit.dtypes()}
+    apart = [unit.name for unit in units if unit.reshards_elsewhere]
+    if apart:
+        raise ValueError(f"{apart[0]} reshards to fewer ranks after forward: ZeRO++ needs reshard_after_forward=True")
+    if len(found) > 1:
+        kinds = "; ".join(
+            f"{dtypes.param_dtype} reduced in {dtypes.reduce_dtype}: {of}" for dtypes, of in found.items()
+        )
+        raise ValueError(f"all units have to be computed and reduced in the same dtypes, these are not: {kinds}")
+    return next(iter(found))
