@@ -76,7 +76,7 @@ INSTEAD = [
     (r"^python tools/gpu_check.py.*", r"\g<0> --help"),  # tests/tools/gpu_parts rehearses its parts
     (r"^python tools/generate.py(?!.*--temperature 0).*", r"\g<0> --sample-tokens 4"),
 ]
-PYTHON_INSTEAD = {'device_type="cuda"': 'device_type="cpu"', "ranks_per_node=4": "ranks_per_node=2"}
+PYTHON_INSTEAD = {"zeropp(model)": "zeropp(model, ranks_per_node=2)"}
 
 
 def blocks(page: str, language: str) -> list[str]:

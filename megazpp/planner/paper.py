@@ -109,6 +109,7 @@ class PaperUnit(Unit):
     is_frozen = False
     gather: TwoHopGather | CountedGather | None = None
     reduce: SummingReduce | None = None
+    in_last_backward, gradient_divide_factor = True, 1.0
     frozen = FrozenBytes(0, 0, 0)
     gather_buffer = reduce_buffer = cross_buffer = secondary_bytes = partial_bytes = feedback_bytes = 0
 

@@ -154,5 +154,7 @@ def count_all_reduce(axis: MeshAxis) -> Callable[[torch.Tensor], None]:
 def _divisor(unit: Unit, group: dist.ProcessGroup, reduced: torch.Tensor) -> float:
     """The number by which FSDP2 divides the sum over the ranks of `group`."""
     factor, device = unit.gradient_divide_factor, reduced.device.type
+    if factor == 1.0:
+        return factor
     _, after, *_ = _get_gradient_divide_factors(group, None, reduced.dtype, device, factor, True)
     return 1.0 if after is None else after
