@@ -127,15 +127,9 @@ class ShowConfig:
 
 
 class ParsedRun(NamedTuple):
-    """A command line that was understood.
+    """The configs of a command line: a run's, and `extra`, the program's own; origins and notices as in `Parsed`.
 
-    Attributes:
-        config: the values.
-        origins: field name -> "command line" or "file:line", for the fields that are not at their default.
-        notices: one line for each flag that was accepted and ignored.
-        name: of the last flag file on the command line, without folder and suffix; "run" if there is none.
-        show: what to show instead of running.
-        extra: the program's own configs.
+    `name` is that of the last flag file, without folder and suffix; "run" if there is none.
     """
 
     config: RunConfig
@@ -168,15 +162,11 @@ def parse_run_config(
     extra: Sequence[type] = (),
     default_file: str | None = DEFAULT_FLAG_FILE,
 ) -> ParsedRun:
-    """Read the command line (without the program's name) and the flag files it names.
+    """Read the command line (without the program's name) and the flag files it names, as `FlagParser.read` does.
 
     Args:
-        script_dir: where flag files are looked for if they are not in the working directory.
         extra: config classes that the program has beside those of a run.
         default_file: read first where neither a flag file nor --num-layers is given.
-    Raises:
-        ValueError: one line per problem, each with the place where the flag was written.
-        SystemExit: after --help.
     """
     if default_file is not None and not any(text.startswith(("@", "--num-layers")) for text in argv):
         argv = [default_file, *argv]

@@ -72,9 +72,6 @@ def with_outer_rates(parsed: ParsedRun, record: RunRecord, folder: CheckpointFol
     """Take the outer learning rate and momentum that the run went on with, where flags do not give them.
 
     They were chosen by the number of synchronizations that were planned then; a longer run does not flip the choice.
-
-    Raises:
-        DamagedError: one of them is none that it can have.
     """
     known = {} if parsed.config.diloco.diloco_steps is None else record.flags
     taken = {name: known[name] for name in CHOSEN if name not in parsed.origins and known.get(name) is not None}
@@ -90,10 +87,6 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: RunRecord, folder: Chec
 
     Special tokens stay as the checkpoint has them, unless --add-special-tokens or --no-add-special-tokens is given; one
     that says nothing was made without. Its tokenizer has the model's vocabulary, wherever it lies.
-
-    Raises:
-        DamagedError: files of the tokenizer are missing or damaged.
-        ValueError: flags name a tokenizer that cannot be read.
     """
     given, notices = parsed.config.tokenizer, []
     adds, named = bool(record.flags.get("add_special_tokens", False)), names_tokenizer(given)

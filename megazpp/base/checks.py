@@ -48,11 +48,7 @@ class ModelPlan(NamedTuple):
 
 
 def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str, islands: int = 1) -> ModelPlan:
-    """Check the model, its layout and its wires, where `islands` parts of the cluster train a model each.
-
-    Raises:
-        ValueError: names the flags and their values.
-    """
+    """Check the model, its layout and its wires, where `islands` parts of the cluster train a model each."""
     if config.parallel.hsdp and cluster.num_local_domains == 1:
         raise ValueError("--hsdp makes one copy of the model per node, and there is only one node")
     if config.zero.use_distributed_optimizer and config.zero.stage == 0:
@@ -74,12 +70,9 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str,
 
 
 def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -> RunPlan:
-    """Check everything that can be checked before anything is made, and return what the checks worked out.
+    """Check everything that can be checked before anything is made; a ValueError names the flags and their values.
 
     Called twice: with the cluster that flags and launcher describe, before workers start, and with what they find.
-
-    Raises:
-        ValueError: names the flags and their values.
     """
     _check_required(config)
     if config.anomalies.loss_spike_action == "rewind" and config.checkpoint.save is None:
@@ -111,7 +104,7 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
 
 
 def check_islands(config: RunConfig, cluster: Cluster) -> int:
-    """How many islands there are; 1 where every step is synchronized."""
+    """The number of islands; 1 where every step is synchronized."""
     diloco = config.diloco
     if diloco.diloco_steps is None:
         return 1

@@ -1,4 +1,4 @@
-"""A command line, read in four steps into configs (flags.py).
+"""A command line, read in four steps into configs (flags.py); one file, for words keep their origin through all four.
 
     expand    `@path` is replaced by the flags that the file holds; every word remembers where it was written
     split     a flag and the words up to the next flag belong together
@@ -41,7 +41,7 @@ class Word(NamedTuple):
 
 
 class Given(NamedTuple):
-    """One flag as it was written: its words up to the next flag, and where it stands."""
+    """One flag as it was written: its words up to the next flag, and its origin."""
 
     name: str
     values: tuple[str, ...]
@@ -73,8 +73,7 @@ class FlagParser:
 
     Args:
         configs: config classes; no two may share a field name or a spelling.
-        program: name shown in --help.
-        description: first lines of --help.
+        program, description: for --help.
         rivals: pairs of fields: the first, by hand or in a later file, takes the place of the second.
     """
 
@@ -169,7 +168,8 @@ class FlagParser:
         argv = [given.name, *given.values]
         if len(given.values) == 1:
             argv = [f"{given.name}={given.values[0]}"]  # the = keeps argparse from reading -1e-3 as a flag
-        return vars(self._argparse.parse_args(argv, argparse.Namespace()))
+        read = vars(self._argparse.parse_args(argv, argparse.Namespace()))
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
 
 
 def _refuse_without_effect(parsed: Parsed) -> None:
@@ -181,18 +181,16 @@ def _refuse_without_effect(parsed: Parsed) -> None:
     origins, problems = parsed.origins, []
     fields = {flag_name(field): (config, field) for config in parsed.configs for field in dataclasses.fields(config)}
     for config, field in fields.values():
-        spec, value = field.metadata["flag"], getattr(config, field.name)
+        origin, spec, value = origins.get(field.name), field.metadata["flag"], getattr(config, field.name)
         feature, *allowed = (spec.needs or "none").split()
-        if feature not in fields or field.name not in origins or value is None or value is False:
+        if feature not in fields or origin is None or value is None or value is False:
             continue
         owner, other = fields[feature]
         state = getattr(owner, other.name)
-        if state in allowed if allowed else state:
-            continue
         stays = value == field.default or origins.get(other.name) == COMMAND_LINE
-        if origins[field.name] == COMMAND_LINE or not stays:
+        if not (state in allowed if allowed else state) and (origin == COMMAND_LINE or not stays):
             instead = f", not {as_words(state)}" if allowed and state is not None else ""
-            problems.append(f"{origins[field.name]}: {as_written(config, field)} needs {spec.needs}{instead}")
+            problems.append(f"{origin}: {as_written(config, field)} needs {spec.needs}{instead}")
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -201,12 +199,9 @@ def _refuse_without_effect(parsed: Parsed) -> None:
 
 
 def expand_flag_files(argv: Sequence[str], script_dir: Path) -> list[Word]:
-    """Replace every `@path` of `argv` by the words of that file.
+    """Replace every `@path` of `argv` by the words of that file; raises ValueError if a file cannot be read.
 
     Paths are relative to the working directory or, failing that, to `script_dir`; inside a file, to that file.
-
-    Raises:
-        ValueError: a file is missing, unreadable or badly quoted, or files include each other in a circle.
     """
     folders = (Path.cwd(), script_dir)
     return [word for text in argv for word in _expand(Word(text, COMMAND_LINE), folders, ())]
@@ -279,12 +274,10 @@ def read_megatron_flags() -> dict[str, MegatronFlag]:
 def sift_flags(
     flags: Sequence[Given], supported: Collection[str], known: Mapping[str, MegatronFlag]
 ) -> tuple[tuple[Given, ...], tuple[str, ...]]:
-    """Take out Megatron's flags that have no effect here, the `known` ones that are not `supported`.
+    """Take out Megatron's flags that have no effect here; returns our flags, and a line for each one that was ignored.
 
-    Returns:
-        The flags that are ours, and a line for each one that was ignored.
     Raises:
-        ValueError: one line for each flag that is refused or that nobody knows.
+        ValueError: one line for each flag that is refused or neither `supported` nor `known`.
     """
     kept, notices, problems = [], [], []
     for given in flags:
@@ -346,7 +339,7 @@ def _add_flag(
     elif typing.get_origin(kind) is tuple:
         item, *rest = typing.get_args(kind)
         settings |= _one_value(item, optional, spec.metavar)
-        settings |= {"action": _StoreTuple, "nargs": spec.nargs or ("+" if rest == [...] else 1 + len(rest))}
+        settings["nargs"] = spec.nargs or ("+" if rest == [...] else 1 + len(rest))
     else:
         settings |= _one_value(kind, optional, spec.metavar)
     return group.add_argument(flag_name(field), *spec.aliases, **settings)
@@ -378,11 +371,6 @@ def _one_value(kind: Any, optional: bool, metavar: str | None) -> dict[str, Any]
     read.__name__ = " or ".join([convert.__name__, *words])  # what argparse calls the type in its messages
     shown = [convert.__name__.upper(), *words] if types_ else allowed
     return {"type": read, "metavar": metavar or (f"{{{','.join(shown)}}}" if words else shown[0])}
-
-
-class _StoreTuple(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, tuple(values))
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:

@@ -5,10 +5,10 @@ is one flag: the field name with dashes (`micro_batch_size` is `--micro-batch-si
 type (`int`, `float`, `str`, `bool`, `Literal[...]`, `int | Literal["auto"]`, `tuple[int, ...]`, each possibly
 `| None`; `int | tuple[int, ...]` where in Python one value may stand for a tuple of one), its default the default. A
 bool gets both spellings, `--name` and `--no-name`, and a field that may be None accepts the word `none`, so that the
-command line can undo what a flag file set. A float is finite, an int fits 64 bits.
+command line can undo a flag file. A float is finite, an int fits 64 bits.
 
-What a config can see of itself is checked in its `__post_init__`, by a ValueError that names flag and value; what lies
-between configs, or between them and the machine, in checks.py. command_line.py reads the flags.
+A config checks itself in its `__post_init__`, by a ValueError that names flag and value; checks.py checks several
+together, and against the machine. command_line.py reads the flags.
 """
 
 from __future__ import annotations

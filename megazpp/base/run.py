@@ -55,9 +55,7 @@ class Job(NamedTuple):
 def run_on_ranks(prepare: Callable[[], Job | int]) -> int:
     """Prepare, then become a worker (which does not return) or start the workers; returns the exit status.
 
-    Args:
-        prepare: reads and checks the command line; raises ValueError before anything is made. A number instead of a job
-            is the exit status of a program that is done.
+    `prepare` reads and checks the command line; it gives a job, or the exit status of a program that is done.
     """
     try:
         with user_errors():
@@ -80,11 +78,7 @@ def run_on_ranks(prepare: Callable[[], Job | int]) -> int:
 
 
 def announced_cluster(config: RunConfig, place: Place) -> Cluster:
-    """The cluster that the flags and the launcher's environment describe, before workers start.
-
-    Raises:
-        ValueError: names the flags and their values.
-    """
+    """The cluster that the flags and the launcher's environment describe, before workers start."""
     launcher_env = os.environ if place.started and place.world_size > 1 else {}  # a batch script's is not ours
     tp = config.parallel.tensor_model_parallel_size
     return detect_cluster(place.world_size, config.cluster, launcher_env, tp=tp)
@@ -103,13 +97,9 @@ def planned_cluster(config: RunConfig) -> Cluster:
 
 
 class Loaded(NamedTuple):
-    """Material of a program that uses a checkpoint, on every rank.
+    """The loaded checkpoint of `iteration` on every rank, with the program's own config.
 
-    Attributes:
-        extra: the program's own config.
-        built: the model and the handle on its weights.
-        iteration: of the checkpoint.
-        say: prints a line of progress on rank 0, to stderr.
+    `built` is the model and the handle on its weights; `say` prints a line of progress on rank 0, to stderr.
     """
 
     config: RunConfig
@@ -143,12 +133,11 @@ def run_on_checkpoint(
     A model that is not spread lies whole on each rank, but for tensor parallelism, in the dtype that it computes in.
 
     Args:
-        script: the program's file, in a folder of the repository.
-        description: its docstring, of which --help has the first line.
+        script, description: the program's file, in a folder of the repository, and its docstring.
         extra: config class of the program's own flags.
-        check: raises ValueError where the flags ask for what cannot be.
-        spread: whether more GPUs than tensor parallelism needs are of use, where --nproc does not say. On a CPU one
-            process per tensor-parallel rank has all cores.
+        check: raises ValueError for flags that the program cannot follow.
+        spread: use more GPUs than tensor parallelism needs, where --nproc does not say. On a CPU one process per
+            tensor-parallel rank has all cores.
     """
 
     def prepare() -> Job | int:

@@ -29,8 +29,6 @@ class DataSource(NamedTuple):
     """Sequences of token ids.
 
     Attributes:
-        sequences: the ids.
-        name: in messages.
         fingerprint: equal for equal sequences, for cache keys; None if indices are not to be cached.
         by_tokens: splits take shares of its tokens and cut sequences, not shares of its sequences.
     """
@@ -44,11 +42,8 @@ class DataSource(NamedTuple):
 def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
     """Read a flag like --data-path: the prefixes of .bin/.idx pairs, and their positive weights if it has any.
 
-    Args:
-        values: `A B C`, or `0.3 A 0.7 B`. As in Megatron the latter is meant if every other value is a number.
-        flag_name: the flag, for error messages.
-    Raises:
-        ValueError: a weight is not positive, or some datasets have one and others do not.
+    Values are `A B C`, or `0.3 A 0.7 B`. As in Megatron the latter is meant if every other value is a number. Raises
+    ValueError if a weight is not positive, or some datasets have one and others do not.
     """
 
     def is_number(text: str) -> bool:
@@ -68,11 +63,7 @@ def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ..
 
 
 def open_sources(values: Sequence[str], *, flag_name: str) -> tuple[list[DataSource], tuple[float, ...] | None]:
-    """Open the .bin/.idx pairs that a flag like --data-path names, with their weights if it has any.
-
-    Raises:
-        ValueError: a weight is out of place, or a file is missing or damaged.
-    """
+    """Open the .bin/.idx pairs that a flag like --data-path names, with their weights if it has any."""
     prefixes, weights = parse_blend(values, flag_name=flag_name)
     return [indexed_source(Path(prefix).expanduser(), flag_name) for prefix in prefixes], weights
 
@@ -116,8 +107,6 @@ def build_split(
         use: "train", "valid" or "test", for messages.
         weights: proportions of samples to take from each source; None for in proportion to their sizes.
         bounds: the share of each source's sequences (or tokens) at which the split begins and ends.
-        num_samples, seq_length, seed, vocab_size: see `GPTDataset`.
-        cache_path: the folder for all indices.
     Raises:
         ValueError: the split gets too few ids of a source for one sample, or ids beyond the vocabulary.
     """

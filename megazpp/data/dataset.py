@@ -13,13 +13,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from megazpp.base.files import cache_folder
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag
-from megazpp.data.batch import check_eod
 from megazpp.data.blend import (
     DataSource,
     MockSequences,
@@ -31,6 +30,7 @@ from megazpp.data.blend import (
 )
 from megazpp.data.cache import check_cache_dir
 from megazpp.data.gpt_dataset import Sequences
+from megazpp.data.loader import Dataset, check_eod
 from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
 
@@ -91,30 +91,12 @@ class Splits(NamedTuple, Generic[T]):
     test: T
 
 
-class Dataset(Protocol):
-    """Samples by number: a `GPTDataset` or a `BlendedDataset`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Sample `index`: [seq_length + 1] int64."""
-        ...
-
-    def token_counts(self, size: int) -> np.ndarray:
-        """Count of each id below `size`: [size], up to a factor."""
-        ...
-
-
 _LOOKED_AT = 64  # sequences of a dataset
 _NO_TOKENIZER = "--tokenizer-model is missing: the ids in --data-path mean nothing without their tokenizer"
 
 
 def check_inputs(config: DataConfig, tokenizer: TokenizerConfig) -> None:
-    """Open every file that the flags name, so that a wrong one is known before anything is started or written.
-
-    Raises:
-        ValueError: no data is given, a file is missing or damaged, or a tokenizer is; the flag and the file are named.
-    """
+    """Open every file that the flags name before anything is started; a ValueError names the flag and the file."""
     _require_source(config)
     loaded, sources = load_tokenizer(tokenizer), list[DataSource]()
     if loaded is None and not (config.text_path or config.mock_data):
@@ -129,10 +111,7 @@ def check_inputs(config: DataConfig, tokenizer: TokenizerConfig) -> None:
 
 
 def check_marks(datasets: Sequence[Sequences], tokenizer: Tokenizer, name: str) -> None:
-    """Raises ValueError if datasets were all tokenized the other way: with special tokens before texts, or without.
-
-    They say so themselves, whoever has written them: by how their first sequences begin.
-    """
+    """Raises ValueError if the first sequences of datasets have special tokens and the run does not, or vice versa."""
     before, count = tokenizer.marks.before, len(tokenizer.marks.before)
     places = [(each, i) for each in datasets for i in range(min(len(each.lengths), _LOOKED_AT)) if each.lengths[i]]
     begins = [each.get(i)[:count].tolist() == before for each, i in places]

@@ -32,8 +32,8 @@ Kind = Literal["json lines", "parquet", "text"]
 BLOCK_BYTES = 1 << 20
 _HEAD_BYTES = 512
 _ROWS = 1024
-_KINDS: dict[str, Kind] = {**dict.fromkeys((".jsonl", ".json", ".ndjson"), "json lines"), ".txt": "text"}
-_KINDS[".parquet"] = "parquet"
+_JSON: Kind = "json lines"
+_KINDS: dict[str, Kind] = {".jsonl": _JSON, ".json": _JSON, ".ndjson": _JSON, ".parquet": "parquet", ".txt": "text"}
 _COMPRESSED = (".gz", ".zst")
 _FOREIGN = {  # (place, signature) -> what such a file is
     (0, b"PK\x03\x04"): "a zip archive: unpack it",
@@ -89,11 +89,8 @@ def kind_of(path: Path) -> Kind:
 
 
 def check_readable(path: Path, keys: Sequence[str]) -> None:
-    """Refuse a file that cannot be opened, before the work begins.
-
-    Raises:
-        ValueError: it does not exist, is damaged at its start or of another kind than its name says, has no such
-            columns or not several texts to a document, or a package is missing.
+    """Raise ValueError before the work begins if a file is missing, damaged at its start, of another kind than its name
+    says, or has no such columns; or if a package is missing.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give its files, {path}/*")

@@ -1,9 +1,15 @@
-"""This rank's micro-batches of a step, made ready while the step before it computes.
+"""Micro-batches: what one forward pass of the model is given, and this rank's of a step, made while another computes.
 
-Which samples a micro-batch holds follows from the samples consumed so far and nothing else: micro-batch m of data
-rank r takes `consumed + (m * data_size + r) * micro_batch_size` and the next ones. A step of all ranks together is
-thus the same set of samples whatever the number of ranks. Threads build the next steps (numpy and torch release the
-interpreter lock where it matters); `wait_seconds` says whether they were fast enough.
+A sample is a window of S + 1 tokens; inputs are the first S, labels the last S. The documents inside a window
+end at the tokenizer's eod token. `--reset-attention-mask` turns those ends into `document_starts`, offsets as
+variable-length attention takes them, where Megatron builds an [S, S] mask (model/backends.py).
+
+The samples consumed so far say which samples a micro-batch holds: micro-batch m of data rank r takes
+`consumed + (m * data_size + r) * micro_batch_size` and the next ones. A step of all ranks together is thus the same set
+of samples whatever the number of ranks. Threads build the next steps (numpy and torch release the interpreter lock
+where it matters); `wait_seconds` says whether they were fast enough.
+
+Legend: B samples of a micro-batch, S tokens of a sample, D documents of a micro-batch.
 """
 
 from __future__ import annotations
@@ -13,16 +19,31 @@ import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from megazpp.data.dataset import Dataset
 from megazpp.parallel.worker import threads_on
+
+Batch = TypeVar("Batch", bound="tuple[Any, ...]")
 
 _STEPS_AHEAD = 2
 _Step = tuple[int, int]  # consumed samples, global batch size
+
+
+class Dataset(Protocol):
+    """Samples by number: a `GPTDataset` or a `BlendedDataset`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Sample `index`: [seq_length + 1] int64."""
+        ...
+
+    def token_counts(self, size: int) -> np.ndarray:
+        """Count of each id below `size`: [size], up to a factor."""
+        ...
 
 
 class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
@@ -30,8 +51,6 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
 
     Args:
         dataset: with as many samples as will be asked for.
-        micro_batch_size: samples of a micro-batch.
-        data_rank, data_size: this rank's place among those that share the global batch.
         make_batch: [B, ...] int64 samples to a micro-batch (`make_micro_batch` with its options bound).
         device: where the micro-batches go; for CUDA through pinned memory, without waiting for the copy.
         num_workers: threads; 0 builds each step when it is asked for.
@@ -120,3 +139,82 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
             error.add_note(f"while loading samples {first} to {stop - 1} on data rank {self._data_rank}")
             raise
         return batch.pin_memory() if self._device.type == "cuda" else batch
+
+
+class MicroBatch(NamedTuple):
+    """One forward pass's worth of samples.
+
+    Attributes:
+        tokens: [B, S] int64.
+        labels: [B, S] int64, the token after each of `tokens`.
+        loss_mask: [B, S] fp32, 1 where the loss counts.
+        position_ids: [B, S] int64.
+        document_starts: [D + 1] int32 offsets into the B * S tokens, from 0 to B * S; None without
+            --reset-attention-mask. A sample always starts a document.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    document_starts: torch.Tensor | None
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
+        return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> MicroBatch:
+        """Copy to page-locked memory, from which copies to a GPU do not block."""
+        return mapped(self, torch.Tensor.pin_memory)
+
+
+def mapped(batch: Batch, f: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    """Apply `f` to each tensor of the named tuple `batch`; None stays None."""
+    kind: Any = type(batch)
+    found: Batch = kind(*(None if t is None else f(t) for t in batch))
+    return found
+
+
+def make_micro_batch(
+    samples: torch.Tensor,
+    *,
+    eod: int | None,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
+    eod_mask_loss: bool = False,
+) -> MicroBatch:
+    """Inputs, labels, masks and positions of a stack of samples.
+
+    Args:
+        samples: [B, S + 1] int64.
+        eod: the id that ends a document; the token after it starts the next one. Each of the three flags needs it.
+        reset_position_ids: positions count from the start of the document, not of the sample.
+        reset_attention_mask: give `document_starts`.
+        eod_mask_loss: no loss where the input is eod (the next document's first token cannot be predicted).
+    """
+    resets = {"reset_position_ids": reset_position_ids, "reset_attention_mask": reset_attention_mask}
+    check_eod(eod, **resets, eod_mask_loss=eod_mask_loss)
+    tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    loss_mask = torch.ones_like(tokens, dtype=torch.float32)
+    if eod_mask_loss:
+        loss_mask[tokens == eod] = 0.0
+
+    starts = None
+    if reset_position_ids or reset_attention_mask:
+        is_start = torch.zeros_like(tokens, dtype=torch.bool)
+        is_start[:, 0] = True
+        is_start[:, 1:] = tokens[:, :-1] == eod
+        if reset_position_ids:
+            # starts grow along a row, so a running maximum finds the latest one at or before each token
+            positions = positions - torch.where(is_start, positions, 0).cummax(dim=1).values
+        if reset_attention_mask:
+            offsets = is_start.flatten().nonzero().flatten()
+            starts = torch.cat([offsets, offsets.new_tensor([tokens.numel()])]).to(torch.int32)
+    return MicroBatch(tokens, labels, loss_mask, positions.contiguous(), starts)
+
+
+def check_eod(eod: int | None, **flags: bool) -> None:
+    """Raises ValueError naming the flags that need to know where documents end, if the tokenizer has no such token."""
+    names = ", ".join(f"--{name.replace('_', '-')}" for name, on in flags.items() if on)
+    if eod is None and names:
+        raise ValueError(f"{names} needs a tokenizer with an end-of-document token, and this one has none")

@@ -203,12 +203,8 @@ def map_in_processes(function: Callable[[T], R], items: Iterable[T], num_workers
     sender is killed in the middle of it. So items and results are handed over as files, and messages are their names:
     fewer bytes than a pipe takes at once, which are written wholly or not at all.
 
-    Args:
-        function: pickled with every item, so small (2 KB); what it needs is best kept by a cache in the worker.
-        items: taken as they are needed.
-    Raises:
-        ValueError: a worker was killed, or there is no room for temporary files.
-        Exception: one that `function` raises.
+    `function` is pickled with every item, so it is small (2 KB), and a cache in the worker keeps its needs; its
+    exceptions come out. A ValueError says that a worker was killed, or that there is no room for temporary files.
     """
     ahead: deque[tuple[Path, Future[None]]] = deque()
 

@@ -91,13 +91,9 @@ def train_sentencepiece(
 ) -> bytes:
     """A SentencePiece model that gives any text back exactly (but for U+2581, its own sign for a space).
 
-    No normalization, bytes for characters it has no piece for, and `<eod>` (id 1) for the end of a document.
-    With one thread equal text gives an equal model, so nodes agree.
-
-    Args:
-        min_log_level: of SentencePiece's log on stderr: 0 all of it, 1 warnings, 2 errors.
-    Raises:
-        ValueError: the text does not support `vocab_size` pieces. Errors of `documents` come out as they are.
+    No normalization, bytes for characters it has no piece for, and `<eod>` (id 1) for the end of a document. With one
+    thread equal text gives an equal model, so nodes agree. `min_log_level` 0 logs all, 1 warnings, 2 errors. Raises
+    ValueError if the text does not support `vocab_size` pieces; errors of `documents` come out as they are.
     """
     model = io.BytesIO()
     failure: Exception | None = None  # SentencePiece makes a RuntimeError of what the lines raise

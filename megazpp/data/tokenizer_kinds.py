@@ -159,8 +159,7 @@ class HFTokenizer(Tokenizer):
     Args:
         definition: the text of tokenizer.json.
         eod: the piece that ends a document; None looks for the usual names.
-        files: what the definition was made from, if not from the text of tokenizer.json alone.
-        add_special_tokens: put marks around texts.
+        files: sources of the definition, if not the text of tokenizer.json alone.
     Raises:
         ValueError: `tokenizers` is not installed, or `eod` is not in the vocabulary.
     """

@@ -13,23 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megazpp.data.batch import MicroBatch, make_micro_batch
 from megazpp.data.gpt_dataset import Sequences
+from megazpp.data.loader import MicroBatch, make_micro_batch
 
 PADDING = -1
 
 
 class WholeText:
-    """Windows of S + 1 ids.
+    """Windows of S + 1 ids, of which `num_tokens` in all are predicted.
 
     Args:
-        sequences: where the ids are.
-        seq_length: S.
         eod: the id before the first one; None: there is none, and the first id is not predicted.
         vocab_size: refuse ids that are not below this.
-        name: in messages.
-    Attributes:
-        num_tokens: that are predicted.
     """
 
     def __init__(self, sequences: Sequences, *, seq_length: int, eod: int | None, vocab_size: int, name: str) -> None:

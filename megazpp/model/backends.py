@@ -132,13 +132,10 @@ def mark_varying(tensor: torch.Tensor | None, *dims: int) -> None:
 
 
 def compiles_layers(config: GPTConfig, device_type: str) -> tuple[bool, str]:
-    """True if layers are compiled on such a device, and the reason, for the table of back ends.
+    """True if layers are compiled on such a device, and the reason; raises ValueError if --compile lacks a compiler.
 
     On CUDA, layers of small models spend more time on the host, launching kernels, than on the device; compiled layers
     launch fewer, so there --compile is the default. On a CPU it mostly costs the time to compile.
-
-    Raises:
-        ValueError: --compile is given, and a compiler is missing.
     """
     if config.compile is False:
         return False, "--no-compile"

@@ -97,22 +97,18 @@ class GPTConfig:
         check_positive(self, "num_attention_heads", "num_layers", "hidden_size", "ffn_hidden_size", "kv_channels")
         check_positive(self, "num_query_groups", "make_vocab_size_divisible_by")
         check_positive(self, "norm_epsilon", "init_method_std", "rotary_base")
-        _require(
-            self.hidden_size is None or self.ffn_size > 0,
-            f"--ffn-hidden-size 0: what follows from --hidden-size {self.hidden_size} is not positive",
-        )
+        too_small = f"--ffn-hidden-size 0: what follows from --hidden-size {self.hidden_size} is not positive"
+        _require(self.hidden_size is None or self.ffn_size > 0, too_small)
         for name in ("hidden_dropout", "attention_dropout"):
             rate = getattr(self, name)
             _require(0.0 <= rate < 1.0, f"{spelling(self, name)} {rate} is not in [0, 1)")
         groups = f"--num-query-groups {self.num_query_groups}"
         _require(self.num_query_groups == 1 or self.group_query_attention, f"{groups} needs --group-query-attention")
-        if self.num_attention_heads is not None:
-            heads, hidden = self.num_attention_heads, self.hidden_size
-            _require(
-                self.kv_channels is not None or hidden is None or hidden % heads == 0,
-                f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}",
-            )
-            _require(heads % self.query_groups == 0, f"--num-attention-heads {heads} is not divisible by {groups}")
+        if (heads := self.num_attention_heads) is not None:
+            hidden, given = self.hidden_size, f"--num-attention-heads {heads}"
+            fits = self.kv_channels is not None or hidden is None or hidden % heads == 0
+            _require(fits, f"--hidden-size {hidden} is not divisible by {given}")
+            _require(heads % self.query_groups == 0, f"{given} is not divisible by {groups}")
         _require(not (self.swiglu and self.squared_relu), "--swiglu and --squared-relu exclude each other")
         others = self.swiglu or self.squared_relu
         _require(not (self.openai_gelu and others), "--openai-gelu excludes --swiglu and --squared-relu")
@@ -131,18 +127,14 @@ class GPTConfig:
         if self.kv_channels is None and None in (self.hidden_size, self.num_attention_heads):
             return
         rotated = int(self.head_size * percent)
-        _require(
-            rotated % 2 == 0 and rotated > 0,
-            f"--rotary-percent {percent} of {self.head_size} channels per head is {rotated}, "
-            "which is not a positive even number",
-        )
+        given = f"--rotary-percent {percent} of {self.head_size} channels per head is {rotated}"
+        _require(rotated % 2 == 0 and rotated > 0, f"{given}, which is not a positive even number")
 
     def _check_recompute(self) -> None:
         method, count = self.recompute_method, self.recompute_num_layers
-        _require(
-            self.recompute_modules is None or self.recompute == "selective",
-            f"--recompute-modules {' '.join(self.recompute_modules or ())} needs --recompute-granularity selective",
-        )
+        modules = f"--recompute-modules {' '.join(self.recompute_modules or ())}"
+        selects = self.recompute_modules is None or self.recompute == "selective"
+        _require(selects, f"{modules} needs --recompute-granularity selective")
         given = f"--recompute-num-layers {count}"
         if self.recompute != "full":
             need = "--recompute-method and --recompute-num-layers need --recompute-granularity full"

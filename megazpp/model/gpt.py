@@ -91,9 +91,7 @@ class GPTModel(nn.Module):
         parts = (tp, self.sequence_parallel, shared, document_kernel, product, self.compiled, varying_sizes)
         self.layers = nn.ModuleList(TransformerLayer(config, index, *parts) for index in range(config.layers))
         self.final_norm = Norm(config, config.hidden, tp=tp, split=self.sequence_parallel)
-        self.output = None
-        if not config.tied:
-            self.output = OutputLayer(config, vocab_size, tp)
+        self.output = None if config.tied else OutputLayer(config, vocab_size, tp)
         self.scalar_head = ScalarHead(config, tp) if scalar_head else None
 
     def forward(
@@ -112,8 +110,7 @@ class GPTModel(nn.Module):
         """Logits or losses of a batch.
 
         Args:
-            tokens: [B, S] int64.
-            labels: [B, S] int64, the next token of each position.
+            tokens, labels: [B, S] int64; labels are the next token of each position.
             position_ids: [B, S] int64; None counts from 0 in every row.
             document_starts: [D + 1] offsets into the flattened tokens, int32 for a document kernel; attention stays
                 inside a document.
@@ -142,13 +139,11 @@ class GPTModel(nn.Module):
         values = None
         if with_values:
             assert self.scalar_head is not None, "values need a scalar head"
-            values = self.scalar_head(x).t().clone(memory_format=torch.contiguous_format)
+            values = _by_rows(self.scalar_head(x))
             if labels is None:
                 return TokenOutputs(values=values)
-        # clones, not views: FSDP2 hooks the tensor that its root module returns
         if labels is None:
-            logits = self._multiplied(x, F.linear)
-            return logits.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            return _by_rows(self._multiplied(x, F.linear))
         head = functools.partial(
             linear_cross_entropy,
             labels=labels.t(),
@@ -159,10 +154,9 @@ class GPTModel(nn.Module):
             fuse=self.compiled,
         )
         losses, entropy = self._multiplied(x, head)
-        losses = losses.t().clone(memory_format=torch.contiguous_format)
         if not (with_entropy or with_values):
-            return losses
-        return TokenOutputs(losses, None if entropy is None else entropy.t(), values)
+            return _by_rows(losses)
+        return TokenOutputs(_by_rows(losses), None if entropy is None else entropy.t(), values)
 
     def _multiplied(self, x: torch.Tensor, head: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
         """Apply `head` to x and the weight of the output layer."""
@@ -185,12 +179,12 @@ class GPTModel(nn.Module):
     def _attention_inputs(
         self, position_ids: torch.Tensor, starts: torch.Tensor | None, cache: KVCache | None
     ) -> AttentionInputs:
-        rotary = None
-        if self.config.positions == "rope":
-            channels = int(self.config.head_size * self.config.rotary_percent)
-            base, scaling = self.config.rotary_base, self.config.rope_scaling
-            rotary = rotary_angles(position_ids, channels=channels, base=base, scaling=scaling)
-        batch, seq = position_ids.shape
+        config, (batch, seq), rotary = self.config, position_ids.shape, None
+        if config.positions == "rope":
+            channels = int(config.head_size * config.rotary_percent)
+            rotary = rotary_angles(
+                position_ids, channels=channels, base=config.rotary_base, scaling=config.rope_scaling
+            )
         if cache is not None:
             return AttentionInputs(rotary=rotary, mask=cache.mask(position_ids), places=position_ids)
         if starts is not None and self.document_kernel is None:
@@ -248,8 +242,7 @@ class TransformerLayer(nn.Module):
         return checkpoint(self._drawn_and_run, x, inputs, use_reentrant=False, context_fn=contexts)
 
     def _drawn_and_run(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
-        masks = self.dropout.draw(x), self.dropout.draw(x)
-        return self._marked_and_run(x, inputs, masks)
+        return self._marked_and_run(x, inputs, (self.dropout.draw(x), self.dropout.draw(x)))
 
     def _marked_and_run(
         self, x: torch.Tensor, inputs: AttentionInputs, masks: Masks = (None, None), cache: LayerCache | None = None
@@ -265,6 +258,11 @@ class TransformerLayer(nn.Module):
     ) -> torch.Tensor:
         x = x + self.dropout(self.attention(x, inputs, cache, norm=self.attention_norm), masks[0])
         return x + self.dropout(self.mlp(x, norm=self.mlp_norm), masks[1])
+
+
+def _by_rows(x: torch.Tensor) -> torch.Tensor:
+    """[S, B, ...] -> [B, S, ...]; a clone, not a view: FSDP2 hooks the tensor that its root module returns."""
+    return x.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
 class Embedding(nn.Module):

@@ -9,18 +9,15 @@ B rows, S tokens of one forward, C places, G groups and D channels of keys and v
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 
 class KVCache:
-    """Keys and values of all layers of a model, for `batch` rows.
+    """Keys and values of all layers of a model, for `batch` rows of `capacity` tokens; each row has `lengths` of them.
 
-    Args:
-        capacity: longest row, in tokens.
-        on_host: keep them in the host's memory; those of one layer at a time are copied to where it computes.
-    Attributes:
-        lengths: tokens that each row has.
+    With `on_host` they are in the host's memory; those of one layer at a time are copied to where it computes.
     """
 
     def __init__(self, num_layers: int, batch: int, capacity: int, *, on_host: bool = False) -> None:
@@ -67,7 +64,8 @@ class LayerCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep keys and values [S, B, G, D] at `places` [B, S]; returns all that `mask` is about."""
         if self.kept is None:
-            keys, values = (self._allocate(x) for x in new)
+            on_host: dict[str, Any] = {"device": "cpu", "pin_memory": new[0].is_cuda} if self.on_host else {}
+            keys, values = (x.new_zeros((self._capacity, *x.shape[1:]), **on_host) for x in new)
             self.kept = keys, values
         at = places.to(self.kept[0].device)
         rows = torch.arange(len(at), device=at.device)
@@ -77,9 +75,3 @@ class LayerCache:
             return new
         keys, values = (kept[: mask.shape[-1]].to(places.device, non_blocking=True) for kept in self.kept)
         return keys, values
-
-    def _allocate(self, x: torch.Tensor) -> torch.Tensor:
-        shape = (self._capacity, *x.shape[1:])
-        if not self.on_host:
-            return x.new_zeros(shape)
-        return torch.zeros(shape, dtype=x.dtype, pin_memory=x.is_cuda)

@@ -23,10 +23,9 @@ class LossScaleConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-        if self.min_loss_scale > self.initial_loss_scale:
-            raise ValueError(
-                f"--min-loss-scale {self.min_loss_scale} is above --initial-loss-scale {self.initial_loss_scale}"
-            )
+        low, first = self.min_loss_scale, self.initial_loss_scale
+        if low > first:
+            raise ValueError(f"--min-loss-scale {low} is above --initial-loss-scale {first}")
 
 
 class LossScaler:

@@ -86,10 +86,8 @@ class ShardedAdamW(torch.optim.AdamW):
     ) -> None:
         """Update every parameter that has a gradient; no closure is supported.
 
-        Args:
-            grad_scale: gradients are divided by it first, in place; an fp32 scalar.
-            found_inf: 1 leaves parameters and state as they are, "step" too, and 0 does not; an fp32 scalar on the
-                device, so that the host need not know.
+        Gradients are divided by `grad_scale` first, in place. `found_inf` 1 leaves parameters and state as they are,
+        "step" too, and 0 does not. Both are fp32 scalars on the device, so that the host need not know.
         """
         assert closure is None, "the update has its gradients"
         for group in self.param_groups:
@@ -124,11 +122,9 @@ class ShardedAdamW(torch.optim.AdamW):
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Megatron's two groups: what decays, and biases and one-dimensional parameters, which do not.
+    """Megatron's two groups: parameters that decay, and biases and one-dimensional ones, which do not.
 
-    Returns:
-        Groups with keys "params", "weight_decay", "wd_mult" (1 or 0: scales the scheduled weight decay) and
-        "lr_mult" (1). An empty group is left out.
+    "wd_mult", 1 or 0, scales the scheduled weight decay, "lr_mult", 1, the rate. An empty group is left out.
     """
     groups: dict[float, list[nn.Parameter]] = {1.0: [], 0.0: []}
     for name, parameter in named_parameters:
@@ -151,10 +147,9 @@ def set_rates_(optimizer: torch.optim.Optimizer, *, learning_rate: float, weight
 def update_(
     optimizer: torch.optim.Optimizer, grad_divisor: torch.Tensor, found_inf: torch.Tensor | None = None
 ) -> None:
-    """One step of `optimizer` with its gradients divided by `grad_divisor`, fp32 scalars on the device both.
+    """Step `optimizer` with its gradients divided by `grad_divisor`; `found_inf` is for `skips_on_device` alone.
 
-    Args:
-        found_inf: see `ShardedAdamW.step`; only where `skips_on_device`.
+    Both are fp32 scalars on the device.
     """
     if isinstance(optimizer, ShardedAdamW):
         optimizer.step(grad_scale=grad_divisor, found_inf=found_inf)

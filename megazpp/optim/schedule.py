@@ -59,10 +59,8 @@ class ScheduleConfig:
             if style == "constant" and (value := getattr(self, name)) is not None:
                 raise ValueError(f"{spelling(self, name)} {value} needs --weight-decay-incr-style linear or cosine")
         if style != "constant" and (start is None or end is None):
-            raise ValueError(
-                f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
-                f" (given: {start}, {end})"
-            )
+            needed = f"--start-weight-decay and --end-weight-decay (given: {start}, {end})"
+            raise ValueError(f"--weight-decay-incr-style {style} needs {needed}")
         if start is not None and end is not None and not 0.0 <= start <= end:
             raise ValueError(f"--start-weight-decay {start} and --end-weight-decay {end}: 0 <= start <= end is needed")
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from megazpp.data.batch import Batch, mapped
+from megazpp.data.loader import Batch, mapped
 from megazpp.parallel.dims import ParallelDims
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megazpp.data.batch import MicroBatch
+from megazpp.data.loader import MicroBatch
 from megazpp.post_training.batch import PairBatch, shortened
 from megazpp.post_training.examples import Examples, Prompt
 

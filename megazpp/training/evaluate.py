@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from megazpp.base.flags import check_not_negative, check_positive, flag
-from megazpp.data.batch import MicroBatch
-from megazpp.data.loader import BatchLoader
+from megazpp.data.loader import BatchLoader, MicroBatch
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.streamed import WeightHandle

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megazpp.data.batch import MicroBatch
+from megazpp.data.loader import MicroBatch
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 

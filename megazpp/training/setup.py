@@ -15,9 +15,8 @@ from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.record import RunRecord, TrainingProgress, found_from_anywhere
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import open_axis
-from megazpp.data.batch import make_micro_batch
 from megazpp.data.dataset import DataConfig, Dataset, Splits, batch_options, build_datasets
-from megazpp.data.loader import BatchLoader
+from megazpp.data.loader import BatchLoader, make_micro_batch
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.backends import compiles_layers, find_document_kernel
 from megazpp.model.config import GPTConfig

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazpp.data.batch import MicroBatch, make_micro_batch
+from megazpp.data.loader import MicroBatch, make_micro_batch
 
 EOD = 0
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megazpp.data.batch import make_micro_batch
-from megazpp.data.loader import BatchLoader
+from megazpp.data.loader import BatchLoader, make_micro_batch
 from megazpp.parallel.worker import threads_on
 
 MAKE = partial(make_micro_batch, eod=None)

@@ -21,7 +21,7 @@ from megazpp.checkpoint.read import choose_source
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.checkpoint.state import TrainState
 from megazpp.checkpoint.together import open_axis
-from megazpp.data.batch import MicroBatch
+from megazpp.data.loader import MicroBatch
 from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from megazpp.data.batch import MicroBatch, make_micro_batch
+from megazpp.data.loader import MicroBatch, make_micro_batch
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import Float8Format, float8_product
 from megazpp.model.gpt import GPTModel

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megazpp.model.backends as module
-from megazpp.data.batch import MicroBatch, make_micro_batch
+from megazpp.data.loader import MicroBatch, make_micro_batch
 from megazpp.model.backends import (
     DocumentKernel,
     compiles_layers,

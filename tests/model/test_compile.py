@@ -23,7 +23,7 @@ from helpers.ranks import ranks
 from helpers.tensor_parallel import build_gpt, local_gradients, tp_axis
 from helpers.training import EOD, GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, train_plain
 
-from megazpp.data.batch import MicroBatch, make_micro_batch
+from megazpp.data.loader import MicroBatch, make_micro_batch
 from megazpp.inference.generate import Reader, evaluating
 from megazpp.model import backends
 from megazpp.model.config import GPTConfig

@@ -14,7 +14,7 @@ from helpers.ranks import ranks
 from helpers.tensor_parallel import build_gpt, counted, tp_axis
 from helpers.training import EOD, GPT2_STYLE, LLAMA_STYLE
 
-from megazpp.data.batch import MicroBatch, make_micro_batch
+from megazpp.data.loader import MicroBatch, make_micro_batch
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
 

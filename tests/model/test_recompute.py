@@ -12,7 +12,7 @@ from helpers.tensor_parallel import build_gpt, counted, local_gradients, tp_axis
 from helpers.tiers import pairwise
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks
 
-from megazpp.data.batch import make_micro_batch
+from megazpp.data.loader import make_micro_batch
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
 

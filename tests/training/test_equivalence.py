@@ -17,7 +17,7 @@ from helpers.ranks import ranks
 from helpers.tiers import pairwise, slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step, train_on_ranks, train_plain
 
-from megazpp.data.batch import MicroBatch
+from megazpp.data.loader import MicroBatch
 from megazpp.model.config import GPTConfig
 from megazpp.training.evaluate import Evaluator
 from megazpp.zero.precision import PrecisionConfig

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
-from megazpp.data.batch import make_micro_batch
+from megazpp.data.loader import make_micro_batch
 from megazpp.inference.generate import draw_completions, evaluating
 from megazpp.inference.sample import SampleConfig
 from megazpp.model.config import GPTConfig

@@ -27,9 +27,8 @@ from megazpp.base.arguments import ParsedRun, parse_run_config
 from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.base.program import flags_of, program
 from megazpp.base.run import Job, run_on_ranks
-from megazpp.data.batch import MicroBatch
 from megazpp.data.dataset import build_tokenizer
-from megazpp.data.loader import BatchLoader
+from megazpp.data.loader import BatchLoader, MicroBatch
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.optimizer import build_optimizer, set_rates_
 from megazpp.parallel.axis import MeshAxis

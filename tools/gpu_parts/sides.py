@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # with it com
 
 from megazpp.base.arguments import RunConfig, parse_run_config
 from megazpp.base.program import program
-from megazpp.data.batch import MicroBatch, make_micro_batch
+from megazpp.data.loader import MicroBatch, make_micro_batch
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import find_product
 from megazpp.optim.loss_scale import build_loss_scaler
