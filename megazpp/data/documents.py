@@ -264,7 +264,7 @@ def _shown(value: object) -> str:
 
 
 def _pyarrow_parquet() -> ModuleType:
-    return _optional("pyarrow.parquet", package="pyarrow")
+    return _optional("pyarrow.parquet", "it needs the package pyarrow: pip install pyarrow")
 
 
 def decompressed(path: Path, file: IO[bytes]) -> BufferedIOBase:
@@ -273,17 +273,16 @@ def decompressed(path: Path, file: IO[bytes]) -> BufferedIOBase:
         return gzip.open(file)
     if path.suffix == ".zst":  # Python 3.14 has it
         standard = importlib.util.find_spec("compression") is not None
-        zstd = importlib.import_module("compression.zstd") if standard else _optional("backports.zstd")
-        file = zstd.open(file)
+        name = "compression.zstd" if standard else "backports.zstd"
+        file = _optional(name, "it needs the package backports.zstd: pip install backports.zstd").open(file)
     return cast(BufferedIOBase, file)
 
 
-def _optional(module: str, *, package: str | None = None) -> ModuleType:
+def _optional(module: str, advice: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        name = package or module
-        raise ValueError(f"it needs the package {name}: pip install {name}") from error
+        raise ValueError(advice) from error
 
 
 def _read_head(plain: BufferedIOBase) -> bytes:
