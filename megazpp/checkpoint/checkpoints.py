@@ -78,8 +78,11 @@ class Checkpoints:
         if resumed is not None:
             self._record = dataclasses.replace(self._record, schedule=resumed.schedule.state_dict())
             iteration = resumed.progress.iteration
-            if self._folder is not None and self._folder.of(iteration).resolve() == resumed.checkpoint.resolve():
+            folder = self._folder
+            if folder is not None and folder.of(iteration).resolve() == resumed.checkpoint.resolve():
                 self._saved = iteration
+                if source.iteration is not None:  # a restart goes on from here, too
+                    together(self._axis, lambda: folder.go_back(iteration) if self._axis.rank == 0 else None)
         return resumed
 
     def after_step(self, progress: TrainingProgress, *, last: bool) -> None:

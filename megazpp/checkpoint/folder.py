@@ -183,6 +183,11 @@ class CheckpointFolder:
         self._advance()
         return aside
 
+    def go_back(self, iteration: int) -> None:
+        """Point the tracker at an earlier checkpoint, from which the run goes on; the later ones stay."""
+        self._prepare(iteration)
+        self._advance()
+
     def keep_only(self, kept: Iterable[int]) -> None:
         """Delete all other complete checkpoints; each loses its name first, so that none is ever half there."""
         for iteration in set(self.iterations()) - set(kept):

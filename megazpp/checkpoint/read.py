@@ -117,6 +117,11 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | 
     if config.save is not None:
         own = CheckpointFolder(config.save, "--save")
         own.check_not_inside()
+        if config.finetune and saves_where_it_loads(config):
+            raise ValueError(
+                f"--finetune begins a new training: --save {config.save} cannot be the folder of --load {config.load}, "
+                "from which a restart would go on; give it a folder of its own"
+            )
         if restarted and own.iterations():
             rest: dict[str, Any] = {
                 "optimizer": config.save_optim,

@@ -95,6 +95,7 @@ class TrainState:
         self._sharding, self._optimizer, self._seed, self._diloco = sharding, optimizer, seed, diloco
         self._source = 0  # the island of the checkpoint that this one's own state is read from
         self._same_islands = True  # as the checkpoint's
+        self._saved_scale = scaler.scale  # in whose units the error feedback of the checkpoint is
 
     def tensors(self, *, optimizer: bool, rng: bool) -> dict[str, torch.Tensor]:
         """This rank's part of everything, by key; the tensors themselves, not copies."""
@@ -167,6 +168,7 @@ class TrainState:
             missing = [value for key, value in self._rank_tensors().items() if key not in loaded]
             for value in missing:
                 value.zero_()
+            self._sharding.rescale_feedback(self.scaler.scale / self._saved_scale)
             if missing:
                 notes.append("error feedback begins at zero: the checkpoint has none of this layout")
             prefix = f"{island_prefix(self._source)}{SECONDARY}"
@@ -186,12 +188,6 @@ class TrainState:
                     shared.generator.manual_seed(seed_for(f"dropout on data rank {dims.data_rank}", seed=seed))
                 notes.append("random generators are seeded anew: the checkpoint has no states of this layout")
         return notes
-
-    def load_scaler(self, saved: Mapping[str, Any]) -> None:
-        """Go on with the saved loss scale, unless the flags fix one; call after the feedback, which is in its units."""
-        self.scaler.load_state_dict(dict(saved))
-        scale = self.scaler.scale
-        self._sharding.rescale_feedback(scale / float(saved.get("scale", scale)))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The parameters by key; shards of the whole tensor that their shape is of. Of islands the outer weights."""
@@ -231,6 +227,7 @@ class TrainState:
 
     def _set_values(self, scaler: dict[str, Any], guard: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         self.scaler.load_state_dict(scaler)
+        self._saved_scale = float(scaler.get("scale", self.scaler.scale))
         if self.guard is not None and guard:
             self.guard.load_state_dict(guard)
         for group, own in zip(self._optimizer.param_groups, groups, strict=True):

@@ -83,5 +83,5 @@ class DynamicLossScale(LossScaler):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale = float(state["scale"])
-        self._growth_tracker = int(state["growth_tracker"])
-        self._hysteresis_tracker = int(state["hysteresis_tracker"])
+        self._growth_tracker = int(state.get("growth_tracker", 0))  # a constant scale has none
+        self._hysteresis_tracker = int(state.get("hysteresis_tracker", self._config.hysteresis))

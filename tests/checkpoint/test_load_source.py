@@ -113,6 +113,11 @@ def test_another_runs_folder_is_not_written_to(used: Path, tmp_path: Path):
     assert candidates(save=str(used), load=f"{used}/../{used.name}") == [20]
 
 
+def test_finetuning_into_the_folder_it_begins_from_is_refused(used: Path):
+    with pytest.raises(ValueError, match=rf"--finetune .*--save {used} .*--load {used}/"):
+        choose(save=str(used), load=f"{used}/", finetune=True)
+
+
 def test_a_restarted_job_goes_on_from_what_it_has_saved_else_begins_as_it_was_told(used: Path, tmp_path: Path):
     source = choose(restarted=True, save=str(used), load=str(tmp_path / "base"), finetune=True, save_rng=False)
     assert source is not None

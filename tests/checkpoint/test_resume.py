@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.checkpoints import Job, run
+from helpers.checkpoints import Attempt, Job, run
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
@@ -119,3 +120,40 @@ def test_a_checkpoint_without_kept_weights_begins_with_whole_ones_and_one_line(t
     ranks(4).run(run, Job(case=with_4, steps=4, flags={"save": save, "load": save}))
     third = ranks(4).run(run, Job(case=in_fp32, steps=5, flags={"load": save}))
     assert note in third[0]["lines"]  # they were kept in another dtype
+
+
+def with_scale(job: Job, scale: float) -> list[tuple[float, float]]:
+    """The losses and gradient norms of an attempt whose losses are multiplied by `scale`."""
+    attempt = Attempt(job)
+    attempt.step.scaler.scale = scale
+    return attempt.train(attempt.load())
+
+
+def test_a_run_that_goes_on_with_another_loss_scale_feeds_its_errors_back_in_the_new_units(tmp_path: Path):
+    """In fp32 powers of two are exact, so an error in the units of the old scale would show in the first loss."""
+    case = Case(model=GPT2_STYLE, nodes=2, zero=ZEROPP)
+    ranks(4).run(with_scale, Job(case=case, steps=2, flags={"save": str(tmp_path)}), 2.0**8)
+    goes_on = Job(case=case, steps=4, flags={"load": str(tmp_path)})
+    same, other = (ranks(4).run(with_scale, goes_on, scale) for scale in (2.0**8, 2.0**12))
+    assert other == same
+
+
+def test_a_run_that_went_back_goes_on_from_there_after_a_restart(tmp_path: Path):
+    """Killed before its first save: the tracker names the iteration that --ckpt-step chose, and no checkpoint is gone."""
+    save, case = str(tmp_path), Case(model=GPT2_STYLE)
+    everything = {"save": save, "save_interval": 1}
+    ranks(4).run(run, Job(case=case, steps=3, flags=everything))
+    back = Job(case=case, steps=1, flags={**everything, "load": save, "ckpt_step": 1})  # ends before a save is due
+    assert ranks(4).run(run, back)[0]["start"].iteration == 1
+    assert ranks(4).run(restarted, dataclasses.replace(back, steps=3))[0]["start"].iteration == 1
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == [
+        "iter_0000001",
+        "iter_0000002",
+        "iter_0000002.replaced-1",
+        "iter_0000003",
+        "iter_0000003.replaced-1",
+    ]
+
+
+def restarted(job: Job) -> dict[str, Any]:
+    return run(job, restarted=True)

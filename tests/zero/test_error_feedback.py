@@ -14,8 +14,7 @@ from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_step
 
 from kernels.block_quant import Feedback, pack, range_table, rescale_, unpack
 from kernels.formats import BlockFormat, plan_row
-from megazpp.checkpoint.state import TrainState
-from megazpp.optim.loss_scale import LossScaleConfig, LossScaler, build_loss_scaler
+from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.layout import plan_message, plan_segments
 from megazpp.zero.sharding import Sharding
@@ -171,19 +170,3 @@ def test_a_moving_average_loses_nothing_for_good_either():
     codec.unpack(message, arrived)
     plain = 64 * (arrived - value).norm()
     assert (total - 64 * value).norm() < 0.25 * plain
-
-
-def load_scale(case: Case) -> bool:
-    """Whether buffers that were saved under a loss scale of 2^10 are four times as large under 2^12."""
-    step, dims = build_step(case)
-    step(batches(case, dims, 0), learning_rate=1e-2, weight_decay=0.0)
-    before = copied(step.sharding)
-    state = TrainState(step.model, step.sharding, step.optimizer, LossScaler(2.0**12), dims, seed=1)
-    state.load_scaler(LossScaler(2.0**10).state_dict())
-    state.load_scaler({})  # of a checkpoint that does not know
-    after = copied(step.sharding)
-    return all(torch.equal(after[key], x * 4 if key.endswith("scales") else x) for key, x in before.items())
-
-
-def test_a_run_that_goes_on_with_another_loss_scale_takes_its_errors_along():
-    assert ranks(4).run(load_scale, Case(nodes=2, zero=FEEDBACK)) == [True] * 4
