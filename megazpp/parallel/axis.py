@@ -17,6 +17,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -38,23 +39,23 @@ class TrafficCounter:
 
     def __init__(self) -> None:
         self._traffic: dict[tuple[str, str, str], Traffic] = defaultdict(lambda: Traffic(0, 0))
-        self._paused = False
+        self._paused = ContextVar("paused", default=False)  # a queue's task has the context that it was submitted in
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count what is sent inside: evaluations, samples, the counting itself."""
-        before, self._paused = self._paused, True
+        """Do not count what is sent, or submitted to a queue, inside: evaluations, samples, the counting itself."""
+        before = self._paused.set(True)
         try:
             yield
         finally:
-            self._paused = before
+            self._paused.reset(before)
 
     @property
     def is_paused(self) -> bool:
-        return self._paused
+        return self._paused.get()
 
     def add(self, wire: str, axis: str, collective: str, sent_bytes: int) -> None:
-        if self._paused:
+        if self.is_paused:
             return
         calls, total = self._traffic[wire, axis, collective]
         self._traffic[wire, axis, collective] = Traffic(calls + 1, total + sent_bytes)

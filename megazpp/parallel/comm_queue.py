@@ -15,6 +15,7 @@ most one queue, and collectives must not be called on the group elsewhere while 
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
@@ -94,7 +95,8 @@ class ThreadQueue(CommQueue):
             with torch.inference_mode(inference), torch.no_grad():
                 return task()
 
-        return _ThreadWork(self._thread.submit(run), self._name, self._timeline)
+        future = self._thread.submit(contextvars.copy_context().run, run)
+        return _ThreadWork(future, self._name, self._timeline)
 
 
 class StreamQueue(CommQueue):

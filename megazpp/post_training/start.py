@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from megazpp.base.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.base.checkpoint_flags import with_checkpoint_flags
+from megazpp.base.command_line import COMMAND_LINE
 from megazpp.base.flags import DEFAULT, as_words, spelling
 from megazpp.checkpoint.adapters import find_bases
 from megazpp.checkpoint.folder import CheckpointFolder, iteration_of
@@ -109,7 +110,7 @@ def without_checkpoint(parsed: ParsedRun) -> ParsedRun:
                 "--max-length is missing: a dry run opens no checkpoint that would say how long samples are"
             )
         form = dataclasses.replace(form, max_length=config.data.seq_length)
-    fixed = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": form.max_length}
+    fixed = _fixed(parsed, form)
     parts = {name: _with(getattr(config, name), fixed) for name in ("model", "data")}
     lora = _with_adapters(lora, parsed, None, "")
     return parsed._replace(config=dataclasses.replace(config, **parts), extra=(post, form, rewards, lora, weights))
@@ -240,7 +241,7 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> Par
             raise ValueError(f"--ref-load {post.ref_load}: with --lora-r the reference is the base without adapters")
         free.pop("ref_ckpt_step")
     values: dict[str, Any] = {name: value for name, value in free.items() if name not in parsed.origins}
-    fixed = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": form.max_length}
+    fixed = _fixed(parsed, form)
     origins = dict.fromkeys(values, f"{DEFAULT} of {post.objective}")
     parts = {
         name: _with(getattr(config, name), values | fixed)
@@ -251,6 +252,15 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> Par
         extra=(_with(post, values), form, rewards, lora, weights),
         origins=parsed.origins | origins,
     )
+
+
+def _fixed(parsed: ParsedRun, form: DataFormatConfig) -> dict[str, Any]:
+    """The model's and the data's flags that post-training sets: no dropout, and samples of --max-length."""
+    for name in ("hidden_dropout", "attention_dropout"):
+        value = getattr(parsed.config.model, name)
+        if value != 0.0 and parsed.origins.get(name) == COMMAND_LINE:
+            raise ValueError(f"{spelling(parsed.config.model, name)} {value}: post-training drops nothing out")
+    return {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": form.max_length}
 
 
 def _with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any] | None, where: str) -> LoraConfig:

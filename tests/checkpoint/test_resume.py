@@ -139,7 +139,7 @@ def test_a_run_that_goes_on_with_another_loss_scale_feeds_its_errors_back_in_the
 
 
 def test_a_run_that_went_back_goes_on_from_there_after_a_restart(tmp_path: Path):
-    """Killed before its first save: the tracker names the iteration that --ckpt-step chose, and no checkpoint is gone."""
+    """Killed before its first save: the tracker names what --ckpt-step chose, and no checkpoint is gone."""
     save, case = str(tmp_path), Case(model=GPT2_STYLE)
     everything = {"save": save, "save_interval": 1}
     ranks(4).run(run, Job(case=case, steps=3, flags=everything))

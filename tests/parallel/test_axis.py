@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from helpers.ranks import ranks
 
@@ -69,3 +71,21 @@ def test_the_counter_adds_up_by_wire():
     assert counter.sent_bytes("cross") == 16
     assert counter.sent_bytes("local") == 0
     assert counter.table()["cross", "shard", "all_gather"] == (2, 15)
+
+
+def send_under_way() -> int:
+    """Bytes counted of three collectives: one under way when counting is paused, one submitted then, one after."""
+    cluster = Cluster(num_nodes=1, ranks_per_node=2)
+    axis = ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu").shard
+    paused = threading.Event()
+    under_way = axis.queue.submit(lambda: (paused.wait(), axis.all_reduce_(torch.zeros(4))))
+    with axis.counter.paused():
+        paused.set()
+        under_way.wait()
+        axis.queue.submit(lambda: axis.all_reduce_(torch.zeros(400))).wait()
+    axis.queue.submit(lambda: axis.all_reduce_(torch.zeros(8))).wait()
+    return axis.counter.sent_bytes("local")
+
+
+def test_a_pause_of_counting_is_of_what_is_submitted_in_it():
+    assert ranks(2).run(send_under_way) == [16 + 32] * 2

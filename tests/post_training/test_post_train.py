@@ -328,6 +328,7 @@ def test_a_failing_reward_function_is_reported_with_its_sample(home: Path):
             "--objective ppo --load base --max-completion-length 8 --reward-funcs rewards.py:nose",
             "it has no function nose",
         ),
+        ("--objective sft --load base --hidden-dropout 0.1", "--hidden-dropout 0.1: post-training drops nothing out"),
         ("--objective sft --load base --lora-alpha 8", "command line: --lora-alpha 8.0 needs --lora-r"),
         (
             "--objective sft --load base --lora-r 33",
