@@ -39,20 +39,19 @@ class TrafficCounter:
 
     def __init__(self) -> None:
         self._traffic: dict[tuple[str, str, str], Traffic] = defaultdict(lambda: Traffic(0, 0))
-        self._paused = ContextVar("paused", default=False)  # a queue's task has the context that it was submitted in
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count what is sent, or submitted to a queue, inside: evaluations, samples, the counting itself."""
-        before = self._paused.set(True)
+        before = _paused.set((*_paused.get(), self))
         try:
             yield
         finally:
-            self._paused.reset(before)
+            _paused.reset(before)
 
     @property
     def is_paused(self) -> bool:
-        return self._paused.get()
+        return self in _paused.get()
 
     def add(self, wire: str, axis: str, collective: str, sent_bytes: int) -> None:
         if self.is_paused:
@@ -70,6 +69,10 @@ class TrafficCounter:
 
     def table(self) -> dict[tuple[str, str, str], Traffic]:
         return dict(self._traffic)
+
+
+# Counters that do not count now. A queue's task has the context in which it was submitted.
+_paused: ContextVar[tuple[TrafficCounter, ...]] = ContextVar("paused", default=())
 
 
 class MeshAxis:
