@@ -269,11 +269,12 @@ def test_wandb_records_offline_without_a_terminal_or_an_account_under_megatron_s
 
 @pytest.mark.slow
 def test_one_worker_gives_the_losses_of_two(main_job: Run, home: Home):
-    run = home.pretrain(*MAIN_JOB, run="one", nproc=1)
+    run = home.pretrain(*MAIN_JOB, "--log-params-norm", "--log-num-zeros-in-grad", run="one", nproc=1)
     assert run.code == 0, run.output
     assert run.losses() == pytest.approx(main_job.losses()[:3], rel=REDUCTION_ORDER)
     assert "note: --emulate-nodes auto: 1 rank(s) on one machine stay one node" in run.output
     assert [row[f"{wire}_bytes"] for row in run.metrics for wire in ("local", "cross")] == [0] * 6
+    assert len(re.findall(r"\| num zeros: \d+\.0 \| params norm: [1-9]\d\.\d{3} \|", run.output)) == 3
 
 
 @pytest.mark.slow

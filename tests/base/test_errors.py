@@ -8,9 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -29,24 +27,21 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(
-    ("fails", "said"),
-    [
+def test_errors_are_in_words_and_reach_all_ranks_as_value_errors():
+    for fails, said in (
         (lambda: json.loads("9" * 5000), "an integer has more digits than are read"),
         (lambda: yaml.safe_load("9" * 5000), "an integer has more digits than are read"),
         (lambda: json.loads("[" * 100_000), "it is nested too deeply"),
         (lambda: "a\ud800".encode(), r"'\ud800' is half of a surrogate pair, and no text"),
         (lambda: Path("/proc/x/y").read_text(), "/proc/x/y: No such file or directory"),
         (lambda: int("x"), "invalid literal for int() with base 10: 'x'"),
-    ],
-)
-def test_errors_are_in_words_and_reach_all_ranks_as_value_errors(fails: Callable[[], Any], said: str):
-    with pytest.raises((ValueError, OSError, RecursionError)) as caught:
-        fails()
-    assert in_words(caught.value) == said
-    if not isinstance(caught.value, RecursionError):
-        with pytest.raises(ValueError, match=re.escape(said) + "$"):
-            together(MeshAxis("checkpoint"), fails)
+    ):
+        with pytest.raises((ValueError, OSError, RecursionError)) as caught:
+            fails()
+        assert in_words(caught.value) == said
+        if not isinstance(caught.value, RecursionError):
+            with pytest.raises(ValueError, match=re.escape(said) + "$"):
+                together(MeshAxis("checkpoint"), fails)
 
 
 def ended(pid: int) -> bool:

@@ -6,35 +6,36 @@ import os
 from pathlib import Path
 
 import pytest
+from helpers.refusals import not_refused
 
 from megazpp.base.files import cache_folder, check_writable, first_free, write_whole
 
 
-def test_what_exists_is_refused_unless_it_may_be_replaced(tmp_path: Path) -> None:
+def test_an_output_is_refused_if_it_exists_or_its_place_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a"
-    check_writable(path, "--output-prefix", overwrite=False)
+
+    def check(path: Path, overwrite: bool) -> None:
+        check_writable(path, "--output-prefix", overwrite=overwrite)
+
+    check(path, False)
     path.touch()
-    check_writable(path, "--output-prefix", overwrite=True)
-    with pytest.raises(ValueError, match=r"--output-prefix: .*/a exists \(--overwrite replaces it\)"):
-        check_writable(path, "--output-prefix", overwrite=False)
-    with pytest.raises(ValueError, match=r"exists$"):
-        check_writable(tmp_path, "--output-prefix", overwrite=True)  # never a folder
+    check(path, True)
+    rows = [
+        (path, False, f"--output-prefix: {path} exists (--overwrite replaces it)"),
+        (tmp_path, True, f"--output-prefix: {tmp_path} exists"),  # never a folder
+        (tmp_path / "none" / "a", True, "none is no directory"),
+    ]
+    assert not not_refused(rows, check)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    assert not not_refused([(path, True, f"{tmp_path} cannot be written to")], check)
 
 
 def test_the_first_free_name_has_the_lowest_number_that_nothing_has(tmp_path: Path) -> None:
     for number in (1, 2, 4):
         (tmp_path / f"a.{number}").mkdir()
     assert first_free(lambda number: tmp_path / f"a.{number}") == tmp_path / "a.3"
-
-
-def test_a_place_that_is_no_directory_or_may_not_be_written_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ValueError, match="none is no directory"):
-        check_writable(tmp_path / "none" / "a", "--output-prefix", overwrite=True)
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
-    with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to"):
-        check_writable(tmp_path / "a", "--output-prefix", overwrite=True)
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,8 @@ def test_sentencepiece_says_how_far_it_is_if_it_is_asked_to(tmp_path: Path, capf
 
 def test_every_file_gives_an_equal_part_of_the_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     for name, letter in (("a", "q"), ("b", "z")):
-        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"text": f"{letter}{letter} " * 100}) + "\n") * 100)
-    inputs = ["--input", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--max-characters", 3000]
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"body": f"{letter}{letter} " * 100}) + "\n") * 100)
+    inputs = ["--input", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--max-characters", 3000, "--json-key", "body"]
     code, _, err = run(capfd, *inputs, "--vocab-size", 265, "--output-prefix", tmp_path / "my")
     assert code == 0
     assert "read 3,000 characters" in err

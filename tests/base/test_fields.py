@@ -1,0 +1,191 @@
+"""All fields of all configs: numbers that no run can use, and flags that no test uses."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import re
+import shlex
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.refusals import not_refused, table
+
+from megazpp.base.arguments import RunConfig, parse_run_config
+from megazpp.base.checks import RunPlan, check_run_config
+from megazpp.base.flags import flag_name
+from megazpp.parallel.launch import find_place
+from megazpp.topology.cluster_file import detect_cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"
+)
+BESIDE = dict(  # flags that are looked at only beside others
+    table("""
+--rampup-batch-size | --train-iters none --train-samples 100
+--train-samples | --train-iters none
+--lr-decay-samples | --train-iters none --train-samples 100
+--lr-warmup-samples | --train-iters none --train-samples 100
+--lr-wsd-decay-samples | --train-iters none --train-samples 100 --lr-decay-style WSD
+--sgd-momentum | --optimizer sgd
+--lr-wsd-decay-iters | --lr-decay-style WSD
+--start-weight-decay | --weight-decay-incr-style linear --end-weight-decay 1
+--end-weight-decay | --weight-decay-incr-style linear --start-weight-decay 0
+--num-query-groups | --group-query-attention
+--recompute-num-layers | --recompute-granularity full --recompute-method block
+--save-interval | --save x
+--keep-last | --save x
+--save-retain-interval | --save x
+--ckpt-step | --load x
+--profile-step-start | --profile
+--profile-step-end | --profile --profile-step-start 0
+--profile-ranks | --profile --profile-step-start 0 --profile-step-end 1
+""")
+)
+IGNORED = {"--local-rank"}  # whatever its value
+ZERO_MEANS_SOMETHING = re.findall(  # mostly that nothing is done
+    "--[a-z0-9-]+",
+    """
+--hidden-dropout --attention-dropout --num-workers --weight-decay --adam-beta1 --adam-beta2 --sgd-momentum --lr --min-lr
+--zero-error-feedback-beta --diloco-outer-momentum --diloco-delay --diloco-merge-alpha --clip-grad --lr-warmup-fraction
+--lr-warmup-iters --lr-warmup-samples --lr-warmup-init --start-weight-decay --end-weight-decay --max-restarts --seed
+--ckpt-step --eval-iters --profile-step-start --profile-ranks --sample-tokens --sample-temperature --sample-top-k
+--sample-min-p
+""",
+)
+OTHERS_REFUSED = """
+--seed 4294967296 | --seed 4294967296 is not a number from 0 to 4294967295
+--distributed-timeout-minutes 1e12 | --distributed-timeout-minutes 1000000000000.0 is more than a year
+--distributed-timeout-seconds-after-init 1e12 | 1000000000000.0 is more than a year
+--sgd-momentum 1 | --sgd-momentum 1.0 is not in [0, 1)
+--lr -1 --min-lr 1e-4 | --lr -1.0 is negative
+--zero-block-size 33 | --zero-block-size 33 is not a power of two from 32 to 2048
+--zero-gradient-bits 3 4 | --zero-gradient-bits 3 4 is not two of 4, 8 and 16
+"""
+NOT_USED = dict(  # flags that no test uses, and the reason
+    table("""
+use_cpu_initialization | a CPU draws on the CPU anyway; on a GPU tools/gpu_check.py compares the losses of both
+memory_snapshot_path | the name of a file of --record-memory-history, which needs CUDA
+context_parallel_size | 1 is its only value, which Megatron's scripts give
+diloco_merge_alpha | not yet tested
+zero_verify_interval | a healthy run is the same with it; test_verify.py and test_anomalies.py test what it asks for
+ref_checksum | not yet tested
+eval_on_start | not yet tested
+""")
+)
+
+
+# ---- numbers ----------------------------------------------------------------------------------------------------
+
+
+def numbers(wanted: type) -> Iterator[tuple[str, int]]:
+    """Every flag of a run that takes a number of this type, and how many."""
+    for config in typing.get_type_hints(RunConfig).values():
+        hints = typing.get_type_hints(config)
+        for field in dataclasses.fields(config):
+            kinds = {hints[field.name], *typing.get_args(hints[field.name])}
+            if wanted in kinds | {kind for each in kinds for kind in typing.get_args(each)}:
+                count = field.metadata["flag"].nargs
+                yield flag_name(field), count if isinstance(count, int) else 1
+
+
+FLOATS, INTS = list(numbers(float)), list(numbers(int))
+USED = [(name, count) for name, count in (*INTS, *FLOATS) if name not in IGNORED]
+
+
+def plan(flags: str) -> RunPlan:
+    """Do all that happens before workers start."""
+    config = parse_run_config(shlex.split(f"{SMALL} {flags}"), ROOT).config
+    place = find_place(config.launch, {})
+    cluster = detect_cluster(place.world_size, config.cluster, {}, tp=config.parallel.tensor_model_parallel_size)
+    return check_run_config(config, cluster, device_type="cpu")
+
+
+def test_all_flags_that_take_a_number_are_tried_on_a_run_that_is_fine() -> None:
+    assert plan("").layout.data == 4
+    assert {("--lr", 1), ("--loss-spike-sigma", 1), ("--sample-top-p", 1)} <= set(FLOATS)
+    assert {("--seed", 1), ("--rampup-batch-size", 3), ("--emulate-nodes", 1), ("--zero-gradient-bits", 2)} <= set(INTS)
+    assert {*BESIDE, *ZERO_MEANS_SOMETHING, *IGNORED} <= {name for name, _ in (*FLOATS, *INTS)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "value", "reason"),
+    [
+        *((FLOATS, value, "is not a finite number") for value in ("nan", "-inf", "1e400")),
+        *((INTS, value, "does not fit 64 bits") for value in ("99999999999999999999", "-99999999999999999999")),
+    ],
+    ids=["nan", "inf", "large float", "large int", "small int"],
+)
+def test_numbers_that_no_computer_has_are_refused_all_at_once_where_they_were_written(flags, value: str, reason: str):
+    with pytest.raises(ValueError, match="command line") as caught:
+        plan(" ".join(f"{name} {' '.join([value] * count)}" for name, count in flags))
+    for (name, _), line in zip(flags, str(caught.value).splitlines(), strict=True):
+        assert line.startswith(f"command line: {name}")
+        assert line.endswith(f": {value!r} {reason}")
+
+
+@pytest.mark.parametrize("value", ["-1", "0"])
+def test_numbers_below_1_are_refused_by_the_flag_s_name_unless_0_means_something(value: str) -> None:
+    rows = []
+    for name, count in USED:
+        flags = f"{BESIDE.get(name, '')} {name} {' '.join([value] * count)}"
+        if value == "0" and name in ZERO_MEANS_SOMETHING:
+            plan(flags)
+        else:
+            rows.append((flags, f"{name} {value}"))
+    assert len(rows) > 50
+    assert not not_refused(rows, plan)
+
+
+def test_other_values_that_make_no_sense_are_refused_too() -> None:
+    assert not not_refused(table(OTHERS_REFUSED), plan)
+
+
+# ---- flags that tests use ---------------------------------------------------------------------------------------
+
+
+def configs() -> Iterator[type]:
+    """Every config of the product and its tools."""
+    for path in (*(ROOT / "megazpp").rglob("*.py"), *(ROOT / "tools").glob("*.py")):
+        if re.search(r": .* = flag\(", path.read_text()):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            module = importlib.import_module(".".join(parts) if parts[0] == "megazpp" else path.stem)
+            classes = [value for value in vars(module).values() if isinstance(value, type)]
+            yield from (c for c in classes if dataclasses.is_dataclass(c) and c.__module__ == module.__name__)
+
+
+def used_words() -> set[str]:
+    """Words of all tests but those of refusals and help: keyword arguments, attributes, and words in strings."""
+    words: set[str] = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        statements = (
+            ast.parse(path.read_text()).body if path not in (Path(__file__), ROOT / "tests/test_docs.py") else []
+        )
+        for statement in statements:
+            names = [getattr(target, "id", "") for target in getattr(statement, "targets", [])]
+            names.append(getattr(statement, "name", ""))
+            if any(re.search("refused|REFUSED|help|OTHER_DEFAULTS", name) for name in names):
+                continue
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    words.update(re.findall(r"[\w-]+", node.value))
+                elif isinstance(node, (ast.keyword, ast.Attribute)):
+                    words.add(str(node.arg if isinstance(node, ast.keyword) else node.attr))
+    return words
+
+
+def test_a_test_uses_every_flag_or_there_is_a_reason() -> None:
+    words, unused = used_words(), set()
+    for config in configs():
+        for field in dataclasses.fields(config):
+            if spec := field.metadata.get("flag"):
+                name = flag_name(field)
+                spellings = {field.name, name, name.replace("--", "--no-", 1), *spec.aliases}
+                unused |= set() if spellings & words else {field.name}
+    assert len(words) > 5_000
+    assert unused == {*NOT_USED}
