@@ -1,33 +1,22 @@
-"""The .bin/.idx files are Megatron's, byte for byte, and damaged ones are refused with a reason."""
+"""The .bin/.idx files are Megatron's, byte for byte, written whole or not at all; damaged ones are refused."""
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.pairs import write_pair
+from helpers.refusals import not_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
+from megazpp.data import indexed_dataset
+from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, check_output, optimal_dtype
 
 DOCUMENTS = [[1, 2, 3], [], [65499, 7]]
-
-
-def write(prefix: Path, documents: list[list[int]], dtype: str = "<u2") -> Path:
-    with IndexedDatasetBuilder(prefix, dtype) as builder:
-        for document in documents:
-            builder.add_document(document)
-        builder.finalize()
-    return prefix
-
-
-def damage_idx(prefix: Path, offset: int, data: bytes) -> None:
-    path = prefix.with_name(prefix.name + ".idx")
-    content = bytearray(path.read_bytes())
-    content[offset : offset + len(data)] = data
-    path.write_bytes(content)
 
 
 def by_hand() -> tuple[bytes, bytes]:
@@ -44,7 +33,7 @@ def by_hand() -> tuple[bytes, bytes]:
 
 
 def test_three_documents_give_the_bytes_laid_out_by_hand(tmp_path: Path) -> None:
-    write(tmp_path / "a.b_text_document", DOCUMENTS)
+    write_pair(tmp_path / "a.b_text_document", DOCUMENTS)
     binary, index = by_hand()
     assert len(index) == 102
     assert (tmp_path / "a.b_text_document.idx").read_bytes() == index
@@ -71,7 +60,7 @@ def test_a_document_may_be_several_sequences(tmp_path: Path) -> None:
 
 
 def test_an_index_with_modes_of_a_multimodal_dataset_is_read(tmp_path: Path) -> None:
-    write(tmp_path / "a", DOCUMENTS)
+    write_pair(tmp_path / "a", DOCUMENTS)
     with open(tmp_path / "a.idx", "ab") as file:
         file.write(bytes(len(DOCUMENTS)))
     assert IndexedDataset(tmp_path / "a").get(2).tolist() == DOCUMENTS[2]
@@ -83,7 +72,7 @@ def test_an_index_with_modes_of_a_multimodal_dataset_is_read(tmp_path: Path) -> 
     dtype=st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]),
 )
 def test_any_documents_come_back(tmp_path_factory: pytest.TempPathFactory, documents: list, dtype: str) -> None:
-    dataset = IndexedDataset(write(tmp_path_factory.mktemp("round_trip") / "a", documents, dtype))
+    dataset = IndexedDataset(write_pair(tmp_path_factory.mktemp("round_trip") / "a", documents, dtype))
     assert [dataset.get(i).tolist() for i in range(len(dataset))] == documents
     for i, document in enumerate(documents):
         assert dataset.get(i, 1, 2).tolist()[: len(document[1:3])] == document[1:3]
@@ -95,67 +84,161 @@ def test_the_dtype_is_megatrons_choice() -> None:
     assert optimal_dtype(65500) == np.int32
 
 
-def test_ids_that_do_not_fit_the_dtype_are_refused_and_leave_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="70000 do not fit uint16"), IndexedDatasetBuilder(tmp_path / "a", "<u2") as b:
-        b.add_document([1, 70000])
-    assert list(tmp_path.iterdir()) == []
+DAMAGES = [
+    (0, b"TNTIDX\x00\x00", "old TNTIDX format"),
+    (0, b"GARBAGE\x00\x00", "not a Megatron index"),
+    (9, b"\x02", "version 2"),
+    (17, b"\x06", "dtype code 6"),
+    (17, b"\x63", "dtype code 99"),
+    (17, b"\x04", "not of int32: its sequences do not lie back to back"),
+    (17, b"\x01", "not of uint8: "),
+    (18, b"\x00", "no sequences"),
+    (18, b"\x04", "damaged: 102 bytes where 4 sequences"),
+    (26, b"\xff" * 8, "damaged: 102 bytes"),
+    (34, b"\xff\xff\xff\xff", "length -1"),
+    (42, b"\x09", "truncated, or not of uint16"),
+    (46, b"\xfe" + b"\xff" * 7, "do not lie back to back"),
+    (46, b"\x06" + b"\x00" * 7 + b"\x00" * 8, "do not lie back to back"),  # two pointers swapped
+    (70, b"\x01", "do not rise from 0 to its 3 sequences"),
+    (78, b"\x03", "do not rise"),
+    (94, b"\x02", "do not rise"),
+]
 
 
-@pytest.mark.parametrize(
-    ("offset", "data", "reason"),
-    [
-        (0, b"TNTIDX\x00\x00", "old TNTIDX format"),
-        (0, b"GARBAGE\x00\x00", "not a Megatron index"),
-        (9, b"\x02", "version 2"),
-        (17, b"\x06", "dtype code 6"),
-        (17, b"\x63", "dtype code 99"),
-        (17, b"\x04", "not of int32: its sequences do not lie back to back"),
-        (17, b"\x01", "not of uint8: "),
-        (18, b"\x00", "no sequences"),
-        (18, b"\x04", "damaged: 102 bytes where 4 sequences"),
-        (26, b"\xff" * 8, "damaged: 102 bytes"),
-        (34, b"\xff\xff\xff\xff", "length -1"),
-        (42, b"\x09", "truncated, or not of uint16"),
-        (46, b"\xfe" + b"\xff" * 7, "do not lie back to back"),
-        (46, b"\x06" + b"\x00" * 7 + b"\x00" * 8, "do not lie back to back"),  # two pointers swapped
-        (70, b"\x01", "do not rise from 0 to its 3 sequences"),
-        (78, b"\x03", "do not rise"),
-        (94, b"\x02", "do not rise"),
-    ],
-)
-def test_a_damaged_index_is_refused_with_file_and_reason(tmp_path: Path, offset: int, data: bytes, reason: str) -> None:
-    prefix = write(tmp_path / "a", DOCUMENTS)
-    damage_idx(prefix, offset, data)
-    with pytest.raises(ValueError, match=reason) as raised:
-        IndexedDataset(prefix)
-    assert str(tmp_path / "a.") in str(raised.value)
+def test_a_damaged_pair_is_refused_with_file_and_reason(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a", DOCUMENTS)
+    binary, index = (tmp_path / "a.bin").read_bytes(), (tmp_path / "a.idx").read_bytes()
 
-
-@pytest.mark.parametrize("size", [0, 5, 8, 33, 34, 60, 101])
-def test_every_truncated_index_is_refused(tmp_path: Path, size: int) -> None:
-    prefix = write(tmp_path / "a", DOCUMENTS)
-    content = (tmp_path / "a.idx").read_bytes()
-    (tmp_path / "a.idx").write_bytes(content[:size])
-    with pytest.raises(ValueError, match=r"a\.idx"):
-        IndexedDataset(prefix)
-
-
-@pytest.mark.parametrize("change", [-10, -2, -1, 1, 2])
-def test_a_bin_file_of_another_size_is_refused(tmp_path: Path, change: int) -> None:
-    prefix = write(tmp_path / "a", DOCUMENTS)
-    content = (tmp_path / "a.bin").read_bytes()
-    (tmp_path / "a.bin").write_bytes((content + b"\x00\x00")[: len(content) + change])
-    with pytest.raises(ValueError, match=r"a\.bin"):
-        IndexedDataset(prefix)
-
-
-def test_missing_files_and_directories_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a\.idx does not exist"):
+    def read(name: str, content: bytes) -> None:
+        (tmp_path / "a.bin").write_bytes(binary)
+        (tmp_path / "a.idx").write_bytes(index)
+        (tmp_path / name).write_bytes(content)
         IndexedDataset(tmp_path / "a")
-    write(tmp_path / "a", DOCUMENTS)
+
+    rows = [("a.idx", index[:at] + data + index[at + len(data) :], reason) for at, data, reason in DAMAGES]
+    assert not not_refused(rows, read)
+    rows = [("a.idx", index[:size], "a.idx") for size in (0, 5, 8, 33, 34, 60, 101)]
+    rows += [("a.bin", (binary + bytes(2))[: len(binary) + change], "a.bin") for change in (-10, -2, -1, 1, 2)]
+    assert not not_refused(rows, read)
+    assert not not_refused([(*row[:2], f"{tmp_path}/a.") for row in rows], read)
+
+
+def test_missing_files_and_directories_are_refused_by_name(tmp_path: Path) -> None:
+    assert not not_refused([(tmp_path / "a", "a.idx does not exist")], IndexedDataset)
+    write_pair(tmp_path / "a", DOCUMENTS)
     (tmp_path / "a.bin").unlink()
-    with pytest.raises(ValueError, match=r"a\.bin does not exist"):
-        IndexedDataset(tmp_path / "a")
+    assert not not_refused([(tmp_path / "a", "a.bin does not exist")], IndexedDataset)
     (tmp_path / "a.bin").mkdir()
-    with pytest.raises(ValueError, match=r"a\.bin is a directory"):
-        IndexedDataset(tmp_path / "a")
+    assert not not_refused([(tmp_path / "a", "a.bin is a directory")], IndexedDataset)
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("piece", [1, 1 << 24])
+def test_many_sequences_at_once_are_the_same_bytes_as_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    monkeypatch.setattr(indexed_dataset, "_PIECE", piece)
+    with IndexedDatasetBuilder(tmp_path / "a", "<u2") as one_by_one:
+        for sentences in ([[1, 2], [3]], [[4]], [], [[5, 6, 7]], [[8]]):
+            one_by_one.add_document(*sentences)
+        one_by_one.finalize()
+    with IndexedDatasetBuilder(tmp_path / "b", "<u2") as at_once:
+        at_once.extend(np.array([1, 2, 3, 4]), [2, 1, 1], [2, 3, 3])
+        at_once.extend(np.array([], dtype="<u2"), [], [])
+        at_once.extend(np.array([5, 6, 7, 8], dtype="<u2"), [3, 1], [1, 2])
+        at_once.finalize()
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+    assert (tmp_path / "a.idx").read_bytes() == (tmp_path / "b.idx").read_bytes()
+    assert IndexedDataset(tmp_path / "b").document_lengths.tolist() == [3, 1, 0, 3, 1]
+    with pytest.raises(ValueError, match="65536 do not fit uint16"), IndexedDatasetBuilder(tmp_path / "c", "<u2") as c:
+        c.extend(np.array([1, 65536]), [2], [1])
+
+
+def test_both_files_are_on_the_disk_before_they_have_names_and_the_index_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    sync, replace = os.fsync, os.replace
+
+    def noting_sync(descriptor: int) -> None:
+        said.append("sync " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    def noting_replace(source: Path, target: Path) -> None:
+        said.append(f"name {target.name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noting_sync)
+    monkeypatch.setattr(os, "replace", noting_replace)
+    write_pair(tmp_path / "a", [[1]])
+    assert said == [
+        "sync a.bin.unfinished",
+        "sync a.idx.unfinished",
+        "name a.bin",
+        "name a.idx",
+        f"sync {tmp_path.name}",
+    ]
+
+
+def test_an_error_leaves_the_pair_that_was_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="70000 do not fit uint16"):
+        write_pair(tmp_path / "a", [[1, 70000]])
+    assert contents(tmp_path) == {}
+    write_pair(tmp_path / "a", [[1, 2]])
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match="do not fit"), IndexedDatasetBuilder(tmp_path / "a", "<u2") as builder:
+        builder.extend(np.array([3, -1]), [1, 1], [1, 2])
+    assert contents(tmp_path) == before
+
+
+def test_a_new_bin_never_stands_beside_an_old_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pair(tmp_path / "a", [[1, 2]])
+    replace = os.replace
+
+    def interrupted(source: Path, target: Path) -> None:
+        if target.suffix == ".idx":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_pair(tmp_path / "a", [[3, 4]])
+    assert set(contents(tmp_path)) == {"a.bin"}
+    with pytest.raises(ValueError, match=r"a\.bin exists"):  # it may be somebody's
+        check_output(tmp_path / "a", overwrite=False)
+
+
+def test_leftovers_of_a_dead_process_are_replaced(tmp_path: Path) -> None:
+    for name in ("a.bin.unfinished", "a.idx.unfinished"):
+        (tmp_path / name).write_bytes(b"leftover " * 100)
+    write_pair(tmp_path / "a", [[1]])
+    assert set(contents(tmp_path)) == {"a.bin", "a.idx"}
+    assert (tmp_path / "a.bin").read_bytes() == b"\x01\x00"
+
+
+def test_a_pair_that_is_being_written_cannot_be_written_by_another(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "a", "<u2") as first:
+        first.add_document([1])
+        with pytest.raises(ValueError, match=r"a\.bin\.unfinished: another process is writing it"):
+            IndexedDatasetBuilder(tmp_path / "a", "<u2")
+        first.add_document([2])
+        first.finalize()
+    assert (tmp_path / "a.bin").read_bytes() == b"\x01\x00\x02\x00"
+    write_pair(tmp_path / "a", [[3]])
+    assert (tmp_path / "a.bin").read_bytes() == b"\x03\x00"
+
+
+def test_check_output_looks_at_both_files(tmp_path: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        path = tmp_path / f"a.b{suffix}"
+        path.touch()
+        with pytest.raises(ValueError, match=rf"a\.b\{suffix} exists"):
+            check_output(tmp_path / "a.b", overwrite=False)
+        path.unlink()
+    check_output(tmp_path / "a.b", overwrite=False)

@@ -1,4 +1,4 @@
-"""Every rank gets its part of the step, the parts do not depend on the ranks, and threads are no excuse."""
+"""Micro-batches have Megatron's masks and positions, and every rank gets its part of the step, whoever reads it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,94 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.refusals import not_refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megazpp.data.loader import BatchLoader, make_micro_batch
+from megazpp.data.loader import BatchLoader, MicroBatch, make_micro_batch
 from megazpp.parallel.worker import threads_on
 
+EOD = 0
 MAKE = partial(make_micro_batch, eod=None)
+
+
+# ---- micro-batches ----------------------------------------------------------------------------------------------
+
+
+def naive(
+    samples: torch.Tensor, *, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
+) -> MicroBatch:
+    """One token at a time."""
+    tokens, labels = samples[:, :-1], samples[:, 1:]
+    loss_mask = [[float(not (eod_mask_loss and token == EOD)) for token in row] for row in tokens.tolist()]
+    positions, starts = [], []
+    for b, row in enumerate(tokens.tolist()):
+        position = 0
+        positions.append([])
+        for i in range(len(row)):
+            if i == 0 or row[i - 1] == EOD:
+                starts.append(b * len(row) + i)
+                position = 0 if reset_position_ids else position
+            positions[-1].append(position)
+            position += 1
+    starts.append(tokens.numel())
+    return MicroBatch(
+        tokens,
+        labels,
+        torch.tensor(loss_mask),
+        torch.tensor(positions),
+        torch.tensor(starts, dtype=torch.int32) if reset_attention_mask else None,
+    )
+
+
+@settings(max_examples=200)
+@given(data=st.data(), batch=st.integers(1, 4), length=st.integers(1, 9))
+def test_micro_batches_equal_the_naive_ones(data: st.DataObject, batch: int, length: int) -> None:
+    rows = st.lists(st.integers(0, 2), min_size=length + 1, max_size=length + 1)
+    samples = torch.tensor(data.draw(st.lists(rows, min_size=batch, max_size=batch)))
+    flags = {name: data.draw(st.booleans()) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
+    fast, slow = make_micro_batch(samples, eod=EOD, **flags), naive(samples, **flags)
+    for name in MicroBatch._fields:
+        left, right = getattr(fast, name), getattr(slow, name)
+        assert (left is None) == (right is None), name
+        if left is not None:
+            torch.testing.assert_close(left, right, rtol=0, atol=0, msg=name)
+            assert left.is_contiguous()
+
+
+def test_document_starts_give_megatrons_attention_mask() -> None:
+    samples = torch.randint(0, 4, (3, 18), generator=torch.Generator().manual_seed(0))
+    batch = make_micro_batch(samples, eod=EOD, reset_attention_mask=True)
+    assert batch.document_starts is not None
+    places = torch.arange(3 * 17)
+    documents = torch.searchsorted(batch.document_starts, places, right=True)
+    allowed = (documents[:, None] == documents[None, :]) & (places[:, None] >= places[None, :])
+    for b in range(3):
+        mask = torch.tril(torch.ones(17, 17))
+        for i in (batch.tokens[b] == EOD).nonzero().flatten().tolist():
+            mask[i + 1 :, : i + 1] = 0
+        rows = slice(17 * b, 17 * (b + 1))
+        assert torch.equal(allowed[rows, rows], mask.bool())
+        assert allowed[rows].sum() == mask.sum()  # and nothing of the other samples
+
+
+def test_the_last_start_is_no_empty_document_when_a_sample_ends_with_eod() -> None:
+    samples = torch.tensor([[1, EOD, 2], [EOD, EOD, EOD]])
+    batch = make_micro_batch(samples, eod=EOD, reset_attention_mask=True, reset_position_ids=True)
+    assert batch.document_starts is not None
+    assert batch.document_starts.tolist() == [0, 2, 3, 4]
+    assert batch.position_ids.tolist() == [[0, 1], [0, 0]]
+
+
+def test_flags_about_documents_are_refused_without_an_end_of_document_token() -> None:
+    samples = torch.ones(1, 3, dtype=torch.int64)
+    flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    rows = [(flag, f"--{flag.replace('_', '-')} needs a tokenizer with an end-of-document") for flag in flags]
+    assert not not_refused(rows, lambda flag: make_micro_batch(samples, eod=None, **{flag: True}))
+    MAKE(samples)
+
+
+# ---- the loader -------------------------------------------------------------------------------------------------
 
 
 class Counting:
@@ -39,23 +122,17 @@ class Counting:
         return np.zeros(size)
 
 
-def loader(dataset: Counting, *, rank: int = 0, size: int = 1, micro: int = 2, **options: Any) -> BatchLoader:
-    return BatchLoader(
-        dataset,
-        micro_batch_size=micro,
-        data_rank=rank,
-        data_size=size,
-        make_batch=MAKE,
-        device=torch.device("cpu"),
-        **options,
-    )
+def loader(dataset: Counting, *, rank: int = 0, size: int = 1, **options: Any) -> BatchLoader:
+    """Micro-batches of two samples on a CPU."""
+    options = {"micro_batch_size": 2, "make_batch": MAKE, "device": torch.device("cpu")} | options
+    return BatchLoader(dataset, data_rank=rank, data_size=size, **options)
 
 
 def samples(batches: list) -> list[list[int]]:
     return [batch.tokens[:, 0].tolist() for batch in batches]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("num_workers", [0, 3])
 def test_a_step_is_cut_into_micro_batches_rank_by_rank(num_workers: int) -> None:
     for rank, expected in enumerate([[[24, 25], [28, 29], [32, 33]], [[26, 27], [30, 31], [34, 35]]]):
         with loader(Counting(), rank=rank, size=2, num_workers=num_workers) as batches:
@@ -64,9 +141,8 @@ def test_a_step_is_cut_into_micro_batches_rank_by_rank(num_workers: int) -> None
             assert step[0].tokens.shape == (2, 4)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_all_ranks_together_read_the_same_samples_whatever_their_number(size: int) -> None:
-    for consumed in (0, 12, 24):
+def test_all_ranks_together_read_the_same_samples_whatever_their_number() -> None:
+    for size, consumed in ((1, 0), (2, 12), (3, 24), (6, 12)):
         together = []
         for rank in range(size):
             with loader(Counting(), rank=rank, size=size, num_workers=1) as batches:
@@ -148,13 +224,10 @@ def test_closing_ends_the_threads() -> None:
 
 @pytest.mark.gpu
 def test_batches_arrive_on_the_gpu() -> None:
-    device = torch.device("cuda")
-    with BatchLoader(
-        Counting(), micro_batch_size=2, data_rank=0, data_size=1, make_batch=MAKE, device=device
-    ) as batches:
+    with loader(Counting(), device=torch.device("cuda")) as batches:
         for consumed in range(0, 400, 8):
             step = batches.step(consumed, 8)
-            assert step[0].tokens.is_cuda
+            assert all(part is None or part.is_cuda for batch in step for part in batch)
             assert [i for part in samples(step) for i in part] == list(range(consumed, consumed + 8))
 
 

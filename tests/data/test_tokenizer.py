@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 import transformers
 from helpers.hf_models import write_llama_tokenizer
-from hypothesis import given, settings
+from helpers.refusals import not_refused
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megazpp.convert.tokenizer_files import find_differences
@@ -22,6 +24,7 @@ from megazpp.data.tokenizer import (
     ByteTokenizer,
     HFTokenizer,
     SentencePieceTokenizer,
+    Tokenizer,
     TokenizerConfig,
     find_tokenizer,
     load_tokenizer,
@@ -43,36 +46,38 @@ def byte_level_bpe() -> tokenizers.ByteLevelBPETokenizer:
     return tokenizer
 
 
+@pytest.fixture(scope="module")
+def one_of_each(sentencepiece_model: bytes, byte_level_bpe: tokenizers.ByteLevelBPETokenizer) -> list[Tokenizer]:
+    return [SentencePieceTokenizer(sentencepiece_model), HFTokenizer(byte_level_bpe.to_str()), ByteTokenizer()]
+
+
+def load(folder: Path, **flags: Any) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder."""
+    tokenizer = load_tokenizer(dataclasses.replace(find_tokenizer(folder), **flags))
+    assert tokenizer is not None
+    return tokenizer
+
+
 @settings(max_examples=100)
 @given(text=ANY_TEXT)
-def test_a_trained_sentencepiece_gives_any_text_back(sentencepiece_model: bytes, text: str) -> None:
-    tokenizer = SentencePieceTokenizer(sentencepiece_model)
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert all(0 <= i < tokenizer.vocab_size for i in ids)
-    assert tokenizer.eod not in ids
-
-
-@pytest.mark.parametrize("text", ["", " ", "  two  spaces ", "\n\n\ttab\r\n", "naïve—日本語 🐳", "<eod>", "</s><unk>"])
-def test_awkward_text_comes_back_from_every_tokenizer(
-    sentencepiece_model: bytes, byte_level_bpe: tokenizers.ByteLevelBPETokenizer, text: str
-) -> None:
-    for tokenizer in (
-        SentencePieceTokenizer(sentencepiece_model),
-        HFTokenizer(byte_level_bpe.to_str()),
-        ByteTokenizer(),
-    ):
+@example("  two  spaces ")
+@example("\n\n\ttab\r\n")
+@example("naïve—日本語 🐳")
+@example("<eod>")
+@example("</s><unk>")
+def test_any_text_comes_back_and_every_character_has_its_place(one_of_each: list[Tokenizer], text: str) -> None:
+    for tokenizer in one_of_each:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
-        assert tokenizer.eod not in ids
+        assert all(0 <= i < tokenizer.vocab_size and i != tokenizer.eod for i in ids)
+        if str(tokenizer.eod_name) not in text:
+            same, spans = tokenizer.encode_spans(text)
+            assert (same, len(spans), spans) == (ids, len(ids), sorted(spans))
+            assert {place for first, last in spans for place in range(first, last)} == set(range(len(text)))
 
 
-def test_eod_decodes_to_nothing(sentencepiece_model: bytes, byte_level_bpe: tokenizers.ByteLevelBPETokenizer) -> None:
-    for tokenizer in (
-        SentencePieceTokenizer(sentencepiece_model),
-        HFTokenizer(byte_level_bpe.to_str()),
-        ByteTokenizer(),
-    ):
+def test_eod_decodes_to_nothing(one_of_each: list[Tokenizer]) -> None:
+    for tokenizer in one_of_each:
         assert tokenizer.eod is not None
         assert 0 <= tokenizer.eod < tokenizer.vocab_size
         assert tokenizer.decode([*tokenizer.encode("money"), tokenizer.eod]) == "money"
@@ -109,17 +114,17 @@ def test_flags_choose_the_tokenizer(
     (tmp_path / "tokenizer.json").write_text(byte_level_bpe.to_str(), encoding="utf-8")
     byte_level_bpe.save_model(str(tmp_path))
 
-    def load(**flags: str) -> object:
+    def chosen(**flags: str) -> object:
         return load_tokenizer(TokenizerConfig(**flags))  # type: ignore[arg-type]
 
-    assert load() is None
-    assert load(tokenizer_type="SentencePieceTokenizer") is None  # to be trained
-    assert isinstance(load(tokenizer_type="NullTokenizer"), ByteTokenizer)
+    assert chosen() is None
+    assert chosen(tokenizer_type="SentencePieceTokenizer") is None  # to be trained
+    assert isinstance(chosen(tokenizer_type="NullTokenizer"), ByteTokenizer)
     for kind in ({}, {"tokenizer_type": "GPTSentencePieceTokenizer"}):
-        assert isinstance(load(tokenizer_model=str(tmp_path / "spm.model"), **kind), SentencePieceTokenizer)
+        assert isinstance(chosen(tokenizer_model=str(tmp_path / "spm.model"), **kind), SentencePieceTokenizer)
     for model in (tmp_path, tmp_path / "tokenizer.json"):
-        assert isinstance(load(tokenizer_model=str(model)), HFTokenizer)
-    gpt2 = load(vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt"))
+        assert isinstance(chosen(tokenizer_model=str(model)), HFTokenizer)
+    gpt2 = chosen(vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt"))
     assert isinstance(gpt2, HFTokenizer)
     assert gpt2.encode(TEXT) == byte_level_bpe.encode(TEXT).ids
     assert gpt2.eod == 0
@@ -130,66 +135,33 @@ def test_the_eos_of_a_hugging_face_directory_is_its_eod(tmp_path: Path, eos: obj
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1, "money": 5}, "[UNK]"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
-    loaded = load_tokenizer(TokenizerConfig(tokenizer_model=str(tmp_path)))
-    assert loaded is not None
-    assert (loaded.eod, loaded.vocab_size) == (5, 6)  # ids have holes
+    assert (load(tmp_path).eod, load(tmp_path).vocab_size) == (5, 6)  # ids have holes
     (tmp_path / "tokenizer_config.json").unlink()
-    loaded = load_tokenizer(TokenizerConfig(tokenizer_model=str(tmp_path)))
-    assert loaded is not None
-    assert loaded.eod == 1
+    assert load(tmp_path).eod == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        ({"tokenizer_model": "{tmp}/none"}, "none does not exist"),
-        ({"tokenizer_model": "{tmp}/junk"}, "junk is not a SentencePiece model"),
-        ({"tokenizer_model": "{tmp}/junk.json"}, "not a usable tokenizer.json"),
-        ({"tokenizer_model": "{tmp}"}, "there is no tokenizer.json"),
-        ({"tokenizer_model": "{tmp}", "tokenizer_type": "SentencePieceTokenizer"}, "is a directory"),
-        ({"tokenizer_type": "HuggingFaceTokenizer"}, "HuggingFaceTokenizer needs --tokenizer-model"),
-        ({"tokenizer_type": "GPT2BPETokenizer"}, "needs --vocab-file and --merge-file"),
-        ({"vocab_file": "{tmp}/none", "merge_file": "{tmp}/junk"}, "--vocab-file .*none is not a file"),
-    ],
-)
-def test_unusable_tokenizers_are_refused_with_flag_and_reason(
-    tmp_path: Path, flags: dict[str, str], reason: str
-) -> None:
+def test_unusable_tokenizers_are_refused_with_flag_and_reason(tmp_path: Path) -> None:
     (tmp_path / "junk").write_bytes(b"junk")
     (tmp_path / "junk.json").write_text("{}")
-    config = TokenizerConfig(**{k: v.format(tmp=tmp_path) for k, v in flags.items()})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=reason):
-        load_tokenizer(config)
-
-
-@settings(max_examples=100)
-@given(text=ANY_TEXT)
-def test_spans_are_in_order_and_those_of_all_ids_make_the_text(
-    sentencepiece_model: bytes, byte_level_bpe: tokenizers.ByteLevelBPETokenizer, text: str
-) -> None:
-    for tokenizer in (
-        SentencePieceTokenizer(sentencepiece_model),
-        HFTokenizer(byte_level_bpe.to_str()),
-        ByteTokenizer(),
-    ):
-        ids, spans = tokenizer.encode_spans(text)
-        assert len(ids) == len(spans)
-        assert ids == tokenizer.encode(text)
-        assert spans == sorted(spans)
-        assert {place for first, last in spans for place in range(first, last)} == set(range(len(text)))
+    here = str(tmp_path)
+    rows = [
+        ({"tokenizer_model": f"{here}/none"}, "none does not exist"),
+        ({"tokenizer_model": f"{here}/junk"}, "junk is not a SentencePiece model"),
+        ({"tokenizer_model": f"{here}/junk.json"}, "not a usable tokenizer.json"),
+        ({"tokenizer_model": here}, "there is no tokenizer.json"),
+        ({"tokenizer_model": here, "tokenizer_type": "SentencePieceTokenizer"}, "is a directory"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "HuggingFaceTokenizer needs --tokenizer-model"),
+        ({"tokenizer_type": "GPT2BPETokenizer"}, "needs --vocab-file and --merge-file"),
+        ({"vocab_file": f"{here}/none", "merge_file": f"{here}/junk"}, f"--vocab-file {here}/none is not a file"),
+    ]
+    assert not not_refused(rows, lambda flags: load_tokenizer(TokenizerConfig(**flags)))
 
 
 def test_the_name_of_eod_in_a_text_is_eod_and_has_its_place(
-    sentencepiece_model: bytes, byte_level_bpe: tokenizers.ByteLevelBPETokenizer
+    one_of_each: list[Tokenizer], byte_level_bpe: tokenizers.ByteLevelBPETokenizer
 ) -> None:
-    plain = HFTokenizer(byte_level_bpe.to_str())
     without = json.loads(byte_level_bpe.to_str()) | {"added_tokens": []}  # in the vocabulary, but not looked for
-    for tokenizer in (
-        SentencePieceTokenizer(sentencepiece_model),
-        plain,
-        HFTokenizer(json.dumps(without)),
-        ByteTokenizer(),
-    ):
+    for tokenizer in (*one_of_each, HFTokenizer(json.dumps(without))):
         name = tokenizer.eod_name
         assert name is not None
         ids, spans = tokenizer.encode_spans(f"money{name}never{name}")
@@ -237,10 +209,7 @@ def test_a_folder_gives_the_ids_that_transformers_gives_for_it(
         if kind == "json":
             byte_level_bpe.save(str(tmp_path / "tokenizer.json"))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ours = load_tokenizer(find_tokenizer(tmp_path))
-    plain = load_tokenizer(dataclasses.replace(find_tokenizer(tmp_path), add_special_tokens=False))
-    assert ours is not None
-    assert plain is not None
+    ours, plain = load(tmp_path), load(tmp_path, add_special_tokens=False)
     assert ours.vocab_size == plain.vocab_size == len(theirs)
     marked = False
     for text in SPECIAL:
@@ -260,8 +229,7 @@ def test_add_bos_token_counts_for_sentencepiece_without_a_tokenizer_json(tmp_pat
     (folder / "tokenizer_config.json").write_text(json.dumps(description | BOTH | {"eos_token": "<eod>"}))
     if files == "tokenizer.json":  # as transformers saves it
         transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(find_tokenizer(folder))
-    assert ours is not None
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load(folder)
     assert [line[:24] for line in find_differences(ours)] == ["of tokenizer.model alone"] * (files != "tokenizer.json")
     for text in ("Call me", "never mind", ""):
         ids = theirs(text)["input_ids"]
@@ -272,14 +240,12 @@ def test_add_bos_token_counts_for_sentencepiece_without_a_tokenizer_json(tmp_pat
 def test_a_truncating_call_before_save_pretrained_cuts_and_pads_nothing_here(tmp_path: Path) -> None:
     """Its blocks are in the tokenizer.json that transformers writes; tokens that were kept with them are not used."""
     theirs = transformers.AutoTokenizer.from_pretrained(write_llama_tokenizer(tmp_path, TEXT, pad_token="</s>"))
-    before = load_tokenizer(find_tokenizer(tmp_path))
+    before = load(tmp_path)
     theirs(["money", "me"], truncation=True, max_length=16, padding="max_length")
     theirs.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "tokenizer.json").read_text())
     assert saved["truncation"]["max_length"] == saved["padding"]["strategy"]["Fixed"] == 16
-    ours = load_tokenizer(find_tokenizer(tmp_path))
-    assert before is not None
-    assert ours is not None
+    ours = load(tmp_path)
     for text in (TEXT, "me"):
         assert ours.encode(text) == before.encode(text) == theirs(text)["input_ids"]
     assert len(ours.encode(TEXT)) > 100
@@ -319,8 +285,7 @@ def test_one_eod_ends_a_document_whose_tokenizer_ends_it_itself(
 ) -> None:
     byte_level_bpe.save_model(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(GPT2[1]))
-    tokenizer = load_tokenizer(find_tokenizer(tmp_path))
-    assert tokenizer is not None
+    tokenizer = load(tmp_path)
     write_indexed_dataset(iter(["money"]), tokenizer, tmp_path / "a")
     ids = IndexedDataset(tmp_path / "a").get(0).tolist()
     assert ids == tokenizer.encode("money")
@@ -330,12 +295,11 @@ def test_one_eod_ends_a_document_whose_tokenizer_ends_it_itself(
 def test_an_id_without_a_row_is_refused_where_it_occurs(tmp_path: Path) -> None:
     folder = write_llama_tokenizer(tmp_path, TEXT, pad_token="[PAD]")
     rows = len(transformers.AutoTokenizer.from_pretrained(folder)) - 1
-    tokenizer = load_tokenizer(TokenizerConfig(tokenizer_model=str(folder), model_vocab_size=rows))
-    assert tokenizer is not None
+    tokenizer = load(folder, model_vocab_size=rows)
     assert tokenizer.vocab_size == rows
     assert tokenizer.encode("money")
     for encode in (tokenizer.encode, tokenizer.encode_spans):
         with pytest.raises(ValueError, match=f"the id {rows}, which the model's vocabulary of {rows} tokens has not"):
             encode("money [PAD]")
     with pytest.raises(ValueError, match="the tokenizer's </s> has the id 2, the model 2 tokens"):
-        load_tokenizer(TokenizerConfig(tokenizer_model=str(folder), model_vocab_size=2))
+        load(folder, model_vocab_size=2)

@@ -54,10 +54,6 @@ def test_results_come_in_the_order_of_the_items_whoever_is_slow_and_items_are_no
     assert new_children() == []
 
 
-def test_no_items_need_no_results() -> None:
-    assert list(map_in_processes(double_slowly_at_first, [], 1)) == []
-
-
 def test_workers_killed_while_they_hand_over_much_are_noticed(
     new_children: Callable[[], list[BaseProcess]],
 ) -> None:
@@ -70,13 +66,13 @@ def test_workers_killed_while_they_hand_over_much_are_noticed(
     assert new_children() == []
 
 
-def test_what_a_worker_raises_is_raised_here_with_its_traceback() -> None:
+def test_what_a_worker_raises_is_raised_here_and_files_that_cannot_be_written_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         list(map_in_processes(fail_at_three, range(9), 1))
     assert "in fail_at_three" in str(caught.value.__cause__)
 
-
-def test_files_that_cannot_be_written_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
