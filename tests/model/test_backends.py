@@ -89,8 +89,7 @@ def generate_two_tokens(model: GPTModel) -> torch.Tensor:
         return model(packed().tokens[:, 5:6], cache=cache)
 
 
-@pytest.mark.parametrize("run", [train_documents, generate_two_tokens])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("run", "style"), [(train_documents, "llama"), (generate_two_tokens, "gpt2")])
 def test_a_mask_on_cuda_goes_to_the_memory_efficient_or_the_plain_kernel_and_heads_are_not_grouped(
     style: str, run: Callable[[GPTModel], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ):
@@ -112,24 +111,16 @@ def test_a_mask_on_cuda_goes_to_the_memory_efficient_or_the_plain_kernel_and_hea
     assert _cur_sdpa_kernel_backends() == before
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_repeated_groups_and_chosen_kernels_give_the_attention_of_any_other_way(
-    training: bool, monkeypatch: pytest.MonkeyPatch
-):
-    """What CUDA is asked, asked of a CPU: fp64, so 1e-12. The kernels of before are allowed again afterwards."""
-    q, k, v = (torch.randn(2, heads, 7, 4, dtype=torch.float64, requires_grad=training) for heads in (6, 2, 2))
-    mask = torch.ones(2, 1, 7, 7).tril().bool()
-    before = _cur_sdpa_kernel_backends()
-    expected = module.masked_attention(q, k, v, mask, dropout=0.0)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    out = module.masked_attention(q, k, v, mask, dropout=0.0)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+def test_repeated_groups_and_chosen_kernels_give_the_attention_of_any_other_way(monkeypatch: pytest.MonkeyPatch):
+    """What CUDA is asked, asked of a CPU: fp64, so 1e-12, gradients too. All kernels are allowed again afterwards."""
+    q, k, v = (torch.randn(2, heads, 7, 4, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2))
+    mask, before, found = torch.ones(2, 1, 7, 7).tril().bool(), _cur_sdpa_kernel_backends(), []
+    for is_cuda in (False, True):
+        monkeypatch.setattr(torch.Tensor, "is_cuda", is_cuda)
+        out = module.masked_attention(q, k, v, mask, dropout=0.0)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
     assert _cur_sdpa_kernel_backends() == before
-    if training:
-        upstream = torch.randn_like(out)
-        grads, wanted = (torch.autograd.grad(y, (q, k, v), upstream) for y in (out, expected))
-        for grad, want in zip(grads, wanted, strict=True):
-            torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-12)
 
 
 # ---- documents ------------------------------------------------------------------------------------------------------
@@ -142,17 +133,7 @@ class ByLoops:
         self.seq, self.calls = seq, 0
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cu_seq_q: torch.Tensor,
-        cu_seq_k: torch.Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        window_size: tuple[int, int] = (-1, -1),
-        enable_gqa: bool = False,
+        self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False
     ) -> torch.Tensor:
         self.calls += 1
         tokens, heads, channels = query.shape
@@ -164,8 +145,7 @@ class ByLoops:
         assert cu_seq_q is cu_seq_k
         assert cu_seq_q.dtype == torch.int32
         starts = cu_seq_q.tolist()
-        assert starts[0] == 0
-        assert starts[-1] == tokens
+        assert (starts[0], starts[-1]) == (0, tokens)
         assert max_q == max_k == self.seq
         assert max(b - a for a, b in itertools.pairwise(starts)) <= max_q
         out = []
@@ -193,8 +173,9 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTED)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("style", "recompute"), [("gpt2", "full"), ("llama", "kept"), ("llama", "core"), ("gpt2", "selective")]
+)
 def test_documents_by_offsets_give_the_losses_and_gradients_of_the_mask(
     style: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -245,10 +226,9 @@ def is_square(shape: torch.Size, seq: int) -> bool:
     return shape.count(seq) > 1 or shape.count(BATCH * seq) > 1
 
 
-@pytest.mark.parametrize("style", WIDE)
-def test_with_torchs_kernel_nothing_of_s_by_s_is_made_or_kept_for_backward(style: str):
+def test_with_torchs_kernel_nothing_of_s_by_s_is_made_or_kept_for_backward():
     """Shapes only, through torch's own function, whose arguments are checked by it; the mask keeps one per layer."""
-    seq = 512  # no other size of the model
+    style, seq = "llama", 512  # no other size of the model
     square: dict[bool, list[tuple[int, ...]]] = {}
     for by_offsets in (True, False):
         gpt, kept = meta_gpt(WIDE[style], variable_length if by_offsets else None), []
@@ -281,30 +261,23 @@ def test_a_compiled_layer_takes_documents_in_one_graph():
         layer(x, gpt._attention_inputs(positions, starts, None)).sum().backward()
 
 
-@pytest.mark.parametrize(("changes", "capability", "dtype", "words"), [
-    ({}, A100, torch.bfloat16, None),
-    ({}, H100, torch.float16, None),
-    ({}, None, torch.bfloat16, "only CUDA has a kernel for documents"),
-    ({}, (7, 5), torch.float16, "needs compute capability 8.0, not 7.5"),
-    ({}, A100, torch.float32, "computes in 16 bit, not in torch.float32: see --bf16"),
-    ({"kv_channels": 12}, A100, torch.bfloat16, "up to 192 channels per head, not 12"),
-    ({"kv_channels": 256}, A100, torch.bfloat16, "up to 192 channels per head, not 256"),
-    ({"attention_dropout": 0.1}, A100, torch.bfloat16, "no dropout: --attention-dropout is 0.1"),
-])  # fmt: skip
-@pytest.mark.parametrize("style", WIDE)
-def test_what_the_kernel_cannot_do_is_said_and_takes_a_mask(
-    style: str, changes: dict[str, Any], capability: tuple[int, int] | None, dtype: torch.dtype, words: str | None
-):
-    reason = mask_reason(dataclasses.replace(WIDE[style], **changes), capability=capability, dtype=dtype)
-    assert reason is None if words is None else words in str(reason)
-
-
-def without_window(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, is_causal: bool) -> None:
-    raise NotImplementedError
+def test_what_the_kernel_cannot_do_is_said_and_takes_a_mask():
+    for changes, capability, dtype, words in (
+        ({}, A100, torch.bfloat16, "None"),
+        ({}, H100, torch.float16, "None"),
+        ({}, None, torch.bfloat16, "only CUDA has a kernel for documents"),
+        ({}, (7, 5), torch.float16, "needs compute capability 8.0, not 7.5"),
+        ({}, A100, torch.float32, "computes in 16 bit, not in torch.float32: see --bf16"),
+        ({"kv_channels": 12}, A100, torch.bfloat16, "up to 192 channels per head, not 12"),
+        ({"kv_channels": 256}, A100, torch.bfloat16, "up to 192 channels per head, not 256"),
+        ({"attention_dropout": 0.1}, A100, torch.bfloat16, "no dropout: --attention-dropout is 0.1"),
+    ):
+        config = dataclasses.replace(WIDE["llama"], **changes)
+        assert words in str(mask_reason(config, capability=capability, dtype=dtype))
 
 
 def test_a_torch_whose_function_has_no_window_takes_a_mask(monkeypatch: pytest.MonkeyPatch):
-    stand_in(monkeypatch, without_window)
+    stand_in(monkeypatch, lambda q, k, v, cu_q, cu_k, max_q, max_k, is_causal: None)
     assert "has no window_size" in str(mask_reason(WIDE["gpt2"], capability=H100, dtype=torch.bfloat16))
 
 
@@ -337,21 +310,18 @@ def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel(monkeypatch: pytest.MonkeyPatch
 # ---- names ----------------------------------------------------------------------------------------------------------
 
 
-def row(documents: bool, capability: tuple[int, int] | None, config: GPTConfig = WIDE["llama"]) -> tuple[str, ...]:
-    device = torch.device("cpu" if capability is None else "cuda")
-    return model_backends(config, device=device, dtype=torch.bfloat16, documents=documents)[0]
-
-
 def test_the_table_of_back_ends_names_what_attention_will_be(monkeypatch: pytest.MonkeyPatch):
-    assert row(False, None)[1:] == ("torch scaled_dot_product_attention", "the first of its kernels that can")
-    assert row(True, None)[2] == "only CUDA has a kernel for documents"
+    def row(documents: bool, device: str, **changes: float) -> tuple[str, ...]:
+        config, where = dataclasses.replace(WIDE["llama"], **changes), torch.device(device)
+        return model_backends(config, device=where, dtype=torch.bfloat16, documents=documents)[0][1:]
+
+    assert row(False, "cpu") == ("torch scaled_dot_product_attention", "the first of its kernels that can")
+    assert row(True, "cpu")[1] == "only CUDA has a kernel for documents"
     monkeypatch.setattr(module, "capability", lambda device: H100)
-    assert row(True, H100)[1] == "torch varlen_attn"
-    dropout = row(True, H100, dataclasses.replace(WIDE["llama"], attention_dropout=0.1))
-    assert dropout[1:] == (
-        "torch scaled_dot_product_attention with a mask of S x S",
-        "varlen_attn has no dropout: --attention-dropout is 0.1",
-    )
+    assert row(True, "cuda")[0] == "torch varlen_attn"
+    name, reason = row(True, "cuda", attention_dropout=0.1)
+    assert name == "torch scaled_dot_product_attention with a mask of S x S"
+    assert reason == "varlen_attn has no dropout: --attention-dropout is 0.1"
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
@@ -361,47 +331,35 @@ def choice(compile: bool | None, device: str) -> tuple[bool, str]:
     return compiles_layers(dataclasses.replace(GPT2_STYLE, compile=compile), device)
 
 
-@pytest.mark.parametrize(("flag", "device", "expected"), [
-    (None, "cuda", (True, "the default on CUDA: see --no-compile")),
-    (None, "cpu", (False, "the default on a CPU: see --compile")),
-    (False, "cuda", (False, "--no-compile")),
-    (True, "cpu", (True, "--compile")),
-])  # fmt: skip
-def test_layers_are_compiled_on_cuda_unless_the_flag_says_otherwise(
-    flag: bool | None, device: str, expected: tuple[bool, str], monkeypatch: pytest.MonkeyPatch
+def test_layers_are_compiled_on_cuda_unless_a_flag_or_a_missing_compiler_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(module, "missing_compiler", lambda device_type: None)
-    assert choice(flag, device) == expected
-
-
-def test_without_a_compiler_layers_are_eager_by_default_and_the_table_says_why(monkeypatch: pytest.MonkeyPatch):
+    assert choice(None, "cuda") == (True, "the default on CUDA: see --no-compile")
+    assert choice(None, "cpu") == (False, "the default on a CPU: see --compile")
+    assert choice(False, "cuda") == (False, "--no-compile")
+    assert choice(True, "cpu") == (True, "--compile")
     monkeypatch.setattr(module, "missing_compiler", lambda device_type: "there is no Triton")
-    assert choice(None, "cuda") == (False, "cannot be compiled: there is no Triton")
     rows = model_backends(GPT2_STYLE, device=torch.device("cuda"), dtype=torch.float32, documents=False)
     assert rows[-1] == ("layers", "eager", "cannot be compiled: there is no Triton")
+    for device in ("cuda", "cpu"):
+        with pytest.raises(ValueError, match=r"^--compile: there is no Triton"):
+            choice(True, device)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_compile_without_a_compiler_is_refused(device: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "missing_compiler", lambda device_type: "there is no Triton")
-    with pytest.raises(ValueError, match=r"^--compile: there is no Triton"):
-        choice(True, device)
-
-
-def test_what_torch_compile_needs_on_a_cpu_is_its_cxx_compiler(monkeypatch: pytest.MonkeyPatch):
+def test_torch_compile_needs_a_cxx_compiler_on_a_cpu_and_triton_a_device_and_a_c_compiler_on_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert missing_compiler("cpu") == "there is no C++ compiler (no-such-compiler)"
     monkeypatch.setenv("CXX", "ls")
     assert missing_compiler("cpu") is None
-
-
-def test_what_torch_compile_needs_on_cuda_is_triton_a_device_for_it_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     assert missing_compiler("cuda") == "there is no Triton (pip install triton)"
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(module, "capability", lambda device: (6, 1))
     assert missing_compiler("cuda") == "Triton needs compute capability 7.0, not 6.1"
-    monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(module, "capability", lambda device: H100)
     monkeypatch.setenv("CC", "no-such-compiler")
     assert missing_compiler("cuda") == "CC=no-such-compiler is not found"
     monkeypatch.setenv("CC", "ls")

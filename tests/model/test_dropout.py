@@ -28,8 +28,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("rate", [0.1, 0.5])
+@pytest.mark.parametrize(("rate", "shared"), [(0.1, False), (0.5, True)])
 def test_a_share_of_the_elements_is_zero_and_the_rest_scaled(rate: float, shared: bool):
     """Within 5 standard errors of 40,000 coin tosses; the gradient has the mask of the forward."""
     torch.manual_seed(3)
@@ -45,20 +44,14 @@ def test_a_share_of_the_elements_is_zero_and_the_rest_scaled(rate: float, shared
     assert dropout.eval()(x) is x or torch.equal(dropout(x), x)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_rate_zero_draws_nothing(shared: bool):
+def test_rate_zero_draws_nothing_and_bf16_stays_bf16():
     generator = SharedGenerator(CPU, seed=1, data_rank=0)
-    state, default = generator.generator.get_state(), torch.get_rng_state()
-    x = torch.ones(5)
-    assert torch.equal(Dropout(0.0, generator if shared else None)(x), x)
+    x, state, default = torch.ones(100), generator.generator.get_state(), torch.get_rng_state()
+    assert all(torch.equal(Dropout(0.0, shared)(x), x) for shared in (generator, None))
     assert torch.equal(generator.generator.get_state(), state)
     assert torch.equal(torch.get_rng_state(), default)
-
-
-def test_bf16_activations_stay_bf16():
-    y = Dropout(0.5, SharedGenerator(CPU, seed=1, data_rank=0))(torch.ones(100).bfloat16())
-    assert y.dtype == torch.bfloat16
-    assert set(y.tolist()) == {0.0, 2.0}
+    y = Dropout(0.5, generator)(x.bfloat16())
+    assert (y.dtype, set(y.tolist())) == (torch.bfloat16, {0.0, 2.0})
 
 
 def test_no_generator_of_a_job_starts_like_another():
@@ -86,12 +79,10 @@ def residual_streams(model: GPTConfig, sequence_parallel: bool) -> list[torch.Te
     return seen
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_tp_ranks_hold_the_same_residual_stream_to_the_bit(size: int):
-    first, *others = ranks(size).run(residual_streams, BOTH, False)
+def test_tp_ranks_hold_the_same_residual_stream_to_the_bit():
+    first, *others = ranks(4).run(residual_streams, BOTH, False)
     for other in others:
-        for ours, theirs in zip(first, other, strict=True):
-            assert torch.equal(ours, theirs)
+        assert all(map(torch.equal, first, other))
     assert (first[0] == 0.0).float().mean().item() == pytest.approx(0.25, abs=0.06)  # dropout of the embedding was on
 
 
@@ -142,22 +133,15 @@ def step_losses(model: GPTConfig, sequence_parallel: bool, dropout_seed: int) ->
     first = gpt(*batch())
     first.mean().backward()
     second = gpt(*batch())
-    grads = local_gradients(gpt)
-    gpt.eval()
+    found = {"first": first.detach(), "second": second.detach(), "grads": local_gradients(gpt)}
     state = torch.get_rng_state()
-    evaluated = gpt(*batch())
-    drew = not torch.equal(state, torch.get_rng_state())
-    return {
-        "first": first.detach(),
-        "second": second.detach(),
-        "eval": evaluated.detach(),
-        "grads": grads,
-        "drew": drew,
-    }
+    found["eval"] = gpt.eval()(*batch()).detach()
+    return found | {"drew": not torch.equal(state, torch.get_rng_state())}
 
 
-@pytest.mark.parametrize("model", [BOTH, HIDDEN_ONLY], ids=["both", "hidden"])
-@pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, False)])
+@pytest.mark.parametrize(
+    ("size", "sequence_parallel", "model"), [(1, False, HIDDEN_ONLY), (2, True, BOTH), (4, False, BOTH)]
+)
 def test_dropout_follows_from_the_seed_and_is_off_in_evaluation(size: int, sequence_parallel: bool, model: GPTConfig):
     run, repeated = (ranks(size).run(step_losses, model, sequence_parallel, 1) for _ in range(2))
     other_seed = ranks(size).run(step_losses, model, sequence_parallel, 2)
@@ -169,26 +153,13 @@ def test_dropout_follows_from_the_seed_and_is_off_in_evaluation(size: int, seque
             assert torch.equal(ours[name], run[0][name])  # tp ranks agree on the losses
         for name, grad in ours["grads"].items():
             assert torch.equal(grad, again["grads"][name]), name
+            if name.endswith(("fc2.bias", "norm.weight")):  # not split, so tp ranks agree, or weights would drift apart
+                assert torch.equal(grad, run[0]["grads"][name]), name
         assert not torch.equal(ours["first"], other["first"])
         assert not torch.equal(ours["first"], ours["second"])
         assert torch.equal(ours["eval"], other["eval"])
         assert torch.equal(ours["eval"], plain["first"])
         assert not ours["drew"]
-
-
-def replicated_gradients(model: GPTConfig) -> dict[str, torch.Tensor]:
-    gpt = build_gpt(model, tp_axis(), vocab_size=VOCAB)
-    gpt(*batch())[0].mean().backward()
-    return {name: g for name, g in local_gradients(gpt).items() if "norm" in name or name.endswith("fc2.bias")}
-
-
-def test_gradients_of_unsplit_parameters_agree_over_tp_ranks():
-    """Bitwise; weights that drift apart between tp ranks would go unnoticed for long."""
-    first, *others = ranks(4).run(replicated_gradients, BOTH)
-    for other in others:
-        for name, gradient in first.items():
-            assert torch.equal(gradient, other[name]), name
-            assert gradient.any(), name
 
 
 def loss_of_the_same_samples(case: Case) -> tuple[int, torch.Tensor]:
@@ -198,9 +169,7 @@ def loss_of_the_same_samples(case: Case) -> tuple[int, torch.Tensor]:
     return dims.data_rank, model(data.tokens, data.labels).detach()
 
 
-@pytest.mark.parametrize("model", [BOTH, HIDDEN_ONLY], ids=["both", "hidden"])
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("stage", "tp", "model"), [(3, 2, HIDDEN_ONLY), (0, 1, BOTH)])
 def test_data_ranks_draw_different_masks(stage: int, tp: int, model: GPTConfig):
     losses: dict[int, torch.Tensor] = {}
     for data_rank, loss in ranks(4).run(loss_of_the_same_samples, Case(model=model, tp=tp, stage=stage)):
@@ -209,7 +178,7 @@ def test_data_ranks_draw_different_masks(stage: int, tp: int, model: GPTConfig):
     assert len({tuple(loss.flatten().tolist()) for loss in losses.values()}) == 4 // tp
 
 
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [slow(1, False), slow(2, False), (2, True)])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [slow(2, False), (2, True)])
 def test_a_training_run_with_dropout_can_be_repeated(tp: int, sequence_parallel: bool):
     case = Case(model=BOTH, tp=tp, sequence_parallel=sequence_parallel, micro_batches=2, steps=2)
     run, repeated = (ranks(4).run(train_on_ranks, case) for _ in range(2))

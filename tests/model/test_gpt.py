@@ -16,7 +16,9 @@ from helpers.training import EOD, GPT2_STYLE, LLAMA_STYLE
 
 from megazpp.data.loader import MicroBatch, make_micro_batch
 from megazpp.model.config import GPTConfig
+from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.parameters import initialize_parameters_
 
 VOCAB, SEQ, BATCH = 101, 16, 3
 STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}
@@ -29,21 +31,20 @@ def sample(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def logits_before_and_after_a_change(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_before_and_after_a_change(sequence_parallel: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Logits of a batch, and of the same batch with token 9 of row 1 replaced."""
-    gpt = build_gpt(model, tp_axis(), vocab_size=VOCAB, sequence_parallel=sequence_parallel)
+    models = [build_gpt(s, tp_axis(), vocab_size=VOCAB, sequence_parallel=sequence_parallel) for s in STYLES.values()]
     tokens, _ = sample()
     changed = tokens.clone()
     changed[1, 9] = (changed[1, 9] + 1) % VOCAB
     with torch.no_grad():
-        return gpt(tokens), gpt(changed)
+        return [(gpt(tokens), gpt(changed)) for gpt in models]
 
 
 @pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("style", STYLES)
-def test_a_token_changes_no_earlier_logit_and_no_other_row(style: str, size: int, sequence_parallel: bool):
+def test_a_token_changes_no_earlier_logit_and_no_other_row(size: int, sequence_parallel: bool):
     """Bitwise: masked keys contribute exactly nothing."""
-    for before, after in ranks(size).run(logits_before_and_after_a_change, STYLES[style], sequence_parallel):
+    for before, after in itertools.chain(*ranks(size).run(logits_before_and_after_a_change, sequence_parallel)):
         assert torch.equal(before[0], after[0])
         assert torch.equal(before[2], after[2])
         assert torch.equal(before[1, :9], after[1, :9])
@@ -65,8 +66,7 @@ def logits_of_packed(model: GPTConfig, masked: bool) -> torch.Tensor:
         return gpt(batch.tokens, position_ids=batch.position_ids, document_starts=starts)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "size"), [("gpt2", 1), ("llama", 2)])
 def test_packed_documents_are_each_as_if_alone(style: str, size: int):
     """1e-6 absolute: fp32 sums of other lengths, logits of about 0.1."""
     alone, batch = build_gpt(STYLES[style], MeshAxis("tp"), vocab_size=VOCAB), packed()
@@ -128,9 +128,8 @@ def padded_run(model: GPTConfig) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("model", [TIED, UNTIED], ids=["tied", "untied"])
-def test_padding_gets_no_probability_and_no_gradient(model: GPTConfig, size: int):
+@pytest.mark.parametrize(("size", "model"), [(1, TIED), (2, UNTIED), (4, TIED)], ids=["1", "2, untied", "4"])
+def test_padding_gets_no_probability_and_no_gradient(size: int, model: GPTConfig):
     results = ranks(size).run(padded_run, model)
     assert sum(result["real"] for result in results) == VOCAB
     for result in results:
@@ -154,9 +153,9 @@ def shapes(model: GPTConfig, sequence_parallel: bool) -> list[Any]:
     return [logits.detach(), losses.detach(), logits.is_contiguous() and losses.is_contiguous()]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("style", "size", "sequence_parallel"), [("gpt2", 1, False), ("llama", 2, True), ("gpt2", 4, False)]
+)
 def test_logits_are_split_over_the_vocabulary_and_losses_are_whole(style: str, size: int, sequence_parallel: bool):
     """[B, S, V/T] and [B, S] in fp32; losses are those of the gathered logits, to fp32 rounding of 4.6 nats."""
     results = ranks(size).run(shapes, STYLES[style], sequence_parallel)
@@ -179,17 +178,14 @@ def calls_of_a_step(model: GPTConfig, sequence_parallel: bool) -> list[dict[str,
     return [forward, backward]
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "layers"), [("gpt2", 1), ("llama", 3)])
 def test_a_step_communicates_what_the_docstrings_say(style: str, layers: int):
     """2 per layer each way, one at each end, two small ones in the loss; column layers gather again."""
     model = dataclasses.replace(STYLES[style], num_layers=layers)
-    forward, backward = ranks(2).run(calls_of_a_step, model, False)[0]
-    assert forward == {"all_reduce": 2 * layers + 1 + 2}
-    assert backward == {"all_reduce": 2 * layers + 1}
-    forward, backward = ranks(2).run(calls_of_a_step, model, True)[0]
-    assert forward == {"all_gather": 2 * layers + 1, "reduce_scatter": 2 * layers + 1, "all_reduce": 2}
-    assert backward == {"all_gather": 4 * layers + 1, "reduce_scatter": 2 * layers + 1}
+    plain, split = (ranks(2).run(calls_of_a_step, model, sequence_parallel)[0] for sequence_parallel in (False, True))
+    assert plain == [{"all_reduce": 2 * layers + 1 + 2}, {"all_reduce": 2 * layers + 1}]
+    both = {"all_gather": 2 * layers + 1, "reduce_scatter": 2 * layers + 1}
+    assert split == [both | {"all_reduce": 2}, both | {"all_gather": 4 * layers + 1}]
 
 
 def test_one_rank_communicates_nothing():
@@ -202,3 +198,16 @@ def test_a_fresh_model_knows_nothing():
     """Every token is about as likely as any other: log(101) nats, within the spread of small random logits."""
     losses = build_gpt(GPT2_STYLE, MeshAxis("tp"), vocab_size=VOCAB)(*sample())
     assert losses.mean().item() == pytest.approx(math.log(VOCAB), abs=0.05)
+
+
+def test_the_scalar_head_multiplies_in_fp32():
+    """Of activations in bf16: fp32 sums in another order, 1e-6, where products in bf16 would be 1e-3 away."""
+    gpt = GPTModel(GPT2_STYLE, vocab_size=VOCAB, tp=MeshAxis("tp"), scalar_head=True)
+    initialize_parameters_(gpt, seed=7, draw_device=torch.device("cpu"))
+    gpt, seen = gpt.bfloat16().eval(), list[torch.Tensor]()
+    gpt.final_norm.register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.no_grad():
+        values = gpt(sample()[0], with_values=True).values
+    assert values.dtype == torch.float32
+    expected = seen[0].double() @ gpt.scalar_head.weight[0].double()
+    torch.testing.assert_close(values.double(), expected.t(), rtol=0, atol=1e-6)

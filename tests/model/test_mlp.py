@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -79,39 +81,38 @@ def split_of(name: str) -> int | None:
     return None if name == "fc2.bias" else 1 if name == "fc2.weight" else 0
 
 
-def run(kind: str, bias: bool, sequence_parallel: bool) -> dict[str, Any]:
-    tp = tp_axis()
-    mlp = build(kind, bias, tp, sequence_parallel)
-    x, y_grad = draw(0, 8, 3, HIDDEN), draw(9, 8, 3, HIDDEN)
-    if sequence_parallel:
-        x, y_grad = part(x, 0, tp), part(y_grad, 0, tp)
-    x.requires_grad_()
-    y, forward = counted(tp, lambda: mlp(x))
-    _, backward = counted(tp, lambda: y.backward(y_grad))
-    return {"y": y.detach(), "x": x.grad, "grads": local_gradients(mlp, tp), "calls": (forward, backward)}
+GRID = [*itertools.product(KINDS, (False, True), (False, True))]  # kind, bias, sequence_parallel
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+def run_all() -> list[tuple[Any, ...]]:
+    found, tp = [], tp_axis()
+    for kind, bias, sequence_parallel in GRID:
+        mlp = build(kind, bias, tp, sequence_parallel)
+        x, y_grad = draw(0, 8, 3, HIDDEN), draw(9, 8, 3, HIDDEN)
+        if sequence_parallel:
+            x, y_grad = part(x, 0, tp), part(y_grad, 0, tp)
+        y, forward = counted(tp, functools.partial(mlp, x.requires_grad_()))
+        _, backward = counted(tp, functools.partial(y.backward, y_grad))
+        found.append((y.detach(), x.grad, local_gradients(mlp, tp), (forward, backward)))
+    return found
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_mlp_is_its_formula_however_it_is_split(kind: str, bias: bool, size: int, sequence_parallel: bool):
+def test_the_mlp_is_its_formula_however_it_is_split(size: int):
     """Output and all gradients; one region entered and one left, for SwiGLU's two matrices too."""
-    x = draw(0, 8, 3, HIDDEN).requires_grad_()
-    weights = {name: weight.requires_grad_() for name, weight in whole_weights(kind, bias).items()}
-    y = by_formula(kind, x, weights)
-    y.backward(draw(9, 8, 3, HIDDEN))
-    split_sequence = sequence_parallel and size > 1
-    if size == 1:
-        calls: Any = ({}, {})
-    elif sequence_parallel:
-        calls = ({"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 2, "reduce_scatter": 1})
-    else:
-        calls = ({"all_reduce": 1}, {"all_reduce": 1})
-    for rank, result in enumerate(ranks(size).run(run, kind, bias, sequence_parallel)):
-        torch.testing.assert_close(result["y"], y.detach().chunk(size)[rank] if split_sequence else y, **EXACT)
-        torch.testing.assert_close(result["x"], x.grad.chunk(size)[rank] if split_sequence else x.grad, **EXACT)
-        for name, grad in result["grads"].items():
-            dim, whole = split_of(name), weights[name].grad
-            torch.testing.assert_close(grad, whole if dim is None else whole.chunk(size, dim)[rank], **EXACT)
-        assert result["calls"] == calls
+    calls: dict[bool, Any] = {False: ({"all_reduce": 1}, {"all_reduce": 1})}
+    calls[True] = ({"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 2, "reduce_scatter": 1})
+    for rank, results in enumerate(ranks(size).run(run_all)):
+        for (kind, bias, sequence_parallel), (ours, x_grad, grads, ours_calls) in zip(GRID, results, strict=True):
+            x = draw(0, 8, 3, HIDDEN).requires_grad_()
+            weights = {name: weight.requires_grad_() for name, weight in whole_weights(kind, bias).items()}
+            y = by_formula(kind, x, weights)
+            y.backward(draw(9, 8, 3, HIDDEN))
+            first, last = (rank, rank + 1) if sequence_parallel else (0, size)
+            rows = slice(first * 8 // size, last * 8 // size)
+            torch.testing.assert_close(ours, y.detach()[rows], **EXACT)
+            torch.testing.assert_close(x_grad, x.grad[rows], **EXACT)
+            for name, grad in grads.items():
+                dim, whole = split_of(name), weights[name].grad
+                torch.testing.assert_close(grad, whole if dim is None else whole.chunk(size, dim)[rank], **EXACT)
+            assert ours_calls == (({}, {}) if size == 1 else calls[sequence_parallel])

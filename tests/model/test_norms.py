@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any, Literal
 
 import pytest
@@ -38,44 +40,41 @@ def build(kind: Kind, one_plus: bool, tp: MeshAxis, sequence_parallel: bool = Fa
     return norm
 
 
-def run(kind: Kind, one_plus: bool, sequence_parallel: bool) -> list[Any]:
-    tp = tp_axis()
-    norm = build(kind, one_plus, tp, sequence_parallel)
-    x, y_grad = draw(0, 8, 3, HIDDEN), draw(9, 8, 3, HIDDEN)
-    if sequence_parallel:
-        x, y_grad = part(x, 0, tp), part(y_grad, 0, tp)
-    x.requires_grad_()
-    y, forward = counted(tp, lambda: norm(x))
-    _, backward = counted(tp, lambda: y.backward(y_grad))
-    return [y.detach(), x.grad, [*local_gradients(norm, tp).values()], forward, backward]
+GRID = [*itertools.product(KINDS, (False, True), (False, True))]  # kind, one_plus, sequence_parallel
 
 
-@pytest.mark.parametrize("one_plus", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (1, True), (2, False), (2, True), (4, True)])
-def test_a_norm_is_its_formula_and_sums_its_gradients_over_slices(
-    kind: Kind, one_plus: bool, size: int, sequence_parallel: bool
-):
-    x, weight, bias = (t.requires_grad_() for t in (draw(0, 8, 3, HIDDEN), draw(1, HIDDEN), draw(2, HIDDEN)))
-    y = by_formula(kind, x, weight, bias, epsilon=0.1, one_plus=one_plus)
-    y.backward(draw(9, 8, 3, HIDDEN))
-    split = sequence_parallel and size > 1
-    wanted = [weight.grad] if kind == "RMSNorm" else [weight.grad, bias.grad]
-    for rank, (ours, x_grad, grads, forward, backward) in enumerate(
-        ranks(size).run(run, kind, one_plus, sequence_parallel)
-    ):
-        torch.testing.assert_close(ours, y.detach().chunk(size)[rank] if split else y.detach(), **EXACT)
-        torch.testing.assert_close(x_grad, x.grad.chunk(size)[rank] if split else x.grad, **EXACT)
-        assert len(grads) == len(wanted)
-        for grad, whole in zip(grads, wanted, strict=True):
-            torch.testing.assert_close(grad, whole, **EXACT)
-        assert (forward, backward) == ({}, {})
+def run_all() -> list[list[Any]]:
+    found, tp = [], tp_axis()
+    for kind, one_plus, sequence_parallel in GRID:
+        norm = build(kind, one_plus, tp, sequence_parallel)
+        x, y_grad = draw(0, 8, 3, HIDDEN), draw(9, 8, 3, HIDDEN)
+        if sequence_parallel:
+            x, y_grad = part(x, 0, tp), part(y_grad, 0, tp)
+        y, forward = counted(tp, functools.partial(norm, x.requires_grad_()))
+        _, backward = counted(tp, functools.partial(y.backward, y_grad))
+        found.append([y.detach(), x.grad, [*local_gradients(norm, tp).values()], (forward, backward)])
+    return found
 
 
-@pytest.mark.parametrize(("one_plus", "value"), [(False, 1.0), (True, 0.0)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fresh_norm_scales_by_one(kind: Kind, one_plus: bool, value: float):
-    norm = build(kind, one_plus, MeshAxis("tp"))
-    assert norm.specs["weight"].value == value
-    assert all(spec.std == 0.0 and spec.split is None for spec in norm.specs.values())
-    assert norm.specs.keys() == dict(norm.named_parameters()).keys()
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_norm_is_its_formula_and_sums_its_gradients_over_slices(size: int):
+    for rank, results in enumerate(ranks(size).run(run_all)):
+        for (kind, one_plus, sequence_parallel), (ours, x_grad, grads, calls) in zip(GRID, results, strict=True):
+            x, weight, bias = (t.requires_grad_() for t in (draw(0, 8, 3, HIDDEN), draw(1, HIDDEN), draw(2, HIDDEN)))
+            y = by_formula(kind, x, weight, bias, epsilon=0.1, one_plus=one_plus)
+            y.backward(draw(9, 8, 3, HIDDEN))
+            first, last = (rank, rank + 1) if sequence_parallel else (0, size)
+            rows = slice(first * 8 // size, last * 8 // size)
+            torch.testing.assert_close(ours, y.detach()[rows], **EXACT)
+            torch.testing.assert_close(x_grad, x.grad[rows], **EXACT)
+            wanted = [weight.grad] if kind == "RMSNorm" else [weight.grad, bias.grad]
+            torch.testing.assert_close(grads, wanted, **EXACT)
+            assert calls == ({}, {})
+
+
+def test_a_fresh_norm_scales_by_one():
+    for kind, (one_plus, value) in itertools.product(KINDS, ((False, 1.0), (True, 0.0))):
+        norm = build(kind, one_plus, MeshAxis("tp"))
+        assert norm.specs["weight"].value == value
+        assert all(spec.std == 0.0 and spec.split is None for spec in norm.specs.values())
+        assert norm.specs.keys() == dict(norm.named_parameters()).keys()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.tensor_parallel import build_gpt, counted, local_gradients, tp_axis
-from helpers.tiers import pairwise
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks
 
 from megazpp.data.loader import make_micro_batch
@@ -35,50 +36,49 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def two_steps(model: GPTConfig, sequence_parallel: bool, documents: bool) -> dict[str, Any]:
     """Losses and accumulated gradients of two micro-batches, and the state the generators are left in."""
-    tp = tp_axis()
-    gpt = build_gpt(model, tp, vocab_size=VOCAB, sequence_parallel=sequence_parallel)
+    gpt = build_gpt(model, tp_axis(), vocab_size=VOCAB, sequence_parallel=sequence_parallel)
     ids = torch.randint(VOCAB, (2, BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
     ids[:, :, 5] = EOD
     losses = []
     for samples in ids:
-        batch = make_micro_batch(samples, eod=EOD, reset_position_ids=documents, reset_attention_mask=documents)
-        loss = gpt(
-            batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
-        ).mean()
+        tokens, labels, _, position_ids, starts = make_micro_batch(
+            samples, eod=EOD, reset_position_ids=documents, reset_attention_mask=documents
+        )
+        loss = gpt(tokens, labels, position_ids=position_ids, document_starts=starts).mean()
         loss.backward()
         losses.append(loss.item())
-    return {"losses": losses, "grads": local_gradients(gpt), "default": torch.get_rng_state()}
+    return {"losses": losses, **local_gradients(gpt), "default": torch.get_rng_state()}
 
 
-@pytest.mark.parametrize(
-    ("style", "size", "sequence_parallel", "kind", "documents"),
-    pairwise(
-        (style, size, sequence_parallel, kind, documents)
-        for style in STYLES
-        for size, sequence_parallel in [(1, False), (2, False), (2, True)]
-        for kind in KINDS
-        for documents in (False, True)
-    ),
-)
-def test_recomputation_with_dropout_changes_no_bit(
-    style: str, size: int, sequence_parallel: bool, kind: str, documents: bool
-):
-    model = STYLES[style]
-    expected = ranks(size).run(two_steps, model, sequence_parallel, documents)
-    results = ranks(size).run(two_steps, dataclasses.replace(model, **KINDS[kind]), sequence_parallel, documents)
-    for ours, plain in zip(results, expected, strict=True):
-        assert ours["losses"] == plain["losses"]
-        for name, grad in plain["grads"].items():
-            assert torch.equal(ours["grads"][name], grad), name
-        assert torch.equal(ours["default"], plain["default"])  # so the next step's masks are the same too
-    assert expected[0]["losses"][0] != expected[0]["losses"][1]
+def differences(sequence_parallel: bool) -> list[str]:
+    """What is not the same with recomputation, of all kinds and half the styles and masks."""
+    found = []
+    for documents, style in itertools.product((False, True), STYLES):
+        plain = two_steps(STYLES[style], sequence_parallel, documents)
+        assert plain["losses"][0] != plain["losses"][1]
+        for number, kind in enumerate(KINDS):
+            if (number + documents) % 2 == (style == "llama"):
+                model = dataclasses.replace(STYLES[style], **KINDS[kind])
+                ours = two_steps(model, sequence_parallel, documents)
+                assert ours.keys() == plain.keys()
+                same = {name: np.array_equal(ours[name], plain[name]) for name in plain}
+                found += [f"{kind}, {style}, documents {documents}: {name}" for name in plain if not same[name]]
+    return found
+
+
+@pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_recomputation_with_dropout_changes_no_bit(size: int, sequence_parallel: bool):
+    """Nor the generators' states, so the next step's masks are the same too."""
+    assert ranks(size).run(differences, sequence_parallel) == [[]] * size
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "block", "selective"])
-@pytest.mark.parametrize(("tp", "stage", "sequence_parallel"), [(1, 3, False), (2, 3, True), (2, 2, False)])
+@pytest.mark.parametrize(
+    ("kind", "tp", "stage", "sequence_parallel"),
+    [("selective", 1, 3, False), ("full", 2, 3, True), ("full", 2, 2, False), ("block", 1, 3, False)],
+)
 def test_a_sharded_run_with_dropout_is_the_same_with_recomputation(
-    tp: int, stage: int, sequence_parallel: bool, kind: str
+    kind: str, tp: int, stage: int, sequence_parallel: bool
 ):
     """Through FSDP2, which gathers a layer's weights again for the recomputation; bitwise."""
     case = Case(model=STYLES["gpt2"], tp=tp, stage=stage, sequence_parallel=sequence_parallel, micro_batches=2, steps=2)
@@ -105,15 +105,12 @@ def calls_of_a_step(model: GPTConfig, training: bool) -> list[Any]:
     return [forward, backward, runs]
 
 
-@pytest.mark.parametrize(("kind", "runs", "repeated"), [
-    ("full", [2, 2, 2], 6),
-    ("block", [2, 1, 1], 2),
-    ("selective", [1, 1, 1], 0),
-    (None, [1, 1, 1], 0),
-])  # fmt: skip
-def test_the_chosen_layers_run_twice_with_their_forward_collectives(kind: str | None, runs: list[int], repeated: int):
+@pytest.mark.parametrize(
+    ("kind", "runs", "repeated"), [("full", [2, 2, 2], 6), ("block", [2, 1, 1], 2), ("selective", [1, 1, 1], 0)]
+)
+def test_the_chosen_layers_run_twice_with_their_forward_collectives(kind: str, runs: list[int], repeated: int):
     """A layer's last all-reduce is not repeated where nothing after it is needed again."""
-    model = dataclasses.replace(STYLES["gpt2"], **KINDS.get(kind or "", {}))
+    model = dataclasses.replace(STYLES["gpt2"], **KINDS[kind])
     for forward, backward, ran in ranks(2).run(calls_of_a_step, model, True):
         assert ran == runs
         assert forward == {"all_reduce": 2 * 3 + 1 + 2}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from helpers.ranks import ranks
+from helpers.refusals import not_refused
 from helpers.sharded import one_process_model, sharded_model
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -67,7 +66,7 @@ def test_one_process_adamw_is_the_published_update_and_decays_only_matrices():
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
-@pytest.mark.parametrize(("tp", "replicas"), [(2, 1), (1, 1), (4, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "replicas"), [(2, 1), (4, 1), (1, 2)])
 def test_the_optimizer_updates_shards_empty_ones_too_like_one_process(tp: int, replicas: int, kind: str):
     model = one_process_model()
     train(model, kind)
@@ -111,7 +110,7 @@ def compare_with_torch(tp: int, replicas: int) -> None:
     assert all(isinstance(moment, DTensor) for moment in moments)
 
 
-@pytest.mark.parametrize(("tp", "replicas"), [(2, 1), (4, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "replicas"), [(2, 1), (1, 2)])
 def test_on_local_tensors_torch_s_update_has_the_same_bits_and_the_same_state(tp: int, replicas: int):
     ranks(4).run(compare_with_torch, tp, replicas)
 
@@ -175,12 +174,8 @@ def test_the_groups_are_megatrons_biases_and_one_dimensional_parameters_do_not_d
     named = [*model.named_parameters(), ("odd.bias", odd)]
     decayed, exempt = parameter_groups(named, weight_decay=0.3)
     assert {id(p) for p in decayed["params"]} == {id(model["linear"].weight), id(model["embedding"].weight)}
-    assert {id(p) for p in exempt["params"]} == {
-        id(model["linear"].bias),
-        id(model["norm"].weight),
-        id(model["norm"].bias),
-        id(odd),
-    }
+    rest = (model["linear"].bias, model["norm"].weight, model["norm"].bias, odd)
+    assert {id(p) for p in exempt["params"]} == set(map(id, rest))
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.3, 0.0)
 
 
@@ -188,38 +183,26 @@ def test_frozen_parameters_and_empty_groups_are_left_out():
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
     (only,) = parameter_groups(model.named_parameters(), weight_decay=0.1)
-    assert only["params"] == [model.weight]
-    assert only["wd_mult"] == 1.0
+    assert (only["params"], only["wd_mult"]) == ([model.weight], 1.0)
 
 
 def test_rates_are_scaled_by_the_groups_multiples():
     optimizer = build_optimizer(nn.Linear(3, 2).named_parameters(), OptimizerConfig(), CPU)
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
-    set_rates_(optimizer, learning_rate=0.2, weight_decay=0.5)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.2]
+    optimizer.param_groups[1]["lr_mult"] = 3.0
+    set_rates_(optimizer, learning_rate=0.25, weight_decay=0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.75]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
 
 
-def test_the_defaults_are_megatrons():
-    config = OptimizerConfig()
-    assert (config.optimizer, config.weight_decay, config.clip_grad, config.sgd_momentum) == ("adam", 0.01, 1.0, 0.9)
-    assert (config.adam_beta1, config.adam_beta2, config.adam_eps) == (0.9, 0.999, 1e-8)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"adam_beta2": 1.0}, r"--adam-beta2 1.0 is not in \[0, 1\)"),
-        ({"adam_beta1": -0.1}, r"--adam-beta1 -0.1 is not in \[0, 1\)"),
+def test_values_that_cannot_work_are_refused():
+    rows = [
+        ({"adam_beta1": -0.1}, "--adam-beta1 -0.1 is not in [0, 1)"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1 is negative"),
-        ({"clip_grad": -1.0}, "--clip-grad -1.0 is negative"),
         ({"clip_grad": float("nan")}, "--clip-grad nan is negative"),
         ({"optimizer": "sgd", "optimizer_backend": "apex"}, "--optimizer sgd"),
-    ],
-)
-def test_values_that_cannot_work_are_refused(config: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        OptimizerConfig(**config)
+    ]
+    assert not not_refused(rows, lambda config: OptimizerConfig(**config))
 
 
 @pytest.mark.gpu
@@ -231,18 +214,13 @@ def test_the_fused_optimizer_on_a_gpu_agrees_with_the_cpu():
         torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("kind", "implementation"), [("adam", "torch.optim.AdamW(fused=True)"), ("sgd", "torch.optim.SGD(foreach=True)")]
-)
-def test_the_row_names_the_class_and_the_path_that_is_built(kind: str, implementation: str):
-    config = OptimizerConfig(optimizer=kind)
-    (_, found, _), *_ = optimizer_backends(config, "cpu")
-    optimizer = build_optimizer(nn.Linear(2, 2).named_parameters(), config, torch.device("cpu"))
-    path = next(name for name in ("fused", "foreach") if optimizer.defaults[name])
-    of_torch = next(c for c in type(optimizer).__mro__ if c.__module__.startswith("torch."))
-    assert found == f"torch.optim.{of_torch.__name__}({path}=True)" == implementation
-
-
-def test_apex_is_named_when_asked_for():
-    row, *_ = optimizer_backends(OptimizerConfig(optimizer_backend="apex"), "cuda")
-    assert row[1] == "apex.optimizers.FusedAdam"
+def test_the_row_names_the_class_and_the_path_that_is_built():
+    for kind, implementation in (("adam", "torch.optim.AdamW(fused=True)"), ("sgd", "torch.optim.SGD(foreach=True)")):
+        config = OptimizerConfig(optimizer=kind)
+        optimizer = build_optimizer(nn.Linear(2, 2).named_parameters(), config, CPU)
+        path = next(name for name in ("fused", "foreach") if optimizer.defaults[name])
+        of_torch = next(c for c in type(optimizer).__mro__ if c.__module__.startswith("torch."))
+        assert optimizer_backends(config, "cpu")[0][1] == f"torch.optim.{of_torch.__name__}({path}=True)"
+        assert optimizer_backends(config, "cpu")[0][1] == implementation
+    apex = OptimizerConfig(optimizer_backend="apex")
+    assert optimizer_backends(apex, "cuda")[0][1] == "apex.optimizers.FusedAdam"
