@@ -27,7 +27,7 @@ STEPS = 3
 
 def train(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     """Three steps whose gradient is the parameter itself."""
-    config = OptimizerConfig(optimizer=kind, weight_decay=0.1)
+    config = OptimizerConfig(optimizer=kind, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.95, sgd_momentum=0.7)
     optimizer = build_optimizer(model.named_parameters(), config, CPU)
     for step in range(1, STEPS + 1):
         for parameter in model.parameters():
@@ -51,9 +51,9 @@ def adamw_by_hand(value: torch.Tensor, decays: bool) -> torch.Tensor:
     value, m, v = value.double(), 0.0, 0.0
     for step in range(1, STEPS + 1):
         grad, rate, decay = value.clone(), 0.1 / step, 0.1 * step * decays
-        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
+        m, v = 0.8 * m + 0.2 * grad, 0.95 * v + 0.05 * grad**2
         value = value * (1 - rate * decay)
-        value = value - rate * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
+        value = value - rate * (m / (1 - 0.8**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
     return value.float()
 
 
