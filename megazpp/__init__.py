@@ -4,11 +4,11 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["ZeroConfig", "zeropp"]
+__all__ = ["ZeroConfig", "trainer_callback", "zeropp"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `zeropp` and `ZeroConfig` on use: tools for data start without torch."""
+    """Import what this page names on use: tools for data start without torch."""
     if name not in __all__:
         raise AttributeError(f"module 'megazpp' has no attribute {name!r}")
     return getattr(importlib.import_module("megazpp.zero"), name)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megazpp.parallel.dims import ParallelDims
@@ -24,6 +24,7 @@ from megazpp.zero.precision import Dtypes
 from megazpp.zero.sharding import Sharding, install_comms
 from megazpp.zero.units import Unit, find_units
 
+RANKS_PER_NODE = "MEGAZPP_RANKS_PER_NODE"  # a variable, for trying a training on one machine
 HANDLE, STATE = "_megazpp", "_megazpp_state"  # an attribute of the model, and a submodule that its state_dict visits
 
 
@@ -39,7 +40,8 @@ def zeropp(
     Args:
         model: wrapped by `fully_shard` on a mesh [data] or [data, tensor parallel] of all ranks; or not wrapped yet:
             then each repeated block and the rest become a unit over all ranks.
-        ranks_per_node: where consecutive ranks share a node; None: the ranks find out where they are.
+        ranks_per_node: where consecutive ranks share a node; None: the variable MEGAZPP_RANKS_PER_NODE says it, or the
+            ranks find out where they are.
         config: formats and switches; the default is `ZeroConfig(zeropp=True, zero_error_feedback=False)`. With error
             feedback, `Sharding.end_step` has to be told what clipping did to the gradients.
         fsdp: arguments of `fully_shard` for a model that is not wrapped, as `mp_policy`.
@@ -75,11 +77,26 @@ def zeropp(
     sharding = install_comms(model, dims, wire, config, precision, stage=3, means=True)
     setattr(model, HANDLE, sharding)
     if sharding.keeps_state:
-        model.add_module(STATE, KeptState(sharding))
+        containers = nn.Sequential | nn.ModuleList | nn.ModuleDict  # which would run it, or number it
+        next(m for m in model.modules() if not isinstance(m, containers)).add_module(STATE, KeptState(sharding))
     if dist.get_rank() == 0:
         for line in (layout.describe(), wire.describe(), *wire.notices):
             print(f"megazpp: {line}", flush=True)
     return sharding
+
+
+def trainer_callback(**arguments: Any) -> Any:
+    """A callback for transformers' Trainer and TRL's, which calls `zeropp` with these arguments."""
+    from transformers import TrainerCallback  # not all who import this have it
+
+    class Zeropp(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if not isinstance(given["model"], FSDPModule):
+                raise TypeError("the Trainer has not wrapped the model by FSDP2: it needs fsdp=True and fsdp_version 2")
+            model: nn.Module = given["model"]
+            zeropp(model, **arguments)
+
+    return Zeropp()
 
 
 class KeptState(nn.Module):
@@ -159,7 +176,7 @@ def _mesh_of(model: nn.Module) -> DeviceMesh:
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             continue  # one that FSDP2 was told to ignore
-        if not isinstance(first := parameter.placements[0], Shard) or first.dim != 0 or parameter.device_mesh.ndim > 2:
+        if getattr(parameter.placements[0], "dim", None) != 0 or parameter.device_mesh.ndim > 2:
             raise ValueError(
                 f"{name} is placed as {parameter.placements} on {parameter.device_mesh}: ZeRO++ takes rows in shards "
                 "over [data] or [data, tensor parallel], no copies (HSDP) and no further dims"
@@ -172,6 +189,10 @@ def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if mesh.size() != world_size:
         raise ValueError(f"the mesh has {mesh.size()} of {world_size} ranks: ZeRO++ takes a mesh of all")
+    if ranks_per_node is None and (said := os.environ.get(RANKS_PER_NODE)) is not None:
+        if not said.isdecimal():
+            raise ValueError(f"{RANKS_PER_NODE}={said} is no number of ranks")
+        ranks_per_node = int(said)
     if ranks_per_node is not None:
         if ranks_per_node < 1 or world_size % ranks_per_node:
             raise ValueError(f"ranks_per_node {ranks_per_node} does not divide {world_size} ranks")

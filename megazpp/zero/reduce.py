@@ -98,7 +98,7 @@ class TwoHopReduce(SummingReduce):
     @property
     def feeds_back(self) -> bool:
         """Whether quantization errors are kept and added the next time."""
-        return self._feedback
+        return self._feedback and any(part.scales is not None for part in self._cross_codec.layout.ranges)
 
     def errors(self, device: torch.device) -> Feedback | None:
         """The errors of the cross hop's last quantization; None without feedback. Call while no backward is running."""

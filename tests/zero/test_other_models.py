@@ -15,11 +15,18 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import megazpp
 
 VOCAB, STEPS, RANKS = 61, 4, 4
 EXACT: dict[str, Any] = {"zero_weight_bits": 16, "zero_gradient_bits": (16, 16)}
+TENSOR_PARALLEL = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {
+    "self_attn.o_proj": RowwiseParallel(),
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
+    "mlp.down_proj": RowwiseParallel(),
+}
 
 
 def llama(tied: bool = False) -> nn.Module:
@@ -50,10 +57,18 @@ def train(rank: int, size: int, *, config: dict[str, Any] | None, accumulate: in
     if kind.get("frozen"):
         model.model.layers[0].mlp.requires_grad_(False)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if kind.get("bf16") else MixedPrecisionPolicy()
-    if size > 1 and not kind.get("bare"):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp")) if kind.get("tp") and size > 1 else None
+    if mesh is not None:
         for layer in model.model.layers:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+            parallelize_module(layer, mesh["tp"], TENSOR_PARALLEL)
+        rank, size = mesh["data"].get_local_rank(), 2
+    if kind.get("checkpointing"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if size > 1 and not kind.get("bare"):
+        data_mesh = None if mesh is None else mesh["data"]
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=data_mesh, mp_policy=policy)
+        fully_shard(model, mesh=data_mesh, mp_policy=policy)
     sharding = None
     if config is not None:
         zero = megazpp.ZeroConfig(zeropp=True, **config)
@@ -75,13 +90,14 @@ def train(rank: int, size: int, *, config: dict[str, Any] | None, accumulate: in
             loss = sum(loss_of(model, (step * accumulate + i) * RANKS + sample) for sample in mine) / len(mine)
             (loss / accumulate).backward()
             total += loss.item() / accumulate
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if not kind.get("tp"):  # torch does not norm parameters of several meshes together
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         mean = torch.tensor(total)
         if size > 1:
             dist.all_reduce(mean)
-        losses.append(mean.item() / size)
+        losses.append(mean.item() / (dist.get_world_size() if size > 1 else 1))
     return losses, 0 if sharding is None else sharding.counter.sent_bytes("cross")
 
 
@@ -95,7 +111,8 @@ def on_rank(**case: Any) -> Any:
         {"accumulate": 1, "signal": ""},
         {"accumulate": 3, "signal": "sync", "tied": True},
         {"accumulate": 3, "signal": "last", "frozen": True},
-        {"accumulate": 2, "signal": ""},
+        {"accumulate": 2, "signal": "", "checkpointing": True},
+        {"accumulate": 2, "signal": "last", "tp": True},
     ],
     ids=str,
 )

@@ -1,0 +1,61 @@
+"""Run an example on CPUs as it would run on GPUs: `python on_cpu.py {default,exact,off} FILE`.
+
+accelerate and torchtitan have FSDP2 for accelerators only, and torchtitan's attention has no backward on CPUs. `exact`
+has ZeRO++ quantize nothing, `off` leaves it out.
+"""
+
+from __future__ import annotations
+
+import functools
+import runpy
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
+
+from megazpp import zero
+from megazpp.zero import ZeroConfig, fsdp2
+
+_first = PartialState.__init__
+
+
+def _as_on_gpus(self: Any, *args: Any, **kwargs: Any) -> None:
+    _first(self, *args, **kwargs)
+    if self.distributed_type == DistributedType.MULTI_CPU:
+        self.distributed_type = DistributedType.MULTI_GPU
+
+
+def _attention(q: Any, k: Any, v: Any, *, enable_gqa: bool, **others: Any) -> tuple[torch.Tensor, None]:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa), None
+
+
+def _without(model: torch.nn.Module, **arguments: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a reduction
+
+
+def main(mode: str, path: str) -> None:
+    """Run the example in this process, which is a rank."""
+    PartialState.__init__ = _as_on_gpus
+    if "torchtitan" in path:
+        from torchtitan.tools import utils
+
+        utils.device_type, utils.device_module = "cpu", torch.cpu  # before others import them
+        from torchtitan.models.common.attention import FlexAttention
+
+        FlexAttention._compiled_flex_attn = staticmethod(_attention)
+    if mode != "default":
+        config = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
+        exact = functools.partial(fsdp2.zeropp, config=config)
+        fsdp2.zeropp = zero.zeropp = exact if mode == "exact" else _without
+    sys.argv = [path]
+    runpy.run_path(path, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

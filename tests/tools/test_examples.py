@@ -1,0 +1,43 @@
+"""The examples of ZeRO++ in other people's trainings, each by torchrun on 2 emulated nodes x 2 ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from helpers.program import ROOT
+
+EXAMPLES = sorted((ROOT / "tools/examples").glob("*.py"))
+NEEDS = {"accelerate_loop": "accelerate", "trainer": "accelerate", "torchtitan_llama": "torchtitan"}
+
+
+def losses(mode: str, path: str) -> list[float]:
+    """What the example prints as losses, sorted: ranks print in any order."""
+    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGAZPP_RANKS_PER_NODE": "2"}
+    command = [*runner, str(ROOT / "tests/helpers/on_cpu.py"), mode, path]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ("in two hops" in done.stdout) == (mode != "off")
+    return sorted(float(loss) for loss in re.findall(r"(?:loss |'loss': ')([0-9.]+)", done.stdout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_an_example_trains_as_without_its_line_where_nothing_is_quantized(path):
+    """To the four digits that the frameworks print; TRL's sums are in bf16."""
+    pytest.importorskip(NEEDS.get(path.stem, "trl" if "trl" in path.stem else "torch"))
+    without = losses("off", str(path))
+    assert losses("exact", str(path)) == pytest.approx(without, abs=2e-3)
+    assert losses("default", str(path)) == pytest.approx(without, rel=1e-2)
+    assert len(without) >= 4
+
+
+def test_an_example_has_at_most_forty_lines_and_begins_with_its_command():
+    for path in EXAMPLES:
+        text = path.read_text()
+        assert text.count("\n") <= 40, path.name
+        assert f"--rdzv-endpoint HOST:29500 tools/examples/{path.name}\n" in text.partition('\n"""')[0] + "\n"
