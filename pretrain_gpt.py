@@ -14,7 +14,9 @@ import functools
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
+import megazpp
 from megazpp.base.arguments import ParsedRun, parse_run_config
 from megazpp.base.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer, with_outer_rates
 from megazpp.base.checks import check_run_config
@@ -31,6 +33,7 @@ from megazpp.planner.report import plan_report
 from megazpp.training.trainer import Trainer, run_training
 
 HERE = Path(__file__).resolve().parent
+HOME = HERE if (HERE / "configs").is_dir() else Path(megazpp.__file__).parent  # where configs/ is, installed or not
 
 
 def main() -> int:
@@ -40,7 +43,7 @@ def main() -> int:
 
 def prepare() -> Job | int:
     """Find out everything that can be known before workers start; raises ValueError by flag and value."""
-    parsed = parse_run_config(sys.argv[1:], HERE)
+    parsed = parse_run_config(sys.argv[1:], HOME)
     show = parsed.show
     if show.print_config:
         print(parsed.report())
@@ -78,5 +81,10 @@ def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: RunRe
     return parsed
 
 
-if __name__ == "__main__":
+def program() -> NoReturn:
+    """Run, and end as every program of ranks does."""
     leave(main())
+
+
+if __name__ == "__main__":
+    program()

@@ -91,9 +91,10 @@ def trainer_callback(**arguments: Any) -> Any:
 
     class Zeropp(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            if not isinstance(given["model"], FSDPModule):
-                raise TypeError("the Trainer has not wrapped the model by FSDP2: it needs fsdp=True and fsdp_version 2")
             model: nn.Module = given["model"]
+            is_wrapped = isinstance(model, FSDPModule)
+            if not is_wrapped:
+                raise TypeError("the Trainer has not wrapped the model by FSDP2: it needs fsdp=True and fsdp_version 2")
             zeropp(model, **arguments)
 
     return Zeropp()

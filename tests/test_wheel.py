@@ -1,0 +1,68 @@
+"""The wheel and the source distribution work where the checkout is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from helpers.program import ROOT
+
+FOLDERS = {"megazpp": "megazpp", "kernels": "kernels", "configs": "megazpp/configs", "tools": "megazpp/tools"}
+LEFT_OUT = ("tools/benchmarks/", "tools/examples/", "tools/gpu_parts/", "tools/slurm/")
+
+
+def run(*command: str | Path, cwd: Path, **env: str) -> str:
+    done = subprocess.run(
+        [str(word) for word in command], cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    run(sys.executable, "-m", "build", "--outdir", folder, ROOT, cwd=folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_both_hold_every_file_that_programs_need(built: Path):
+    tracked = run("git", "ls-files", cwd=ROOT).split()
+    wanted = {
+        path.replace(folder, FOLDERS[folder], 1)
+        for path in tracked
+        if (folder := path.partition("/")[0]) in FOLDERS and not path.startswith(LEFT_OUT) and not path.endswith(".md")
+    }
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        assert wanted - set(wheel.namelist()) == set()
+    with tarfile.open(next(built.glob("*.tar.gz"))) as source:
+        inside = {name.partition("/")[2] for name in source.getnames()}
+    sources = {path for path in tracked if path.startswith(("megazpp/", "kernels/")) and not path.endswith(".md")}
+    assert sources - inside == set()
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_in_an_empty_folder(built: Path, tmp_path: Path):
+    """What it needs is this environment's, but not the checkout."""
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
+    packages = next((tmp_path / "venv/lib").glob("python*/site-packages"))
+    wheel, python = next(built.glob("*.whl")), tmp_path / "venv/bin/python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", wheel, cwd=tmp_path)
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    empty, programs = tmp_path / "empty", tmp_path / "venv/bin"
+    empty.mkdir()
+    small = ("--train-iters", "5", "--eval-iters", "1", "--sample-tokens", "2", "--nproc", "2")
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": "", "WANDB_MODE": "disabled"}
+    said = run(programs / "megazpp", *small, "--global-batch-size", "4", "--save", "ck", cwd=empty, **env)
+    assert "iteration        5/       5" in said
+    again = ("--objective", "sft", "--load", "ck", "--max-length", "32", "--print-config")
+    assert "--hidden-size" in run(programs / "megazpp-post-train", *again, cwd=empty, **env)
+    assert "--hidden-size 768" in run(programs / "megazpp", "@configs/gpt_125m.args", "--print-config", cwd=empty, **env)
+    assert "compiled by" in run(python, "-m", "megazpp.tools.env", cwd=empty, **env)
