@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TUTORIAL = "tools/README.md"
 FOLDERS = ("configs", "kernels", "megazpp", "tools")
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "megazpp/zero/LOCAL_STEPS.md"]
+PAGES += [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [str(page.relative_to(ROOT)) for folder in FOLDERS for page in sorted((ROOT / folder).rglob("README.md"))]
 SECONDS = 300
 

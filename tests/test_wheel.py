@@ -64,5 +64,7 @@ def test_the_wheel_trains_in_an_empty_folder(built: Path, tmp_path: Path):
     assert "iteration        5/       5" in said
     again = ("--objective", "sft", "--load", "ck", "--max-length", "32", "--print-config")
     assert "--hidden-size" in run(programs / "megazpp-post-train", *again, cwd=empty, **env)
-    assert "--hidden-size 768" in run(programs / "megazpp", "@configs/gpt_125m.args", "--print-config", cwd=empty, **env)
+    assert "--hidden-size 768" in run(
+        programs / "megazpp", "@configs/gpt_125m.args", "--print-config", cwd=empty, **env
+    )
     assert "compiled by" in run(python, "-m", "megazpp.tools.env", cwd=empty, **env)

@@ -207,9 +207,12 @@ def _precision_of(units: Sequence[Unit]) -> Dtypes:
     """The dtypes in which FSDP2 gathers weights and reduces gradients.
 
     Raises:
-        ValueError: they are not the same in all units, or a unit reshards to other ranks than its data axis.
+        ValueError: they are not the same in all units, or a unit reshards to other ranks than its data axis, or to the
+            host's memory.
     """
     found = {dtypes: unit.name for unit in units for dtypes in unit.dtypes()}
+    if any(unit.is_offloaded for unit in units):
+        raise ValueError("CPUOffloadPolicy: ZeRO++ reads shards where they are computed with")
     apart = [unit.name for unit in units if unit.reshards_elsewhere]
     if apart:
         raise ValueError(f"{apart[0]} reshards to fewer ranks after forward: ZeRO++ needs reshard_after_forward=True")

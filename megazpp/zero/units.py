@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from megazpp.zero.layout import Segment, plan_segments
@@ -82,6 +82,11 @@ class Unit:
         """Whether its weights are kept over fewer ranks between forward and backward (an integer as FSDP2's switch)."""
         group = _state(self.modules[0])._fsdp_param_group
         return group.post_forward_mesh_info not in (None, group.mesh_info)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether its shards are in the host's memory between uses (FSDP2's CPUOffloadPolicy)."""
+        return isinstance(_state(self.modules[0])._fsdp_param_group.offload_policy, CPUOffloadPolicy)
 
     def dtypes(self) -> set[Dtypes]:
         """The dtypes in which FSDP2 gathers weights and reduces gradients; several if weights are gathered as bytes."""

@@ -14,7 +14,7 @@ from helpers.ranks import ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import megazpp
@@ -193,6 +193,8 @@ def refusal(kind: str) -> str:
     elif kind == "the same dtypes":
         fully_shard(model.model.layers[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
         fully_shard(model)
+    elif kind == "CPUOffloadPolicy":
+        fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     elif kind == "before":
         megazpp.zeropp(model, **given)
     try:
@@ -212,6 +214,7 @@ def refusal(kind: str) -> str:
         "ranks_per_node 3",
         "in the order",
         "the same dtypes",
+        "CPUOffloadPolicy",
         "before",
     ],
 )
