@@ -147,29 +147,24 @@ def test_print_config_is_told_apart_and_the_report_repeats_the_run(tmp_path: Pat
 def test_the_flags_of_a_megatron_script_can_be_pasted_into_a_flag_file(tmp_path: Path) -> None:
     (tmp_path / "pasted.args").write_text(
         """
-        --tensor-model-parallel-size 2 \\
-        --pipeline-model-parallel-size 1 \\
-        --sequence-parallel \\
-        --use-distributed-optimizer \\
-        --overlap-grad-reduce \\
-        --num-layers 24 --hidden-size 1024 --num-attention-heads 16 \\
-        --seq-length 1024 --max-position-embeddings 1024 \\
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --sequence-parallel \\
+        --use-distributed-optimizer --overlap-grad-reduce --num-layers 24 --hidden-size 1024 \\
+        --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 \\
         --micro-batch-size 8 --global-batch-size 64 --rampup-batch-size 32 32 1000 \\
         --lr 0.00015 --train-samples 500000 --lr-decay-samples 320000 --lr-decay-style cosine \\
-        --min-lr 1.0e-5 --weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 \\
-        --DDP-impl local --no-query-key-layer-scaling --no-masked-softmax-fusion \\
-        --transformer-impl transformer_engine --use-mcore-models --attention-backend auto \\
-        --fp16 --loss-scale-window 500 --init-method-std 0.006 \\
-        --data-path 0.5 my-gpt2_text_document 0.5 "other corpus" \\
+        --min-lr 1.0e-5 --lr-warmup-fraction .01 --DDP-impl local --no-query-key-layer-scaling \\
+        --no-masked-softmax-fusion --transformer-impl transformer_engine --use-mcore-models \\
+        --attention-backend auto --fp16 --loss-scale-window 500 --init-method-std 0.006 \\
+        --data-path 0.5 my-gpt2_text_document 0.5 "other corpus" --data-impl mmap --split 949,50,1 \\
         --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --tokenizer-type GPT2BPETokenizer \\
-        --data-impl mmap --split 949,50,1 \\
-        --log-interval 100 --eval-interval 1000 --eval-iters 10 --distributed-backend gloo
+        --distributed-backend gloo
         """
     )
     parsed = parse(f"@{tmp_path}/pasted.args")
     plan = check_run_config(parsed.config, Cluster(num_nodes=1, ranks_per_node=8), device_type="cpu")
     assert (plan.layout.tp, plan.layout.data, parsed.config.zero.stage) == (2, 4, 1)
     assert parsed.config.data.data_path == ("0.5", "my-gpt2_text_document", "0.5", "other corpus")
+    assert (parsed.config.launch.distributed_backend, parsed.config.loss_scale.loss_scale_window) == ("gloo", 500.0)
     assert len(parsed.notices) == 7
 
 

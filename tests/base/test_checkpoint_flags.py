@@ -37,67 +37,42 @@ def parse(*argv: str) -> ParsedRun:
 
 
 def record(tokenizer_folder: str | None = None, **flags: Any) -> RunRecord:
-    values = {
-        "progress": TrainingProgress(),
-        "scaler": {},
-        "groups": [],
-        "schedule": {},
-        "vocab_size": 300,
-        "layout": {},
-    }
-    return RunRecord(**values, tokenizer_folder=tokenizer_folder, flags=SAVED | flags)
+    empty = {"scaler": {}, "groups": [], "schedule": {}, "layout": {}, "progress": TrainingProgress()}
+    return RunRecord(**empty, vocab_size=300, tokenizer_folder=tokenizer_folder, flags=SAVED | flags)
 
 
 def settle(*argv: str, **flags: Any) -> ParsedRun:
     return with_checkpoint_flags(parse(*argv), record(**flags), CheckpointFolder("ck", "--load"))
 
 
-def test_float8_is_not_taken_because_not_every_device_has_it():
-    assert settle(fp8_format="hybrid").config.model.fp8_format is None
-    assert settle("--fp8-format", "e4m3", fp8_format="hybrid").config.model.fp8_format == "e4m3"
-
-
-def test_model_data_tokenizer_precision_and_seed_are_the_checkpoint_s():
+def test_what_the_model_is_comes_from_the_checkpoint_and_where_and_how_the_tool_runs_does_not():
     config = settle().config
     assert (config.model.num_layers, config.model.hidden_size, config.data.seq_length) == (3, 64, 48)
-    assert config.precision.bf16
-    assert config.launch.seed == 77
-    assert config.data.text_path == ("a.txt", "b.txt")
-
-
-def test_a_given_flag_takes_the_place_of_one_of_the_checkpoint_s_that_excludes_it():
-    config = settle("--fp16", "--mock-data", grad_reduce_in_bf16=True).config
-    assert (config.precision.fp16, config.precision.bf16, config.data.sources) == (True, False, ["--mock-data"])
-
-
-def test_where_and_how_the_tool_runs_is_not():
-    config = settle().config
-    assert config.launch.nproc is None
-    assert config.parallel.tensor_model_parallel_size == 1
-    assert config.zero.stage == 3
+    assert (config.precision.bf16, config.launch.seed, config.data.text_path) == (True, 77, ("a.txt", "b.txt"))
+    assert (config.launch.nproc, config.parallel.tensor_model_parallel_size, config.zero.stage) == (None, 1, 3)
     assert config.sample.sample_tokens == 0
 
 
-def test_given_flags_win_and_the_report_says_where_values_come_from():
+def test_given_flags_win_also_over_those_that_they_exclude_and_the_report_says_where_values_come_from():
     parsed = settle("--seq-length", "24", "--seed", "3", "--no-bf16")
     assert (parsed.config.data.seq_length, parsed.config.launch.seed, parsed.config.precision.bf16) == (24, 3, False)
-    assert parsed.origins["num_layers"] == "checkpoint"
-    assert parsed.origins["seq_length"] == "command line"
+    assert (parsed.origins["num_layers"], parsed.origins["seq_length"]) == ("checkpoint", "command line")
     assert "nproc" not in parsed.origins
+    config = settle("--fp16", "--mock-data", grad_reduce_in_bf16=True).config
+    assert (config.precision.fp16, config.precision.bf16, config.data.sources) == (True, False, ["--mock-data"])
+    assert settle(fp8_format="hybrid").config.model.fp8_format is None  # not every device has it
+    assert settle("--fp8-format", "e4m3", fp8_format="hybrid").config.model.fp8_format == "e4m3"
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_a_saved_value_of_another_type_is_refused_by_name():
+    for flags, message in (
         ({"seq_length": "48"}, "seq_length is '48', not "),
         ({"text_path": [1]}, r"text_path is \[1\], not tuple"),
         ({"bf16": "yes"}, "bf16 is 'yes', not bool"),
         ({"seed": 1.5}, "seed is 1.5, not int"),
-    ],
-)
-def test_a_saved_value_of_another_type_is_refused_by_name(flags: dict[str, Any], message: str):
-    with pytest.raises(DamagedError, match=f"ck/iter_0000000/run.json: {message}"):
-        settle(**flags)
+    ):
+        with pytest.raises(DamagedError, match=f"ck/iter_0000000/run.json: {message}"):
+            settle(**flags)
 
 
 @pytest.fixture

@@ -26,9 +26,11 @@ from megazpp.data.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     TokenizerConfig,
+    document_end,
     find_tokenizer,
     load_tokenizer,
 )
+from megazpp.data.tokenizer_kinds import Marks
 
 TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁\x00"), max_size=60)
@@ -290,6 +292,10 @@ def test_one_eod_ends_a_document_whose_tokenizer_ends_it_itself(
     ids = IndexedDataset(tmp_path / "a").get(0).tolist()
     assert ids == tokenizer.encode("money")
     assert ids[0] == ids[-1] == tokenizer.eod != ids[-2]
+    tokenizer.marks = Marks([], [7, 0], used=True)
+    assert document_end(tokenizer) == []
+    tokenizer.marks = Marks([], [0, 7], used=True)
+    assert document_end(tokenizer) == [0]
 
 
 def test_an_id_without_a_row_is_refused_where_it_occurs(tmp_path: Path) -> None:

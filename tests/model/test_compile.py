@@ -83,26 +83,6 @@ def aot_eager() -> Iterator[None]:
         yield
 
 
-def compare_on_ranks(model: GPTConfig, sequence_parallel: bool) -> None:
-    tp = tp_axis()
-    with aot_eager():
-        ours, eager = (
-            build_gpt(m, tp, vocab_size=VOCAB, sequence_parallel=sequence_parallel) for m in (compiled(model), model)
-        )
-        for documents in (False, True):
-            assert_same(ours, eager, batch(documents))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-
-
-@pytest.mark.parametrize(("size", "sequence_parallel", "style"), [
-    (1, False, "llama"),
-    (2, False, "llama"),
-    (2, True, "gpt2"),
-])  # fmt: skip
-def test_compiled_layers_give_the_losses_and_gradients_of_eager_ones(size: int, sequence_parallel: bool, style: str):
-    ranks(size).run(compare_on_ranks, STYLES[style], sequence_parallel)
-
-
 def eager_and_compiled(model: GPTConfig, sequence_parallel: bool) -> dict[str, Any]:
     """What two steps of each sent and made; graph breaks, and what the compiled one kept of a whole sequence."""
     found: dict[str, Any] = {}
@@ -117,7 +97,7 @@ def eager_and_compiled(model: GPTConfig, sequence_parallel: bool) -> dict[str, A
         with aot_eager(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
             gpt = build_gpt(config, tp, vocab_size=VOCAB, sequence_parallel=sequence_parallel)
             kept.clear()
-            losses = [step(gpt, batch()) for _ in range(2)]
+            losses = [step(gpt, batch(documents)) for documents in (False, True)]
         found[name] = (losses, local_gradients(gpt), tp.counter.table())
     return found | {"breaks": dict(torch._dynamo.utils.counters["graph_break"]), "kept": kept}
 
@@ -126,18 +106,19 @@ NORMS_AND_ACTIVATION = {"recompute_granularity": "selective"}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp_act")}
 
 
-@pytest.mark.parametrize(("sequence_parallel", "style", "changes"), [
-    (False, "llama", DROPOUT),
-    (False, "gpt2", DROPOUT | NORMS_AND_ACTIVATION),
-    (True, "gpt2", {}),
-    (True, "llama", DROPOUT | NORMS_AND_ACTIVATION),
+@pytest.mark.parametrize(("size", "sequence_parallel", "style", "changes"), [
+    (1, False, "llama", {}),
+    (2, False, "llama", DROPOUT),
+    (2, False, "gpt2", DROPOUT | NORMS_AND_ACTIVATION),
+    (2, True, "gpt2", {}),
+    (2, True, "llama", DROPOUT | NORMS_AND_ACTIVATION),
 ])  # fmt: skip
-def test_a_layer_of_two_tensor_parallel_ranks_is_one_graph_that_sends_what_eager_layers_do(
-    sequence_parallel: bool, style: str, changes: dict[str, Any]
+def test_a_layer_is_one_graph_that_gives_and_sends_what_eager_layers_do(
+    size: int, sequence_parallel: bool, style: str, changes: dict[str, Any]
 ):
     """Masks are the same, too; 1e-5 as above."""
     model = dataclasses.replace(STYLES[style], **changes)
-    for found in ranks(2).run(eager_and_compiled, model, sequence_parallel):
+    for found in ranks(size).run(eager_and_compiled, model, sequence_parallel):
         assert found["breaks"] == {}
         (expected, wanted, sent), (losses, grads, ours) = found["eager"], found["compiled"]
         assert ours == sent

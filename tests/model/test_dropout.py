@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.tensor_parallel import CPU, build_gpt, local_gradients, tp_axis
+from helpers.tensor_parallel import CPU, build_gpt, draw, local_gradients, tp_axis
 from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, Case, build_on_ranks, train_on_ranks
 
@@ -101,30 +101,27 @@ def test_with_sequence_parallelism_tp_ranks_draw_different_masks():
             assert (one == other).float().mean().item() == pytest.approx(0.625, abs=0.14)
 
 
-def contexts_of_equal_heads() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def contexts_of_equal_heads() -> list[torch.Tensor]:
     """The attention core's output in evaluation and twice in training, with the same weights on every rank."""
-    tp = tp_axis()
+    tp, seen = tp_axis(), list[torch.Tensor]()
     seed_everything(1, data_rank=0, tp_rank=tp.rank)
     config = dataclasses.replace(BOTH, hidden_size=8, num_attention_heads=4)
     layer = SelfAttention(config, tp=tp, sequence_parallel=False, output_std=1.0)
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
-    seen: list[torch.Tensor] = []
+            parameter.copy_(draw(2, *parameter.shape))
     layer.proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
-    x = torch.randn(6, 2, 8, generator=torch.Generator().manual_seed(3))
     for training in (False, True, True):
-        layer.train(training)(x, AttentionInputs(rotary=None, mask=None))
-    return seen[0], seen[1], seen[2]
+        layer.train(training)(draw(3, 6, 2, 8).float(), AttentionInputs(rotary=None, mask=None))
+    return seen
 
 
 def test_attention_dropout_differs_over_tp_ranks():
     """Different heads need different masks; with equal weights the masks are all that can differ."""
     (evaluated, trained, again), (evaluated_1, trained_1, _) = ranks(2).run(contexts_of_equal_heads)
     assert torch.equal(evaluated, evaluated_1)
-    assert not torch.equal(trained, trained_1)
-    assert not torch.equal(trained, again)
-    assert not torch.equal(trained, evaluated)
+    for other in (trained_1, again, evaluated):
+        assert not torch.equal(trained, other)
 
 
 def step_losses(model: GPTConfig, sequence_parallel: bool, dropout_seed: int) -> dict[str, Any]:
