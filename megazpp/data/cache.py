@@ -1,9 +1,8 @@
 """Things built once per node, however many processes ask for them at the same moment.
 
-`build_once` takes a file lock (the kernel drops it when its owner dies, so a crash leaves no stale lock), builds
-under a temporary name and renames. A reader therefore sees nothing or the whole thing, and whoever finds it does
-not lock at all. Ranks of one node share a cache directory and need no barrier; ranks of other nodes build their
-own copy of the same bytes, because every build is a pure function of its key.
+`build_once` takes a file lock, which ends with its owner, builds under a temporary name and renames: a reader sees
+nothing or the whole thing. Ranks of one node share a cache directory and need no barrier; ranks of other nodes build
+their own copy of the same bytes, because every build is a pure function of its key.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A corpus to Megatron's .bin/.idx pairs: read, tokenize in several processes, write in order.
 
 The main process cuts the files into blocks (documents.py), worker processes tokenize them, and the main process writes
-what comes back in the order of the input. So the output depends neither on the number of workers nor on their speed. It
-appears when it is complete (indexed_dataset.py): a run that was killed is simply started again.
+the results in the order of the input. The output appears when it is complete (indexed_dataset.py).
 """
 
 from __future__ import annotations

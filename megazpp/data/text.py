@@ -1,8 +1,7 @@
 """Plain text to an indexed dataset, and to a tokenizer trained on it, each done once and kept.
 
-`--text-path` takes what `documents.py` reads: a document is a JSON line's or a Parquet row's "text", or a file of text.
-Cache keys are hashes of the contents, so a file may move, and an edited one is tokenized again. Every document ends
-with the tokenizer's eod.
+`--text-path` takes the files of `documents.py`; a document is a JSON line's or a Parquet row's "text", or a file of
+text. Cache keys are hashes of the contents, so a file may move, and an edited one is tokenized again.
 """
 
 from __future__ import annotations

@@ -93,9 +93,8 @@ def find_document_kernel(config: GPTConfig, device: torch.device, dtype: torch.d
 
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of a CUDA device; None for any other, AMD's among them."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return None
-    return torch.cuda.get_device_capability(device)
+    nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return torch.cuda.get_device_capability(device) if nvidia else None
 
 
 def masked_attention(

@@ -1,9 +1,8 @@
 """Dropout that is right under tensor parallelism.
 
-Where tp ranks hold different activations (heads of attention, slices of the sequence) their masks must differ:
-torch's default generator, seeded differently on each rank, does that. If they hold the same activations (the
-residual stream without sequence parallelism) the masks must agree: `Dropout` draws from a generator that is
-seeded alike on all tp ranks of a data rank.
+Where tp ranks hold different activations (heads of attention, slices of the sequence) their masks must differ, and come
+from torch's default generator, seeded differently on each rank. Where they hold the same activations (the residual
+stream without sequence parallelism) the masks must agree, and come from a `SharedGenerator`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Recomputing what stands before a matrix product, but not the product.
 
-Backward of a product needs its input. If that input is cheap to compute (a norm, an activation) and the product is
-not, the two are checkpointed together: autograd keeps what the cheap part was made of, and backward computes again as
-far as the product's input, where non-reentrant checkpointing stops, because nothing after it was kept. torch.compile
-computes again whatever a checkpoint holds, so there the product stands outside.
+A norm or an activation is checkpointed together with the product after it: autograd keeps the norm's input, and
+backward computes again as far as the product's input, where non-reentrant checkpointing stops, because nothing after it
+was kept. torch.compile computes again whatever a checkpoint holds, so there the product stands outside.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Global norms that count every element once, and clipping by them.
 
-A parameter's elements are spread over the tensor-parallel and the shard axis, or repeated along them (a
-norm's gain is the same on every tensor-parallel rank). So each rank adds up the squares of its local shards,
-each divided by the number of ranks that hold the same elements, and the sum goes over both axes: two
-all-reduces of one number. The replicate axis is left out: its ranks hold the same shards.
-
-NaN and Inf are never replaced on the way: a gradient that is not finite gives a norm that is not finite, on
-every rank, and the caller skips the step. Nothing here waits for the device.
+A parameter's elements are spread over the tensor-parallel and the shard axis, or repeated along them (a norm's gain is
+the same on every tensor-parallel rank). So each rank adds up the squares of its local shards, each divided by the
+number of ranks that hold the same elements, and the sum goes over both axes: two all-reduces of one number. The
+replicate axis is left out: its ranks hold the same shards. NaN and Inf arrive on every rank, and the caller skips the
+step. Nothing here waits for the device.
 """
 
 from __future__ import annotations

@@ -93,7 +93,14 @@ class Schedule:
         if self.decay_style == "inverse-square-root":
             peak = self.max_lr * max(self.warmup_samples, 1) ** 0.5
             return max(self.min_lr, peak / max(consumed_samples, 1) ** 0.5)
-        return self.min_lr + self._height(consumed_samples) * (self.max_lr - self.min_lr)
+        if self.decay_style == "WSD":
+            assert self.anneal_samples is not None
+            annealed = consumed_samples - (self.decay_samples - self.anneal_samples)
+            height = 1.0 if annealed <= 0 else _fall(self.anneal_style, annealed / self.anneal_samples)
+        else:
+            progress = (consumed_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
+            height = _fall(self.decay_style, progress)
+        return self.min_lr + height * (self.max_lr - self.min_lr)
 
     def weight_decay(self, consumed_samples: int) -> float:
         """The weight decay of the step that starts after `consumed_samples`, before a group's `wd_mult`."""
@@ -107,15 +114,6 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         """The values that a resumed run must agree with."""
         return dataclasses.asdict(self)
-
-    def _height(self, consumed_samples: int) -> float:
-        """Height of the decay between 1 (peak) and 0 (floor)."""
-        if self.decay_style == "WSD":
-            assert self.anneal_samples is not None
-            annealed = consumed_samples - (self.decay_samples - self.anneal_samples)
-            return 1.0 if annealed <= 0 else _fall(self.anneal_style, annealed / self.anneal_samples)
-        progress = (consumed_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-        return _fall("cosine" if self.decay_style == "cosine" else "linear", progress)
 
 
 def _fall(style: str, progress: float) -> float:

@@ -85,7 +85,8 @@ def test_the_weight_decay_ramp_is_megatrons():
         ("cosine", 1000 / 3, 0.1 + 0.25 * 0.2),
         ("cosine", 1001, 0.3),
     ):
-        curve = schedule(weight_decay_incr_style=style, start_weight_decay=0.1, end_weight_decay=0.3)
+        ramp = {"start_weight_decay": 0.1, "end_weight_decay": 0.3}
+        curve = schedule(weight_decay_incr_style=style, lr_decay_iters=20, **ramp)  # over all of the run
         assert curve.weight_decay(consumed) == pytest.approx(expected, rel=1e-12), (style, consumed)
 
 
