@@ -64,9 +64,8 @@ def write_synced(path: Path, content: bytes) -> None:
 def renamed_when_done(unfinished: Path, path: Path, *, synced: bool = True) -> Iterator[Path]:
     """Write a file or folder as `unfinished`, which becomes `path` if nothing is raised meanwhile, and else is deleted.
 
-    Args:
-        path: replaced if it is a file or an empty folder.
-        synced: bring the names to the disk; the content of files is their writer's to `sync`. A cache needs neither.
+    A `path` that is a file or an empty folder is replaced. With `synced` the names are brought to the disk; the content
+    of files is their writer's to `sync`. A cache needs neither.
     """
     try:
         yield unfinished

@@ -51,10 +51,8 @@ def flag(
 
     Args:
         help: one sentence: meaning, unit, cost.
-        name: the flag's spelling if it is not the field name with dashes (`--override-opt_param-scheduler`).
-        aliases: further accepted spellings (newer Megatron names, old ones).
+        name, aliases: the flag's spelling if it is not the field name with dashes, and further ones.
         nargs: for tuple fields: a fixed count, "*" or "+".
-        metavar: how the value is shown in --help.
         needs: the flag without which this one would change nothing, `--lora-r`, or with its values `--optimizer sgd`:
             given by hand where that is off, this one is refused.
     """

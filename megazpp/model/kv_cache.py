@@ -1,9 +1,8 @@
 """Keys and values of the tokens a model has seen, so that the next token costs one position instead of all.
 
-Rows of a batch begin at position 0 and may differ in length: row b's token i is at place i. Padding of a
-shorter row goes to places that its later tokens overwrite before any query may look there.
-
-B rows, S tokens of one forward, C places, G groups and D channels of keys and values on this tp rank.
+Rows of a batch begin at position 0 and may differ in length: row b's token i is at place i. Padding of a shorter row
+goes to places that its later tokens overwrite before any query may look there. B rows, S tokens of one forward, C
+places, G groups and D channels of keys and values on this tp rank.
 """
 
 from __future__ import annotations

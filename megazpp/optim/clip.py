@@ -26,10 +26,7 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 class GradNorm(NamedTuple):
     """The norm of all gradients, an fp32 scalar that is the same on every rank, and its parts on this rank.
 
-    Attributes:
-        names: of the P parameters that have a gradient.
-        squares: [P] fp64, this rank's part of the square of each gradient's norm.
-        divisor: of the norm (the loss scale).
+    `names` are those of the P parameters with a gradient, `squares` [P] fp64 this rank's parts of their squared norms.
     """
 
     value: torch.Tensor
