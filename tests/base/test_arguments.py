@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from helpers.refusals import not_refused
+from helpers.small_run import ROOT, SMALL, parse
 from train_tokenizer import TrainTokenizerConfig
 
-from megazpp.base.arguments import ParsedRun, RunConfig, parse_run_config
+from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import check_run_config
 from megazpp.base.command_line import FlagParser, read_megatron_flags
 from megazpp.base.flags import FlagSpec, flag_name
@@ -21,12 +22,7 @@ from megazpp.data.preprocess import PreprocessConfig
 from megazpp.post_training.start import EXTRA
 from megazpp.topology.cluster import Cluster
 
-ROOT = Path(__file__).resolve().parents[2]
 CLASSES = tuple(typing.get_type_hints(RunConfig).values())
-SMALL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"
-)
 
 # where our default is not Megatron's: {flag: why}
 OTHER_DEFAULTS = {
@@ -37,10 +33,6 @@ OTHER_DEFAULTS = {
     "--overlap-grad-reduce": "None: on with --zeropp",
     "--overlap-param-gather": "None: on with --zeropp",
 }
-
-
-def parse(text: str) -> ParsedRun:
-    return parse_run_config(shlex.split(text), ROOT)
 
 
 def defaults_by_flag() -> dict[str, Any]:
@@ -166,14 +158,6 @@ def test_the_flags_of_a_megatron_script_can_be_pasted_into_a_flag_file(tmp_path:
     assert parsed.config.data.data_path == ("0.5", "my-gpt2_text_document", "0.5", "other corpus")
     assert (parsed.config.launch.distributed_backend, parsed.config.loss_scale.loss_scale_window) == ("gloo", 500.0)
     assert len(parsed.notices) == 7
-
-
-def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("--help")
-    text = capsys.readouterr().out
-    for name in defaults_by_flag():
-        assert name in text
 
 
 EXCLUDED = [  # a file's flags, and those by hand that take their place

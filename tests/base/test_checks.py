@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
-from pathlib import Path
-
 import pytest
 from helpers.refusals import not_refused, table
+from helpers.small_run import SMALL, check, parse
 
-from megazpp.base.arguments import RunConfig, parse_run_config
-from megazpp.base.checks import RunPlan, check_run_config
+from megazpp.base.checks import check_run_config
 from megazpp.topology.cluster import Cluster, Link, Links
 from megazpp.zero.config import ZeroConfig, plan_wire
 
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"
-)
 # ranks of the one node, flags, message
 REFUSED = """
 2 | --tensor-model-parallel-size 2 --num-attention-heads 7 --kv-channels 8 | --num-attention-heads 7 is not divisible by
@@ -68,22 +60,13 @@ REFUSED = """
 """
 
 
-def parse(text: str) -> RunConfig:
-    return parse_run_config(shlex.split(text), ROOT).config
-
-
-def check(text: str, *, nodes: int = 1, ranks_per_node: int = 1, device: str = "cpu") -> RunPlan:
-    cluster = Cluster(num_nodes=nodes, ranks_per_node=ranks_per_node)
-    return check_run_config(parse(f"{SMALL} {text}"), cluster, device_type=device)
-
-
 def test_flags_that_do_not_fit_are_refused_by_name_and_value() -> None:
     assert not not_refused(table(REFUSED), lambda ranks, flags: check(flags, ranks_per_node=int(ranks)))
 
 
 def test_all_missing_flags_are_named_at_once() -> None:
     with pytest.raises(ValueError, match="required flags are missing") as caught:
-        check_run_config(parse("--num-layers 2"), Cluster(num_nodes=1, ranks_per_node=1), device_type="cpu")
+        check_run_config(parse("--num-layers 2").config, Cluster(num_nodes=1, ranks_per_node=1), device_type="cpu")
     needed = (
         "hidden-size num-attention-heads max-position-embeddings seq-length micro-batch-size lr train-iters data-path"
     )
@@ -106,7 +89,7 @@ def test_a_plan_has_the_wire_formats_and_the_notices_of_cluster_and_layout() -> 
     assert plan.wire.gather is not None
     assert plan.wire == plan_wire(ZeroConfig(zeropp=True), plan.layout)
     cluster = Cluster(num_nodes=2, ranks_per_node=2, notices=("hosts: a, b",))
-    spanning = check_run_config(parse(f"{SMALL} --tensor-model-parallel-size 4"), cluster, device_type="cpu")
+    spanning = check_run_config(parse(f"{SMALL} --tensor-model-parallel-size 4").config, cluster, device_type="cpu")
     assert spanning.notices[0] == "hosts: a, b"
     assert spanning.notices[1].startswith("warning: --tensor-model-parallel-size 4 spans 2 nodes")
 

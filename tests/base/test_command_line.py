@@ -57,10 +57,6 @@ def parse(*argv: str) -> tuple[PumpConfig, PipeConfig]:
     return PARSER.parse(given).configs  # type: ignore[return-value]
 
 
-def test_no_flags_give_the_defaults() -> None:
-    assert parse() == (PumpConfig(), PipeConfig())
-
-
 READ = [
     ("--speed 2", "speed", 2.0),
     ("--speed=-1e-3", "speed", -1e-3),
@@ -122,23 +118,9 @@ def test_a_value_that_does_not_fit_is_refused_with_its_origin() -> None:
     assert not not_refused(rows, lambda argv: parse(*argv.split()))
 
 
-def test_every_wrong_flag_is_reported_at_once() -> None:
-    with pytest.raises(ValueError, match=":") as caught:
-        parse("--depth", "deep", "--speed", "2", "--mode", "twist")
-    assert len(str(caught.value).splitlines()) == 2
-
-
 def test_abbreviations_are_not_accepted() -> None:
     assert "--dep" not in PARSER.spellings
     assert {"--depth", "--velocity", "--no-loud", "--no-show_lights", "--help"} <= PARSER.spellings
-
-
-def test_origins_name_the_place_of_the_flag_that_won() -> None:
-    text = "a.args:1 --depth, a.args:2 1, a.args:3 --speed, a.args:3 2, b.args:9 --velocity, b.args:9 3"
-    words = [Word(*reversed(pair.split())) for pair in text.split(",")]
-    (pump, _), origins, _ = PARSER.parse(split_into_flags(words))
-    assert pump == PumpConfig(depth=1, speed=3.0)
-    assert origins == {"depth": "a.args:1", "speed": "b.args:9"}
 
 
 def test_a_flag_of_what_is_off_is_refused_unless_it_is_left_of_a_file_whose_feature_was_turned_off() -> None:
@@ -182,15 +164,6 @@ def test_help_is_grouped_by_dataclass(capsys: pytest.CaptureFixture[str]) -> Non
     assert "100% is full speed (default 0.5)" in " ".join(text.split())
     assert "--level {0,1,2,none}" in text
     assert "--valves {INT,auto}" in text
-
-
-def test_two_configs_cannot_share_a_field() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Other:
-        depth: int = flag(1, "again", name="--other-depth")
-
-    with pytest.raises(AssertionError, match="depth"):
-        FlagParser([PumpConfig, Other], program="pump")
 
 
 # ---- flag files ----

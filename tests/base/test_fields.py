@@ -6,25 +6,20 @@ import ast
 import dataclasses
 import importlib
 import re
-import shlex
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.refusals import not_refused, table
+from helpers.small_run import ROOT, SMALL, parse
 
-from megazpp.base.arguments import RunConfig, parse_run_config
+from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.base.flags import flag_name
 from megazpp.parallel.launch import find_place
 from megazpp.topology.cluster_file import detect_cluster
 
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"
-)
 BESIDE = dict(  # flags that are looked at only beside others
     table("""
 --rampup-batch-size | --train-iters none --train-samples 100
@@ -100,7 +95,7 @@ USED = [(name, count) for name, count in (*INTS, *FLOATS) if name not in IGNORED
 
 def plan(flags: str) -> RunPlan:
     """Do all that happens before workers start."""
-    config = parse_run_config(shlex.split(f"{SMALL} {flags}"), ROOT).config
+    config = parse(f"{SMALL} {flags}").config
     place = find_place(config.launch, {})
     cluster = detect_cluster(place.world_size, config.cluster, {}, tp=config.parallel.tensor_model_parallel_size)
     return check_run_config(config, cluster, device_type="cpu")

@@ -11,9 +11,7 @@ from helpers.refusals import not_refused
 from megazpp.base.files import cache_folder, check_writable, first_free, write_whole
 
 
-def test_an_output_is_refused_if_it_exists_or_its_place_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "a"
 
     def check(path: Path, overwrite: bool) -> None:

@@ -26,17 +26,7 @@ from megazpp.data.blend import (
     parse_blend,
 )
 from megazpp.data.gpt_dataset import GPTDataset
-
-
-class Constant:
-    """One document of a single id over and over."""
-
-    def __init__(self, token: int, length: int) -> None:
-        self.ids = np.full(length, token)
-        self.lengths = np.array([length], dtype=np.int32)
-
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        return self.ids[offset : None if length is None else offset + length]
+from megazpp.data.indexed_dataset import IndexedDataset
 
 
 def naive_blend(weights: list[float], n: int) -> list[tuple[int, int]]:
@@ -44,11 +34,8 @@ def naive_blend(weights: list[float], n: int) -> list[tuple[int, int]]:
     shares = (np.array(weights) / np.sum(weights)).tolist()
     taken, result = [0] * len(weights), []
     for i in range(n):
-        best, best_error = 0, shares[0] * max(i, 1) - taken[0]
-        for d in range(1, len(weights)):
-            error = shares[d] * max(i, 1) - taken[d]
-            if error > best_error:
-                best, best_error = d, error
+        errors = [share * max(i, 1) - count for share, count in zip(shares, taken, strict=True)]
+        best = next(d for d, error in enumerate(errors) if error == max(errors))
         result.append((best, taken[best]))
         taken[best] += 1
     return result
@@ -70,11 +57,9 @@ def test_blend_indices_are_those_megatron_core_0_16_1_built_for_the_same_weights
     assert samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4, 2, 5]
 
 
-def test_samples_and_token_counts_come_in_the_proportions() -> None:
-    datasets = [
-        GPTDataset(Constant(token, 400), (0, 1), num_samples=90, seq_length=4, seed=0, name=str(token))
-        for token in (3, 5)
-    ]
+def test_samples_and_token_counts_come_in_the_proportions(tmp_path: Path) -> None:
+    pairs = [IndexedDataset(write_pair(tmp_path / str(token), [[token] * 400])) for token in (3, 5)]
+    datasets = [GPTDataset(each, (0, 1), num_samples=90, seq_length=4, seed=0, name="x") for each in pairs]
     blended = BlendedDataset(datasets, *blend_indices([0.25, 0.75], 100))
     tokens = [int(blended[i][0]) for i in range(len(blended))]
     assert (tokens.count(3), tokens.count(5)) == (25, 75)

@@ -60,9 +60,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize(("block_bytes", "num_blocks"), [(1, 6), (100, None), (1 << 20, 1)])
-def test_json_lines_give_their_documents_from_any_container_in_blocks_of_any_size(
-    tmp_path: Path, block_bytes: int, num_blocks: int | None
-) -> None:
+def test_json_lines_come_from_any_container(tmp_path: Path, block_bytes: int, num_blocks: int | None):
     for name, content in CONTAINERS.items():
         path = write(tmp_path / name, content)
         check_readable(path, ["text"])
@@ -156,9 +154,7 @@ def packed(content: bytes, suffix: str) -> bytes:
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.parametrize("block_bytes", [1, 1 << 20])
-def test_a_file_that_was_cut_gives_all_whole_lines_before_and_names_the_next(
-    tmp_path: Path, suffix: str, block_bytes: int
-) -> None:
+def test_a_file_that_was_cut_gives_all_whole_lines(tmp_path: Path, suffix: str, block_bytes: int):
     lines = numbered_lines(20_000)
     whole = packed(b"".join(lines), suffix)
     for cut in (len(whole) // 3, len(whole) - 1):
@@ -251,9 +247,7 @@ def test_files_that_cannot_be_opened_are_refused_beforehand(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.jsonl.zst", "backports.zstd")])
-def test_without_an_optional_package_the_error_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
-) -> None:
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str):
     write(tmp_path / name, b"x")
     for module in ("pyarrow", "pyarrow.parquet", "compression", "compression.zstd", "backports", "backports.zstd"):
         monkeypatch.setitem(sys.modules, module, None)

@@ -33,6 +33,7 @@ from megazpp.data.tokenizer import (
 from megazpp.data.tokenizer_kinds import Marks
 
 TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
+BPE = tokenizers.ByteLevelBPETokenizer
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁\x00"), max_size=60)
 
 
@@ -42,14 +43,14 @@ def sentencepiece_model() -> bytes:
 
 
 @pytest.fixture(scope="module")
-def byte_level_bpe() -> tokenizers.ByteLevelBPETokenizer:
-    tokenizer = tokenizers.ByteLevelBPETokenizer()
+def byte_level_bpe() -> BPE:
+    tokenizer = BPE()
     tokenizer.train_from_iterator([TEXT], vocab_size=300, special_tokens=["<|endoftext|>"])
     return tokenizer
 
 
 @pytest.fixture(scope="module")
-def one_of_each(sentencepiece_model: bytes, byte_level_bpe: tokenizers.ByteLevelBPETokenizer) -> list[Tokenizer]:
+def one_of_each(sentencepiece_model: bytes, byte_level_bpe: BPE) -> list[Tokenizer]:
     return [SentencePieceTokenizer(sentencepiece_model), HFTokenizer(byte_level_bpe.to_str()), ByteTokenizer()]
 
 
@@ -78,13 +79,6 @@ def test_any_text_comes_back_and_every_character_has_its_place(one_of_each: list
             assert {place for first, last in spans for place in range(first, last)} == set(range(len(text)))
 
 
-def test_eod_decodes_to_nothing(one_of_each: list[Tokenizer]) -> None:
-    for tokenizer in one_of_each:
-        assert tokenizer.eod is not None
-        assert 0 <= tokenizer.eod < tokenizer.vocab_size
-        assert tokenizer.decode([*tokenizer.encode("money"), tokenizer.eod]) == "money"
-
-
 def test_the_null_tokenizer_counts_as_megatrons_does() -> None:
     tokenizer = ByteTokenizer(50256)
     assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
@@ -93,9 +87,7 @@ def test_the_null_tokenizer_counts_as_megatrons_does() -> None:
         ByteTokenizer(255)
 
 
-def test_equal_ids_have_equal_identities_and_others_not(
-    sentencepiece_model: bytes, byte_level_bpe: tokenizers.ByteLevelBPETokenizer
-) -> None:
+def test_equal_ids_have_equal_identities_and_others_not(sentencepiece_model: bytes, byte_level_bpe: BPE):
     definition = byte_level_bpe.to_str()
     assert SentencePieceTokenizer(sentencepiece_model).identity == SentencePieceTokenizer(sentencepiece_model).identity
     identities = {
@@ -109,9 +101,7 @@ def test_equal_ids_have_equal_identities_and_others_not(
     assert len(identities) == 6
 
 
-def test_flags_choose_the_tokenizer(
-    tmp_path: Path, sentencepiece_model: bytes, byte_level_bpe: tokenizers.ByteLevelBPETokenizer
-) -> None:
+def test_flags_choose_the_tokenizer(tmp_path: Path, sentencepiece_model: bytes, byte_level_bpe: BPE):
     (tmp_path / "spm.model").write_bytes(sentencepiece_model)
     (tmp_path / "tokenizer.json").write_text(byte_level_bpe.to_str(), encoding="utf-8")
     byte_level_bpe.save_model(str(tmp_path))
@@ -159,15 +149,14 @@ def test_unusable_tokenizers_are_refused_with_flag_and_reason(tmp_path: Path) ->
     assert not not_refused(rows, lambda flags: load_tokenizer(TokenizerConfig(**flags)))
 
 
-def test_the_name_of_eod_in_a_text_is_eod_and_has_its_place(
-    one_of_each: list[Tokenizer], byte_level_bpe: tokenizers.ByteLevelBPETokenizer
-) -> None:
+def test_the_name_of_eod_in_a_text_is_eod_and_has_its_place(one_of_each: list[Tokenizer], byte_level_bpe: BPE):
     without = json.loads(byte_level_bpe.to_str()) | {"added_tokens": []}  # in the vocabulary, but not looked for
     for tokenizer in (*one_of_each, HFTokenizer(json.dumps(without))):
         name = tokenizer.eod_name
         assert name is not None
         ids, spans = tokenizer.encode_spans(f"money{name}never{name}")
         money, never = tokenizer.encode("money"), tokenizer.encode("never")
+        assert tokenizer not in one_of_each or tokenizer.decode([*money, tokenizer.eod]) == "money"
         assert ids == [*money, tokenizer.eod, *never, tokenizer.eod]
         assert spans[len(money)] == (5, 5 + len(name))
         assert spans[-1] == (10 + len(name), 10 + 2 * len(name))
@@ -198,9 +187,7 @@ GPT2: list[dict[str, object]] = [
     ("kind", "config"),
     [*(("llama", each) for each in LLAMA), *((k, each) for k in ("json", "merges") for each in GPT2)],
 )
-def test_a_folder_gives_the_ids_that_transformers_gives_for_it(
-    tmp_path: Path, byte_level_bpe: tokenizers.ByteLevelBPETokenizer, kind: str, config: dict[str, object]
-) -> None:
+def test_a_folder_gives_transformers_ids(tmp_path: Path, byte_level_bpe: BPE, kind: str, config: dict[str, object]):
     config = dict(config)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": config.pop("model_type", "llama")}))
     if kind == "llama":
@@ -282,9 +269,7 @@ def test_documents_have_their_marks_once_and_a_run_that_goes_the_other_way_is_re
     assert "--no-add-special-tokens: texts do not get the special tokens [1] before them" in lines[1]
 
 
-def test_one_eod_ends_a_document_whose_tokenizer_ends_it_itself(
-    tmp_path: Path, byte_level_bpe: tokenizers.ByteLevelBPETokenizer
-) -> None:
+def test_one_eod_ends_a_document_whose_tokenizer_ends_it_itself(tmp_path: Path, byte_level_bpe: BPE):
     byte_level_bpe.save_model(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(GPT2[1]))
     tokenizer = load(tmp_path)

@@ -57,9 +57,7 @@ def test_ids_are_counted(sequences: IndexedDataset):
     assert whole(sequences, 3).token_counts(100).tolist() == np.bincount(LINE, minlength=100).tolist()
 
 
-def test_ids_of_another_vocabulary_and_a_text_without_anything_to_predict_are_refused(
-    sequences: IndexedDataset, tmp_path: Path
-):
+def test_foreign_ids_and_nothing_to_predict_are_refused(sequences: IndexedDataset, tmp_path: Path):
     with pytest.raises(ValueError, match="my holds ids from 1 to 99, outside the tokenizer's vocabulary of 50"):
         whole(sequences, 8, eod=None, vocab_size=50)[0]
     with pytest.raises(ValueError, match="no token that could be predicted"):

@@ -15,6 +15,8 @@ import pytest
 
 from megazpp.data.preprocess import map_in_processes
 
+Children = Callable[[], list[BaseProcess]]
+
 
 def double_slowly_at_first(number: int) -> tuple[int, int]:
     time.sleep(0.3 if number == 0 else 0.0)
@@ -34,9 +36,7 @@ def print_own_and_wait(_: int) -> None:
     time.sleep(100)
 
 
-def test_results_come_in_the_order_of_the_items_whoever_is_slow_and_items_are_not_read_far_ahead(
-    new_children: Callable[[], list[BaseProcess]],
-) -> None:
+def test_results_come_in_order_and_items_are_not_read_far_ahead(new_children: Children):
     taken: list[int] = []
 
     def items() -> Iterator[int]:
@@ -54,9 +54,7 @@ def test_results_come_in_the_order_of_the_items_whoever_is_slow_and_items_are_no
     assert new_children() == []
 
 
-def test_workers_killed_while_they_hand_over_much_are_noticed(
-    new_children: Callable[[], list[BaseProcess]],
-) -> None:
+def test_workers_killed_while_they_hand_over_much_are_noticed(new_children: Children):
     results = map_in_processes(send_much, range(100), 2)
     next(results)
     for process in new_children():
@@ -66,9 +64,7 @@ def test_workers_killed_while_they_hand_over_much_are_noticed(
     assert new_children() == []
 
 
-def test_what_a_worker_raises_is_raised_here_and_files_that_cannot_be_written_are_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exceptions_and_full_disks_of_workers_are_told(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ZeroDivisionError) as caught:
         list(map_in_processes(fail_at_three, range(9), 1))
     assert "in fail_at_three" in str(caught.value.__cause__)
@@ -98,9 +94,7 @@ def test_workers_end_with_a_main_process_that_is_killed(tmp_path: Path) -> None:
         assert main.stdout.read() == ""  # nobody holds its output open any more
 
 
-def test_who_stops_listening_ends_the_workers(
-    new_children: Callable[[], list[BaseProcess]],
-) -> None:
+def test_who_stops_listening_ends_the_workers(new_children: Children):
     results = map_in_processes(double_slowly_at_first, iter(range(10**9)), 2)
     next(results)
     assert len(new_children()) == 2

@@ -89,8 +89,8 @@ def generate_two_tokens(model: GPTModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("run", "style"), [(train_documents, "llama"), (generate_two_tokens, "gpt2")])
-def test_a_mask_on_cuda_goes_to_the_memory_efficient_or_the_plain_kernel_and_heads_are_not_grouped(
-    style: str, run: Callable[[GPTModel], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+def test_a_mask_on_cuda_goes_to_two_kernels_and_heads_are_not_grouped(
+    style: str, run: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """A CPU whose tensors say that they are CUDA's: fp32, 1e-5. All kernels are allowed again afterwards."""
     gpt, before = build_gpt(STYLES[style], MeshAxis("tp"), vocab_size=VOCAB), _cur_sdpa_kernel_backends()
@@ -160,9 +160,7 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("style", "recompute"), [("gpt2", "full"), ("llama", "kept"), ("llama", "core"), ("gpt2", "selective")]
 )
-def test_documents_by_offsets_give_the_losses_and_gradients_of_the_mask(
-    style: str, recompute: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_documents_by_offsets_are_those_of_the_mask(style: str, recompute: str, monkeypatch: pytest.MonkeyPatch):
     """fp64 up to the losses, which are fp32: 1e-6."""
     by_loops = ByLoops(SEQ)
     stand_in(monkeypatch, by_loops)
@@ -300,9 +298,7 @@ def choice(compile: bool | None, device: str) -> tuple[bool, str]:
     return compiles_layers(dataclasses.replace(GPT2_STYLE, compile=compile), device)
 
 
-def test_layers_are_compiled_on_cuda_unless_a_flag_or_a_missing_compiler_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_layers_are_compiled_on_cuda_by_default(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "missing_compiler", lambda device_type: None)
     assert choice(None, "cuda") == (True, "the default on CUDA: see --no-compile")
     assert choice(None, "cpu") == (False, "the default on a CPU: see --compile")
@@ -316,9 +312,7 @@ def test_layers_are_compiled_on_cuda_unless_a_flag_or_a_missing_compiler_says_ot
             choice(True, device)
 
 
-def test_torch_compile_needs_a_cxx_compiler_on_a_cpu_and_triton_a_device_and_a_c_compiler_on_cuda(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert missing_compiler("cpu") == "there is no C++ compiler (no-such-compiler)"
     monkeypatch.setenv("CXX", "ls")

@@ -113,9 +113,7 @@ CORE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",
     (2, True, "gpt2", {}),
     (2, True, "llama", DROPOUT | NORMS_AND_ACTIVATION),
 ])  # fmt: skip
-def test_a_layer_is_one_graph_that_gives_and_sends_what_eager_layers_do(
-    size: int, sequence_parallel: bool, style: str, changes: dict[str, Any]
-):
+def test_a_layer_is_one_graph_and_sends_as_eager_ones_do(size: int, sequence_parallel: bool, style: str, changes: Any):
     """Masks are the same, too; 1e-5 as above."""
     model = dataclasses.replace(STYLES[style], **changes)
     for found in ranks(size).run(eager_and_compiled, model, sequence_parallel):
@@ -269,9 +267,7 @@ def train_compiled(case: Case) -> dict[str, Any]:
     (2, 2, True, {}),
     (4, 2, False, {"recompute_granularity": "full"}),
 ])  # fmt: skip
-def test_a_compiled_sharded_run_equals_one_plain_process(
-    size: int, tp: int, sequence_parallel: bool, changes: dict[str, Any]
-):
+def test_a_compiled_sharded_run_equals_one_plain_process(size: int, tp: int, sequence_parallel: bool, changes: Any):
     """Through build_model and FSDP2, two steps of two micro-batches: 1e-5 as for every other layout."""
     case = Case(steps=2, micro_batches=2, tp=tp, sequence_parallel=sequence_parallel)
     expected = train_plain(case)

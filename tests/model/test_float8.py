@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import shlex
 import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,21 +14,18 @@ import torch
 import torch._dynamo
 from helpers.ranks import ranks
 from helpers.refusals import not_refused, table
+from helpers.small_run import check
 from helpers.tensor_parallel import build_gpt, counted, draw, local_gradients, tp_axis
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, train_plain
 
-from megazpp.base.arguments import parse_run_config
-from megazpp.base.checks import check_run_config
 from megazpp.model import float8
 from megazpp.model.backends import capability, model_backends
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import Float8Format, find_product, float8_product
-from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 
 pytest.importorskip("torchao")
 
-ROOT = Path(__file__).resolve().parents[2]
 VOCAB, SEQ, CPU = 101, 16, torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENTS: dict[Float8Format, torch.dtype] = {"e4m3": E4M3, "hybrid": E5M2}
@@ -174,9 +169,7 @@ def test_losses_and_gradients_are_near_those_without_it_and_not_equal(style: str
     ("style", "sequence_parallel", "calls"),
     [("gpt", False, {"all_reduce": 5}), ("llama", True, {"reduce_scatter": 5, "all_gather": 5})],
 )
-def test_two_tensor_parallel_ranks_come_as_near_and_gather_no_input_twice(
-    style: str, sequence_parallel: bool, calls: dict[str, int]
-):
+def test_two_ranks_come_as_near_and_gather_no_input_twice(style: str, sequence_parallel: bool, calls: dict[str, int]):
     """Each rank scales its own slices, so what is rounded differs from one rank's in its last bits."""
     losses, grads, _ = losses_and_gradients(STYLES[style], "hybrid")
     results = ranks(2).run(losses_and_gradients, STYLES[style], "hybrid", sequence_parallel)
@@ -232,21 +225,16 @@ def test_it_compiles_and_with_one_rank_in_one_graph(size: int, sequence_parallel
 
 # ---- who is refused, and what is said -----------------------------------------------------------------------------
 
-SMALL = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --seq-length 64 "
-    "--max-position-embeddings 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data --bf16 "
-    "--fp8-format hybrid"
-)
+ASKED = "--bf16 --fp8-format hybrid --num-attention-heads 4 --ffn-hidden-size 96"
 
 
-def check(flags: str = "") -> tuple[str, ...]:
-    config = parse_run_config(shlex.split(f"{SMALL} {flags}"), ROOT).config
-    return check_run_config(config, Cluster(num_nodes=1, ranks_per_node=2), device_type="cuda").notices
+def noticed(flags: str) -> tuple[str, ...]:
+    return check(f"{ASKED} {flags}", ranks_per_node=2, device="cuda").notices
 
 
 def test_a_model_of_multiples_of_16_is_fine_and_a_note_says_what_eager_casts_cost():
-    assert check("--compile") == check() == ()  # compiled by default on CUDA
-    assert check("--tensor-model-parallel-size 2 --no-compile") == (
+    assert noticed("--compile") == noticed("") == ()  # compiled by default on CUDA
+    assert noticed("--tensor-model-parallel-size 2 --no-compile") == (
         "--fp8-format hybrid without --compile: each cast to float8 is several passes over memory",
     )
 
@@ -264,7 +252,7 @@ REFUSED = """
 
 
 def test_flags_and_sizes_that_do_not_fit_are_refused_by_name():
-    assert not not_refused(table(REFUSED), check)
+    assert not not_refused(table(REFUSED), noticed)
 
 
 def test_devices_without_float8_are_refused_by_name():

@@ -77,9 +77,7 @@ def test_recomputation_with_dropout_changes_no_bit(size: int, sequence_parallel:
     ("kind", "tp", "stage", "sequence_parallel"),
     [("selective", 1, 3, False), ("full", 2, 3, True), ("full", 2, 2, False), ("block", 1, 3, False)],
 )
-def test_a_sharded_run_with_dropout_is_the_same_with_recomputation(
-    kind: str, tp: int, stage: int, sequence_parallel: bool
-):
+def test_a_sharded_run_is_the_same_with_recomputation(kind: str, tp: int, stage: int, sequence_parallel: bool):
     """Through FSDP2, which gathers a layer's weights again for the recomputation; bitwise."""
     case = Case(model=STYLES["gpt2"], tp=tp, stage=stage, sequence_parallel=sequence_parallel, micro_batches=2, steps=2)
     expected = ranks(4).run(train_on_ranks, case)

@@ -1,0 +1,26 @@
+"""The flags of a small run, parsed and checked."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from megazpp.base.arguments import ParsedRun, parse_run_config
+from megazpp.base.checks import RunPlan, check_run_config
+from megazpp.topology.cluster import Cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"
+)
+
+
+def parse(text: str) -> ParsedRun:
+    return parse_run_config(shlex.split(text), ROOT)
+
+
+def check(text: str, *, nodes: int = 1, ranks_per_node: int = 1, device: str = "cpu") -> RunPlan:
+    """The plan of the small run with further flags."""
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=ranks_per_node)
+    return check_run_config(parse(f"{SMALL} {text}").config, cluster, device_type=device)
