@@ -99,3 +99,42 @@ def local_gradients(model: torch.nn.Module, tp: MeshAxis | None = None) -> dict[
     if partial:
         sum_partial_gradients_([copies[name] for name in copies if name in partial], tp or model.tp)
     return {name: copy.grad for name, copy in copies.items()}
+
+
+def compare_slices(
+    layer: torch.nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    y_grad: torch.Tensor,
+    grads: dict[str, torch.Tensor],
+    splits: dict[str, int],
+    *arguments: Any,
+    tp: MeshAxis,
+    sequence_parallel: bool,
+) -> None:
+    """Compare this rank's part of a layer, its outputs, gradients and calls, with the whole one's in fp64 to 1e-11.
+
+    Args:
+        x: input of the whole one, with its gradient.
+        grads: of the whole one's parameters, which are split along the dim in `splits` or on all ranks.
+    """
+    x_part, y_part, x_grad, upstream = (
+        part(full.detach(), 0, tp) if sequence_parallel else full.detach().clone() for full in (x, y, x.grad, y_grad)
+    )
+    ours, forward = counted(tp, lambda: layer(x_part.requires_grad_(), *arguments))
+    _, backward = counted(tp, lambda: ours.backward(upstream))
+    exact: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-11}
+    torch.testing.assert_close(ours.detach(), y_part, **exact)
+    torch.testing.assert_close(x_part.grad, x_grad, **exact)
+    found = local_gradients(layer, tp)
+    assert found.keys() == grads.keys()
+    for name, grad in found.items():
+        expected = part(grads[name], splits[name], tp) if name in splits else grads[name]
+        torch.testing.assert_close(grad, expected, **exact, msg=lambda text, name=name: f"{name}: {text}")
+    if tp.size == 1 or not splits:
+        assert (forward, backward) == ({}, {})
+    elif sequence_parallel:
+        assert forward == {"all_gather": 1, "reduce_scatter": 1}
+        assert backward == {"all_gather": 2, "reduce_scatter": 1}
+    else:
+        assert forward == backward == {"all_reduce": 1}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.tensor_parallel import counted, draw, local_gradients, part, tp_axis
+from helpers.tensor_parallel import compare_slices, draw, part, tp_axis
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -183,38 +182,17 @@ SPLIT = {"multi-head": "causal", "grouped": "documents", "kv-channels": "documen
 SPLIT |= {"no-bias": "causal", "head norms": "documents", "grouped head norms": "causal"}
 
 
-def run_split(sequence_parallel: bool) -> dict[str, list[Any]]:
-    found = {}
-    for name, mask in SPLIT.items():
-        tp, inputs = tp_axis(), AttentionInputs(rotary=None, mask=masks()[mask])
-        x, y_grad = draw(0, 6, 2, 8), draw(5, 6, 2, 8)
-        if sequence_parallel:
-            x, y_grad = part(x, 0, tp), part(y_grad, 0, tp)
+def compare_with_the_whole() -> None:
+    tp = tp_axis()
+    for (name, mask), sequence_parallel in itertools.product(SPLIT.items(), (False, True)):
+        x, y_grad, inputs = draw(0, 6, 2, 8), draw(5, 6, 2, 8), AttentionInputs(rotary=None, mask=masks()[mask])
+        whole = build(shape(name), MeshAxis("tp"))
+        y = whole(x.requires_grad_(), inputs)
+        y.backward(y_grad)
+        grads = {key: parameter.grad for key, parameter in whole.named_parameters()}
         layer = build(shape(name), tp, sequence_parallel=sequence_parallel)
-        y, forward = counted(tp, functools.partial(layer, x.requires_grad_(), inputs))
-        _, backward = counted(tp, functools.partial(y.backward, y_grad))
-        found[name] = [y.detach(), x.grad, local_gradients(layer, tp), (forward, backward)]
-    return found
+        compare_slices(layer, x, y, y_grad, grads, SPLITS, inputs, tp=tp, sequence_parallel=sequence_parallel)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_attention_split_over_heads_is_the_whole_one(sequence_parallel: bool):
-    """Outputs and all gradients, fp64."""
-    results, exact = ranks(2).run(run_split, sequence_parallel), {"rtol": 1e-11, "atol": 1e-11}
-    if sequence_parallel:
-        expected = {"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 2, "reduce_scatter": 1}
-    else:
-        expected = {"all_reduce": 1}, {"all_reduce": 1}
-    for name, mask in SPLIT.items():
-        x, layer = draw(0, 6, 2, 8).requires_grad_(), build(shape(name), MeshAxis("tp"))
-        y = layer(x, AttentionInputs(rotary=None, mask=masks()[mask]))
-        y.backward(draw(5, 6, 2, 8))
-        for rank, result in enumerate(results):
-            ours, x_grad, grads, calls = result[name]
-            torch.testing.assert_close(ours, y.chunk(2)[rank] if sequence_parallel else y, **exact)
-            torch.testing.assert_close(x_grad, x.grad.chunk(2)[rank] if sequence_parallel else x.grad, **exact)
-            for parameter, grad in grads.items():
-                whole = layer.get_parameter(parameter).grad
-                dim = SPLITS.get(parameter)
-                torch.testing.assert_close(grad, whole if dim is None else whole.chunk(2, dim)[rank], **exact)
-            assert calls == expected
+def test_attention_split_over_heads_is_the_whole_one():
+    ranks(2).run(compare_with_the_whole)

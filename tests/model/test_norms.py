@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.tensor_parallel import counted, draw, local_gradients, part, tp_axis
+from helpers.tensor_parallel import compare_slices, draw, tp_axis
 
 from megazpp.model.config import GPTConfig
 from megazpp.model.norms import Norm
 from megazpp.parallel.axis import MeshAxis
 
 HIDDEN = 7
-EXACT = {"rtol": 1e-11, "atol": 1e-11}
 Kind = Literal["LayerNorm", "RMSNorm"]
 KINDS: tuple[Kind, ...] = ("LayerNorm", "RMSNorm")
 
@@ -40,36 +38,20 @@ def build(kind: Kind, one_plus: bool, tp: MeshAxis, sequence_parallel: bool = Fa
     return norm
 
 
-GRID = [*itertools.product(KINDS, (False, True), (False, True))]  # kind, one_plus, sequence_parallel
-
-
-def run_all() -> list[list[Any]]:
-    found, tp = [], tp_axis()
-    for kind, one_plus, sequence_parallel in GRID:
+def compare_with_the_formula() -> None:
+    tp = tp_axis()
+    for kind, one_plus, sequence_parallel in itertools.product(KINDS, (False, True), (False, True)):
+        x, weight, bias = (t.requires_grad_() for t in (draw(0, 8, 3, HIDDEN), draw(1, HIDDEN), draw(2, HIDDEN)))
+        y, y_grad = by_formula(kind, x, weight, bias, epsilon=0.1, one_plus=one_plus), draw(9, 8, 3, HIDDEN)
+        y.backward(y_grad)
+        grads = {"weight": weight.grad} | ({} if kind == "RMSNorm" else {"bias": bias.grad})
         norm = build(kind, one_plus, tp, sequence_parallel)
-        x, y_grad = draw(0, 8, 3, HIDDEN), draw(9, 8, 3, HIDDEN)
-        if sequence_parallel:
-            x, y_grad = part(x, 0, tp), part(y_grad, 0, tp)
-        y, forward = counted(tp, functools.partial(norm, x.requires_grad_()))
-        _, backward = counted(tp, functools.partial(y.backward, y_grad))
-        found.append([y.detach(), x.grad, [*local_gradients(norm, tp).values()], (forward, backward)])
-    return found
+        compare_slices(norm, x, y, y_grad, grads, {}, tp=tp, sequence_parallel=sequence_parallel)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_norm_is_its_formula_and_sums_its_gradients_over_slices(size: int):
-    for rank, results in enumerate(ranks(size).run(run_all)):
-        for (kind, one_plus, sequence_parallel), (ours, x_grad, grads, calls) in zip(GRID, results, strict=True):
-            x, weight, bias = (t.requires_grad_() for t in (draw(0, 8, 3, HIDDEN), draw(1, HIDDEN), draw(2, HIDDEN)))
-            y = by_formula(kind, x, weight, bias, epsilon=0.1, one_plus=one_plus)
-            y.backward(draw(9, 8, 3, HIDDEN))
-            first, last = (rank, rank + 1) if sequence_parallel else (0, size)
-            rows = slice(first * 8 // size, last * 8 // size)
-            torch.testing.assert_close(ours, y.detach()[rows], **EXACT)
-            torch.testing.assert_close(x_grad, x.grad[rows], **EXACT)
-            wanted = [weight.grad] if kind == "RMSNorm" else [weight.grad, bias.grad]
-            torch.testing.assert_close(grads, wanted, **EXACT)
-            assert calls == ({}, {})
+    ranks(size).run(compare_with_the_formula)
 
 
 def test_a_fresh_norm_scales_by_one():
