@@ -22,26 +22,7 @@ from megazpp.optim.clip import (
 )
 from megazpp.parallel.axis import MeshAxis
 
-LAYOUTS = [(2, 1), (4, 1), (1, 2)]  # (tp, replicas) of four ranks
 ONE = MeshAxis("tp"), MeshAxis("shard")
-
-
-def measure(tp: int, replicas: int) -> dict[str, object]:
-    model, dims = sharded_model(tp, replicas)
-    axes = dims.tp, dims.shard
-    named = list(model.named_parameters())
-    norm = global_grad_norm(named, *axes)
-    halved = global_grad_norm(named, *axes, divisor=2.0)
-    result = {
-        "norm": norm.value.item(),
-        "halved": halved.value.item(),
-        "of_each": grad_norms(halved, *axes),
-        "params": global_parameter_norm(named, *axes).item(),
-        "zeros": count_zero_grads(named, *axes).item(),
-        "dtype": norm.value.dtype,
-    }
-    divide_grads_([p for _, p in named], clip_divisor(halved.value, 1.0, divisor=2.0))
-    return {**result, "clipped": {name: p.grad.full_tensor() for name, p in named}}
 
 
 def measure_poisoned(value: float) -> float:
@@ -52,26 +33,32 @@ def measure_poisoned(value: float) -> float:
     return global_grad_norm(model.named_parameters(), dims.tp, dims.shard).value.item()
 
 
-@pytest.mark.parametrize(("tp", "replicas"), LAYOUTS)
-def test_four_ranks_measure_and_clip_like_one_process(tp: int, replicas: int):
-    model = one_process_model()
-    for parameter in model.parameters():
-        parameter.grad = parameter.detach().clone()
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+def compare_with_one_process(tp: int, replicas: int) -> None:
+    """fp32 sums in another order: 1e-6."""
+    whole, (model, dims) = one_process_model(), sharded_model(tp, replicas)
+    for parameter in whole.parameters():
+        parameter.grad = parameter.detach() / 2.0
+    expected, axes = nn.utils.get_total_norm([p.grad for p in whole.parameters()]).item(), (dims.tp, dims.shard)
+    named = list(model.named_parameters())
+    norm, halved = global_grad_norm(named, *axes), global_grad_norm(named, *axes, divisor=2.0)
+    assert norm.value.dtype == torch.float32
+    assert norm.value.item() == pytest.approx(2 * expected, rel=1e-6)
+    assert halved.value.item() == pytest.approx(expected, rel=1e-6)
+    of_each = {name: p.grad.norm().item() for name, p in whole.named_parameters()}
+    assert grad_norms(halved, *axes) == pytest.approx(of_each, rel=1e-6)
+    assert global_parameter_norm(named, *axes) == norm.value
     zeros = sum((value == 0).sum().item() for value in full_values().values())
-    for parameter in model.parameters():
-        parameter.grad /= 2.0
-    of_each = {name: pytest.approx(p.grad.norm().item(), rel=1e-6) for name, p in model.named_parameters()}
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for result in ranks(4).run(measure, tp, replicas):
-        assert result["norm"] == pytest.approx(norm, rel=1e-6)  # fp32 sums in another order
-        assert result["halved"] == pytest.approx(norm / 2, rel=1e-6)
-        assert result["of_each"] == of_each
-        assert result["params"] == result["norm"]
-        assert result["zeros"] == pytest.approx(zeros, abs=1e-9)
-        assert result["dtype"] == torch.float32
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(result["clipped"][name], parameter.grad, rtol=1e-6, atol=0)
+    assert count_zero_grads(named, *axes).item() == pytest.approx(zeros, abs=1e-9)
+    nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+    divide_grads_([p for _, p in named], clip_divisor(halved.value, 1.0, divisor=2.0))
+    for name, parameter in whole.named_parameters():
+        clipped = model.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(clipped, parameter.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("tp", "replicas"), [(2, 1), (4, 1), (1, 2)])
+def test_four_ranks_measure_and_clip_like_one_process(tp: int, replicas: int):
+    ranks(4).run(compare_with_one_process, tp, replicas)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
