@@ -77,9 +77,9 @@ LAYOUT = "--nproc 2 --micro-batch-size 2 --global-batch-size 8 --eval-iters 0"
 
 def test_supervised_training_learns_and_is_validated(home: Path):
     flags = f"--objective sft --train-data-path chats.jsonl --valid-data-path chats.jsonl --packing {LAYOUT}"
-    found = trained(home, "sft", f"{flags} --train-iters 30 --eval-iters 2 --eval-interval 15")
+    found = trained(home, "sft", f"{flags} --train-iters 30 --eval-iters 2 --eval-interval 15 --eval-on-start")
     assert found[-1]["lm_loss"] < found[0]["lm_loss"] - 0.3
-    assert [row["iteration"] for row in rows(home, "sft", "validation.jsonl")] == [15, 30]
+    assert [row["iteration"] for row in rows(home, "sft", "validation.jsonl")] == [0, 15, 30]
 
 
 def test_a_reward_model_serves_ppo(home: Path):
