@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import tokenizers
 from helpers.refusals import not_refused
 from sentencepiece import SentencePieceProcessor
 
-from megazpp.data.indexed_dataset import IndexedDataset
+from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megazpp.data.preprocess import PreprocessConfig, PreprocessProgress, preprocess
 from megazpp.data.text import train_sentencepiece
 from megazpp.data.tokenizer import TokenizerConfig
@@ -36,27 +35,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def megatrons_files(documents: list[list[int]], eod: int | None) -> dict[str, bytes]:
-    """What Megatron's preprocess_data.py writes for tokenized documents, in its own terms.
-
-    A document without ids becomes no sequence and gets no eod, but has its place among the documents.
-    """
-    ids, lengths, document_indices = b"", [], [0]
-    for document in documents:
-        if document:
-            sequence = document + ([] if eod is None else [eod])
-            ids += b"".join(struct.pack("<H", token) for token in sequence)
-            lengths.append(len(sequence))
-        document_indices.append(len(lengths))
-    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", 8)
-    index += struct.pack("<Q", len(lengths)) + struct.pack("<Q", len(document_indices))
-    for length in lengths:
-        index += struct.pack("<i", length)
-    for i in range(len(lengths)):
-        index += struct.pack("<q", 2 * sum(lengths[:i]))
-    for first in document_indices:
-        index += struct.pack("<q", first)
-    return {".bin": ids, ".idx": index}
+def pair_of(texts: list[str], folder: Path, eod: list[int]) -> dict[str, bytes]:
+    """The files of tokenized documents; one without ids has no sequence and no eod, but a place among the documents."""
+    with IndexedDatasetBuilder(folder / "expected", "<u2") as builder:
+        for text in texts:
+            builder.add_document(*([[*text.encode(), *eod]] if text else []))
+        builder.finalize()
+    return {suffix: (folder / f"expected{suffix}").read_bytes() for suffix in (".bin", ".idx")}
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
@@ -71,9 +56,8 @@ def test_the_files_are_megatrons_byte_for_byte(tmp_path: Path, append_eod: bool)
     progress = run(inputs, out / "my.corpus", json_keys=("text", "title"), append_eod=append_eod)
     expected = {}
     for column, key in enumerate(("title", "text")):
-        documents = [list(row[column].encode()) for row in rows]
-        for suffix, content in megatrons_files(documents, 256 if append_eod else None).items():
-            expected[f"my.corpus_{key}_document{suffix}"] = content
+        pair = pair_of([row[column] for row in rows], tmp_path, [256] if append_eod else [])
+        expected |= {f"my.corpus_{key}_document{suffix}": content for suffix, content in pair.items()}
     assert contents(out) == expected
     assert (progress.documents, progress.bad_lines) == (5, 0)
     assert progress.tokens == 17 + (6 if append_eod else 0)  # without those of empty texts
@@ -116,10 +100,8 @@ def test_a_bad_line_stops_the_run_or_is_counted(tmp_path: Path) -> None:
     progress = run(path, out / "x", said, on_error="skip")
     assert (progress.documents, progress.bad_lines) == (3, 2)
     assert [line.split(": ")[0] for line in said] == [f"skipped {path}, line 3", f"skipped {path}, line 4"]
-    assert contents(out) == {
-        f"x_text_document{suffix}": content
-        for suffix, content in megatrons_files([list(text) for text in (b"one", b"two", b"three")], None).items()
-    }
+    pair = pair_of(["one", "two", "three"], tmp_path, [])
+    assert contents(out) == {f"x_text_document{suffix}": content for suffix, content in pair.items()}
 
 
 def test_what_exists_is_kept_unless_it_may_be_replaced(tmp_path: Path) -> None:

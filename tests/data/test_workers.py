@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -16,6 +17,13 @@ import pytest
 from megazpp.data.preprocess import map_in_processes
 
 Children = Callable[[], list[BaseProcess]]
+
+
+@pytest.fixture
+def new_children() -> Children:
+    """Child processes that the test has started: not the rank pools of tests before it, which other tests still use."""
+    before = multiprocessing.active_children()
+    return lambda: [process for process in multiprocessing.active_children() if process not in before]
 
 
 def double_slowly_at_first(number: int) -> tuple[int, int]:
