@@ -138,3 +138,12 @@ def compare_slices(
         assert backward == {"all_gather": 2, "reduce_scatter": 1}
     else:
         assert forward == backward == {"all_reduce": 1}
+
+
+def assert_gradients_near(
+    ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], share: float = 1e-5
+) -> None:
+    """Compare gradients of the same names to `share`, relative and of the largest element of each."""
+    assert list(ours) == list(expected)
+    for name, grad in expected.items():
+        torch.testing.assert_close(ours[name], grad, rtol=share, atol=share * float(grad.abs().max()))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.tensor_parallel import build_gpt, local_gradients
+from helpers.tensor_parallel import assert_gradients_near, build_gpt, local_gradients
 from helpers.training import EOD, GPT2_STYLE, LLAMA_STYLE
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.overrides import TorchFunctionMode
@@ -174,8 +174,7 @@ def test_documents_by_offsets_are_those_of_the_mask(style: str, recompute: str, 
     assert by_loops.calls == config.layers * (1 if recompute in ("kept", "selective") else 2)
     (losses, grads), (ours, our_grads) = found
     torch.testing.assert_close(ours, losses, rtol=1e-6, atol=0)  # the loss itself is fp32
-    for name, grad in grads.items():
-        torch.testing.assert_close(our_grads[name], grad, rtol=1e-6, atol=1e-6 * float(grad.abs().max()))
+    assert_gradients_near(our_grads, grads, 1e-6)
 
 
 def with_kernel(gpt: GPTModel, kernel: DocumentKernel | None) -> GPTModel:
@@ -263,8 +262,7 @@ def test_a_torch_whose_function_has_no_groups_repeats_keys_and_values(monkeypatc
         assert mask_reason(WIDE["llama"], capability=H100, dtype=torch.bfloat16) is None
         out = variable_length(q, k, v, starts, 11)
         found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-    for expected, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel(monkeypatch: pytest.MonkeyPatch):
@@ -345,5 +343,4 @@ def test_on_a_gpu_the_kernel_gives_the_losses_and_gradients_of_the_mask(style: s
         found.append((losses.detach(), local_gradients(gpt)))
     (losses, grads), (ours, our_grads) = found
     torch.testing.assert_close(ours, losses, rtol=2e-2, atol=2e-2)
-    for name, grad in grads.items():
-        torch.testing.assert_close(our_grads[name], grad, rtol=5e-2, atol=5e-2 * float(grad.abs().max()))
+    assert_gradients_near(our_grads, grads, 5e-2)
