@@ -32,38 +32,19 @@ def by_hand() -> tuple[bytes, bytes]:
     return b"\x01\x00\x02\x00\x03\x00\xdb\xff\x07\x00", idx
 
 
-def test_three_documents_give_the_bytes_laid_out_by_hand(tmp_path: Path) -> None:
-    write_pair(tmp_path / "a.b_text_document", DOCUMENTS)
+def test_three_documents_are_the_bytes_laid_out_by_hand_and_read_back(tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "a.b_text_document", DOCUMENTS)
     binary, index = by_hand()
     assert len(index) == 102
     assert (tmp_path / "a.b_text_document.idx").read_bytes() == index
     assert (tmp_path / "a.b_text_document.bin").read_bytes() == binary
-
-
-def test_a_pair_written_by_hand_is_read(tmp_path: Path) -> None:
-    for suffix, content in zip((".bin", ".idx"), by_hand(), strict=True):
-        (tmp_path / f"a{suffix}").write_bytes(content)
-    dataset = IndexedDataset(tmp_path / "a")
-    assert [dataset.get(i).tolist() for i in range(len(dataset))] == DOCUMENTS
-    assert dataset.document_indices.tolist() == [0, 1, 2, 3]
-    assert dataset.dtype == np.uint16
-
-
-def test_a_document_may_be_several_sequences(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "a", np.int32) as builder:
-        builder.add_document([1, 2], [3])
-        builder.add_document([4])
-        builder.finalize()
-    dataset = IndexedDataset(tmp_path / "a")
-    assert dataset.lengths.tolist() == [2, 1, 1]
-    assert dataset.document_indices.tolist() == [0, 2, 3]
-
-
-def test_an_index_with_modes_of_a_multimodal_dataset_is_read(tmp_path: Path) -> None:
-    write_pair(tmp_path / "a", DOCUMENTS)
-    with open(tmp_path / "a.idx", "ab") as file:
-        file.write(bytes(len(DOCUMENTS)))
-    assert IndexedDataset(tmp_path / "a").get(2).tolist() == DOCUMENTS[2]
+    for content in (index, index + bytes(len(DOCUMENTS))):  # as a multimodal dataset has it, too
+        (tmp_path / "a.b_text_document.idx").write_bytes(content)
+        dataset = IndexedDataset(prefix)
+        assert [dataset.get(i).tolist() for i in range(len(dataset))] == DOCUMENTS
+        assert dataset.document_indices.tolist() == [0, 1, 2, 3]
+        assert dataset.dtype == optimal_dtype(65499) == np.uint16
+    assert optimal_dtype(65500) == np.int32
 
 
 @settings(max_examples=50)
@@ -77,11 +58,6 @@ def test_any_documents_come_back(tmp_path_factory: pytest.TempPathFactory, docum
     for i, document in enumerate(documents):
         assert dataset.get(i, 1, 2).tolist()[: len(document[1:3])] == document[1:3]
         assert dataset.get(i, 2).tolist() == document[2:]
-
-
-def test_the_dtype_is_megatrons_choice() -> None:
-    assert optimal_dtype(65499) == np.uint16
-    assert optimal_dtype(65500) == np.int32
 
 
 DAMAGES = [

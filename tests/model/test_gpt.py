@@ -177,7 +177,7 @@ def test_a_fresh_model_knows_nothing():
     """Every token is about as likely as any other: log(101) nats, within the spread of small random logits."""
     gpt = build_gpt(GPT2_STYLE, MeshAxis("tp"), vocab_size=VOCAB)
     assert gpt(*sample()).mean().item() == pytest.approx(math.log(VOCAB), abs=0.05)
-    stds = [float(part.weight.std()) for part in (gpt.layers[0].mlp.fc1, gpt.layers[0].mlp.fc2)]
+    stds = [float(part.weight.detach().std()) for part in (gpt.layers[0].mlp.fc1, gpt.layers[0].mlp.fc2)]
     assert stds == pytest.approx([0.02, 0.02 / math.sqrt(2 * GPT2_STYLE.layers)], rel=0.1)  # Megatron's scaled init
 
 
