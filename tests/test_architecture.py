@@ -36,6 +36,7 @@ FLOORS = {
     "megazpp.training.trainer": 8,
     "megazpp.post_training": 9,
     "megazpp.planner": 7,
+    "megazpp.stored": 6,
 }
 # steps inside a floor: parallel/ builds groups from topology/'s integers
 SAME_FLOOR = {

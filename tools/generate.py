@@ -24,8 +24,9 @@ from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import program
 from megazpp.base.run import Loaded, run_on_checkpoint
 from megazpp.data.tokenizer import marks_note
+from megazpp.inference.memory import sequences_that_fit
 from megazpp.inference.text import continue_texts
-from megazpp.inference.weights import Speed, sequences_that_fit
+from megazpp.stored.streamed import Speed
 
 DEFAULT_TOKENS = 100
 

@@ -25,7 +25,6 @@ from megazpp.checkpoint.read import LoadSource, find_weights, load_soundest, loa
 from megazpp.checkpoint.record import RunRecord
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.inference.weights import WeightsConfig, bf16_note
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.environment import prepare_environment
@@ -33,13 +32,19 @@ from megazpp.parallel.launch import LaunchConfig, Place, device_type, find_place
 from megazpp.parallel.processes import launch_workers
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import Worker, run_worker, seed_everything
+from megazpp.stored.load import (
+    WeightsConfig,
+    bf16_note,
+    load_frozen_model,
+    load_streamed_model,
+    open_frozen_place,
+)
+from megazpp.stored.streamed import StreamedUnits
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import detect_cluster, read_cluster
 from megazpp.training.context import Console
-from megazpp.training.frozen import load_frozen_model, open_frozen_place
 from megazpp.training.setup import build_model
-from megazpp.training.streamed import load_streamed_model
-from megazpp.zero.streamed import StreamedUnits, WeightHandle
+from megazpp.zero.sharding import WeightHandle
 
 LATE_SECONDS = 10.0  # that rank 0, which says what is wrong, may be behind; when it leaves, the launcher ends all
 

@@ -9,6 +9,7 @@ CRC-32, because zlib sums 4 GB/s on one core here, faster than bytes are written
 
 from __future__ import annotations
 
+import hashlib
 import re
 import zlib
 from collections.abc import Collection, Mapping
@@ -100,3 +101,8 @@ def write_durably(path: Path, content: str | bytes) -> FileSum:
     content = content.encode() if isinstance(content, str) else content
     write_synced(path, content)
     return FileSum(len(content), zlib.crc32(content))
+
+
+def checkpoint_digest(checkpoint: Path) -> str:
+    """16 hexadecimal digits that name a checkpoint's files by their sizes and checksums."""
+    return hashlib.sha256((checkpoint / NAME).read_bytes()).hexdigest()[:16]

@@ -22,7 +22,7 @@ from megazpp.model.kv_cache import KVCache
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import seed_for
-from megazpp.zero.streamed import WeightHandle
+from megazpp.zero.sharding import WeightHandle
 
 
 class Generated(NamedTuple):

@@ -10,7 +10,7 @@ from megazpp.inference.generate import Generated, generate
 from megazpp.inference.sample import SampleConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.streamed import WeightHandle
+from megazpp.zero.sharding import WeightHandle
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of the first bytes of a character
 

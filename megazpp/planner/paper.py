@@ -17,11 +17,11 @@ from kernels.block_quant import Feedback
 from kernels.formats import MessageLayout
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.comm_queue import CommQueue
+from megazpp.stored.freeze import FrozenBytes
 from megazpp.topology.layout import Layout
 from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.comms import CountedGather, SummingReduce
 from megazpp.zero.config import WirePlan, ZeroConfig
-from megazpp.zero.freeze import FrozenBytes
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.layout import own_rows, plan_segments
 from megazpp.zero.reduce import TwoHopReduce

@@ -25,13 +25,13 @@ from megazpp.planner.cost import Costs
 from megazpp.planner.paper import META, PaperAxis, PaperCodec, PaperUnit, own_shapes
 from megazpp.planner.simulation import Clock, Ledger, Memory, SimulatedQueue, Simulation
 from megazpp.planner.trace import BACKWARD, FORWARD, Documents, trace_model
+from megazpp.stored.freeze import frozen_bytes
 from megazpp.topology.layout import AXES, Layout
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.comm_factory import CommFactory
 from megazpp.zero.config import plan_wire
 from megazpp.zero.diloco import OuterUnit, send_fragment
 from megazpp.zero.diloco_config import DilocoPlan
-from megazpp.zero.freeze import frozen_bytes
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 

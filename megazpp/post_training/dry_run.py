@@ -30,12 +30,12 @@ from megazpp.post_training.memory import ModelsMemory, plan_models, rows_of
 from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss
 from megazpp.post_training.reference import BaseModel, FrozenModel
 from megazpp.post_training.start import PostConfigs
+from megazpp.stored.freeze import freeze, frozen_axis
+from megazpp.stored.frozen import FrozenUnits
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
 from megazpp.training.setup import Built, ModelSpec, model_on_meta, shard_built
 from megazpp.zero.config import ZeroConfig
-from megazpp.zero.freeze import freeze, frozen_axis
-from megazpp.zero.frozen import FrozenUnits
 from megazpp.zero.sharding import materialize
 
 

@@ -34,11 +34,11 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.gpt import GPTModel, TransformerLayer
 from megazpp.parallel.dims import ParallelDims
+from megazpp.stored.frozen import FrozenUnits
+from megazpp.stored.load import FrozenPlace, load_frozen_model
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megazpp.tensor_parallel.lora import Adapter, LowRankAdapter, QkvAdapter
-from megazpp.training.frozen import FrozenPlace, load_frozen_model
 from megazpp.training.setup import Built, ModelSpec, fill, shard_built
-from megazpp.zero.frozen import FrozenUnits
 
 
 @dataclass(frozen=True, kw_only=True)

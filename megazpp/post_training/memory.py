@@ -20,7 +20,6 @@ import torch
 from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import RunPlan
 from megazpp.base.formatting import GIGA, aligned
-from megazpp.inference.weights import WeightsConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.paper import PaperAxis
@@ -29,7 +28,8 @@ from megazpp.planner.step import MASTER_BYTES, PaperStep, measure
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.lora import LoraConfig, add_adapters
 from megazpp.post_training.start import PostConfigs
-from megazpp.zero.streamed import plan_stream
+from megazpp.stored.load import WeightsConfig
+from megazpp.stored.streamed import plan_stream
 
 STANDING = (Memory.PARAMETERS, Memory.MOMENTS, Memory.SECONDARY, Memory.FEEDBACK, Memory.FROZEN)
 

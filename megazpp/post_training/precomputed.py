@@ -26,7 +26,7 @@ from megazpp.data.cache import cache_key, check_cache_dir
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch
 from megazpp.post_training.objectives import Scorer
-from megazpp.training.frozen import FrozenPlace
+from megazpp.stored.load import FrozenPlace
 
 ROUNDS = 64  # micro-batches of each data rank between two writes
 

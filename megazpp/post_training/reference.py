@@ -12,14 +12,12 @@ import torch
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.checkpoint.record import RunRecord
-from megazpp.inference.weights import WeightsConfig
 from megazpp.model.gpt import GPTModel, TokenOutputs
 from megazpp.post_training.objectives import scores_of
+from megazpp.stored.load import FrozenPlace, WeightsConfig, load_frozen_model, load_streamed_model
 from megazpp.tensor_parallel.lora import adapters_off
 from megazpp.tensor_parallel.parameters import local
-from megazpp.training.frozen import FrozenPlace, load_frozen_model
 from megazpp.training.setup import Built, ModelSpec
-from megazpp.training.streamed import load_streamed_model
 
 
 class BaseModel:
@@ -123,7 +121,7 @@ def load_frozen(
         untied = record.flags.get("untie_embeddings_and_output_weights", False)  # an imported one has no output layer
         spec = replace(spec, config=replace(spec.config, untie_embeddings_and_output_weights=untied))
     if weights.packs:
-        model = load_streamed_model(weights, spec, place, source, record).model
+        model, _ = load_streamed_model(weights, spec, place, source, record)
     else:
         model = load_frozen_model(spec, place, source, record).model
     return FrozenModel(model, temperature=temperature)

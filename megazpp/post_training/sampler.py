@@ -25,8 +25,7 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.examples import Prompt
 from megazpp.post_training.rewards import RewardFunction, judge
 from megazpp.tensor_parallel.parameters import seed_for
-from megazpp.zero.frozen import FrozenUnits
-from megazpp.zero.sharding import Sharding
+from megazpp.zero.sharding import Sharding, WeightHandle
 
 
 class Completions(NamedTuple):
@@ -58,7 +57,7 @@ class PolicySampler:
     functions: Sequence[RewardFunction]
     seed: int
     at_once: int | None = None
-    base: FrozenUnits | None = None
+    base: WeightHandle | None = None
 
     def draw(self, prompts: Sequence[Prompt], names: Sequence[str]) -> Completions:
         """A completion of each of this data rank's prompts, at least one.

@@ -23,13 +23,13 @@ from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.convert.peft import read_adapter
 from megazpp.data.cache import check_cache_dir
 from megazpp.data.dataset import build_tokenizer, cache_dir
-from megazpp.inference.weights import WeightsConfig
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.config import PostTrainingConfig, objective_defaults
 from megazpp.post_training.examples import DataFormatConfig, read_examples, read_prompts
 from megazpp.post_training.lora import LoraConfig
 from megazpp.post_training.reference import find_frozen
 from megazpp.post_training.rewards import RewardConfig, check_reward_functions
+from megazpp.stored.load import WeightsConfig
 from megazpp.training.batches import BatchPlan
 
 CHECK_SECONDS = 1.0  # of reading data before anything is started

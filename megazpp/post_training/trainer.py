@@ -15,10 +15,10 @@ from megazpp.base.arguments import ParsedRun
 from megazpp.base.checks import RunPlan
 from megazpp.base.errors import user_errors
 from megazpp.base.flags import DEFAULT
+from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, Resumed, find_weights
 from megazpp.checkpoint.record import TrainingProgress
-from megazpp.checkpoint.weight_store import checkpoint_digest
 from megazpp.convert.peft import TENSORS
 from megazpp.data.dataset import Splits, cache_dir
 from megazpp.data.loader import BatchLoader
@@ -44,8 +44,8 @@ from megazpp.post_training.rewards import load_reward_functions
 from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader, Shown
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.start import post_configs, reference_folder, train_paths
+from megazpp.stored.load import FrozenPlace, open_frozen_place
 from megazpp.training.context import RunContext
-from megazpp.training.frozen import FrozenPlace, open_frozen_place
 from megazpp.training.loop import Loader, StopConditions
 from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.recorder import Validation

@@ -14,7 +14,7 @@ from megazpp.base.flags import check_not_negative, check_positive, flag
 from megazpp.data.loader import BatchLoader, MicroBatch
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.streamed import WeightHandle
+from megazpp.zero.sharding import WeightHandle
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.metrics import validation_lines
-from megazpp.zero.streamed import WeightHandle
+from megazpp.zero.sharding import WeightHandle
 
 
 class Amount(NamedTuple):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -53,6 +53,22 @@ class OwnGradients:
         return [parameter.name for unit in found for parameter in unit.parameters]
 
 
+class WeightHandle(Protocol):
+    """What a program that only uses a model asks of the handle on its weights, `Sharding` or another.
+
+    Attributes:
+        keeps_gathered: whether `kept_gathered` keeps them, so that later forwards need no other data rank.
+    """
+
+    keeps_gathered: bool
+
+    def kept_gathered(self) -> Any:
+        """Keep weights after their first use, for the forwards inside, if the handle can; free them afterwards."""
+
+    def free_gathered(self) -> None:
+        """Free what is not kept."""
+
+
 class Sharding:
     """The handle on a sharded model: its methods belong around micro-batches, evaluations and writes to weights.
 
@@ -66,7 +82,7 @@ class Sharding:
         feedback_reset: iterations after which error feedback is forgotten; None: never.
         counter: of the bytes that this rank sends; None: nothing is sent.
     Attributes:
-        keeps_gathered: as a `WeightHandle` says it (streamed.py).
+        keeps_gathered: as a `WeightHandle` says it.
         units, counter: as given.
     """
 

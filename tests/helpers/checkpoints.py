@@ -25,8 +25,8 @@ from megazpp.data.loader import MicroBatch
 from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
-from megazpp.training.frozen import FrozenPlace
-from megazpp.zero.freeze import frozen_axis
+from megazpp.stored.freeze import frozen_axis
+from megazpp.stored.load import FrozenPlace
 
 
 @dataclass(frozen=True, kw_only=True)

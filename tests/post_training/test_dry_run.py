@@ -15,7 +15,6 @@ from megazpp.base.arguments import RunConfig, parse_run_config
 from megazpp.base.checks import check_run_config
 from megazpp.data.tokenizer import ByteTokenizer
 from megazpp.inference.sample import SampleConfig
-from megazpp.inference.weights import WeightsConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.dry_run import PeakBytes
 from megazpp.planner.simulation import Memory
@@ -27,6 +26,7 @@ from megazpp.post_training.memory import plan_models
 from megazpp.post_training.rewards import RewardConfig
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.start import PostConfigs
+from megazpp.stored.load import WeightsConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import build_model
 

@@ -14,8 +14,8 @@ from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, Case, dims_on_ranks, spec_of
 
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.inference.weights import WeightsConfig
 from megazpp.post_training.reference import load_frozen
+from megazpp.stored.load import WeightsConfig
 
 CASE = Case(model=dataclasses.replace(GPT2_STYLE, init_method_std=0.5), scalar_head=True)
 RESIDENT = WeightsConfig()

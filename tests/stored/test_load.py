@@ -14,14 +14,14 @@ from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import LLAMA_STYLE, Case, build_on_ranks, spec_of
 
-from kernels.formats import BlockFormat
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights, load_weights
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.parallel.dims import ParallelDims
-from megazpp.training.frozen import load_frozen_model
-from megazpp.zero.freeze import FrozenBytes, frozen_bytes
-from megazpp.zero.frozen import FrozenUnits
+from megazpp.stored.freeze import FrozenBytes, frozen_bytes
+from megazpp.stored.frozen import FrozenUnits
+from megazpp.stored.load import load_frozen_model
+from megazpp.stored.packed import Bits
 
 # 101 rows of the vocabulary are padded to a multiple of 8 with one tp rank, and of 16 with two
 SAVED = Case(model=LLAMA_STYLE, tp=2, sequence_parallel=True)
@@ -37,7 +37,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def compare(
-    case: Case, load: str, fmt: BlockFormat | None = None, step: int | None = None, vocab_size: int = 101
+    case: Case, load: str, bits: Bits | None = None, step: int | None = None, vocab_size: int = 101
 ) -> dict[str, Any]:
     model, sharding, dims = build_on_ranks(case)
     source, record = find_weights(CheckpointFolder(load, "--load"), step)
@@ -52,7 +52,7 @@ def compare(
 
         patch.setattr(SafeReader, "read_box", counted)
         spec = dataclasses.replace(spec_of(case), vocab_size=vocab_size)
-        frozen = load_frozen_model(spec, frozen_place(dims), source, record, fmt=fmt)
+        frozen = load_frozen_model(spec, frozen_place(dims), source, record, bits=bits)
     batch = case.batch(0, dims.data_rank, 1)
     with torch.no_grad():
         expected, found = (m.eval()(batch.tokens, batch.labels) for m in (model, frozen.model))
@@ -61,16 +61,16 @@ def compare(
         "difference": float((expected - found).abs().max()),
         "checksum": frozen.checksum,
         "kept": frozen.units.kept_bytes,
-        "planned": sum(planned.kept for planned in plan_units(frozen.units, dims, fmt)),
+        "planned": sum(planned.kept for planned in plan_units(frozen.units, dims, bits)),
         "elements": sum(read),
         "whole": sum(p.numel() for p in model.parameters()),
         "cross": dims.counter.sent_bytes("cross"),
     }
 
 
-def plan_units(units: FrozenUnits, dims: ParallelDims, fmt: BlockFormat | None) -> list[FrozenBytes]:
-    shapes = [{weight.name: tuple(weight.weight.shape) for weight in unit.weights} for unit in units.units]
-    return [frozen_bytes(each, dims.local.size, torch.float32, fmt) for each in shapes]
+def plan_units(units: FrozenUnits, dims: ParallelDims, bits: Bits | None) -> list[FrozenBytes]:
+    shapes = [{weight.placed.name: tuple(weight.weight.shape) for weight in unit.weights} for unit in units.units]
+    return [frozen_bytes(each, dims.local.size, torch.float32, bits) for each in shapes]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_other_weights_have_another_checksum(load: str):
 
 def test_in_8_bits_the_losses_are_close(load: str):
     """int8 in blocks of 64: weights of std 0.02 to half a step of their block's largest over 127."""
-    for result in ranks(4).run(compare, OTHER, load, BlockFormat(8, 64)):
+    for result in ranks(4).run(compare, OTHER, load, 8):
         assert 0.0 < result["difference"] < 0.05
         assert result["kept"] == result["planned"]
 

@@ -20,11 +20,10 @@ from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights, load_weights
 from megazpp.inference.generate import generate
 from megazpp.inference.sample import SampleConfig
-from megazpp.inference.weights import Speed, WeightsConfig
 from megazpp.planner.trace import FORWARD, TraceRecorder
-from megazpp.training.streamed import load_streamed_model, pack_where_they_stay
+from megazpp.stored.load import WeightsConfig, load_streamed_model, pack_where_they_stay
+from megazpp.stored.streamed import FetchedMessages, Speed, StreamedUnits, plan_stream
 from megazpp.zero.precision import PrecisionConfig
-from megazpp.zero.streamed import FetchedMessages, StreamedUnits, plan_stream
 
 SAVED = Case(model=dataclasses.replace(LLAMA_STYLE, init_method_std=0.5), tp=2)
 TIED = Case(model=dataclasses.replace(GPT2_STYLE, init_method_std=0.5))
@@ -54,15 +53,15 @@ def streamed(case: Case, load: str, config: WeightsConfig, step: int | None = No
     dims = dims_on_ranks(case)
     source, record = find_weights(CheckpointFolder(load, "--load"), step)
     lines: list[str] = []
-    built = load_streamed_model(config, spec_of(case), frozen_place(dims, lines.append), source, record)
-    speed = Speed(built.sharding)
-    before = built.sharding.passes
-    generated = generate(*built, dims, PROMPTS, GREEDY, max_length=16, seed=1)
-    passes = built.sharding.passes - before
+    model, units = load_streamed_model(config, spec_of(case), frozen_place(dims, lines.append), source, record)
+    speed = Speed(units)
+    before = units.passes
+    generated = generate(model, units, dims, PROMPTS, GREEDY, max_length=16, seed=1)
+    passes = units.passes - before
     lines.append(speed.reached(24))
     batch = case.batch(0, 0, 2)
     with torch.no_grad():
-        losses = built.model.eval()(batch.tokens, batch.labels)
+        losses = model.eval()(batch.tokens, batch.labels)
     return {
         "tokens": generated.tokens,
         "losses": losses,
@@ -70,8 +69,8 @@ def streamed(case: Case, load: str, config: WeightsConfig, step: int | None = No
         "lines": lines,
         "cross": dims.counter.sent_bytes("cross"),
         "local": dims.counter.sent_bytes("local"),
-        "pass_bytes": built.sharding.plan.pass_bytes,
-        "device_bytes": (built.sharding.device_bytes, live_bytes(built.sharding)),
+        "pass_bytes": units.plan.pass_bytes,
+        "device_bytes": (units.device_bytes, live_bytes(units)),
     }
 
 

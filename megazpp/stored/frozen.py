@@ -5,13 +5,13 @@
 
 L ranks of a node share a tensor-parallel index. A frozen weight is a plain tensor in the place of the module's
 parameter: FSDP2, the optimizer, the norm and checkpoints do not see it. It has no fp32 master and no moments, and no
-optimizer step drops it. With 16 bits (no block format) the message holds the compute dtype, so that a forward computes
-with the same bits as that of trained weights; with a block format it holds those weights rounded.
+optimizer step drops it. Unless fewer bits are asked for, the message holds the compute dtype, so that a forward
+computes with the same bits as that of trained weights; in 8 or 4 bits it holds the matrices rounded (packed.py).
 
-| bytes of a rank, P weights of its tensor-parallel part | 16 bits | 8 bits      | 4 bits      |
-|---------------------------------------------------------|---------|-------------|-------------|
-| kept                                                    | 2 P / L | 1.008 P / L | 0.508 P / L |
-| sent inside the node, per use: (L - 1) times            | 2 P / L | 1.008 P / L | 0.508 P / L |
+| bytes of a rank, P weights of its tensor-parallel part | 16 bits | 8 bits       | 4 bits       |
+|---------------------------------------------------------|---------|--------------|--------------|
+| kept                                                    | 2 P / L | 1.0312 P / L | 0.5625 P / L |
+| sent inside the node, per use: (L - 1) times            | 2 P / L | 1.0312 P / L | 0.5625 P / L |
 
 A use in backward is one through which a gradient flows: of a unit below the first trained weight there is none. As
 frozen weights never change, the next unit's gather runs ahead beside the compute, and what has arrived stays valid.
@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
+from megazpp.stored.messages import Placed
 from megazpp.zero.schedule import in_backward
-from megazpp.zero.wire import Codec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +42,20 @@ class FrozenWeight:
     """One weight of a unit.
 
     Attributes:
-        name: its name in the model.
-        rows: of dim 0 that this rank keeps.
-        codec: packs them.
-        start: of its part in the unit's message.
+        placed: its name, its rows on each rank, and their place in the unit's message.
         whole: [L x rows of each rank x ...] flat, where it is unpacked; no memory between uses.
         weight: the view of `whole` that modules compute with.
     """
 
-    name: str
-    rows: slice
-    codec: Codec
-    start: int
+    placed: Placed
     whole: torch.Tensor
     weight: torch.Tensor
 
-    def part_of(self, messages: torch.Tensor) -> torch.Tensor:
-        """[..., M] messages of the unit -> its bytes in them."""
-        return messages[..., self.start : self.start + self.codec.layout.message_bytes]
+    def unpack(self, messages: torch.Tensor) -> None:
+        """Read the whole of it from the messages [L, M] of all ranks."""
+        rows = self.placed.rows
+        assert rows is not None
+        rows.unpack(self.placed.rows_in(messages), self.whole.view(len(messages), self.placed.part_rows, rows.columns))
 
 
 class FrozenUnit:
@@ -128,7 +124,7 @@ class FrozenUnit:
         messages = received.join()
         with torch.autograd._unsafe_preserve_version_counter(tuple(weight.whole for weight in self.weights)):
             for weight in self.weights:
-                weight.codec.unpack(weight.part_of(messages), weight.whole.view(messages.shape[0], -1))
+                weight.unpack(messages)
 
 
 class FrozenUnits:

@@ -1,7 +1,7 @@
 """Weights that stay packed: rows of a matrix in 16, 8 or 4 bits, which products and lookups unpack a piece at a time.
 
-    row    | payload, 32 or 16 bits per element               | to a multiple of 16 bytes
-           | payload of blocks, 8 or 4 bits | bf16 scales      |
+    row    | payload, 32 or 16 bits per element |
+           | payload of blocks, 8 or 4 bits | bf16 scales | to a multiple of 16 bytes
 
     weight [rows, columns] --a piece of rows--> compute dtype, in one small buffer --product--> columns of the result
 
@@ -27,9 +27,11 @@ import torch.nn.functional as F
 
 import kernels.block_quant.reference as reference
 from kernels.block_quant import RangeTable, pack, range_table, unpack
-from kernels.formats import BlockFormat, align, plan_row
+from kernels.formats import BlockFormat, plan_row
 
 Bits = Literal[32, 16, 8, 4]
+
+FORMATS = {8: BlockFormat(8, 64), 4: BlockFormat(4, 32)}
 
 # of the scale with which the largest element of a block is exact: smaller ones clip it and are finer elsewhere
 _SHARES = (1.0, 1.1, 1.05, 0.95, 0.9, 0.85, 0.8)
@@ -57,8 +59,12 @@ class RowFormat:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, a multiple of 16."""
-        return align(self.payload_bytes) if self.fmt is None else self._table.layout.message_bytes
+        """Bytes of a row; where it is quantized a multiple of 16."""
+        return self.payload_bytes if self.fmt is None else self._table.layout.message_bytes
+
+    def holds(self, dtype: torch.dtype) -> bool:
+        """Whether a row is its elements in `dtype`, as they are."""
+        return self.fmt is None and self.dtype == dtype
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
         """[rows, columns] fp32, bf16 or fp16 on the CPU -> [rows, row_bytes] uint8."""
@@ -74,14 +80,14 @@ class RowFormat:
         return packed
 
     def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """[rows, row_bytes] uint8 (any stride of rows) -> out [rows, columns]; returned."""
+        """[..., rows, row_bytes] uint8 (any stride of rows) -> out [..., rows, columns]; returned."""
         if self.fmt is None:
             return out.copy_(self._exact(packed))
         unpack(packed, self._table, out=out)
         return out
 
     def _exact(self, packed: torch.Tensor) -> torch.Tensor:
-        return packed[:, : self.payload_bytes].view(self.dtype)
+        return packed[..., : self.payload_bytes].view(self.dtype)
 
     def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (row,) = self._table.layout.ranges
@@ -104,8 +110,20 @@ def plan_rows(columns: int, bits: Bits, dtype: torch.dtype = torch.bfloat16) -> 
     exact = RowFormat(columns=columns, dtype=dtype, fmt=None)
     if bits >= 16:
         return exact
-    blocks = RowFormat(columns=columns, dtype=dtype, fmt=BlockFormat(8, 64) if bits == 8 else BlockFormat(4, 32))
+    blocks = RowFormat(columns=columns, dtype=dtype, fmt=FORMATS[bits])
     return blocks if blocks.row_bytes < exact.row_bytes else exact
+
+
+def at_rest(bits: Bits | None, dtype: torch.dtype) -> tuple[Bits, torch.dtype]:
+    """The bits of an element at rest (None: as the model computes), and the dtype of 32 or 16 bits.
+
+    Args:
+        dtype: in which the model computes.
+    """
+    if bits is None:
+        bits = 32 if dtype == torch.float32 else 16
+    half = torch.bfloat16 if dtype == torch.float32 else dtype
+    return bits, torch.float32 if bits == 32 else half
 
 
 class PackedMatrix:
@@ -132,14 +150,8 @@ class PackedMatrix:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.name, self.shape, self.rows, self.part_rows, self.dtype, self.device = (
-            name,
-            shape,
-            rows,
-            part_rows,
-            dtype,
-            device,
-        )
+        self.name, self.shape, self.rows = name, shape, rows
+        self.part_rows, self.dtype, self.device = part_rows, dtype, device
         self.parts: torch.Tensor | None = None
         piece = _CUDA_PIECE if device.type == "cuda" else _CPU_PIECE
         self._at_once = max(piece // shape[1], 1)
@@ -157,9 +169,9 @@ class PackedMatrix:
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [...] -> rows [..., columns]."""
-        there = self._there()
+        parts = self._require_loaded()
         flat = ids.reshape(-1)
-        packed = there[flat // self.part_rows, flat % self.part_rows]
+        packed = parts[flat // self.part_rows, flat % self.part_rows]
         out = torch.empty(len(flat), self.shape[1], dtype=self.dtype, device=self.device)
         return self.rows.unpack(packed, out).view(*ids.shape, self.shape[1])
 
@@ -167,18 +179,18 @@ class PackedMatrix:
         """[rows, columns], unpacked."""
         return torch.cat([piece.clone() for _, piece in self._pieces(range(self.shape[0]))])
 
-    def _there(self) -> torch.Tensor:
+    def _require_loaded(self) -> torch.Tensor:
         if self.parts is None:
             raise RuntimeError(f"{self.name} is not in memory: it is used outside of its unit's forward")
         return self.parts
 
     def _pieces(self, rows: range) -> Iterator[tuple[int, torch.Tensor]]:
         """The first row of each piece of `rows`, and it in the compute dtype, which the next one overwrites."""
-        there = self._there()
-        as_is = self.rows.fmt is None and self.rows.dtype == self.dtype
+        parts = self._require_loaded()
+        as_is = self.rows.holds(self.dtype)
         size = (min(self._at_once, self.part_rows), self.shape[1])
         buffer = None if as_is else torch.empty(size, dtype=self.dtype, device=self.device)
-        for number, part in enumerate(there):
+        for number, part in enumerate(parts):
             begin = number * self.part_rows
             end = min(self.part_rows, rows.stop - begin)
             for start in range(max(rows.start - begin, 0), end, self._at_once):

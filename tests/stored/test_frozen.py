@@ -15,21 +15,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from zero.test_streams import break_something
 
-from kernels.formats import BlockFormat
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.stored.freeze import LoadRows, freeze, frozen_axis
+from megazpp.stored.frozen import FrozenUnits
+from megazpp.stored.packed import Bits, at_rest, plan_rows
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
-from megazpp.zero.freeze import LoadRows, freeze, frozen_axis
-from megazpp.zero.frozen import FrozenUnits
-from megazpp.zero.layout import plan_message, plan_segments
 from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import shard_model
-from megazpp.zero.wire import Codec
 
 BF16 = PrecisionConfig(bf16=True)
-INT8, INT4 = BlockFormat(8, 64), BlockFormat(4, 64)
 
 
 def rows_of(weights: dict[str, torch.Tensor]) -> LoadRows:
@@ -126,7 +123,7 @@ def test_in_16_bits_every_bit_is_that_of_a_trained_model_whose_gradients_are_dro
 
 # ---- a stack of layers: what is kept, sent and freed --------------------------------------------------------------
 
-WIDTH = 37  # divides nothing
+WIDTH = 101  # divides nothing
 
 
 class Stack(nn.Module):
@@ -152,12 +149,12 @@ def stack_weights() -> dict[str, torch.Tensor]:
 
 
 def frozen_stack(
-    axis: MeshAxis, *, recompute: bool = False, fmt: BlockFormat | None = None, load: LoadRows | None = None
+    axis: MeshAxis, *, recompute: bool = False, bits: Bits | None = None, load: LoadRows | None = None
 ) -> tuple[Stack, FrozenUnits]:
     with torch.device("meta"):
         model = Stack(recompute)
     units = [[layer] for layer in model.layers]
-    return model, freeze(model, units, axis, load or rows_of(stack_weights()), device=CPU, fmt=fmt)
+    return model, freeze(model, units, axis, load or rows_of(stack_weights()), device=CPU, bits=bits)
 
 
 def plain_stack(weights: dict[str, torch.Tensor]) -> Stack:
@@ -166,23 +163,24 @@ def plain_stack(weights: dict[str, torch.Tensor]) -> Stack:
     return model
 
 
-def packed_and_back(weights: dict[str, torch.Tensor], fmt: BlockFormat | None, num_ranks: int) -> Any:
-    """What `num_ranks` ranks make of the weights, and the bytes of one rank's message of each."""
-    rounded, sizes = {}, {}
+def rounded_to(weights: dict[str, torch.Tensor], bits: Bits | None) -> dict[str, torch.Tensor]:
+    """The weights, of which the matrices have been in packed rows."""
+    found = dict(weights)
     for name, weight in weights.items():
-        segments = plan_segments([(name, tuple(weight.shape))], num_ranks)
-        codec = Codec(plan_message(segments, fmt, exact_itemsize=4), torch.float32)
-        shards = torch.zeros(num_ranks * segments[0].size)
-        shards[: weight.numel()] = weight.flatten()
-        messages, out = codec.empty(num_ranks, device=CPU), torch.empty(num_ranks, segments[0].size)
-        codec.pack(shards.view(num_ranks, -1), messages)
-        codec.unpack(messages, out)
-        rounded[name] = out.flatten()[: weight.numel()].view(weight.shape)
-        sizes[name] = codec.layout.message_bytes
-    return rounded, sizes
+        if weight.dim() == 2:
+            rows = plan_rows(WIDTH, *at_rest(bits, torch.float32))
+            found[name] = rows.unpack(rows.pack(weight), torch.empty_like(weight))
+    return found
 
 
-def use_stack(fmt: BlockFormat | None, recompute: bool) -> dict[str, Any]:
+def message_bytes(bits: Bits | None) -> int:
+    """Bytes of the messages of all weights, of 51 rows of the 101 each."""
+    row_bytes = {None: 4 * WIDTH, 8: 144, 4: 80}[bits]  # 128 + 4 and 64 + 8, to a multiple of 16
+    vector = 208  # 51 elements of fp32, to a multiple of 16
+    return 3 * (-(-51 * row_bytes // 16) * 16 + vector) + vector
+
+
+def use_stack(bits: Bits | None, recompute: bool) -> dict[str, Any]:
     dims = make_dims(2)
     asked: list[tuple[str, int]] = []
     weights = stack_weights()
@@ -191,7 +189,7 @@ def use_stack(fmt: BlockFormat | None, recompute: bool) -> dict[str, Any]:
         asked.append((name, rows.stop - rows.start))
         return weights[name][rows]
 
-    model, frozen = frozen_stack(frozen_axis(dims), fmt=fmt, recompute=recompute, load=load)
+    model, frozen = frozen_stack(frozen_axis(dims), bits=bits, recompute=recompute, load=load)
     x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(dims.data_rank)).requires_grad_()
     held: list[int] = []
 
@@ -204,7 +202,7 @@ def use_stack(fmt: BlockFormat | None, recompute: bool) -> dict[str, Any]:
     forward = dims.counter.table()["local", "frozen", "all_gather"]
     y.sum().backward()
     both = dims.counter.table()["local", "frozen", "all_gather"]
-    rounded, sizes = packed_and_back(weights, fmt, dims.local.size)
+    rounded = rounded_to(weights, bits)
     mine = plain_stack(rounded)
     twin = x.detach().requires_grad_()
     expected = mine(twin)
@@ -215,8 +213,7 @@ def use_stack(fmt: BlockFormat | None, recompute: bool) -> dict[str, Any]:
         "forward": forward,
         "both": both,
         "cross": dims.counter.sent_bytes("cross"),
-        "message": sum(sizes.values()),
-        "own": sizes["scale"],
+        "message": message_bytes(bits),
         "kept": frozen.kept_bytes,
         "held": held,
         "left": [unit.name for unit in frozen.units if unit.is_unpacked],
@@ -225,16 +222,14 @@ def use_stack(fmt: BlockFormat | None, recompute: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("fmt", "recompute"), [(None, False), (INT8, False), slow(INT4, False), (None, True)], ids=["16", "8", "4", "again"]
+    ("bits", "recompute"), [(None, False), (8, False), slow(4, False), (None, True)], ids=["16", "8", "4", "again"]
 )
-def test_a_use_gathers_each_message_inside_the_node_once_and_frees_the_weights(
-    fmt: BlockFormat | None, recompute: bool
-):
+def test_a_use_gathers_each_message_inside_the_node_once_and_frees_the_weights(bits: Bits | None, recompute: bool):
     """Four layers' worth of messages forward and again backward: (L - 1) of them from each rank, L = 2."""
-    for found in ranks(4).run(use_stack, fmt, recompute):
+    for found in ranks(4).run(use_stack, bits, recompute):
         assert found["equal"]
         assert sorted(name for name, _ in found["asked"]) == sorted(stack_weights())
-        assert {rows for _, rows in found["asked"]} in ({19}, {18})  # of 37, over two ranks
+        assert {rows for _, rows in found["asked"]} in ({51}, {50})  # of 101, over two ranks
         assert found["kept"] == found["message"]
         assert found["forward"] == (4, found["message"])
         assert found["both"] == (8, 2 * found["message"])
@@ -273,16 +268,16 @@ def test_one_rank_holds_the_weights_as_they_are_and_packs_them_where_bits_are_fe
     assert frozen.kept_bytes == sum(weight.nbytes for weight in weights.values())
     x = torch.randn(3, WIDTH)
     assert torch.equal(model(x), plain_stack(weights)(x))
-    model, frozen = frozen_stack(MeshAxis("frozen"), fmt=INT8)
-    assert torch.equal(model(x), plain_stack(packed_and_back(weights, INT8, 1)[0])(x))
-    assert not any(unit.is_unpacked for unit in frozen.units)
+    model, frozen = frozen_stack(MeshAxis("frozen"), bits=8)
+    assert torch.equal(model(x), plain_stack(rounded_to(weights, 8))(x))
+    assert all(unit.is_unpacked == (unit.message is None) for unit in frozen.units)
 
 
 def test_two_forwards_before_their_backwards_and_one_that_has_none():
     """As of chosen and rejected texts, and of an evaluation in between."""
     weights = stack_weights()
-    model, frozen = frozen_stack(MeshAxis("frozen"), fmt=INT8)
-    plain = plain_stack(packed_and_back(weights, INT8, 1)[0])
+    model, frozen = frozen_stack(MeshAxis("frozen"), bits=8)
+    plain = plain_stack(rounded_to(weights, 8))
     first, second = (torch.randn(3, WIDTH).requires_grad_() for _ in range(2))
     twins = [x.detach().clone().requires_grad_() for x in (first, second)]
     a, b = model(first), model(second)
@@ -294,12 +289,12 @@ def test_two_forwards_before_their_backwards_and_one_that_has_none():
     plain(twins[1]).square().sum().backward()
     assert torch.equal(first.grad, twins[0].grad)
     assert torch.equal(second.grad, twins[1].grad)
-    assert not any(unit.is_unpacked for unit in frozen.units)
+    assert all(unit.is_unpacked == (unit.message is None) for unit in frozen.units)
     # in one backward too
     first.grad = None
     (model(first).sum() + model(second).sum()).backward()
     assert torch.equal(first.grad, twins[0].grad)
-    assert not any(unit.is_unpacked for unit in frozen.units)
+    assert all(unit.is_unpacked == (unit.message is None) for unit in frozen.units)
 
 
 def test_a_weight_in_two_places_stays_one():
@@ -317,7 +312,7 @@ def test_a_weight_in_two_places_stays_one():
 
 
 def test_rows_of_another_shape_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"layers\.0\.weight: rows of shape \(37, 5\) were loaded, not \(37, 37\)"):
+    with pytest.raises(ValueError, match=r"layers\.0\.weight: rows of shape \(101, 5\) were loaded, not \(101, 101\)"):
         frozen_stack(MeshAxis("frozen"), load=lambda name, rows: torch.ones(WIDTH, 5))
 
 
@@ -385,13 +380,13 @@ def race(zero: ZeroConfig) -> list[str]:
     return streams.found
 
 
-def race_alone(fmt: BlockFormat | None, breakage: str = "") -> list[str]:
+def race_alone(bits: Bits | None, breakage: str = "") -> list[str]:
     """A frozen model forward and backward, in inference mode, kept for a while, and again."""
     with simulated_streams() as streams, pytest.MonkeyPatch.context() as patch:
         if breakage:
             break_something(breakage, patch)
         dims = make_dims(2)
-        model, frozen = frozen_stack(frozen_axis(dims), fmt=fmt)
+        model, frozen = frozen_stack(frozen_axis(dims), bits=bits)
         for _ in range(3):
             model(torch.ones(2, WIDTH).requires_grad_()).sum().backward()
             with torch.inference_mode(), frozen.kept_gathered():
@@ -400,9 +395,9 @@ def race_alone(fmt: BlockFormat | None, breakage: str = "") -> list[str]:
     return streams.found
 
 
-@pytest.mark.parametrize("fmt", [None, slow(INT8)], ids=["16", "8"])
-def test_nothing_races_in_a_frozen_model(fmt: BlockFormat | None):
-    assert ranks(4).run(race_alone, fmt) == [[]] * 4
+@pytest.mark.parametrize("bits", [None, slow(8)], ids=["16", "8"])
+def test_nothing_races_in_a_frozen_model(bits: Bits | None):
+    assert ranks(4).run(race_alone, bits) == [[]] * 4
 
 
 @pytest.mark.parametrize("breakage", ["waiting for a work does not wait", slow("a queue does not wait for its caller")])

@@ -11,7 +11,6 @@ anew: a store holds nothing that the checkpoint does not.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -25,7 +24,7 @@ import torch
 
 from megazpp.base.files import remove, renamed_when_done, sync
 from megazpp.base.formatting import GIGA
-from megazpp.checkpoint.checksums import NAME, DamagedError
+from megazpp.checkpoint.checksums import DamagedError
 
 MARK = b"MegaZ++w"
 _END = struct.Struct("<QI8s")  # bytes and CRC-32 of the contents, mark
@@ -143,8 +142,3 @@ def write_store(
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     array: Any = tensor.numpy()
     return memoryview(array)
-
-
-def checkpoint_digest(checkpoint: Path) -> str:
-    """16 hexadecimal digits that name a checkpoint's files by their sizes and checksums."""
-    return hashlib.sha256((checkpoint / NAME).read_bytes()).hexdigest()[:16]

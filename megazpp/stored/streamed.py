@@ -13,7 +13,6 @@ pass. The same arithmetic runs wherever the messages lie, so that the results ar
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,60 +23,10 @@ from torch import nn
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue, Work
-from megazpp.zero.packed import Bits, PackedMatrix, PackedWeight, RowFormat, plan_rows
+from megazpp.stored.messages import MessagePlan, Placed, plan_message
+from megazpp.stored.packed import Bits, PackedMatrix, PackedWeight
 
 PAGE = 4096
-LoadRows = Callable[[str, slice], torch.Tensor]
-_LOADED_AT_ONCE = 1 << 23  # elements of a checkpoint that are in memory while they are packed
-
-
-class WeightHandle(Protocol):
-    """What a program that only uses a model asks of the handle on its weights, `Sharding` or another.
-
-    Attributes:
-        keeps_gathered: whether `kept_gathered` keeps them, so that later forwards need no other data rank.
-    """
-
-    keeps_gathered: bool
-
-    def kept_gathered(self) -> Any:
-        """Keep weights after their first use, for the forwards inside, if the handle can; free them afterwards."""
-
-    def free_gathered(self) -> None:
-        """Free what is not kept."""
-
-
-class Placed(NamedTuple):
-    """A weight in a message.
-
-    Attributes:
-        rows: format of a matrix; None for a vector (or a matrix of one row), which is fp32.
-        part_rows: rows of each rank's part; those of the last may be padding.
-        start: its first byte.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    rows: RowFormat | None
-    part_rows: int
-    start: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.part_rows * self.rows.row_bytes if self.rows is not None else 4 * math.prod(self.shape)
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.num_bytes
-
-
-class MessagePlan(NamedTuple):
-    """Weights that come together, over how many ranks they are spread, and the bytes of one rank's part of them."""
-
-    name: str
-    weights: tuple[Placed, ...]
-    num_parts: int
-    num_bytes: int
 
 
 class StreamPlan(NamedTuple):
@@ -130,49 +79,10 @@ def plan_stream(
         own = [p for p in dict.fromkeys(unit.parameters()) if p.dim() == 2 and len(p) > 1 and p not in taken]
         taken.update(own)
         shapes = {names[p]: tuple(p.shape) for p in own}
-        streamed.append(_plan_message(titles[unit], shapes, num_parts, bits, dtype))
+        streamed.append(plan_message(titles[unit], shapes, num_parts, bits, dtype, vectors=None, align=PAGE))
     rest = {name: tuple(p.shape) for p, name in names.items() if p not in taken}
-    return StreamPlan(_plan_message("what stays in memory", rest, 1, bits, dtype), tuple(streamed))
-
-
-def _plan_message(
-    name: str, shapes: dict[str, tuple[int, ...]], num_parts: int, bits: Bits, dtype: torch.dtype
-) -> MessagePlan:
-    placed, start = [], 0
-    for each, shape in shapes.items():
-        assert len(shape) in (1, 2), f"{each}: {shape}"
-        rows = plan_rows(shape[1], bits, dtype) if len(shape) == 2 and shape[0] > 1 else None
-        weight = Placed(each, shape, rows, -(-shape[0] // num_parts), start)
-        placed.append(weight)
-        start = -(-weight.stop // 16) * 16
-    return MessagePlan(name, tuple(placed), num_parts, -(-start // PAGE) * PAGE)
-
-
-def pack_message(message: MessagePlan, load: LoadRows, part: int) -> Iterator[torch.Tensor]:
-    """A rank's message, piece by piece from its first byte to its last: uint8 on the CPU.
-
-    Args:
-        load: (name, rows) -> these rows of dim 0, of any dtype.
-        part: which of the parts, where there are several: the rank of the unit's axis.
-    """
-    done, part = 0, part % message.num_parts
-    for weight in message.weights:
-        yield torch.zeros(weight.start - done, dtype=torch.uint8)
-        begin, rows = part * weight.part_rows, weight.shape[0]
-        at_once = max(_LOADED_AT_ONCE // (weight.shape[1] if len(weight.shape) > 1 else 1), 1)
-        for start in range(begin, begin + weight.part_rows, at_once):
-            stop = min(start + at_once, begin + weight.part_rows)
-            there = slice(min(start, rows), min(stop, rows))
-            loaded = load(weight.name, there)
-            assert tuple(loaded.shape) == (there.stop - there.start, *weight.shape[1:]), weight.name
-            if weight.rows is None:
-                yield loaded.float().flatten().view(torch.uint8)
-                continue
-            yield weight.rows.pack(loaded).view(-1)
-            padding = stop - start - len(loaded)
-            yield torch.zeros(padding * weight.rows.row_bytes, dtype=torch.uint8)
-        done = weight.stop
-    yield torch.zeros(message.num_bytes - done, dtype=torch.uint8)
+    kept = plan_message("what stays in memory", rest, 1, bits, dtype, vectors=None, align=PAGE)
+    return StreamPlan(kept, tuple(streamed))
 
 
 class Messages(Protocol):
@@ -359,8 +269,7 @@ class StreamedUnits:
         message = received.wait().view(self._axis.size, -1)
         self._waited += time.perf_counter() - started
         for weight, matrix in self._matrices[index]:
-            assert weight.rows is not None
-            matrix.parts = message[:, weight.start : weight.stop].unflatten(1, (weight.part_rows, -1))
+            matrix.parts = weight.rows_in(message)
 
     def _drop_started(self) -> None:
         """Give up what was fetched ahead: its places in the ring are free."""
@@ -386,3 +295,20 @@ class StreamedUnits:
         self._num_gathered += 1
         name = self.plan.streamed[index].name
         return self._axis.queue.submit(lambda: self._axis.all_gather(fetched.join().unsqueeze(0), out=out, of=name))
+
+
+class Speed:
+    """What streamed weights took since this was made."""
+
+    def __init__(self, units: StreamedUnits) -> None:
+        self._units, self._passes, self._waited = units, units.passes, units.waited_seconds
+        self._started = time.perf_counter()
+
+    def reached(self, num_tokens: int) -> str:
+        """One line about this time, in which `num_tokens` were generated."""
+        seconds, passes = time.perf_counter() - self._started, self._units.passes - self._passes
+        waited = self._units.waited_seconds - self._waited
+        return (
+            f" {passes} passes fetched {passes * self._units.plan.pass_bytes} bytes; {num_tokens / seconds:.1f} "
+            f"tokens/s; {100 * waited / seconds:.0f} % of the time waited for weights"
+        )

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from kernels.formats import BlockFormat
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.frozen import FrozenUnit, FrozenUnits, FrozenWeight
-from megazpp.zero.layout import MessageLayout, plan_message, plan_segments
-from megazpp.zero.wire import Codec
+from megazpp.stored.frozen import FrozenUnit, FrozenUnits, FrozenWeight
+from megazpp.stored.messages import LoadRows, MessagePlan, pack_message, plan_message, whole_message
+from megazpp.stored.packed import Bits, at_rest
 
-LoadRows = Callable[[str, slice], torch.Tensor]
 _LOADED_AT_ONCE = 1 << 18  # elements; larger pieces leave holes in the heap, between which the weights lie
 
 
@@ -33,7 +30,7 @@ def freeze(
     *,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    fmt: BlockFormat | None = None,
+    bits: Bits | None = None,
     trained: Callable[[str], bool] = lambda name: False,
 ) -> FrozenUnits:
     """Make the parameters of `model` frozen units; it computes as before.
@@ -46,7 +43,7 @@ def freeze(
             once, on one rank of the axis, a few megabytes at a time.
         device: where messages are kept and weights unpacked.
         dtype: in which the model computes.
-        fmt: how weights are packed, but for those of one dim; None: as they are, in `dtype`.
+        bits: of an element of a matrix at rest; None: as the model computes.
         trained: whether a parameter of this name is left alone.
     Raises:
         ValueError: `load` gave another shape, or units share a weight.
@@ -68,13 +65,19 @@ def freeze(
         for parameter in own:
             if not all(module in inside for module, _ in places[parameter]):
                 raise ValueError(f"{names[parameter]} is used in several units: leave them to the model's own")
+        title = ", ".join(titles[module] or "the rest" for module in modules)
         shapes = {names[parameter]: tuple(parameter.shape) for parameter in own}
-        weights, message = _pack(shapes, axis, load, device, dtype, fmt)
+        plan = _plan_unit(shapes, axis.size, dtype, bits, title)
+        weights = [_weight(plan, index, load, axis.rank, device, dtype) for index in range(len(own))]
+        message = None
+        if _packs(plan, dtype):
+            pieces = pack_message(plan, load, axis.rank, num_elements=_LOADED_AT_ONCE)
+            message = whole_message(torch.empty(plan.num_bytes, dtype=torch.uint8, device=device), pieces)
         for parameter, weight in zip(own, weights, strict=True):
             for module, attribute in places[parameter]:
                 delattr(module, attribute)
                 setattr(module, attribute, weight.weight)
-        return FrozenUnit(", ".join(titles[module] or "the rest" for module in modules), weights, axis, message)
+        return FrozenUnit(title, weights, axis, message)
 
     with torch.inference_mode(False), torch.no_grad():
         made = [(unit, modules) for modules in units if (unit := freeze_unit(modules)) is not None]
@@ -102,62 +105,45 @@ class FrozenBytes(NamedTuple):
 
 
 def frozen_bytes(
-    shapes: Mapping[str, tuple[int, ...]], num_ranks: int, dtype: torch.dtype, fmt: BlockFormat | None = None
+    shapes: Mapping[str, tuple[int, ...]], num_ranks: int, dtype: torch.dtype, bits: Bits | None = None
 ) -> FrozenBytes:
-    """What a unit of these weights takes on each of `num_ranks` ranks of a node; arguments as for `freeze`."""
-    layouts = _layouts(shapes, num_ranks, dtype, fmt)
-    whole = num_ranks * sum(layout.size for layout in layouts) * dtype.itemsize
-    if not _packs(num_ranks, fmt):
+    """The bytes of a unit of these weights on each of `num_ranks` ranks of a node; arguments as for `freeze`."""
+    plan = _plan_unit(shapes, num_ranks, dtype, bits)
+    whole = sum(_padded_elements(plan, index) for index in range(len(shapes))) * dtype.itemsize
+    if not _packs(plan, dtype):
         return FrozenBytes(whole, 0, 0)
-    message = sum(layout.message_bytes for layout in layouts)
-    return FrozenBytes(message, num_ranks * message if num_ranks > 1 else 0, whole)
+    return FrozenBytes(plan.num_bytes, num_ranks * plan.num_bytes if num_ranks > 1 else 0, whole)
 
 
-def _packs(num_ranks: int, fmt: BlockFormat | None) -> bool:
+def _plan_unit(
+    shapes: Mapping[str, tuple[int, ...]], num_ranks: int, dtype: torch.dtype, bits: Bits | None, name: str = ""
+) -> MessagePlan:
+    return plan_message(name, shapes, num_ranks, *at_rest(bits, dtype), vectors=dtype, align=16)
+
+
+def _packs(plan: MessagePlan, dtype: torch.dtype) -> bool:
     """Whether weights are kept as a message; else they are whole, as modules use them."""
-    return num_ranks > 1 or fmt is not None
+    return plan.num_parts > 1 or any(w.rows is not None and not w.rows.holds(dtype) for w in plan.weights)
 
 
-def _layouts(
-    shapes: Mapping[str, tuple[int, ...]], num_ranks: int, dtype: torch.dtype, fmt: BlockFormat | None
-) -> list[MessageLayout]:
-    """Of each weight's part of a message."""
-    segments = [plan_segments([item], num_ranks) for item in shapes.items()]
-    return [plan_message(each, fmt, exact_itemsize=dtype.itemsize) for each in segments]
+def _padded_elements(plan: MessagePlan, index: int) -> int:
+    weight = plan.weights[index]
+    assert weight.rows is not None
+    return plan.num_parts * weight.part_rows * weight.rows.columns
 
 
-def _pack(
-    shapes: dict[str, tuple[int, ...]],
-    axis: MeshAxis,
-    load: LoadRows,
-    device: torch.device,
-    dtype: torch.dtype,
-    fmt: BlockFormat | None,
-) -> tuple[list[FrozenWeight], torch.Tensor | None]:
-    """The weights of a unit, without memory, and this rank's message of them; with memory where nothing is packed."""
-    weights: list[FrozenWeight] = []
-    start, packs = 0, _packs(axis.size, fmt)
-    for (name, shape), layout in zip(shapes.items(), _layouts(shapes, axis.size, dtype, fmt), strict=True):
-        codec, rows = Codec(layout, dtype), -(-shape[0] // axis.size)
-        own = slice(min(axis.rank * rows, shape[0]), min((axis.rank + 1) * rows, shape[0]))
-        whole = torch.empty(axis.size * layout.size, dtype=dtype, device=device)
-        weight = whole[: torch.Size(shape).numel()].view(shape)
-        if packs:
-            whole.untyped_storage().resize_(0)
-        weights.append(FrozenWeight(name=name, rows=own, codec=codec, start=start, whole=whole, weight=weight))
-        start += layout.message_bytes
-    message = torch.zeros(start if packs else 0, dtype=torch.uint8, device=device)
-    for each in weights:
-        flat = torch.zeros(each.codec.layout.size, dtype=dtype, device=device) if packs else each.whole
-        width, done = math.prod(each.weight.shape[1:]), 0
-        at_once = max(_LOADED_AT_ONCE // max(width, 1), 1)
-        for start in range(each.rows.start, each.rows.stop, at_once):
-            some = slice(start, min(start + at_once, each.rows.stop))
-            loaded, expected = load(each.name, some), (some.stop - start, *each.weight.shape[1:])
-            if tuple(loaded.shape) != expected:
-                raise ValueError(f"{each.name}: rows of shape {tuple(loaded.shape)} were loaded, not {expected}")
-            flat[done : done + loaded.numel()].copy_(loaded.flatten())
-            done += loaded.numel()
-        if packs:
-            each.codec.pack(flat, each.part_of(message))
-    return weights, message if packs else None
+def _weight(
+    plan: MessagePlan, index: int, load: LoadRows, part: int, device: torch.device, dtype: torch.dtype
+) -> FrozenWeight:
+    """A weight of a unit, without memory; with memory, and loaded, where nothing is packed."""
+    placed = plan.weights[index]
+    whole = torch.empty(_padded_elements(plan, index), dtype=dtype, device=device)
+    weight = whole[: torch.Size(placed.shape).numel()].view(placed.shape)
+    if _packs(plan, dtype):
+        whole.untyped_storage().resize_(0)
+    else:
+        done = 0
+        for loaded in placed.loaded(load, part, _LOADED_AT_ONCE):
+            weight[done : done + len(loaded)] = loaded
+            done += len(loaded)
+    return FrozenWeight(placed=placed, whole=whole, weight=weight)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megazpp.zero.packed import PackedMatrix, PackedWeight, RowFormat, plan_rows
+from megazpp.stored.packed import PackedMatrix, PackedWeight, RowFormat, plan_rows
 
 CPU = torch.device("cpu")
 COLUMNS = [1, 37, 64, 257]
@@ -34,7 +34,7 @@ def matrix_of(
 def test_products_and_lookups_are_those_of_the_unpacked_matrix(
     monkeypatch: pytest.MonkeyPatch, bits: Any, columns: int, parts: int, piece: int
 ):
-    monkeypatch.setattr("megazpp.zero.packed._CPU_PIECE", piece * columns)
+    monkeypatch.setattr("megazpp.stored.packed._CPU_PIECE", piece * columns)
     torch.manual_seed(0)
     weight, bias, x = torch.randn(31, columns), torch.randn(31), torch.randn(2, 3, columns)
     matrix = matrix_of(weight, plan_rows(columns, bits), parts)
