@@ -171,87 +171,55 @@ def test_help_is_grouped_by_dataclass(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    return work
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def texts(words: list[Word]) -> list[str]:
-    return [word.text for word in words]
+def expand(folder: Path, files: dict[str, str], *argv: str) -> list[tuple[str, str]]:
+    """(text, origin) of each word, once the files are written; `script` is the folder beside the working directory."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content.encode("latin-1"))
+    return [(word.text, word.origin) for word in expand_flag_files(argv, folder / "script")]
 
 
 def test_a_file_stands_for_its_words(folder: Path) -> None:
-    (folder / "a.args").write_text(
-        "# comment\n"
-        "\n"
-        "--name 'two words' --empty ''   # trailing comment\n"
-        "--path a\\ b \\\n"
-        "    c  # the end \\\n"
-        "--lr 3e-4\n"
+    """Comments and continued lines are no words, and what is quoted stays as it is over several lines."""
+    content = (
+        "# comment\n\n--name 'two words' --empty ''   # trailing comment\n"
+        "--path a\\ b \\\n    c  # the end \\\n--lr 3e-4\n"
+        "--stop 'one  \n\r\n  # two\\\n' --a 1\r\n# don't\n--seed 3\n"
     )
-    first, *words, last = expand_flag_files(["--x", "@a.args", "--y"], folder)
-    assert (first, last) == (Word("--x", "command line"), Word("--y", "command line"))
-    assert texts(words) == ["--name", "two words", "--empty", "", "--path", "a b", "c", "--lr", "3e-4"]
-    assert [word.origin for word in words] == [f"a.args:{line}" for line in (3, 3, 3, 3, 4, 4, 5, 6, 6)]
+    words = expand(folder, {"a.args": content}, "--x", "@a.args", "--y")
+    assert words[0] == ("--x", "command line")
+    assert words[-1] == ("--y", "command line")
+    texts = ["--name", "two words", "--empty", "", "--path", "a b", "c", "--lr", "3e-4"]
+    texts += ["--stop", "one  \n\r\n  # two\\\n", "--a", "1", "--seed", "3"]
+    lines = (3, 3, 3, 3, 4, 4, 5, 6, 6, 7, 7, 7, 7, 12, 12)
+    assert words[1:-1] == [(text, f"a.args:{line}") for text, line in zip(texts, lines, strict=True)]
 
 
-def test_an_included_path_is_relative_to_the_including_file(folder: Path) -> None:
-    (folder / "configs" / "common").mkdir(parents=True)
-    (folder / "configs" / "model.args").write_text("@common/base.args\n--b 2\n")
-    (folder / "configs" / "common" / "base.args").write_text("@../more.args\n--a 1\n")
-    (folder / "configs" / "more.args").write_text("--c 3\n")
-    words = expand_flag_files(["@configs/model.args"], folder)
-    assert texts(words) == ["--c", "3", "--a", "1", "--b", "2"]
-    assert [word.origin for word in words[::2]] == [
-        "configs/more.args:1",
-        "configs/common/base.args:2",
-        "configs/model.args:2",
-    ]
-
-
-def test_a_path_on_the_command_line_is_looked_for_here_and_then_beside_the_script(folder: Path, tmp_path: Path) -> None:
-    script_dir = tmp_path / "script"
-    script_dir.mkdir()
-    (script_dir / "a.args").write_text("--from script\n")
-    (script_dir / "b.args").write_text("--from script\n")
-    (folder / "b.args").write_text("--from here\n")
-    assert texts(expand_flag_files(["@a.args"], script_dir)) == ["--from", "script"]
-    assert texts(expand_flag_files(["@b.args"], script_dir)) == ["--from", "here"]
-    with pytest.raises(ValueError, match=r"command line: there is no flag file c.args \(looked in \. and .*script\)"):
-        expand_flag_files(["@c.args"], script_dir)
-
-
-def test_the_same_file_may_be_included_twice_but_not_by_itself(folder: Path) -> None:
-    (folder / "base.args").write_text("--a 1\n")
-    (folder / "twice.args").write_text("@base.args\n@base.args\n")
-    assert texts(expand_flag_files(["@twice.args"], folder)) == ["--a", "1"] * 2
-    (folder / "x.args").write_text("@y.args\n")
-    (folder / "y.args").write_text("\n@z.args\n")
-    (folder / "z.args").write_text("@y.args\n")
-    with pytest.raises(ValueError, match=":") as caught:
-        expand_flag_files(["@x.args"], folder)
-    assert str(caught.value) == ("z.args:1: flag files include each other in a circle: y.args -> z.args -> y.args")
+def test_paths_are_relative_to_the_including_file_or_lie_here_or_beside_the_script(folder: Path) -> None:
+    files = {"configs/model.args": "@common/base.args\n--b 2\n", "configs/more.args": "--c 3\n"}
+    files |= {"configs/common/base.args": "@../more.args\n--a 1\n", "script/d.args": "--d", "script/e.args": "--no"}
+    words = expand(folder, {**files, "e.args": "--e"}, "@configs/model.args", "@d.args", "@e.args")
+    more, base, model = (f"configs/{name}.args" for name in ("more", "common/base", "model"))
+    assert words[:3] == [("--c", f"{more}:1"), ("3", f"{more}:1"), ("--a", f"{base}:2")]
+    assert words[4:] == [("--b", f"{model}:2"), ("2", f"{model}:2"), ("--d", "script/d.args:1"), ("--e", "e.args:1")]
 
 
 def test_a_file_that_cannot_be_read_is_refused_with_its_name_and_line(folder: Path) -> None:
-    def read(content: bytes) -> None:
-        (folder / "bad.args").write_bytes(content)
-        expand_flag_files(["@bad.args"], folder)
-
+    circle = {"x": "@y.args\n", "y.args": "\n@z.args\n", "z.args": "@y.args\n"}
     rows = [
-        (b"--a 1\n--b 'open\n", "bad.args:2: No closing quotation"),
-        (b"--a \xff\n", "bad.args: cannot be read: "),
-        (b"\n\n@missing.args\n", "bad.args:3: there is no flag file missing.args (looked in .)"),
+        ({}, "command line: there is no flag file x (looked in . and script)"),
+        ({"x": "--a 1\n--b 'open\n"}, "x:2: No closing quotation"),
+        ({"x": "--a \xff\n"}, "x: cannot be read: "),
+        ({"x": "\n\n@missing.args\n"}, "x:3: there is no flag file missing.args (looked in .)"),
+        (circle, "z.args:1: flag files include each other in a circle: y.args -> z.args -> y.args"),
     ]
-    assert not not_refused(rows, read)
-
-
-def test_a_quoted_value_may_reach_over_lines_and_keeps_them_as_they_are(folder: Path) -> None:
-    (folder / "a.args").write_bytes(b"--stop 'one  \n\r\n  # two\\\n' --lr 1\r\n# don't\n--seed 3\n")
-    words = expand_flag_files(["@a.args"], folder)
-    assert texts(words) == ["--stop", "one  \n\r\n  # two\\\n", "--lr", "1", "--seed", "3"]
-    assert [word.origin for word in words] == ["a.args:1"] * 4 + ["a.args:6"] * 2
+    assert not not_refused(rows, lambda files: expand(folder, files, "@x"))
+    twice = expand(folder, {"twice": "@base\n@base\n", "base": "--a 1"}, "@twice")
+    assert [text for text, _ in twice] == ["--a", "1"] * 2
 
 
 # ---- Megatron's other flags ----
