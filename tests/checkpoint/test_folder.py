@@ -81,8 +81,8 @@ class Killed(BaseException):
     """Ends a save as `kill -9` does: nothing is cleaned up."""
 
 
-def killed_before(moment: int, folder: CheckpointFolder, iteration: int, text: str) -> bool:
-    """Save, but end before the `moment`th thing that is done to the disk; whether it came to that."""
+def killed_before(moment: int, work: Callable[[], Any]) -> bool:
+    """Do `work`, but end before the `moment`th thing that is done to the disk; whether it came to that."""
     left = itertools.count(moment, -1)
 
     def before(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,11 +94,16 @@ def killed_before(moment: int, folder: CheckpointFolder, iteration: int, text: s
         return guarded
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "rename", before(Path.rename))
-        patch.setattr(folder_module, "sync_directory", before(folder_module.sync_directory))
-        patch.setattr(folder_module, "write_synced", before(folder_module.write_synced))
+        for owner, name in (
+            (Path, "rename"),
+            (Path, "unlink"),
+            (shutil, "rmtree"),
+            (folder_module, "sync_directory"),
+            (folder_module, "write_synced"),
+        ):
+            patch.setattr(owner, name, before(getattr(owner, name)))
         try:
-            save(folder, iteration, text)
+            work()
         except Killed:
             return True
     return False
@@ -108,13 +113,17 @@ def texts(folder: CheckpointFolder) -> set[str]:
     return {(path / "file").read_text() for path in folder.path.glob("iter_*")}
 
 
+def content(folder: CheckpointFolder) -> dict[str, str]:
+    return {str(path.relative_to(folder.path)): path.read_text() for path in folder.path.rglob("*") if path.is_file()}
+
+
 def test_a_save_killed_at_any_moment_is_finished_or_gone_and_done_again_leaves_nothing_behind(tmp_path: Path):
     latest = []
     for moment in itertools.count():
         folder = CheckpointFolder(tmp_path / str(moment), "--save")
         folder.path.mkdir()
         save(folder, 3, "third")
-        killed = killed_before(moment, folder, 5, "fifth")
+        killed = killed_before(moment, lambda folder=folder: save(folder, 5, "fifth"))
         folder.recover()
         latest.append(folder.latest())
         assert folder.iterations() == ([3, 5] if latest[-1] == 5 else [3])
@@ -127,17 +136,19 @@ def test_a_save_killed_at_any_moment_is_finished_or_gone_and_done_again_leaves_n
         if not killed:
             break
     # syncs of the files and of the tracker to be come before the name; then nothing is done again
-    assert latest == [3, 3, 3, 3, 5, 5, 5, 5]
+    assert latest == [3, 3, 3, 3, 3, 5, 5, 5, 5]
 
 
 def test_a_save_over_a_complete_one_killed_at_any_moment_keeps_both_or_the_older_one(tmp_path: Path):
+    """A recovery that is killed at any moment, too, comes to what it would have come to, done again."""
     for moment in itertools.count():
         folder = CheckpointFolder(tmp_path / str(moment), "--save")
         folder.path.mkdir()
         for iteration, text in ((3, "third"), (5, "fifth"), (7, "seventh")):
             save(folder, iteration, text)
-        killed = killed_before(moment, folder, 5, "again")
+        killed = killed_before(moment, lambda folder=folder: save(folder, 5, "again"))
         assert folder.latest() in (3, 5, 7)  # before anything is mended
+        before = shutil.copytree(folder.path, tmp_path / f"{moment} before")
         folder.recover()
         found = folder.latest()
         assert found in (3, 5, 7)
@@ -145,6 +156,14 @@ def test_a_save_over_a_complete_one_killed_at_any_moment_keeps_both_or_the_older
         if found == 5:
             assert (folder.of(5) / "file").read_text() == "again"
         assert not [path for path in folder.path.iterdir() if path.suffix in (".partial", ".new")]
+        for later in itertools.count():
+            again = CheckpointFolder(tmp_path / f"{moment} {later}", "--save")
+            shutil.copytree(before, again.path)
+            interrupted = killed_before(later, again.recover)
+            again.recover()
+            assert content(again) == content(folder), (moment, later)
+            if not interrupted:
+                break
         if not killed:
             break
     assert moment > 8

@@ -7,7 +7,7 @@ import functools
 from pathlib import Path
 
 import pytest
-from helpers.checkpoints import Job, run_all
+from helpers.checkpoints import Attempt, Job, run_all
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_plain
@@ -125,3 +125,34 @@ def test_zeropp_goes_to_other_nodes_with_its_error_feedback_at_zero(tmp_path: Pa
     note = "note: error feedback begins at zero: the checkpoint has none of this layout"
     assert [note in result["lines"] for result in (one, two, three)] == [False, True, True]
     assert (one["end"], two["end"]) == (two["whole"], three["whole"])
+
+
+def load_move_and_rewind(job: Job) -> list[dict[str, str]]:
+    """The state as loaded, a step later, and after going back."""
+    attempt = Attempt(job)
+    states, progress = [], attempt.load()
+    states.append(attempt.fingerprint())
+    attempt.job = dataclasses.replace(job, steps=progress.iteration + 1)
+    attempt.checkpoints.after_step = lambda progress, *, last: None
+    finish, attempt.checkpoints.finish = attempt.checkpoints.finish, lambda: None
+    attempt.train(progress)
+    states.append(attempt.fingerprint())
+    attempt.checkpoints.rewind()
+    states.append(attempt.fingerprint())
+    finish()
+    return states
+
+
+def test_going_back_to_another_layout_s_checkpoint_begins_anew_what_it_lacks_as_the_first_time(tmp_path: Path):
+    """Error feedback is zero again, not a later step's; random generators are other ones at each iteration."""
+    case, save = Case(tp=2, nodes=2, zero=ZeroConfig(zeropp=True)), {"save": str(tmp_path), "save_interval": 1}
+    ranks(4).run(run_all, [Job(case=case, steps=2, flags=save)])
+    other, generators = dataclasses.replace(case, tp=1), []
+    for iteration in (1, 2):
+        job = Job(case=other, steps=0, flags=save | {"load": str(tmp_path), "ckpt_step": iteration})
+        for loaded, moved, back in ranks(4).run(load_move_and_rewind, job):
+            assert back == loaded
+            feedback = [key for key in loaded if key.startswith("feedback.")]
+            assert any(moved[key] != loaded[key] for key in feedback)
+            generators += [loaded[key] for key in loaded if key.startswith("rng.") and key.endswith(".torch")]
+    assert len(set(generators)) == len(generators) == 8

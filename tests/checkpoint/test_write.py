@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import io
 import multiprocessing
+import os
 import random
 import shutil
 import time
@@ -27,7 +28,7 @@ from megazpp.base.errors import UserError
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.record import TrainingProgress
-from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.checkpoint.safe_reader import SafeReader, alone
 from megazpp.checkpoint.write import SummingWriter, write_checkpoint
 from megazpp.parallel.axis import MeshAxis
 
@@ -95,6 +96,46 @@ def test_thirty_kills_at_random_moments_of_load_and_save_lose_nothing_that_was_c
     assert sum(count > 1 for count in killed_in) > 10  # while saving
     left = [path.name for path in tmp_path.iterdir() if path.is_dir()]
     assert len(left) <= 4  # two that are kept, one that was about to be deleted, one that was being written
+
+
+def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name_and_before_the_tracker_names_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    done: list[tuple[str, str]] = []  # in order: what was brought to the disk, and new names
+    fsync, rename = os.fsync, os.rename
+
+    def record_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        done.append(("sync", os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path)))
+
+    def record_rename(old: Any, new: Any, **where: Any) -> None:
+        rename(old, new, **where)
+        done.append((os.path.relpath(old, tmp_path), os.path.relpath(new, tmp_path)))
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    record = dataclasses.replace(template(Job(case=Case(), steps=0, flags={})), progress=TrainingProgress(iteration=7))
+    with alone():
+        write_checkpoint(
+            record, {"x": torch.ones(3)}, CheckpointFolder(tmp_path, "--save"), MeshAxis("all"), tokenizer={"a": b"b"}
+        )
+    partial, whole, tracker = "iter_0000007.partial", "iter_0000007", "latest_checkpointed_iteration.txt"
+    named = done.index((partial, whole))
+    written = {f"{partial}/{path.name}" for path in (tmp_path / whole).iterdir()}
+    index, unfinished = f"{partial}/.metadata", f"{partial}/.metadata.tmp"
+    assert {f"{partial}/__0_0.distcp", f"{partial}/run.json", f"{partial}/checksums.txt", index} == written
+    synced = [name for what, name in done[:named] if what == "sync"]
+    assert written - {index} | {unfinished} <= set(synced)
+    assert done.index(("sync", unfinished)) < done.index((unfinished, index)) < done.index(("sync", partial))
+    assert done[named - 3 :] == [
+        ("sync", partial),
+        ("sync", f"{tracker}.new"),
+        ("sync", "."),
+        (partial, whole),
+        ("sync", "."),
+        (f"{tracker}.new", tracker),
+        ("sync", "."),
+    ]
 
 
 @pytest.mark.parametrize("room", [0, 2_000, 9_000, 20_000])
