@@ -26,6 +26,7 @@ from megazpp.planner.paper import META, PaperAxis, PaperCodec, PaperUnit, own_sh
 from megazpp.planner.simulation import Clock, Ledger, Memory, SimulatedQueue, Simulation
 from megazpp.planner.trace import BACKWARD, FORWARD, Documents, trace_model
 from megazpp.stored.freeze import frozen_bytes
+from megazpp.stored.packed import Bits
 from megazpp.topology.layout import AXES, Layout
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.comm_factory import CommFactory
@@ -64,6 +65,7 @@ class PaperStep:
         on_cpu: whether the process itself computes.
         moments: of the optimizer, per parameter.
         with_entropy, prepare: see `trace_model`; what is not trained is in frozen units.
+        frozen_bits: of their matrices at rest; None: as the model computes.
         diloco: local steps, on the islands of the layout; None where every step is synchronized.
 
     Attributes:
@@ -88,6 +90,7 @@ class PaperStep:
         moments: int = 2,
         with_entropy: bool = False,
         prepare: Callable[[GPTModel], None] | None = None,
+        frozen_bits: Bits | None = None,
         diloco: DilocoPlan | None = None,
     ) -> None:
         zero, precision, self._on_cpu = spec.zero, spec.precision, on_cpu
@@ -131,7 +134,7 @@ class PaperStep:
         self.units = [PaperUnit(parameters, self._shard.size, self._shard.rank) for parameters in self.trace.units]
         for unit, frozen in zip(self.units, self.trace.frozen, strict=True):
             unit.connect(self._factory, self._axes, wire, zero)
-            unit.frozen = frozen_bytes(dict(frozen), self._axes["local"].size, precision.param_dtype)
+            unit.frozen = frozen_bytes(dict(frozen), self._axes["local"].size, precision.param_dtype, frozen_bits)
         self._diloco, self.fragments = diloco, [] if diloco is None else self._outer_units(diloco)
         self._received: PaperUnit | None = None  # whose frozen weights were gathered ahead of their use
         self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -32,6 +32,7 @@ from megazpp.post_training.reference import BaseModel, FrozenModel
 from megazpp.post_training.start import PostConfigs
 from megazpp.stored.freeze import freeze, frozen_axis
 from megazpp.stored.frozen import FrozenUnits
+from megazpp.stored.packed import Bits
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
 from megazpp.training.setup import Built, ModelSpec, model_on_meta, shard_built
@@ -49,6 +50,7 @@ class PostDryRun(NamedTuple):
         all_weights: with --lora-r what a step of all weights sends, and holds.
         base_bytes: of the frozen base.
         trained: parameters.
+        base_bits: of --base-weight-bits.
     """
 
     sent: TrafficTable
@@ -57,6 +59,7 @@ class PostDryRun(NamedTuple):
     all_weights: tuple[TrafficTable, int] | None
     base_bytes: int
     trained: int
+    base_bits: Bits | None = None
 
     @property
     def planned_bytes(self) -> int:
@@ -77,7 +80,8 @@ class PostDryRun(NamedTuple):
             rows = [(*row, *beside) for row, beside in zip(rows, more, strict=True)]
         note = f"{self.trained:,} trained parameters" + (" in adapters" if self.all_weights is not None else "")
         if self.base_bytes:
-            note += f"; {self.base_bytes / MEGA:.3f} MB of frozen weights"
+            bits = "" if self.base_bits is None else f" in {self.base_bits} bits"
+            note += f"; {self.base_bytes / MEGA:.3f} MB of frozen weights{bits}"
         off = 100 * (self.planned_bytes / self.live_bytes - 1)
         return "\n".join(
             [
@@ -122,7 +126,7 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
     if configs.lora.lora_r is not None:
         all_weights = run(_DryModels(configs._replace(lora=LoraConfig())))
     base_bytes = 0 if models.base is None else models.base.kept_bytes
-    return PostDryRun(*counted, planned, all_weights, base_bytes, models.trained)
+    return PostDryRun(*counted, planned, all_weights, base_bytes, models.trained, configs.lora.base_weight_bits)
 
 
 class _DryModels:
@@ -157,7 +161,8 @@ class _DryModels:
         if self.lora.lora_r is None:
             model = model_on_meta(spec, dims, CPU)
         else:
-            model, self.base = _frozen(spec, dims, axis, fake, trained="scalar_head.")
+            bits = self.lora.base_weight_bits
+            model, self.base = _frozen(spec, dims, axis, fake, trained="scalar_head.", bits=bits)
             shared = SharedGenerator(CPU, seed=spec.seed, data_rank=dims.data_rank)
             add_adapters(model, self.lora.settings(spec.config), shared)
         self.trained = sum(parameter.numel() for parameter in model.parameters())
@@ -209,7 +214,13 @@ class _QuietPolicyLoss(PolicyLoss):
 
 
 def _frozen(
-    spec: ModelSpec, dims: ParallelDims, axis: MeshAxis, fake: FakeTensorMode, *, trained: str | None = None
+    spec: ModelSpec,
+    dims: ParallelDims,
+    axis: MeshAxis,
+    fake: FakeTensorMode,
+    *,
+    trained: str | None = None,
+    bits: Bits | None = None,
 ) -> tuple[GPTModel, FrozenUnits]:
     """A model of frozen units, but for parameters whose names begin with `trained`."""
     model = model_on_meta(spec, dims, CPU)
@@ -221,9 +232,9 @@ def _frozen(
     def is_trained(name: str) -> bool:
         return trained is not None and name.startswith(trained)
 
-    dtype = spec.precision.param_dtype
+    place: dict[str, Any] = {"device": CPU, "dtype": spec.precision.param_dtype}
     with fake:
-        return model, freeze(model, model.sharding_units(), axis, load, device=CPU, dtype=dtype, trained=is_trained)
+        return model, freeze(model, model.sharding_units(), axis, load, **place, bits=bits, trained=is_trained)
 
 
 def _with_head(spec: ModelSpec, scalar_head: bool) -> ModelSpec:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megazpp.base.flags import check_positive, flag
+from megazpp.base.flags import check_positive, check_words, flag
 from megazpp.checkpoint.adapters import read_whole
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.record import IMPORTED_FROM, RunRecord
@@ -61,7 +61,15 @@ class LoraConfig:
         "reference is what they were",
     )
 
+    base_weight_bits: Literal[16, 8, 4] | None = flag(
+        None,
+        "bits of an element of the frozen base's matrices; 8 and 4 round it, the same on every layout, and the "
+        "reference with it (default: as the model computes, so none is rounded)",
+        needs="--lora-r",
+    )
+
     def __post_init__(self) -> None:
+        check_words(self)
         check_positive(self, "lora_r", "lora_alpha")
         if not 0.0 <= self.lora_dropout < 1.0:
             raise ValueError(f"--lora-dropout {self.lora_dropout} is not in [0, 1)")
@@ -117,7 +125,11 @@ def load_adapted(
     """
     settings = lora.settings(spec.config)
     dims, device = place.dims, place.device
-    frozen = load_frozen_model(spec, place, source, record, trained=trained)
+    bits = lora.base_weight_bits
+    if bits is not None:
+        rounded = "" if bits >= 8 * spec.precision.param_dtype.itemsize else " (rounded)"
+        place.say(f" base weights: {bits} bits{rounded}, in memory")
+    frozen = load_frozen_model(spec, place, source, record, bits=bits, trained=trained)
     origin = record.flags.get(IMPORTED_FROM) or str(source.folder.path.resolve())
     settings = settings._replace(base=origin, checksum=frozen.checksum)
     shared = SharedGenerator(device, seed=spec.seed, data_rank=dims.data_rank)

@@ -80,7 +80,8 @@ def plan_models(
     )
     moments = 2 if config.optimizer.optimizer == "adam" else 1
     values = config.model.hidden if post.objective in ("reward", "ppo") else 0
-    policy = make(moments=moments, with_entropy=post.draws, prepare=_prepared(config, lora))
+    prepare, bits = _prepared(config, lora), lora.base_weight_bits
+    policy = make(moments=moments, with_entropy=post.draws, prepare=prepare, frozen_bits=bits)
     measure(policy, plan.batches.num_micro_batches_at(plan.batches.rampup_samples))
     training = policy.ledger.peak.copy()
     training += Counter({Memory.PARAMETERS: MASTER_BYTES * values, Memory.MOMENTS: moments * MASTER_BYTES * values})
@@ -103,6 +104,10 @@ def plan_models(
         once = {Memory.ACTIVATIONS: comes[Memory.ACTIVATIONS]}
         if not weights.packs:
             once[Memory.UNPACKED] = comes[Memory.UNPACKED]
+        if lora.lora_r is not None and post.needs_reference:  # the reference is the base
+            base = make(prepare=_freeze, frozen_bits=bits)
+            base.run_forward()
+            once[Memory.UNPACKED] = max(once.get(Memory.UNPACKED, 0), base.ledger.peak[Memory.UNPACKED])
         if not post.draws:  # it is asked between micro-batches
             once |= {kind: training[kind] for kind in (Memory.GRADIENTS, Memory.PARTIAL_SUMS)}
         phases["asking"] = standing + beside + reference + Counter(once)

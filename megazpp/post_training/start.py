@@ -29,7 +29,7 @@ from megazpp.post_training.examples import DataFormatConfig, read_examples, read
 from megazpp.post_training.lora import LoraConfig
 from megazpp.post_training.reference import find_frozen
 from megazpp.post_training.rewards import RewardConfig, check_reward_functions
-from megazpp.stored.load import WeightsConfig
+from megazpp.stored.load import WeightsConfig, check_base_bits
 from megazpp.training.batches import BatchPlan
 
 CHECK_SECONDS = 1.0  # of reading data before anything is started
@@ -130,6 +130,8 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
     streams, lora = configs.weights.packs and not post.reward_load, configs.lora.lora_r is not None
     if lora:
         configs.lora.settings(config.model)
+        tp, dtype = config.parallel.tensor_model_parallel_size, config.precision.param_dtype
+        check_base_bits(config.model, configs.lora.base_weight_bits, dtype, tp=tp)
     if lora and post.sync_ref_model:
         raise ValueError("--sync-ref-model: with --lora-r the reference is the base, which nothing changes")
     if post.sync_ref_model and not (config.checkpoint.save_optim and config.checkpoint.load_optim):
@@ -279,10 +281,11 @@ def _with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, An
         path = Path(lora.lora_load).expanduser().resolve()
         (rank, alpha, dropout, targets, *_), where = read_adapter(path, parsed.config.model)[0], f"--lora-load {path}"
         theirs = {"lora_r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "lora_target_modules": targets}
+        theirs["base_weight_bits"] = lora.base_weight_bits  # a base may be rounded otherwise than it was
         theirs["lora_load"] = str(path)
     else:
         return lora
-    for name in ("lora_r", "lora_alpha", "lora_target_modules"):
+    for name in ("lora_r", "lora_alpha", "lora_target_modules", "base_weight_bits"):
         asked, there = (sorted(x) if isinstance(x, tuple) else x for x in (getattr(lora, name), theirs[name]))
         if name in parsed.origins and asked != there:
             raise ValueError(

@@ -281,6 +281,8 @@ class PostTrainer(Trainer):
         source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
         weights, dtype = self.weights, self.config.precision.param_dtype
         bits = f"{weights.at_rest(self.config.precision)[0]} bits" if weights.packs else "its own bits"
+        if self.lora.base_weight_bits is not None:
+            bits = f"{self.lora.base_weight_bits} bits"
         digest = checkpoint_digest(source.folder.of(source.candidates()[0]))
         if self.lora.lora_load is not None:
             digest += content_hash([Path(self.lora.lora_load) / TENSORS])[0]

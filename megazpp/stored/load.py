@@ -29,6 +29,7 @@ from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.together import open_axis, together
 from megazpp.checkpoint.weights import WeightReader
+from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import ThreadQueue
@@ -36,7 +37,7 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.stored.freeze import freeze, frozen_axis
 from megazpp.stored.frozen import FrozenUnits
 from megazpp.stored.messages import LoadRows, MessagePlan, pack_message, whole_message
-from megazpp.stored.packed import Bits, at_rest
+from megazpp.stored.packed import Bits, at_rest, plan_rows
 from megazpp.stored.store import WeightStore, write_store
 from megazpp.stored.streamed import FetchedMessages, KeptMessages, Messages, StreamedUnits, StreamPlan, plan_stream
 from megazpp.training.setup import ModelSpec, model_on_meta
@@ -75,6 +76,22 @@ class WeightsConfig:
     def at_rest(self, precision: PrecisionConfig) -> tuple[Bits, torch.dtype]:
         """Bits of an element at rest, and the dtype of 32 and 16 bits, for a model that computes in `precision`."""
         return at_rest(self.weight_bits, precision.param_dtype)
+
+
+def check_base_bits(config: GPTConfig, bits: Bits | None, dtype: torch.dtype, *, tp: int) -> None:
+    """Refuse a base whose rounding would depend on tensor parallelism, because blocks would be cut.
+
+    Raises:
+        ValueError: columns that --tensor-model-parallel-size splits are no multiple of a block of --base-weight-bits.
+    """
+    attention = "--num-attention-heads x --kv-channels"
+    for name, columns in (("--ffn-hidden-size", config.ffn_size), (attention, config.heads * config.head_size)):
+        fmt = plan_rows(columns, *at_rest(bits, dtype)).fmt
+        if tp > 1 and fmt is not None and columns % (tp * fmt.block_size):
+            raise ValueError(
+                f"--base-weight-bits {bits}: {name} {columns} / --tensor-model-parallel-size {tp} is no multiple of "
+                f"{fmt.block_size}, the elements that share a scale"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,10 +44,11 @@ def parse(flags: str) -> RunConfig:
     return parse_run_config(flags.split(), ROOT).config
 
 
-def configs(objective: Any, *, lora_r: int | None = None, **post: Any) -> PostConfigs:
+def configs(objective: Any, *, lora_r: int | None = None, bits: Any = None, **post: Any) -> PostConfigs:
     drawn = {"max_completion_length": 16} if objective in ROLLOUTS else {}
     training = PostTrainingConfig(objective=objective, **drawn, **post)
-    lora = LoraConfig(lora_r=lora_r, lora_target_modules=("all-linear",) if lora_r and lora_r > 8 else None)
+    targets = ("all-linear",) if lora_r and lora_r > 8 else None
+    lora = LoraConfig(lora_r=lora_r, lora_target_modules=targets, base_weight_bits=bits)
     return PostConfigs(training, DataFormatConfig(max_length=32), RewardConfig(), lora, WeightsConfig())
 
 
@@ -72,6 +73,8 @@ def test_a_small_model_sends_its_adapters_between_nodes_and_its_base_inside():
 PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
     "sft": (configs("sft"), "", 0.0),
     "sft, adapters": (configs("sft", lora_r=4), "", 0.11),
+    "sft, adapters, 8 bits": (configs("sft", lora_r=4, bits=8), "", 0.11),
+    "dpo, adapters, 4 bits, tp": (configs("dpo", lora_r=4, bits=4), "--tensor-model-parallel-size 2", 0.0),
     "sft, many adapters, untied, zeropp": (configs("sft", lora_r=16), f"{UNTIED} --zeropp", 0.0),
     "sft, adapters, tp": (configs("sft", lora_r=4), "--tensor-model-parallel-size 2", 0.0),
     "reward": (configs("reward"), "", 0.34),
@@ -85,7 +88,7 @@ PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
     "ppo": (configs("ppo", reward_load="r"), "", -0.02),
     "ppo, adapters, untied": (configs("ppo", reward_load="r", lora_r=4), UNTIED, -0.68),
 }
-QUICK = ("sft, adapters", "grpo, tp")
+QUICK = ("sft, adapters, 8 bits", "grpo, tp")
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in PLANNED])

@@ -29,12 +29,14 @@ from megazpp.post_training.lora import (
     load_adapted,
     save_adapter,
 )
+from megazpp.stored.packed import plan_rows
 from megazpp.tensor_parallel.lora import adapters_off
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.training.step import TrainStep
 
 STEPS = 4
 ALL = LoraConfig(lora_r=3, lora_alpha=6.0, lora_target_modules=("all-linear",))
+WIDE = dataclasses.replace(LLAMA_STYLE, hidden_size=128, kv_channels=16, ffn_hidden_size=256)
 MODELS = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}
 
 
@@ -90,6 +92,11 @@ def train_plain(case: Case, lora: LoraConfig, load: str) -> list[tuple[float, fl
     source, record = find_weights(CheckpointFolder(load, "--load"), None)
     load_weights(base, sharding, dims, source, record, vocab_size=case.vocab_size, say=lambda line: None)
     weights = {name: p.detach().full_tensor() for name, p in base.named_parameters()}
+    if lora.base_weight_bits is not None:
+        for name, weight in weights.items():
+            if weight.dim() == 2:
+                rows = plan_rows(weight.shape[1], lora.base_weight_bits)
+                weights[name] = rows.unpack(rows.pack(weight), torch.empty_like(weight))
     model = GPTModel(case.model, vocab_size=case.vocab_size, tp=MeshAxis("tp"))
     model.load_state_dict(weights)
     model.requires_grad_(False)
@@ -147,6 +154,25 @@ def test_adapters_train_as_in_one_process(
         assert len(found["trained"]) == 2 * model.layers * (4 if kind == "gpt2" else 7)
         assert found["unpacked"] == []
     assert len({found["checksum"] for found in results}) == 1
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of a model whose rows have several blocks, on each of two tensor-parallel ranks too."""
+    folder = str(tmp_path_factory.mktemp("wide") / "save")
+    ranks(4).run(run, Job(case=Case(model=WIDE, tp=2), steps=1, flags={"save": folder, "save_interval": 1}))
+    return folder
+
+
+@pytest.mark.parametrize("bits", [8, 4, slow(16)])
+def test_on_a_rounded_base_adapters_train_as_on_the_same_weights_unpacked_on_every_layout(wide: str, bits: Any):
+    lora = dataclasses.replace(ALL, base_weight_bits=bits)
+    (expected,), (exact,) = (ranks(1).run(train_plain, Case(model=WIDE), each, wide) for each in (lora, ALL))
+    for world, layout in ((4, {"nodes": 2}), (2, {"tp": 2, "sequence_parallel": True})):
+        for found in ranks(world).run(train_on_ranks, Case(model=WIDE, **layout), lora, wide):
+            torch.testing.assert_close(torch.tensor(found["steps"]), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+            assert found["unpacked"] == []
+    assert abs(expected[0][0] - exact[0][0]) > 3e-5  # so that an exact base would not pass
 
 
 def compare_reference(case: Case, load: str, folder: str) -> tuple[bool, ...]:

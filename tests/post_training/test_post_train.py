@@ -184,10 +184,14 @@ def test_a_lora_run_is_generated_from_trained_further_and_exported(home: Path, t
 
 def test_a_lora_run_goes_on_with_its_own_adapters_or_is_refused(home: Path):
     flags = f"--objective sft --train-data-path chats.jsonl {LAYOUT} --save-interval 2"
-    straight = trained(home, "lora", f"{flags} --lora-r 3 --lora-alpha 5 --train-iters 4")
+    straight = trained(home, "lora", f"{flags} --lora-r 3 --lora-alpha 5 --base-weight-bits 4 --train-iters 4")
     shutil.copytree(home / "lora", home / "lora-on", ignore=shutil.ignore_patterns("iter_0000004", "lock"))
     (home / "lora-on/latest_checkpointed_iteration.txt").write_text("2")
-    for given, said in (("--lora-r 4", "--lora-r is 4, --load lora-on has 3"), ("--lora-alpha 2 --lora-r 3", "is 2.0")):
+    for given, said in (
+        ("--lora-r 4", "--lora-r is 4, --load lora-on has 3"),
+        ("--lora-alpha 2 --lora-r 3", "is 2.0"),
+        ("--lora-r 3 --base-weight-bits 8", "--base-weight-bits is 8, --load lora-on has 4"),
+    ):
         code, output = post_train(home, "lora-on", f"{flags} {given} --train-iters 4", load="lora-on")
         assert code == 2
         assert said in output
@@ -229,7 +233,7 @@ def test_dpo_prefers_what_it_is_shown_and_a_reference_that_was_computed_before_c
     "extra",
     [
         "--steps-per-generation 2 --num-iterations 2 --beta 0.1",
-        "--lora-r 4 --beta 0.1 --steps-per-generation 2",
+        "--lora-r 4 --base-weight-bits 4 --beta 0.1 --steps-per-generation 2",
         "--sync-ref-model --ref-model-sync-steps 2 --beta 0.1 --steps-per-generation 2 --zeropp --emulate-nodes 2",
     ],
 )
@@ -329,6 +333,11 @@ def test_a_failing_reward_function_is_reported_with_its_sample(home: Path):
             "it has no function nose",
         ),
         ("--objective sft --load base --hidden-dropout 0.1", "--hidden-dropout 0.1: post-training drops nothing out"),
+        ("--objective sft --load base --base-weight-bits 8", "command line: --base-weight-bits 8 needs --lora-r"),
+        (
+            "--objective sft --load base --lora-r 2 --base-weight-bits 4 --tensor-model-parallel-size 2 --nproc 2",
+            "--base-weight-bits 4: --num-attention-heads x --kv-channels 32 / --tensor-model-parallel-size 2 is no",
+        ),
         ("--objective sft --load base --lora-alpha 8", "command line: --lora-alpha 8.0 needs --lora-r"),
         (
             "--objective sft --load base --lora-r 33",
@@ -353,7 +362,7 @@ TINY = "@configs/gpt_tiny.args --dry-run --nproc 4 --emulate-nodes 2 --zeropp"
 @pytest.mark.parametrize(
     ("flags", "status", "said"),
     [
-        ("--objective sft --lora-r 2", 0, "trained parameters in adapters"),
+        ("@configs/post_training/lora_base_8bit.args", 0, " MB of frozen weights in 8 bits"),
         ("--objective ppo --reward-load r", 0, "MB at the fullest moment ("),
         ("", 2, "--objective is missing"),
         ("--objective dpo --weights-on disk", 2, "--dry-run reads no weights: --weights-on and --weight-bits are for"),
@@ -367,7 +376,7 @@ def test_a_dry_run_needs_no_checkpoint(home: Path, flags: str, status: int, said
     assert said in output
 
 
-@pytest.mark.parametrize("lora", ["", "--lora-r 4"])
+@pytest.mark.parametrize("lora", ["", "--lora-r 4 --base-weight-bits 4"])
 def test_a_plan_has_the_memory_of_all_models(home: Path, lora: str):
     tool = str(Path(__file__).parents[2] / "tools/post_train.py")
     flags = (
