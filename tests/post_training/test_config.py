@@ -36,7 +36,8 @@ NEEDS = {flag_name(f): f.metadata["flag"].needs for each in EXTRA for f in datac
 DEFAULTS = {flag_name(f): f.default for each in EXTRA for f in dataclasses.fields(each)}
 VALUES = {"--lora-target-modules": "q_proj", "--reward-funcs": "a:b", "--scale-rewards": "batch", "--reward-load": "x"}
 VALUES |= {"--advantage-estimator": "rloo", "--ref-load": "x", "--reward-weights": "1", "--loss-weights": "1"}
-VALUES |= {"--importance-sampling-level": "sequence", "--loss-type": "dapo", "--label-smoothing": "0.1"}
+VALUES |= {"--base-weight-bits": "8", "--importance-sampling-level": "sequence"}
+VALUES |= {"--loss-type": "dapo", "--label-smoothing": "0.1"}
 
 
 def numbers() -> list[str]:
