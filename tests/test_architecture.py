@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -176,3 +177,28 @@ def test_no_two_classes_of_the_product_share_a_name():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(module_name(path))
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
+
+
+# Methods that torch, transformers and Python's files call on what we give them.
+CALLED_BY_LIBRARIES = {
+    *("get_extra_state", "set_extra_state", "on_train_begin"),
+    *("read_data", "load_bytes", "lookup_tensor", "lookup_object", "create_stream", "readable", "seekable"),
+}
+
+
+def test_no_function_of_the_product_is_called_by_tests_alone():
+    """By name: used is what some file of the product mentions, beside definition and import, also as a string."""
+    product = [*SOURCES, *ROOT.glob("tools/**/*.py"), *ROOT.glob("*.py")]
+    defined: dict[str, str] = {}
+    used: Counter[str] = Counter()
+    for path in product:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                defined[node.name] = f"{path.relative_to(ROOT)}:{node.lineno}"
+            elif isinstance(node, ast.Name | ast.Attribute):
+                used[node.id if isinstance(node, ast.Name) else node.attr] += 1
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+                used[node.value.rpartition(".")[2]] += 1
+    called = {name for name in defined if used[name] or re.fullmatch("__.*__", name)}
+    assert {name: place for name, place in defined.items() if name not in called | CALLED_BY_LIBRARIES} == {}
+    assert {name for name in CALLED_BY_LIBRARIES if name not in defined or used[name]} == set()

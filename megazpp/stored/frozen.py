@@ -77,19 +77,14 @@ class FrozenUnit:
         self.expects_backward = False
         self._axis = axis
         self._received: Work[torch.Tensor] | None = None  # a gather that was started ahead of its use
-        self._unpacked = message is None
-
-    @property
-    def is_unpacked(self) -> bool:
-        """Whether the weights are in memory."""
-        return self._unpacked
+        self.is_unpacked = message is None
 
     def unpack(self, following: FrozenUnit | None = None) -> None:
         """Have the weights in memory, and start to gather those of `following`."""
-        if self._unpacked:
+        if self.is_unpacked:
             return
         received = self._received or self._start_gather()
-        self._received, self._unpacked = None, True
+        self._received, self.is_unpacked = None, True
         for weight in self.weights:
             weight.whole.untyped_storage().resize_(weight.whole.nbytes)
         done = self._axis.queue.submit(functools.partial(self._unpack, received))
@@ -99,13 +94,13 @@ class FrozenUnit:
 
     def prefetch(self) -> None:
         """Start to gather ahead of the use."""
-        if not self._unpacked and self._received is None:
+        if not self.is_unpacked and self._received is None:
             self._received = self._start_gather()
 
     def free(self) -> None:
         """Give the memory of the weights back."""
-        if self._unpacked and self.message is not None:
-            self._unpacked = False
+        if self.is_unpacked and self.message is not None:
+            self.is_unpacked = False
             for weight in self.weights:
                 weight.whole.untyped_storage().resize_(0)
 

@@ -83,6 +83,7 @@ def go_on_and_back(job: Job) -> dict[str, Any]:
     attempt.job = Job(case=job.case, steps=4, flags=job.flags)
     on = attempt.train(progress._replace(iteration=2))
     moved = attempt.fingerprint()
+    attempt.evaluate(job.case.batch(0, 0, 2))  # kept weights are the later step's
     back = checkpoints.rewind()
     returned = attempt.fingerprint()
     checkpoints.after_step = after_step
