@@ -16,6 +16,10 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from megazpp.base.starting import announce
+
+announce("pretrain_gpt.py", "megazpp")  # torch takes seconds to import, on a cold disk many
+
 import megazpp
 from megazpp.base.arguments import ParsedRun, parse_run_config
 from megazpp.base.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer, with_outer_rates
@@ -30,7 +34,8 @@ from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
 from megazpp.parallel.worker import leave
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.report import plan_report
-from megazpp.training.trainer import Trainer, run_training
+from megazpp.training.run import run_training
+from megazpp.training.trainer import Trainer
 
 HERE = Path(__file__).resolve().parent
 HOME = HERE if (HERE / "configs").is_dir() else Path(megazpp.__file__).parent  # where configs/ is, installed or not

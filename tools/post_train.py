@@ -17,6 +17,10 @@ import functools
 import os
 from pathlib import Path
 
+from megazpp.base.starting import announce
+
+announce("post_train.py", "megazpp-post-train")  # torch takes seconds to import, on a cold disk many
+
 from megazpp.base.arguments import ParsedRun
 from megazpp.base.checks import check_run_config
 from megazpp.base.program import program
@@ -36,7 +40,7 @@ from megazpp.post_training.start import (
     without_checkpoint,
 )
 from megazpp.post_training.trainer import PostTrainer
-from megazpp.training.trainer import run_training
+from megazpp.training.run import run_training
 
 ROOT = Path(__file__).resolve().parents[1]
 

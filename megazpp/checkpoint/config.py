@@ -12,6 +12,7 @@ class CheckpointConfig:
     """Checkpoints: where to, how often, and what to begin with."""
 
     save: str | None = flag(None, "folder to write checkpoints to; no other job may use it meanwhile")
+    save_to_run_dir: bool = flag(False, "without --save: write checkpoints to the run folder, in checkpoints/")
     save_interval: int | None = flag(None, "iterations between checkpoints; there is always one at the end")
     keep_last: int | None = flag(None, "delete checkpoints but this many of the newest; default: keep all")
     save_retain_interval: int | None = flag(
@@ -50,7 +51,7 @@ class CheckpointConfig:
         check_positive(self, "save_interval", "keep_last", "save_retain_interval")
         check_not_negative(self, "ckpt_step")
         for name in ("save_interval", "keep_last", "save_retain_interval", "async_save"):
-            if getattr(self, name) and self.save is None:
+            if getattr(self, name) and self.save is None and not self.save_to_run_dir:
                 raise ValueError(f"{spelling(self, name)} needs --save")
         for name in ("ckpt_step", "load_fallback", "finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"):
             value = getattr(self, name)

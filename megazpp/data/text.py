@@ -24,7 +24,7 @@ MAX_CHARACTERS = 100_000_000  # more text does not make a better vocabulary, onl
 _MAX_LINE_CHARACTERS = 4096
 _IN_SENTENCEPIECE = re.compile(r"^INTERNAL: src/\S+\(\d+\) \[.*?\](?= |$)")  # which of its checks failed
 _CORPUS = Path(__file__).parent / "corpus"
-_BUILTIN = "builtin:"
+BUILTIN = "builtin:"
 _KEY = "text"
 _FLAG = "--text-path"
 
@@ -34,10 +34,10 @@ def resolve_text_paths(values: Sequence[str]) -> list[Path]:
     paths = []
     for value in values:
         path = Path(value).expanduser()
-        if value.startswith(_BUILTIN):
-            path = _CORPUS / f"{value.removeprefix(_BUILTIN)}.jsonl"
+        if value.startswith(BUILTIN):
+            path = _CORPUS / f"{value.removeprefix(BUILTIN)}.jsonl"
             if not path.is_file():
-                known = ", ".join(_BUILTIN + file.stem for file in sorted(_CORPUS.glob("*.jsonl")))
+                known = ", ".join(BUILTIN + file.stem for file in sorted(_CORPUS.glob("*.jsonl")))
                 raise ValueError(f"--text-path {value}: there is no such corpus; there are {known}")
         elif not path.is_file():
             raise ValueError(f"--text-path {value} {'is a directory' if path.is_dir() else 'does not exist'}")

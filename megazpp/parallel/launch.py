@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 
-DEFAULT_CPU_WORKERS = 4
+MOST_CPU_WORKERS = 4  # by default; two at least, so that what would cross a network is seen
 LARGEST_SEED = 2**32 - 1  # that numpy takes
 YEAR_SECONDS = 366 * 24 * 3600.0  # clocks can add waits up to that to the present time
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # finish the step, save, exit with 0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # finish the step, save, exit with 0
 LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # set for the workers that we start
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun and by us
 LOOPBACK = "127.0.0.1"
@@ -42,7 +42,7 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": whoever started the work
 class LaunchConfig:
     """Launch: worker processes, back end, seed."""
 
-    nproc: int | None = flag(None, "local workers to start (default: one per GPU, 4 without GPUs)")
+    nproc: int | None = flag(None, "local workers to start (default: one per GPU; without GPUs one per core, 2 to 4)")
     max_restarts: int = flag(
         0, "times that the local workers are started again after one has failed (under torchrun, give it to torchrun)"
     )
@@ -102,7 +102,7 @@ def find_place(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> Pla
     elif "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         launcher, variables = "srun", ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
     else:
-        nproc = config.nproc if config.nproc is not None else torch.cuda.device_count() or DEFAULT_CPU_WORKERS
+        nproc = config.nproc if config.nproc is not None else torch.cuda.device_count() or default_cpu_workers()
         return Place(started=nproc == 1 and not config.max_restarts, world_size=nproc)
     rank, local_rank, world_size = (int(env.get(name, "0")) for name in variables)
     if config.nproc is not None and LAUNCHER_PID not in env:
@@ -112,6 +112,11 @@ def find_place(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> Pla
             f"--max-restarts {config.max_restarts}: the workers are started, and started again, by {launcher}"
         )
     return Place(started=True, world_size=world_size, rank=rank, local_rank=local_rank)
+
+
+def default_cpu_workers() -> int:
+    """One per core that this process may use, but two at least and four at most."""
+    return min(max(len(os.sched_getaffinity(0)), 2), MOST_CPU_WORKERS)
 
 
 def device_type() -> str:

@@ -29,8 +29,8 @@ def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0)
     """Run `command` in `nproc` local worker processes.
 
     When one fails the others are ended, and all are started again up to `max_restarts` times; what the user has to fix
-    is not tried again. Ctrl-C ends all at once. SIGTERM and SIGUSR1 are passed on, and whatever the workers make of
-    them, nothing is started any more.
+    is not tried again. SIGTERM, SIGUSR1 and the first Ctrl-C are passed on, and whatever the workers make of them,
+    nothing is started any more. The second Ctrl-C ends all at once.
 
     Returns:
         The exit code for this process: 0, 2 for a user error, 128 + n after signal n or a closed pipe, else 1.
@@ -137,6 +137,8 @@ def _passing_signals_to(workers: list[subprocess.Popen[bytes]]) -> Iterator[list
     passed: list[signal.Signals] = []
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT and signal.SIGINT in passed:
+            raise KeyboardInterrupt
         passed.append(signal.Signals(signum))
         for worker in workers:
             worker.send_signal(signum)

@@ -64,6 +64,7 @@ class PostTrainer(Trainer):
         self._synced: SyncedModel | None = None
         self.rollouts: RolloutLoader | None = None
         super().__init__(parsed, plan, run, tracker)
+        self.generates = self.post.objective != "reward"
         if self.post.draws:
             self.recorder.validation_metric = "reward"
 

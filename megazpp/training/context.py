@@ -1,12 +1,14 @@
 """The run context: what nearly every part of a run needs, made once when the process groups stand.
 
-The console is what a user sees while training: log lines, and on a terminal a progress bar with the time left below.
+The console is what a user sees while training: log lines, and on a terminal short ones over a progress bar with the
+time left. What is short there is whole in the run folder's log.txt, and where the output is no terminal.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -21,24 +23,44 @@ class Console:
 
     Args:
         enabled: whether this rank prints.
-        out: where to; the bar is drawn only if it is a terminal.
+        out: where to; the bar is drawn, and lines are short, only if it is a terminal.
     """
 
     def __init__(self, *, enabled: bool, out: TextIO | None = None) -> None:
         self._enabled, self._out = enabled, out or sys.stdout
         self._bar: tqdm | None = None
+        self._file: TextIO | None = None
 
-    def log(self, text: str) -> None:
-        """Print lines, above the bar if there is one."""
+    @property
+    def is_terminal(self) -> bool:
+        """Whether somebody looks at it."""
+        return self._enabled and self._out.isatty()
+
+    def keep(self, path: Path) -> None:
+        """Write all lines, whole, to the end of a file, too."""
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, text: str, *, short: str | None = None) -> None:
+        """Print lines, above the bar if there is one.
+
+        Args:
+            short: what a terminal gets in their place; nothing if it is empty.
+        """
         if not self._enabled:
             return
+        if self._file is not None:
+            print(text, file=self._file, flush=True)
+        if short is not None and self.is_terminal:
+            text = short
+            if not text:
+                return
         if self._bar is not None:
             self._bar.write(text, file=self._out)
         else:
             print(text, file=self._out, flush=True)
 
     def start_bar(self, total_iterations: int, done: int) -> None:
-        if self._enabled and self._out.isatty():
+        if self.is_terminal:
             self._bar = tqdm(total=total_iterations, initial=done, file=self._out, unit="step", dynamic_ncols=True)
 
     def advance(self, loss: float) -> None:
@@ -69,6 +91,6 @@ class RunContext:
     console: Console
     folder: RunFolder | None = None
 
-    def log(self, text: str) -> None:
-        """Print lines on rank 0."""
-        self.console.log(text)
+    def log(self, text: str, *, short: str | None = None) -> None:
+        """Print lines on rank 0; `short` are those of a terminal."""
+        self.console.log(text, short=short)

@@ -1,10 +1,11 @@
 """The training loop: fetch, step, record, save, evaluate, stop when it is time.
 
 A run stops before its end after an iteration, after a time, or at a signal, with the same answer on all ranks. SIGTERM
-(schedulers, container runtimes, `kill`) and SIGUSR1 (Slurm's --signal) end a run in good order, whichever of its
-processes they reach: the step that is running is finished (with several GPUs the next one too), a checkpoint is saved
-where --save asks for one, and the program exits with 0. That takes as long as those steps (or one evaluation, if that
-is running) and one save; the last evaluation and the sample are left out. A second signal changes nothing.
+(schedulers, container runtimes, `kill`), SIGUSR1 (Slurm's --signal) and Ctrl-C end a run in good order, whichever of
+its processes they reach: the step that is running is finished (with several GPUs the next one too), a checkpoint is
+saved where --save asks for one, and the program exits with 0. That takes as long as those steps (or one evaluation, if
+that is running) and one save; the last evaluation and the sample are left out. A second Ctrl-C ends the run at once;
+another signal changes nothing more.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import dataclasses
 import functools
 import gc
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -160,12 +162,15 @@ def _finished(launched: LaunchedStep, **of_loop: Any) -> StepRecord:
 class StopConditions:
     """Catches the signals while it is entered, and says after each step whether to stop.
 
+    Args:
+        config: the flags.
+        answers: whether this rank says that it has understood Ctrl-C.
     Attributes:
         hurried: a signal has ended the training, so what is not needed is left out.
     """
 
-    def __init__(self, config: StopConfig) -> None:
-        self._config, self._began, self._caught = config, time.monotonic(), 0
+    def __init__(self, config: StopConfig, *, answers: bool = False) -> None:
+        self._config, self._began, self._caught, self._answers = config, time.monotonic(), 0, answers
         self._before: dict[signal.Signals, Any] = {}
         self._agreed: HostCopy | None = None
         self.hurried = False
@@ -211,6 +216,10 @@ class StopConditions:
 
     def _catch(self, signum: int, frame: FrameType | None) -> None:
         self._caught = signum
+        if signum == signal.SIGINT:
+            signal.signal(signum, signal.SIG_DFL)  # a second one must not wait for a blocked collective
+            if self._answers:
+                print("\nthe step that is running is finished first; Ctrl-C again ends all at once", file=sys.stderr)
 
 
 @contextmanager

@@ -167,6 +167,11 @@ class IntervalRecord:
         return self.seconds / len(self.steps)
 
     @property
+    def max_grad_norm(self) -> float | None:
+        """The largest norm of a step's gradients; None where none was measured."""
+        return max((step.grad_norm for step in self.steps if step.grad_norm is not None), default=None)
+
+    @property
     def tokens_per_second(self) -> float:
         """Over all ranks."""
         return sum(self.shape.tokens_of(step) for step in self.steps) / self.seconds
@@ -187,6 +192,7 @@ class IntervalRecord:
             "iteration": self.last.iteration,
             "lm_loss": self.lm_loss,
             "grad_norm": self.last.grad_norm,
+            "max_grad_norm": self.max_grad_norm,
             "learning_rate": self.last.learning_rate,
             "consumed_samples": self.last.consumed_samples,
             "consumed_tokens": self.last.consumed_samples * self.shape.seq_length,
@@ -217,6 +223,7 @@ class IntervalRecord:
             f"synchronizations: {self.synchronizations}" if self.synchronizations else None,
             f"loss scale: {last.loss_scale:.1f}",
             None if last.grad_norm is None else f"grad norm: {last.grad_norm:.3f}",
+            None if self.max_grad_norm is None else f"max grad norm: {self.max_grad_norm:.3f}",
             None if last.num_zeros is None else f"num zeros: {last.num_zeros:.1f}",
             None if last.params_norm is None else f"params norm: {last.params_norm:.3f}",
             f"number of skipped iterations: {self.skipped:3d}",
@@ -229,6 +236,16 @@ class IntervalRecord:
             f"eta: {datetime.timedelta(seconds=round(self.eta_seconds))}",
         ]
         return "".join(f" {field} |" for field in fields if field is not None)
+
+    def short_line(self) -> str:
+        """The same for a terminal, in at most 100 columns."""
+        last, left = self.last, datetime.timedelta(seconds=round(self.eta_seconds))
+        norm = "" if last.grad_norm is None else f"grad norm {last.grad_norm:6.3f}  "
+        skipped = f"  {self.skipped} skipped" if self.skipped else ""
+        return (
+            f"iteration {last.iteration:6d}/{self.shape.total_iterations}  loss {self.lm_loss:7.4f}  {norm}"
+            f"{self.tokens_per_second:9,.0f} tokens/s  {left} left{skipped}"
+        )
 
 
 class Meter:

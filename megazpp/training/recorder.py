@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import statistics
+from collections import deque
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple, Protocol
@@ -42,6 +45,7 @@ from megazpp.training.step_recorder import Timers
 from megazpp.training.tracking import Tracker, TrackingConfig
 from megazpp.zero.precision import PrecisionConfig
 
+SPIKE, SPIKE_STEPS = 10, 10  # a norm of so many medians is named, once so many steps were seen
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 
 
@@ -81,6 +85,7 @@ class MetricsRecorder:
 
     def __post_init__(self) -> None:
         self.meter, self._sent_before = Meter(self.shape), NOTHING_SENT
+        self._norms: deque[float] = deque(maxlen=100)
 
     def step(self, record: StepRecord, *, last: bool) -> None:
         """Record a step; at a log interval and at the `last` one also print and write a line."""
@@ -90,11 +95,24 @@ class MetricsRecorder:
             norm = global_parameter_norm(self.model.named_parameters(), self.run.dims.tp, self.run.dims.shard)
             record = dataclasses.replace(record, params_norm=float(norm))
         self.meter.add(record)
+        self._note_spike(record)
         self.run.console.advance(record.loss)
         if self.tracker is not None:
             self.tracker.step(record)
         if log:
             self._log(record.iteration, sent)
+
+    def _note_spike(self, record: StepRecord) -> None:
+        """Say where a step's gradients are `SPIKE` times as long as the median of the steps before it."""
+        norm = record.grad_norm
+        if norm is None or not math.isfinite(norm):
+            return
+        if len(self._norms) >= SPIKE_STEPS and norm > SPIKE * (usual := statistics.median(self._norms)):
+            self.run.log(
+                f"note: iteration {record.iteration}: grad norm {norm:.3f} is {norm / usual:.0f} x the median of the "
+                f"{len(self._norms)} steps before it, {usual:.3f}"
+            )
+        self._norms.append(norm)
 
     def logs(self, iteration: int) -> bool:
         """Whether a log interval ends with it."""
@@ -104,8 +122,9 @@ class MetricsRecorder:
         """Evaluate, show and record."""
         value = evaluate()
         self.last_validation = (progress.iteration, value)
+        short = f"iteration {progress.iteration:6d}  validation {self.validation_metric.replace('lm_', '')} {value:.4f}"
         for line in validation_lines(f"iteration {progress.iteration}", value, metric=self.validation_metric):
-            self.run.log(line)
+            self.run.log(line, short="" if line.startswith("--") else short)
         if self.tracker is not None:
             where = {"iteration": progress.iteration, "consumed_samples": progress.consumed_samples}
             self.tracker.validation(value, **where, metric=self.validation_metric)
@@ -148,7 +167,7 @@ class MetricsRecorder:
             summary[f"validation_{self.validation_metric}"] = self.last_validation[1]
         rows, compared = collect_traffic(self.run.dims, self.run.device), self.zero3(self.meter.micro_batches)
         if rows:
-            self.run.log(traffic_table(rows, compared))
+            self.run.log(traffic_table(rows, compared), short=traffic_in_words(rows, compared))
         summary |= {
             "traffic": [row._asdict() for row in rows],
             "zero3": None if compared is None else compared._asdict(),
@@ -161,7 +180,7 @@ class MetricsRecorder:
         first = self.last_interval is None
         interval = self.meter.interval(sent, peak_memory_bytes=peak_memory_bytes(self.run.device))
         self.last_interval = interval
-        self.run.log(interval.line())
+        self.run.log(interval.line(), short=interval.short_line())
         if first and (line := memory_line(self.run.dims.world.rank, iteration, self.run.device)):
             self.run.log(line)
         if self.timers is not None and (times := self.timers.report()):
@@ -259,6 +278,14 @@ def zero3_traffic(
         formula += f", over {nodes // domains} nodes each"
         cross = cross * domains // nodes
     return Zero3Traffic(weights, gradients, micro_batches, cross, formula)
+
+
+def traffic_in_words(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
+    """The bytes between nodes in one line; nothing where there is one node, or ZeRO-3 would have sent the same."""
+    cross = sum(row.sent_bytes for row in rows if row.wire == "cross")
+    if zero3 is None or not cross or zero3.cross_bytes < 1.05 * cross:
+        return ""
+    return f"between nodes: {cross / MEGA:,.1f} MB per node, {zero3.cross_bytes / cross:.1f} x fewer than ZeRO-3"
 
 
 def traffic_table(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:

@@ -6,6 +6,7 @@
     timeline.json    what every rank did in one step (--timeline-step)
     cluster.yaml     the cluster with its measured links (--measure-links)
     hang-<time>.txt, not-finite-<iteration>.json: what ended a run
+    log.txt          what was printed, whole          checkpoints/   the model (--save-to-run-dir)
     wandb_run_id     names the wandb run that a restart continues
 
 Nothing is lost when a folder is used again: the .jsonl files grow, and a file that would be replaced by other

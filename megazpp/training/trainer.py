@@ -12,45 +12,33 @@ observers           what looks at each step
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megazpp.base.arguments import ParsedRun
-from megazpp.base.checks import RunPlan, check_run_config
+from megazpp.base.checks import RunPlan
 from megazpp.base.errors import user_errors
-from megazpp.base.flags import render_arguments_block
-from megazpp.base.formatting import aligned
-from megazpp.base.run import found_cluster
 from megazpp.checkpoint.read import LoadSource, Resumed
-from megazpp.checkpoint.record import RunRecord, TrainingProgress
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.checkpoint.state import ExtraState, TrainState
-from megazpp.data.dataset import Splits, build_tokenizer, cache_dir, unigram_entropy
+from megazpp.data.dataset import Splits, build_tokenizer, unigram_entropy
 from megazpp.inference.text import continue_texts
-from megazpp.model.backends import model_backends
-from megazpp.model.float8 import find_product
 from megazpp.optim.loss_scale import build_loss_scaler
-from megazpp.optim.optimizer import build_optimizer, optimizer_backends
+from megazpp.optim.optimizer import build_optimizer
 from megazpp.optim.schedule import Schedule
-from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.measure_links import measure_links
 from megazpp.parallel.watchdog import Watchdog
-from megazpp.parallel.worker import Worker, seed_everything
-from megazpp.topology.cluster_file import cluster_text
-from megazpp.topology.layout import layout_record
+from megazpp.parallel.worker import Worker
 from megazpp.training.anomalies import Guard, LossHistory, NotFinite
-from megazpp.training.context import Console, RunContext
+from megazpp.training.context import RunContext
 from megazpp.training.evaluate import Evaluator
-from megazpp.training.flops import device_name, mfu_convention, model_flops_per_token, peak_flops
+from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
 from megazpp.training.local_steps import LocalSteps
 from megazpp.training.loop import Loader, Observer, StopConditions, train
 from megazpp.training.metrics import RunShape
 from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.profiler import Profiler
 from megazpp.training.recorder import MetricsRecorder, Validation, zero3_traffic
-from megazpp.training.run_folder import RunFolder, default_run_dir
 from megazpp.training.setup import (
     Built,
     ModelSpec,
@@ -62,8 +50,7 @@ from megazpp.training.setup import (
 )
 from megazpp.training.step import TrainStep
 from megazpp.training.step_recorder import StepRecorder, StepTimeline, Straggler, Timers
-from megazpp.training.tracking import Tracker, open_sinks, run_tags
-from megazpp.zero.config import wire_backends
+from megazpp.training.tracking import Tracker
 from megazpp.zero.diloco import DiLoCo
 from megazpp.zero.diloco_config import CHOSEN
 from megazpp.zero.verify import verify_weights
@@ -91,6 +78,8 @@ class Trainer:
     Raises:
         UserError: data or tokenizer cannot be used.
     """
+
+    generates = True  # the model continues texts
 
     def __init__(self, parsed: ParsedRun, plan: RunPlan, run: RunContext, tracker: Tracker | None) -> None:
         config, dims, seed = parsed.config, run.dims, parsed.config.launch.seed
@@ -305,104 +294,3 @@ class Trainer:
         """Nats per token of the validation text to a model blind to context; None if there is none."""
         held_out = self.datasets.valid
         return None if held_out is None else unigram_entropy(held_out, self.tokenizer.vocab_size)
-
-
-def run_training(
-    trainer_class: type[Trainer],
-    parsed: ParsedRun,
-    plan: RunPlan,
-    source: LoadSource | None,
-    earlier: RunRecord | None,
-    worker: Worker,
-) -> None:
-    """One worker's whole run; rank 0 records it, where the run that it continues was recorded.
-
-    Args:
-        source: what it begins with, or goes on from.
-        earlier: the record of that.
-    """
-    with user_errors():
-        cluster = found_cluster(parsed.config, plan.layout.cluster, worker)
-        plan = check_run_config(parsed.config, cluster, device_type=worker.device.type)
-        find_product(parsed.config.model, worker.device)  # refuses a device without float8
-        continued = earlier if source is not None and source.continues else None
-        tracker = open_tracker(parsed, plan, worker, continued) if worker.rank == 0 else None
-    with tracker or contextlib.nullcontext(), StopConditions(parsed.config.stop) as stops:
-        run, plan = open_context(parsed, plan, worker, tracker)
-        introduce(run, parsed, plan)
-        trainer = trainer_class(parsed, plan, run, tracker)
-        resumed = trainer.load(source)
-        progress, schedule = (resumed.progress, resumed.schedule) if resumed else (TrainingProgress(), plan.schedule)
-        shape = trainer.recorder.meter.shape
-        run.log(mfu_convention(shape.flops_per_token, device_name(run.device), shape.peak_flops))
-
-        progress = trainer.train(progress, schedule, stops, worker)
-        trainer.finish(progress, evaluate=not stops.hurried)
-        if not stops.hurried:
-            trainer.write_sample()
-        if source is not None and resumed is None:
-            run.log(f"note: {source.folder.name} had no checkpoint: this training began anew, with random weights")
-        if run.folder is not None:
-            run.log(f"records of this run: {run.folder.path}")
-            run.log(f"tokenizer and data indices: {cache_dir(parsed.config.data)}")
-
-
-def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
-    """Print what will run: what was noticed, flags, sizes, layout, back ends."""
-    layout, config = plan.layout, parsed.config
-    run.log(
-        f"using world size: {layout.cluster.world_size}, data-parallel size: {layout.data}, "
-        f"tensor-model-parallel size: {layout.tp}, pipeline-model-parallel size: 1"
-    )
-    for notice in (*parsed.notices, *plan.notices):
-        run.log(f"note: {notice}")
-    run.log(render_arguments_block(parsed.parts, parsed.origins))
-    run.log(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
-    if layout.cluster.links is not None:
-        run.log(layout.cluster.links.describe())
-    run.log(plan.wire.describe())
-    if plan.diloco is not None:
-        run.log(plan.diloco.describe())
-    device_type = run.device.type
-    with user_errors():
-        model = model_backends(
-            config.model,
-            device=run.device,
-            dtype=config.precision.param_dtype,
-            documents=config.data.reset_attention_mask,
-        )
-    rows = [*optimizer_backends(config.optimizer, device_type), *model, *wire_backends(plan.wire, device_type)]
-    run.log("\n".join(aligned([("piece", "implementation", "why"), *rows])))
-
-
-def open_tracker(parsed: ParsedRun, plan: RunPlan, worker: Worker, continued: RunRecord | None) -> Tracker:
-    """The run folder, a continued run's own, with the flags in it, and what else the flags ask to record to."""
-    tracking = parsed.config.tracking
-    before = continued.run_dir if continued is not None and Path(continued.run_dir or "").is_dir() else None
-    folder = RunFolder(tracking.run_dir or before or default_run_dir(parsed.name, datetime.datetime.now()))
-    if continued is not None and continued.wandb_run_id is not None:
-        folder.keep_wandb_run_id(continued.wandb_run_id)
-    folder.write_json("args.json", parsed.values(), indent=2)
-    folder.write("args.txt", parsed.report())
-    folder.write_json("topology.json", layout_record(plan.layout))
-    zero = parsed.config.zero
-    tags = run_tags(plan.layout, zero_stage=zero.stage, zeropp=zero.zeropp)
-    sinks = open_sinks(tracking, folder, parsed.values(), tags)
-    return Tracker(tracking, folder, sinks, device=worker.device)
-
-
-def open_context(
-    parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: Tracker | None
-) -> tuple[RunContext, RunPlan]:
-    """The axes, the console and the folder that every part needs; the plan with the links, if they are measured."""
-    config, console, folder = parsed.config, Console(enabled=worker.rank == 0), tracker.folder if tracker else None
-    dims = ParallelDims(plan.layout, device_type=worker.device.type, nccl=config.nccl, timeout=worker.timeout)
-    seed_everything(config.launch.seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
-    if config.cluster.measure_links:
-        links, lines = measure_links(dims, worker.device)
-        for line in lines:
-            console.log(line)
-        plan = plan.with_links(links)
-        if folder is not None:
-            folder.write("cluster.yaml", cluster_text(plan.layout.cluster))
-    return RunContext(dims=dims, device=worker.device, console=console, folder=folder), plan
