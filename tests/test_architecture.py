@@ -34,7 +34,8 @@ FLOORS = {
     "megazpp.base.checks": 6,
     "megazpp.base.checkpoint_flags": 7,
     "megazpp.base.run": 8,
-    "megazpp.training.trainer": 8,
+    "megazpp.training.trainer": 7,
+    "megazpp.training.run": 8,
     "megazpp.post_training": 9,
     "megazpp.planner": 7,
     "megazpp.stored": 6,
@@ -44,7 +45,7 @@ SAME_FLOOR = {
     ("megazpp.parallel", "megazpp.topology"),
     ("megazpp.training", "megazpp.inference"),
     ("megazpp.base.checks", "megazpp.base.arguments"),
-    ("megazpp.training.trainer", "megazpp.base.run"),
+    ("megazpp.training.run", "megazpp.base.run"),
 }
 
 SOURCES = sorted([*ROOT.glob("megazpp/**/*.py"), *ROOT.glob("kernels/**/*.py")])

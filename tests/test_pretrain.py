@@ -10,6 +10,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 from collections.abc import Callable
@@ -37,8 +38,9 @@ TOY = [
     "--train-iters", "4", "--lr", "1e-3", "--micro-batch-size", "2", "--log-interval", "1", "--eval-iters", "1",
 ]
 METRICS = [
-    "iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens", "steps",
-    "step_seconds", "tokens_per_second", "skipped", "tp_bytes", "cross_bytes", "local_bytes", "peak_memory_bytes",
+    "iteration", "lm_loss", "grad_norm", "max_grad_norm", "learning_rate", "consumed_samples", "consumed_tokens",
+    "steps", "step_seconds", "tokens_per_second", "skipped", "tp_bytes", "cross_bytes", "local_bytes",
+    "peak_memory_bytes",
 ]
 SUMMARY = {
     "final_loss", "validation_loss", "unigram_entropy", "tokens_per_second", "cpu_seconds_per_token",
@@ -120,6 +122,10 @@ def test_the_main_job_says_what_runs_and_what_came_out(main_job: Run, home: Home
         "a sample of text:\nCall me",
         f"records of this run: {home.path / 'main'}\n",
         f"tokenizer and data indices: {home.path / 'cache'}\n",
+        "MegaZ++ 0.1.0 starts: importing torch\n",
+        "starting 2 workers, of which each imports torch\n",
+        f"see its curves: python tools/report.py {home.path / 'main'}\n",
+        f"let it write: python tools/generate.py --load {home.path / 'main/checkpoints'} --prompt 'Call me'\n",
     ):
         assert output.count(text) == 1, f"{text!r} in:\n{output}"
     assert re.search(r"\n  --train-iters 6 +# command line\n", output)
@@ -382,7 +388,7 @@ def test_wrong_flags_are_refused_in_one_line_each_before_anything_is_written(tmp
     home = Home(tmp_path)
     code, output, folder = home.pretrain("--no-such-flag", "3", "--train-iter", "4", run="never")
     assert code == 2
-    assert output.splitlines() == [
+    assert output.splitlines()[1:] == [
         "pretrain_gpt.py: error: command line: --no-such-flag is not a flag",
         "pretrain_gpt.py: error: command line: --train-iter is not a flag; did you mean --train-iters?",
     ]
@@ -399,7 +405,7 @@ def test_wrong_flags_are_refused_in_one_line_each_before_anything_is_written(tmp
         ("--micro-batch-size 3", "--micro-batch-size"),
         ("--nproc 0", "--nproc 0"),
         ("--train-iters 0x", "--train-iters"),
-        ("--save-interval 5", "--save-interval"),
+        ("--keep-last 0", "--keep-last 0"),
         ("--load missing --exit-on-missing-checkpoint", "--load missing"),
         ("--text-path missing.txt", "--text-path missing.txt"),
         ("--fp16 --bf16", "--fp16"),
@@ -467,14 +473,47 @@ def test_data_that_cannot_be_used_is_reported_once_before_there_is_a_run(tmp_pat
 
 
 @pytest.mark.slow
-def test_ctrl_c_during_training_leaves_no_process_not_even_wandb_s(home: Home):
+def test_ctrl_c_finishes_the_step_and_once_more_ends_all_not_leaving_even_wandb_s_process(home: Home):
     flags = [*TOY, "--train-iters", "100000", "--wandb-project", "a-project", "--nproc", "2"]
-    program = Program("pretrain_gpt.py", *flags, *home.places("interrupted"), folder=home.path)
-    program.wait_for(" iteration       20/")
-    assert len(program.left_behind()) > 3  # launcher, two workers, and wandb's own
-    os.killpg(program.process.pid, signal.SIGINT)
-    assert program.seconds_until_all_are_gone(20) < 20
-    output = program.finish()
-    assert program.process.returncode == 130
-    assert output.endswith("ended by SIGINT\n")
-    assert "Traceback" not in output
+    saving = ["--save", str(home.path / "kept")]
+    for times, more in ((1, saving), (1, []), (2, [])):
+        program = Program("pretrain_gpt.py", *flags, *more, *home.places("interrupted"), folder=home.path)
+        program.wait_for(" iteration       20/")
+        assert len(program.left_behind()) > 3  # launcher, two workers, and wandb's own
+        os.killpg(program.process.pid, signal.SIGINT)
+        if times == 2:
+            program.wait_for("Ctrl-C again ends all at once")
+            os.killpg(program.process.pid, signal.SIGINT)
+        assert program.seconds_until_all_are_gone(30) < 30
+        output = program.finish()
+        assert "Traceback" not in output
+        if times == 2:
+            assert program.process.returncode == 130
+            assert output.endswith("ended by SIGINT\n")
+            continue
+        assert program.process.returncode == 0
+        assert "the step that is running is finished first; Ctrl-C again ends all at once\n" in output
+        assert "stopped by SIGINT\n" in output
+        if more:
+            (command,) = re.findall("^to go on: (.*)$", output, re.MULTILINE)
+            assert command.endswith(f"--load {home.path / 'kept'}")
+            iteration = max(map(int, re.findall(r"^ iteration +(\d+)/", output, re.MULTILINE)))
+            goes_on = home.pretrain(
+                *shlex.split(command)[2:], "--exit-interval", str(iteration + 1), run="goes on", nproc=None
+            )
+            assert f" iteration {iteration + 1:8d}/" in goes_on.output
+        else:
+            assert "nothing was saved: a run with --save FOLDER goes on" in output
+
+
+@pytest.mark.slow
+def test_the_commands_that_a_run_ends_with_work(main_job: Run):
+    for label in ("see its curves", "let it write"):
+        (command,) = re.findall(f"^{label}: python (.*)$", main_job.output, re.MULTILINE)
+        small = ["--sample-tokens", "4"] if label == "let it write" else []
+        code, output = run_program(*shlex.split(command), *small, folder=main_job.folder)
+        assert code == 0, output
+    assert "Call me" in output
+    log = (main_job.folder / "log.txt").read_text()
+    assert "--train-iters 6 " in log
+    assert log.endswith("--save your_model/\n")

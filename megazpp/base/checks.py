@@ -75,12 +75,8 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
     Called twice: with the cluster that flags and launcher describe, before workers start, and with what they find.
     """
     _check_required(config)
-    if config.anomalies.loss_spike_action == "rewind" and config.checkpoint.save is None:
-        raise ValueError("--loss-spike-action rewind needs --save")
-    if config.optimizer.optimizer_backend == "apex":
-        check_apex(device_type)
-    islands = check_islands(config, cluster)
-    layout, wire, notices = check_model_config(config, cluster, device_type=device_type, islands=islands)
+    layout, wire, notices = _check_apart(config, cluster, device_type)
+    islands = layout.island
     batches = plan_batches(config.batches, data_parallel_size=layout.data)
     _check_observers(config, batches.total_iterations, cluster.world_size, device_type)
     schedule = build_schedule(
@@ -101,6 +97,30 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
     )
     notices = (*notices, *(diloco.notices if diloco is not None else _without_islands(config.diloco)))
     return RunPlan(layout, wire, batches, schedule, diloco, notices)
+
+
+def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> ModelPlan:
+    """Check what does not depend on each other, and raise all that is wrong with it together."""
+    problems, saves = [], config.checkpoint.save is not None or config.checkpoint.save_to_run_dir
+    if config.anomalies.loss_spike_action == "rewind" and not saves:
+        problems.append("--loss-spike-action rewind needs --save")
+    plan = None
+    try:
+        if config.optimizer.optimizer_backend == "apex":
+            check_apex(device_type)
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        islands = check_islands(config, cluster)
+        plan = check_model_config(config, cluster, device_type=device_type, islands=islands)
+    except ValueError as error:
+        problems.append(str(error))
+    if plan is None or problems:
+        raise ValueError("\n".join(problems))
+    interval = config.checkpoint.save_interval
+    if interval is None or saves:
+        return plan
+    return plan._replace(notices=(*plan.notices, f"--save-interval {interval} without --save: nothing is saved"))
 
 
 def check_islands(config: RunConfig, cluster: Cluster) -> int:

@@ -114,15 +114,19 @@ class FlagParser:
             SystemExit: after --help.
         """
         given = split_into_flags(expand_flag_files(argv, script_dir))
-        flags, notices = sift_flags(given, self.spellings, megatron_flags)
-        parsed = self.parse(flags)
+        flags, notices, refused = sift_flags(given, self.spellings, megatron_flags)
+        parsed = self.parse(flags, refused)
         return parsed._replace(notices=(*notices, *parsed.notices))
 
-    def parse(self, flags: Sequence[Given]) -> Parsed:
-        """Take the last step, for flags whose names are in `spellings`; errors as of `read`."""
+    def parse(self, flags: Sequence[Given], refused: Sequence[str] = ()) -> Parsed:
+        """Take the last step, for flags whose names are in `spellings`; errors as of `read`.
+
+        Args:
+            refused: problems that there are already; all that can be found are raised together.
+        """
         values: dict[str, Any] = {}
         words: dict[str, Given] = {}
-        problems = []
+        problems = list(refused)
         for given in flags:
             try:
                 read = self._read(given)
@@ -133,8 +137,6 @@ class FlagParser:
                 words.pop(name, None)  # the order is that of the last place
             values |= read
             words |= dict.fromkeys(read, given)
-        if problems:
-            raise ValueError("\n".join(problems))
         rank = {name: (given.origin == COMMAND_LINE, at) for at, (name, given) in enumerate(words.items())}
         file = {name: given.origin.rpartition(":")[0] for name, given in words.items()}
         notices = []
@@ -144,10 +146,16 @@ class FlagParser:
                 del values[other]
                 stays, goes = (" ".join([words[name].name, *words[name].values]) for name in (one, other))
                 notices.append(f"{words[other].origin}: {goes} gives way to {stays} ({words[one].origin})")
-        configs = (
-            config(**{f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values})
-            for config in self.configs
-        )
+        configs = []
+        for config in self.configs:
+            try:
+                configs.append(
+                    config(**{f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values})
+                )
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
         parsed = Parsed(tuple(configs), {name: words[name].origin for name in values}, tuple(notices))
         _refuse_without_effect(parsed)
         return parsed
@@ -273,13 +281,14 @@ def read_megatron_flags() -> dict[str, MegatronFlag]:
 
 def sift_flags(
     flags: Sequence[Given], supported: Collection[str], known: Mapping[str, MegatronFlag]
-) -> tuple[tuple[Given, ...], tuple[str, ...]]:
-    """Take out Megatron's flags that have no effect here; returns our flags, and a line for each one that was ignored.
+) -> tuple[tuple[Given, ...], tuple[str, ...], tuple[str, ...]]:
+    """Take out Megatron's flags that have no effect here.
 
-    Raises:
-        ValueError: one line for each flag that is refused or neither `supported` nor `known`.
+    Returns:
+        Our flags; a line for each one that is ignored; one for each that is refused or neither `supported` nor
+        `known`, and where Megatron's are among them a table of all.
     """
-    kept, notices, problems = [], [], []
+    kept, ignored, notices, missing, problems = [], [], [], [], []
     for given in flags:
         flag = known.get(given.name)
         if flag is None and given.name.startswith("--no-"):
@@ -295,11 +304,14 @@ def sift_flags(
             continue  # of a run's args.txt, which has every flag that the program had then
         elif (problem := _refusal(given, flag)) is not None:
             problems.append(f"{given.origin}: {problem}")
+            missing.append(given.name)
         else:
             notices.append(f"{given.origin}: {given.name} is ignored: {flag.reason}")
-    if problems:
-        raise ValueError("\n".join(problems))
-    return tuple(kept), tuple(notices)
+            ignored.append(given.name)
+    if missing:
+        table = {"taken": [given.name for given in kept], "ignored": ignored, "not here, see above": missing}
+        problems += [f"{verdict}: {' '.join(dict.fromkeys(names))}" for verdict, names in table.items() if names]
+    return tuple(kept), tuple(notices), tuple(problems)
 
 
 def _refusal(given: Given, flag: MegatronFlag) -> str | None:

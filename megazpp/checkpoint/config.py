@@ -50,7 +50,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         check_positive(self, "save_interval", "keep_last", "save_retain_interval")
         check_not_negative(self, "ckpt_step")
-        for name in ("save_interval", "keep_last", "save_retain_interval", "async_save"):
+        for name in ("keep_last", "save_retain_interval", "async_save"):
             if getattr(self, name) and self.save is None and not self.save_to_run_dir:
                 raise ValueError(f"{spelling(self, name)} needs --save")
         for name in ("ckpt_step", "load_fallback", "finetune", "exit_on_missing_checkpoint", "use_checkpoint_args"):

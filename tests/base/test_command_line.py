@@ -22,6 +22,8 @@ from megazpp.base.command_line import (
     split_into_flags,
 )
 from megazpp.base.flags import flag
+from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.model.config import GPTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +232,12 @@ OURS = frozenset({"--num-layers", "--micro-batch-size", "--zero-stage", "--lr"})
 
 
 def sift(text: str) -> tuple[tuple[Given, ...], tuple[str, ...]]:
+    """Our flags and the lines of ignored ones; raises ValueError for what is refused."""
     name, *values = text.split()
-    return sift_flags([Given(name, tuple(values), "a.sh:3")], OURS, KNOWN)
+    kept, notices, refused = sift_flags([Given(name, tuple(values), "a.sh:3")], OURS, KNOWN)
+    if refused:
+        raise ValueError(refused[0])
+    return kept, notices
 
 
 IGNORED = """
@@ -274,11 +280,21 @@ def test_a_flag_that_asks_for_something_is_refused_in_one_line_with_the_reason()
     assert not not_refused(table(MEGATRON_REFUSED), sift)
 
 
-def test_all_refused_flags_are_reported_together() -> None:
-    flags = [Given("--load-tag", ("x",), "a"), Given("--lr", ("1",), "b"), Given("--fp4-format", ("e2m1",), "c")]
-    with pytest.raises(ValueError, match="a: ") as caught:
-        sift_flags(flags, OURS, KNOWN)
-    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["a", "c"]
+def test_all_mistakes_are_reported_together_and_a_megatron_line_ends_with_a_table() -> None:
+    """Names, values and what a config refuses; each with its place."""
+    parser = FlagParser([GPTConfig, CheckpointConfig], program="p", description="")
+    words = "--lr 1 --num-layers x --num-experts 8 --keep-last 3 --DDP-impl local --hidden-size 12"
+    with pytest.raises(ValueError, match="--lr is not a flag") as caught:
+        parser.read(words.split(), Path(), KNOWN)
+    assert [" ".join(line.split()[:5]) for line in str(caught.value).splitlines()] == [
+        "command line: --lr is not",
+        "command line: --num-experts is a",
+        "taken: --num-layers --keep-last --hidden-size",
+        "ignored: --DDP-impl",
+        "not here, see above: --num-experts",
+        "command line: --num-layers: invalid int",
+        "--keep-last needs --save",
+    ]
 
 
 def test_the_table_is_sorted_and_well_formed() -> None:

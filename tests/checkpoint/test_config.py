@@ -15,7 +15,7 @@ from megazpp.checkpoint.config import CheckpointConfig
         ({"save": "x", "save_interval": 0}, "--save-interval 0 is not positive"),
         ({"save": "x", "keep_last": 0}, "--keep-last 0 is not positive"),
         ({"load": "x", "ckpt_step": -1}, "--ckpt-step -1 is negative"),
-        ({"save_interval": 5}, "--save-interval needs --save"),
+        ({"keep_last": 5}, "--keep-last needs --save"),
         ({"async_save": True}, "--async-save needs --save"),
         ({"save_retain_interval": 5, "load": "x"}, "--save-retain-interval needs --save"),
         ({"finetune": True, "save": "x"}, "--finetune needs --load"),

@@ -42,16 +42,19 @@ class FakeStep:
 
     dims: Any
     losses: list[float]
+    norms: list[float] | None = None
     calls: list[dict[str, float]] = field(default_factory=list)
     late: Callable[[StepRecord], Any] | None = None
     scaler: Any = field(default_factory=lambda: SimpleNamespace(scale=1.0))
 
     def launch(self, micro_batches: Any, *, learning_rate: float, weight_decay: float, iteration: int) -> Any:
-        loss = self.losses[len(self.calls)]
+        loss, norm = self.losses[len(self.calls)], 1.0 if self.norms is None else self.norms[len(self.calls)]
         self.calls.append({"learning_rate": learning_rate, "batch": micro_batches})
         self.dims.counter.add("cross", "shard", "all_gather", 100)
         skipped = loss != loss
-        record = StepRecord(iteration=iteration, loss=loss, grad_norm=1.0, learning_rate=learning_rate, skipped=skipped)
+        record = StepRecord(
+            iteration=iteration, loss=loss, grad_norm=norm, learning_rate=learning_rate, skipped=skipped
+        )
         if self.late is not None:
             return self.late(record)
         return SimpleNamespace(skipped=skipped, check=lambda: not skipped, record=lambda: record)
@@ -70,6 +73,7 @@ class Run:
         self,
         losses: list[float],
         *,
+        norms: list[float] | None = None,
         log_interval: int = 2,
         eval_interval: int = 3,
         start: TrainingProgress = TrainingProgress(),  # noqa: B008, immutable
@@ -78,7 +82,7 @@ class Run:
         **loop: Any,
     ) -> None:
         self.dims = FakeDims()
-        self.fake = FakeStep(self.dims, losses, late=late)
+        self.fake = FakeStep(self.dims, losses, norms, late=late)
         self.observed: list[tuple[int, int]] = []
         batches = BatchConfig(micro_batch_size=2, global_batch_size=2, train_iters=len(losses))
         self.plan = plan_batches(batches, data_parallel_size=1)

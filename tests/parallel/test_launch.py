@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -20,9 +22,11 @@ def test_a_single_worker_is_this_process():
     assert place(1) == Place(started=True, world_size=1)
 
 
-def test_the_default_is_a_worker_per_gpu_or_four_on_a_cpu(monkeypatch: pytest.MonkeyPatch):
+def test_the_default_is_a_worker_per_gpu_or_two_to_four_by_the_cores_of_a_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert place().world_size == 4
+    for cores, workers in ((1, 2), (3, 3), (64, 4)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        assert place().world_size == workers
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
     assert place().world_size == 7
 

@@ -57,6 +57,7 @@ def test_metrics_have_exactly_the_agreed_fields():
         "iteration": 2,
         "lm_loss": 10.0,
         "grad_norm": 1.0,
+        "max_grad_norm": 1.0,
         "learning_rate": 1.5e-4,
         "consumed_samples": 16,
         "consumed_tokens": 1600,
@@ -69,6 +70,16 @@ def test_metrics_have_exactly_the_agreed_fields():
         "local_bytes": 10,
         "peak_memory_bytes": 7,
     }
+
+
+def test_an_interval_has_its_largest_gradient_norm_and_a_terminal_a_line_of_at_most_100_columns():
+    record = meter(step(1, grad_norm=7.25), step(2, grad_norm=1.5), step(3, grad_norm=None)).interval()
+    assert record.max_grad_norm == 7.25
+    assert "| max grad norm: 7.250 |" in record.line()
+    line = meter(step(1, grad_norm=7.25), step(2, skipped=True, grad_norm=1.5)).interval().short_line()
+    assert len(line) <= 100
+    for part in ("iteration      2/500", "loss 10.0000", "grad norm  1.500", "1,600 tokens/s", "left", "1 skipped"):
+        assert part in line
 
 
 def test_the_summary_covers_all_intervals_of_the_run():
@@ -132,7 +143,10 @@ MEGATRON_PART = (
 
 def test_the_line_begins_with_megatrons_line_byte_for_byte():
     line = meter(step(10, loss=10.43287, grad_norm=2.71828)).interval().line()
-    assert line == (MEGATRON_PART + " tokens/s per rank: 400.0 | model TFLOP/s per rank: 0.8000 | eta: 0:04:05 |")
+    assert line == (
+        MEGATRON_PART
+        + " max grad norm: 2.718 | tokens/s per rank: 400.0 | model TFLOP/s per rank: 0.8000 | eta: 0:04:05 |"
+    )
 
 
 def test_optional_fields_stand_where_megatron_puts_them():
@@ -141,7 +155,7 @@ def test_optional_fields_stand_where_megatron_puts_them():
         " loss scale: 65536.0 | grad norm: 1.000 | num zeros: 12.0 | params norm: 345.679 |"
         " number of skipped iterations:   0 |"
     ) in line
-    assert " grad norm" not in meter(step(1, grad_norm=None)).interval().line()
+    assert "grad norm" not in meter(step(1, grad_norm=None)).interval().line()
 
 
 def test_our_fields_follow_and_silent_wires_are_left_out():

@@ -46,3 +46,13 @@ def test_a_continued_run_is_compared_with_what_zero_3_would_have_sent_for_the_sa
     run.tracker.summary = lambda values: None
     run.recorder.finish(run.progress, None, None, unigram_entropy=6.0)
     assert run.zero3_asked == [2]  # steps 2 and 3, of one micro-batch each
+
+
+def test_a_step_whose_gradients_are_ten_medians_long_is_named():
+    assert "note: iteration 15: grad norm 11.000 is 11 x the median of the 14 steps before it, 1.000" in spikes(11.0)
+    assert "note: " not in spikes(9.5)
+
+
+def spikes(norm: float) -> str:
+    """What is said of 14 steps of norm 1 and one of `norm`."""
+    return Run([1.0] * 15, norms=[1.0] * 14 + [norm]).out.getvalue()
