@@ -1,6 +1,6 @@
 """Pretrain a GPT: the table of contents.
 
-    python pretrain_gpt.py                                      a small model on the shipped text, 4 local workers
+    python pretrain_gpt.py                                      a small model on the shipped text, local workers
     python pretrain_gpt.py @configs/gpt_125m.args --lr 3e-4     flags from a file; what comes later wins
     torchrun --nproc-per-node 8 pretrain_gpt.py @configs/...    workers that torchrun (or srun) has started
 

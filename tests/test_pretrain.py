@@ -29,8 +29,8 @@ from megazpp.topology.cluster_file import read_cluster
 
 # fmt: off
 MAIN_JOB = [
-    "@configs/gpt_tiny.args", "--train-iters", "6", "--log-interval", "2", "--eval-interval", "4", "--eval-iters", "1",
-    "--sample-tokens", "8",
+    "@configs/gpt_tiny.args", "--global-batch-size", "16", "--train-iters", "6", "--log-interval", "2",
+    "--eval-interval", "4", "--eval-iters", "1", "--sample-tokens", "8",
 ]
 TOY = [
     "--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "32",
@@ -129,7 +129,7 @@ def test_the_main_job_says_what_runs_and_what_came_out(main_job: Run, home: Home
     ):
         assert output.count(text) == 1, f"{text!r} in:\n{output}"
     assert re.search(r"\n  --train-iters 6 +# command line\n", output)
-    assert re.search(r"\n  --num-layers 4 +# configs/gpt_tiny.args:5\n", output)
+    assert re.search(r"\n  --num-layers 2 +# configs/gpt_tiny.args:5\n", output)
     assert "--num-workers" not in output  # at its default
     assert "Traceback" not in output
     assert "\r" not in output  # no progress bar without a terminal
@@ -514,6 +514,7 @@ def test_the_commands_that_a_run_ends_with_work(main_job: Run):
         code, output = run_program(*shlex.split(command), *small, folder=main_job.folder)
         assert code == 0, output
     assert "Call me" in output
+    assert json.loads((main_job.folder / "args.json").read_text())["save_to_run_dir"]
     log = (main_job.folder / "log.txt").read_text()
     assert "--train-iters 6 " in log
     assert log.endswith("--save your_model/\n")

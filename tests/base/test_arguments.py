@@ -108,7 +108,7 @@ def test_values_and_origins_come_from_the_last_place_that_gives_them() -> None:
 def test_without_flag_file_and_model_the_tiny_config_comes_first() -> None:
     parsed = parse("--train-iters 7")
     assert parsed.config.batches.train_iters == 7
-    assert parsed.config.model.num_layers == 4
+    assert parsed.config.model.num_layers == 2
     assert parsed.name == "gpt_tiny"
     assert parse(SMALL).name == "run"
     assert parse(SMALL).config.data.text_path == ()

@@ -18,7 +18,7 @@ class Kept(Console):
         super().__init__(enabled=False)
         self.lines: list[str] = []
 
-    def log(self, text: str) -> None:
+    def log(self, text: str, *, short: str | None = None) -> None:
         self.lines.append(text)
 
 
