@@ -433,8 +433,6 @@ OTHERS_FLAGS = {
     "--rdzv-backend",
     "--rdzv-conf",
     "--master-addr",
-    "--master-port",
-    "--nnodes",
     "--num_gpus",
     "--ntasks-per-node",
     "--gpus-per-task",
