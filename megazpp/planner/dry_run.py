@@ -189,8 +189,7 @@ def count_step(
     """
     vocab_size = config.tokenizer.vocab_size
     assert vocab_size is not None
-    # there are no values to compare
-    eager = changed(config, model={"compile": False}, zero={"zero_check_secondary": False})
+    eager = changed(config, model={"compile": False})
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     spec = eager.model_spec(vocab_size, plan.wire)
     if config.model.fp8_format is not None:

@@ -102,7 +102,6 @@ class CommFactory:
             schedule=self._gather_schedule,
             secondary=self._secondary(unit, plan),
             keep=plan.keep,
-            check=self._zero.zero_check_secondary,
         )
 
     def _secondary(self, unit: Unit, plan: GatherPlan) -> Secondary:
@@ -119,7 +118,6 @@ class CommFactory:
             of=unit.name,
             exact=codec(None),
             differences=codec(plan.differences),
-            check=self._zero.zero_check_secondary,
         )
 
     def _two_hop_reduce(self, unit: Unit, plan: ReducePlan) -> TwoHopReduce:

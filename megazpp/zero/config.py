@@ -73,9 +73,6 @@ class ZeroConfig:
     zero_cross_every_microbatch: bool = flag(
         False, "reduce across nodes in every micro-batch: saves that memory, costs traffic"
     )
-    zero_check_secondary: bool = flag(
-        False, "debugging: compare the secondary partition with the weights at every use, on all ranks"
-    )
 
     overlap_param_gather: bool | None = flag(
         None, "gather weights across nodes under the forward, inside a node ahead of use (default: on with --zeropp)"
@@ -297,7 +294,7 @@ def _without_effect(config: ZeroConfig, gather: GatherPlan | None, reduce: Reduc
     weights = _default(config.zero_quantized_weights, config.zeropp)
     differences = None if gather is None else gather.differences
     formats = [gather and gather.fmt, differences, reduce and reduce.local, reduce and reduce.cross]
-    kept, quantized, crossing = gather is not None and gather.keep, any(formats), formats[-1] is not None
+    quantized, crossing = any(formats), formats[-1] is not None
     fed_back, no_feedback = crossing and config.zero_error_feedback, "no error is fed back (--zero-error-feedback)"
     one_by_one = "gradients are not reduced in two hops (--zero-quantized-gradients, --zeropp)"
     unused = (
@@ -315,7 +312,6 @@ def _without_effect(config: ZeroConfig, gather: GatherPlan | None, reduce: Reduc
         ("zero_error_feedback_reset", not fed_back, no_feedback),
         ("zero_accumulate_in_bf16", reduce is None, one_by_one),
         ("zero_cross_every_microbatch", reduce is None, one_by_one),
-        ("zero_check_secondary", not kept, "no secondary partition is kept (--zero-hpz-partition-size, --zeropp)"),
     )
     fields = {field.name: field for field in dataclasses.fields(config)}
     return [

@@ -32,10 +32,6 @@ from megazpp.zero.secondary import Resident, Secondary
 from megazpp.zero.units import Fingerprint, Unit
 
 
-class StaleWeightsError(RuntimeError):
-    """The secondary partition does not hold the weights that the shards hold."""
-
-
 class Crossing(IntEnum):
     """What crosses nodes at the next use of a unit; the numbers stand in checkpoints."""
 
@@ -54,7 +50,6 @@ class TwoHopGather(FreshBuffers, AllGather):
         schedule: starts the hops of other units together with this unit's.
         secondary: holds what arrived in the first hop, and brings it there; its elements have FSDP2's compute dtype.
         keep: whether the secondary partition is kept for later uses (hpZ).
-        check: whether it is compared with the shards at every use, on all ranks.
     """
 
     def __init__(
@@ -66,11 +61,10 @@ class TwoHopGather(FreshBuffers, AllGather):
         schedule: GatherSchedule,
         secondary: Secondary,
         keep: bool,
-        check: bool = False,
     ) -> None:
         self.unit, self.secondary = unit, secondary
         self._cross, self._local, self._queues = secondary.cross, local, queues
-        self._schedule, self._codec, self._keep, self._check = schedule, secondary.codec, keep, check
+        self._schedule, self._codec, self._keep = schedule, secondary.codec, keep
         self._made_from: Fingerprint | None = None
         self._has_stepped = False  # since `_made_from`, which is of after the step
         self._after_step: Fingerprint | None = None  # None if others may have written to the shards since
@@ -215,8 +209,6 @@ class TwoHopGather(FreshBuffers, AllGather):
         messages = self.secondary.messages
         if crossing == Crossing.NOTHING:
             assert messages is not None
-            if self._check:
-                self._compare_secondary(shard)
             return messages
         if messages is None:
             messages = self.secondary.allocate(shard.device)
@@ -261,16 +253,3 @@ class TwoHopGather(FreshBuffers, AllGather):
         """[L, N, M] -> [N L, S] in FSDP2's rank order, written through [L, N, S]."""
         shards = output.view(self._cross.size, self._local.size, -1).transpose(0, 1)
         self._codec.unpack(received.join(), shards)
-
-    def _compare_secondary(self, shard: torch.Tensor) -> None:
-        """Raise StaleWeightsError on all ranks if one of them has sent other weights than its shard holds."""
-
-        def across() -> torch.Tensor:
-            return self._cross.max_(self.secondary.differs_from(shard).to(torch.int32))
-
-        crossed = self._queues.cross.submit(across)
-        if int(self._queues.local.submit(lambda: self._local.max_(crossed.join()), after=(crossed,)).wait()):
-            raise StaleWeightsError(
-                "weights have changed since they were gathered, in a way that moves no version counter "
-                "(parameter.data or a foreach operation): call Sharding.weights_changed() after such a write"
-            )

@@ -35,7 +35,7 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by by
 class Secondary:
     """The secondary partition of a unit as the messages that arrived.
 
-    `take_in`, `restore` and `differs_from` run in the cross queue.
+    `take_in` and `restore` run in the cross queue.
 
     Args:
         codec: packs the shard into the message that travels on both hops.
@@ -71,13 +71,6 @@ class Secondary:
         self.codec.pack(shard, messages[self.cross.rank])
         self._exchange(messages)
 
-    def differs_from(self, shard: torch.Tensor) -> torch.Tensor:
-        """Whether what this rank has sent was not made from `shard` [S]; a bool on the device."""
-        assert self.messages is not None
-        packed = self.codec.empty(device=shard.device)
-        self.codec.pack(shard, packed)
-        return (packed != self.messages[self.cross.rank]).any()
-
     def crossing_bytes(self, *, keyframe: bool) -> int:
         """Bytes of one rank's message to the other nodes."""
         return self.codec.layout.message_bytes
@@ -106,20 +99,16 @@ class Resident(Secondary):
         codec: packs weights into the message that travels inside a node.
         exact: the same without quantization, in whose messages R is kept and keyframes travel.
         differences: packs differences into the message that crosses nodes.
-        check: whether a checksum of what was sent is kept.
     Attributes:
         weights: [N, S] R; None while nothing is kept.
     """
 
     sends_differences = True
 
-    def __init__(
-        self, codec: Codec, cross: MeshAxis, *, of: str, exact: Codec, differences: Codec, check: bool = False
-    ) -> None:
+    def __init__(self, codec: Codec, cross: MeshAxis, *, of: str, exact: Codec, differences: Codec) -> None:
         super().__init__(codec, cross, of=of)
-        self._exact, self._differences, self._check = exact, differences, check
+        self._exact, self._differences = exact, differences
         self._kept: torch.Tensor | None = None  # R's messages
-        self._sum: torch.Tensor | None = None
         self.weights: torch.Tensor | None = None
 
     def allocate(self, device: torch.device) -> torch.Tensor:
@@ -128,7 +117,6 @@ class Resident(Secondary):
             if self.quantizes_inside:
                 kept = self._exact.empty(self.cross.size, device=device)
             self._kept, self.weights = kept, self._exact.elements(kept)
-        self._sum = None
         return messages
 
     @property
@@ -139,8 +127,6 @@ class Resident(Secondary):
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
         assert self._kept is not None
         assert self.weights is not None
-        if self._check:
-            self._sum = _sum_of_bits(shard)
         own = self.weights[self.cross.rank]
         if keyframe:
             own.copy_(shard)
@@ -159,12 +145,6 @@ class Resident(Secondary):
         self.weights[self.cross.rank].copy_(row)
         self._exchange(self._kept)
         self._quantize(messages)
-
-    def differs_from(self, shard: torch.Tensor) -> torch.Tensor:
-        """R differs from the weights on purpose, so it is their checksums that are compared."""
-        if self._sum is None:  # R is a checkpoint's
-            self._sum = _sum_of_bits(shard)
-        return _sum_of_bits(shard) != self._sum
 
     def sums_of_rows(self) -> torch.Tensor:
         """[N] int64: the sum over the bits of each node's row of R."""

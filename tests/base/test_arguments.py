@@ -123,6 +123,8 @@ def test_the_args_txt_of_4e7c419_still_repeats_its_run():
     assert {"--manual-gc", "--no-use-flash-attn", "--timing-log-option"} <= ignored
     with pytest.raises(ValueError, match="--nccl-cross-min-ctas is gone: "):
         parse("--nccl-cross-min-ctas 2")
+    with pytest.raises(ValueError, match=r"--zero-check-secondary is gone: .*Sharding.weights_changed\(\)"):
+        parse("--zero-check-secondary")
 
 
 def test_print_config_is_told_apart_and_the_report_repeats_the_run(tmp_path: Path) -> None:

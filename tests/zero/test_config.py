@@ -100,7 +100,6 @@ UNUSED = {
     "zero_error_feedback_reset": (9, "--zero-error-feedback-reset 9 is ignored: no error is fed back"),
     "zero_accumulate_in_bf16": (True, "--zero-accumulate-in-bf16 is ignored: gradients are not"),
     "zero_cross_every_microbatch": (True, "--zero-cross-every-microbatch is ignored: gradients are not"),
-    "zero_check_secondary": (True, "--zero-check-secondary is ignored: no secondary partition is kept"),
 }
 
 
@@ -122,7 +121,6 @@ def test_with_zeropp_each_of_them_has_its_effect(name):
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
-        ({"zero_quantized_gradients": True, "zero_check_secondary": True}, ["--zero-check-secondary"]),
         ({"zero_quantized_weights": True, "zero_accumulate_in_bf16": True}, ["--zero-accumulate-in-bf16"]),
         ({"zero_quantized_weights": True, "zero_weight_bits": 16}, ["--zero-quantized-weights"]),
         ({"zeropp": True, "zero_weight_keyframe_interval": 9}, ["--zero-weight-keyframe-interval 9"]),
