@@ -4,9 +4,9 @@ A source is a .bin/.idx pair or made-up documents. A split takes the same share 
 tokens, where there are too few sequences for that), samples it with a `GPTDataset`, and blends if there are several.
 The blend is planned first, so that each source builds exactly as many samples as are taken from it.
 
-`--data-path 0.3 A 0.7 B` means that of the samples served, 30 % come from A: the weights are proportions of samples,
-not of files. Sample n is taken from the dataset that is furthest behind its share (largest weight * n - taken), so
-every prefix of training has the proportions to within one sample per dataset. The order is Megatron's, ties included.
+`--data-path 0.3 A 0.7 B` means that 30 % of the samples come from A. Sample n is taken from the dataset that is
+furthest behind its share (largest weight * n - taken), so every prefix of training has the proportions to within one
+sample per dataset. The order is Megatron's, ties included.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def read_documents(path: Path, *, flag_name: str = _FLAG) -> Iterator[str]:
 
 
 def check_texts(paths: Sequence[Path], *, flag_name: str = _FLAG) -> None:
-    """Look at the first document of each file: raises ValueError at once if one is no text, or all are empty."""
+    """Raise ValueError if the first document of a file is no text, or all are empty."""
     first = [next(read_documents(path, flag_name=flag_name), None) for path in paths]
     if not any(first):
         raise ValueError(f"{flag_name} {_names(paths)} holds no text")

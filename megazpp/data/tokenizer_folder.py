@@ -1,7 +1,7 @@
 """A tokenizer's folder as Hugging Face has it: its files, and what transformers does with them.
 
-Files are kept in memory under their names there, so that a checkpoint, or a converted model, can have them as they
-were read. Source of the rules: transformers 5.23, AutoTokenizer, TokenizersBackend, LlamaTokenizer, GPT2Tokenizer.
+Files are kept in memory, for checkpoints and converted models. Source of the rules: transformers 5.23, AutoTokenizer,
+TokenizersBackend, LlamaTokenizer, GPT2Tokenizer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ _REBUILT = {
 def read_companions(file: Path) -> dict[str, bytes]:
     """Read the files about text beside a vocabulary: all of them where it has its name at Hugging Face.
 
-    Beside a definition of another name only tokenizer_config.json counts, which names its end of a document: other
-    files of such a folder are somebody else's. Of config.json only the ids of tokens and the kind of model are taken.
+    Beside another name only tokenizer_config.json counts. Of config.json ids of tokens and the kind of model are taken.
     """
     if file.name not in VOCABULARIES:
         return read_files(file.parent, (DESCRIPTION,)) if file.suffix == ".json" else {}
@@ -68,10 +67,10 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def do_as_transformers(tokenizer: Any, files: Mapping[str, bytes]) -> str:
-    """Do to a `tokenizers.Tokenizer` what transformers does; returns what that adds to its identity.
+    """Do to a `tokenizers.Tokenizer` what transformers does; returns the suffix of its identity that follows.
 
-    Nothing is cut or padded. Of what lies beside tokenizer.json, tokenizer_config.json names special tokens, which are
-    found in texts, and perhaps LlamaTokenizer or GPT2Tokenizer, which rebuild what is around the merges.
+    Nothing is cut or padded. tokenizer_config.json names special tokens, which are found in texts, and perhaps
+    LlamaTokenizer or GPT2Tokenizer, which rebuild everything around the merges.
     """
     plain, description, model_type = tokenizer.to_str(), read_description(files), _json(files, CONFIG).get("model_type")
     tokenizer.no_truncation()

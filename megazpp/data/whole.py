@@ -1,8 +1,7 @@
 """All tokens of a dataset in order, each to be predicted exactly once: the samples of a test.
 
-The sequences' ids back to back are one line, with eod before the first: its beginning is predicted from a document's
-end, like that of every other document. Window k is what lies between ids k S and (k + 1) S of the line, S + 1 ids: the
-last of one window is the first input of the next. Beyond the end there is `PADDING`.
+The sequences' ids lie back to back, with eod before the first, from which it is predicted. Window k has the ids from
+k S to (k + 1) S: the last of one window is the first input of the next. Beyond the end there is `PADDING`.
 """
 
 from __future__ import annotations

@@ -37,10 +37,7 @@ def check_apex(device_type: str) -> None:
 
 
 class ApexAdam(torch.optim.Optimizer):
-    """AdamW by apex.optimizers.FusedAdam, on parameters that may be DTensors.
-
-    State per parameter: "exp_avg" and "exp_avg_sq", shaped and placed like the parameter; per group: "step".
-    """
+    """AdamW by apex.optimizers.FusedAdam; state is placed like the parameters, "step" is a group's."""
 
     def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "step": 0})
