@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any
 
-import torch
-
-from megazpp.convert.model import Architecture, ForeignTensors, fuse_qkv, refuse, same, split_qkv, transposed
+from megazpp.convert.model import Architecture, ForeignTensors, qkv_rows, refuse, same, transposed
 from megazpp.convert.settings import Settings
 from megazpp.model.config import GPTConfig
 
@@ -102,9 +99,7 @@ def pieces(config: GPTConfig) -> dict[str, ForeignTensors]:
             found[f"{ours}.{linear}.weight"] = transposed(f"{theirs}.{name}.weight")
             found[f"{ours}.{linear}.bias"] = same(f"{theirs}.{name}.bias")
         for kind in ("weight", "bias"):
-            join = functools.partial(_join_qkv, groups=config.heads, head_size=config.head_size)
-            split = functools.partial(_split_qkv, groups=config.heads, head_size=config.head_size)
-            found[f"{ours}.attention.qkv.{kind}"] = ForeignTensors((f"{theirs}.attn.c_attn.{kind}",), join, split)
+            found[f"{ours}.attention.qkv.{kind}"] = qkv_rows([f"{theirs}.attn.c_attn.{kind}"], config, transposed=True)
     return found
 
 
@@ -113,15 +108,6 @@ def their_name(name: str) -> str | None:
     if _MASKS.fullmatch(name):
         return None
     return name if name.startswith(("transformer.", "lm_head.", "score.")) else f"transformer.{name}"
-
-
-def _join_qkv(parts: list[torch.Tensor], **shape: int) -> torch.Tensor:
-    return fuse_qkv((parts[0].t() if parts[0].dim() == 2 else parts[0]).chunk(3), **shape)
-
-
-def _split_qkv(ours: torch.Tensor, **shape: int) -> list[torch.Tensor]:
-    rows = torch.cat(split_qkv(ours, **shape))
-    return [rows.t() if rows.dim() == 2 else rows]
 
 
 GPT2 = Architecture(

@@ -13,7 +13,7 @@ import torch
 from megazpp.base.errors import in_words
 from megazpp.base.files import write_whole
 from megazpp.convert.gpt2 import GPT2
-from megazpp.convert.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from megazpp.convert.llama import RELATIVES
 from megazpp.convert.model import (
     HEAD,
     OUTPUT,
@@ -36,7 +36,7 @@ from megazpp.model.config import GPTConfig
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILE_BYTES = 5 * 10**9  # as transformers has cut files for years
 _SCORE, _CLASSIFIER = "score.weight", "ForSequenceClassification"
-_ARCHITECTURES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
+ARCHITECTURES = {"gpt2": GPT2, **RELATIVES}  # by model_type
 
 
 def open_model(folder: Path) -> Model:
@@ -46,11 +46,11 @@ def open_model(folder: Path) -> Model:
         ValueError: something is missing, damaged, or a model that we do not have.
     """
     settings = Settings(read_json(folder / CONFIG), str(folder / CONFIG))
-    known = ", ".join(architecture.model_type for architecture in _ARCHITECTURES)
     kind = settings.text("model_type")
-    architecture = next((a for a in _ARCHITECTURES if a.model_type == kind), None)
-    if architecture is None:
+    if kind not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
         raise ValueError(f"{folder / CONFIG}: model_type {kind!r} is not one that can be converted ({known})")
+    architecture = ARCHITECTURES[kind]
     settings.absent("quantization_config", "per_layer_config")
     settings.only("is_causal", True)
     values, files = architecture.read(settings), _open_files(folder)
@@ -107,13 +107,14 @@ def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> d
 def choose_architecture(config: GPTConfig) -> Architecture:
     """The one that holds such a model; raises ValueError naming the flags that it has not."""
     if config.positions != "rope":
-        architecture = GPT2
+        kind = "gpt2"
     elif config.qk_layernorm:
-        architecture = QWEN3
+        kind = "qwen3"
     elif config.window is not None:
-        architecture = MISTRAL
+        kind = "mistral"
     else:
-        architecture = QWEN2 if config.qkv_bias and not config.linear_bias else LLAMA
+        kind = "qwen2" if config.qkv_bias and not config.linear_bias else "llama"
+    architecture = ARCHITECTURES[kind]
     architecture.write(config)
     return architecture
 

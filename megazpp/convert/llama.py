@@ -6,16 +6,17 @@
 | qwen2      | biases on queries, keys and values only           | --add-qkv-bias with --disable-bias-linear |
 | qwen3      | normalised queries and keys; no biases            | --qk-layernorm                            |
 
-Without a window a Mistral is a Llama, and becomes one.
+Without a window a Mistral is a Llama, and becomes one. A relative that differs in these ways alone is one more entry
+of `VARIANTS` and one more case of `huggingface.choose_architecture`.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
-from megazpp.convert.model import Architecture, ForeignTensors, fuse_qkv, refuse, same, split_qkv
+from megazpp.convert.model import Architecture, ForeignTensors, qkv_rows, refuse, same
 from megazpp.convert.settings import Settings
 from megazpp.model.attention import HIGH_TURNS, LOW_TURNS, ORIGINAL_CONTEXT
 from megazpp.model.config import GPTConfig
@@ -29,15 +30,45 @@ _LLAMA3 = {
 }
 
 
-def read(settings: Settings, *, kind: str) -> dict[str, Any]:
-    """Fields of GPTConfig; what a config.json of `kind` leaves out is what transformers takes, or an error."""
+class Variant(NamedTuple):
+    """A model_type.
+
+    Attributes:
+        class_name: of transformers, with the output layer.
+        required: keys of config.json that may not be left out (transformers has defaults for them that no model uses).
+        linear_bias: attention_bias and mlp_bias may give all linear layers biases.
+        qkv_bias, qk_norm: it has biases on queries, keys and values; norms of queries and keys.
+        window_switch: key that turns a window on, which is refused; None where windows are supported.
+    """
+
+    class_name: str
+    required: tuple[str, ...] = ("num_key_value_heads", "max_position_embeddings")
+    linear_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window_switch: str | None = "use_sliding_window"
+
+
+VARIANTS = {
+    "llama": Variant("LlamaForCausalLM", required=(), linear_bias=True, window_switch="sliding_window"),
+    "mistral": Variant("MistralForCausalLM", window_switch=None),
+    "qwen2": Variant("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Variant("Qwen3ForCausalLM", required=(*Variant("").required, "head_dim"), qk_norm=True),
+}
+
+
+def read(settings: Settings, *, variant: Variant) -> dict[str, Any]:
+    """Fields of GPTConfig; a key that config.json leaves out has transformers' value, or is an error."""
+
+    def count(key: str, default: int) -> int:
+        return settings.count(key, None if key in variant.required else default)
+
     settings.only("hidden_act", "silu", "swish")
-    settings.each("layer_types", *(() if kind == "mistral" else ("full_attention",)))  # with any, it is a Ministral
-    llama = kind == "llama"
+    windows = variant.window_switch is None
+    settings.each("layer_types", *(() if windows else ("full_attention",)))  # a Mistral with any is a Ministral
     hidden, heads = settings.count("hidden_size"), settings.count("num_attention_heads")
-    groups = settings.count("num_key_value_heads", heads if llama else None)
-    head_size = settings.count("head_dim", None if kind == "qwen3" else max(hidden // heads, 1))
-    positions = settings.count("max_position_embeddings", 2048 if llama else None)
+    groups, head_size = count("num_key_value_heads", heads), count("head_dim", max(hidden // heads, 1))
+    positions = count("max_position_embeddings", 2048)
     return {
         "num_layers": settings.count("num_hidden_layers"),
         "hidden_size": hidden,
@@ -49,23 +80,23 @@ def read(settings: Settings, *, kind: str) -> dict[str, Any]:
         "max_position_embeddings": positions,
         "position_embedding_type": "rope",
         **_read_rotary(settings, positions),
-        "window_size": _read_window(settings, kind),
+        "window_size": _read_window(settings, variant),
         "normalization": "RMSNorm",
         "norm_epsilon": settings.positive("rms_norm_eps", 1e-6),
-        "qk_layernorm": kind == "qwen3",
+        "qk_layernorm": variant.qk_norm,
         "swiglu": True,
         "untie_embeddings_and_output_weights": not settings.truth("tie_word_embeddings", False),
-        "disable_bias_linear": not _read_bias(settings, kind),
-        "add_qkv_bias": kind == "qwen2",
+        "disable_bias_linear": not _read_bias(settings, variant),
+        "add_qkv_bias": variant.qkv_bias,
         "init_method_std": settings.number("initializer_range", 0.02),
         "hidden_dropout": 0.0,
         "attention_dropout": settings.number("attention_dropout", 0.0),
     }
 
 
-def _read_bias(settings: Settings, kind: str) -> bool:
-    """Whether all linear layers have biases, which only Llama's may."""
-    if kind != "llama":
+def _read_bias(settings: Settings, variant: Variant) -> bool:
+    """Return whether all linear layers have biases."""
+    if not variant.linear_bias:
         settings.absent("attention_bias", "mlp_bias")
         return False
     bias = settings.truth("attention_bias", False)
@@ -74,11 +105,11 @@ def _read_bias(settings: Settings, kind: str) -> bool:
     return bias
 
 
-def _read_window(settings: Settings, kind: str) -> str | None:
-    """Mistral's `sliding_window` counts the token itself, and is 4096 where nothing is said; null is none."""
-    if kind == "mistral":
+def _read_window(settings: Settings, variant: Variant) -> str | None:
+    """Return --window-size: `sliding_window` counts the token itself, is 4096 if it is missing, and null is none."""
+    if variant.window_switch is None:
         return None if settings.is_null("sliding_window") else f"{settings.count('sliding_window', 4096) - 1},0"
-    settings.absent("sliding_window" if kind == "llama" else "use_sliding_window")  # which turns a Qwen's on
+    settings.absent(variant.window_switch)
     return None
 
 
@@ -100,20 +131,21 @@ def _read_rotary(settings: Settings, positions: int) -> dict[str, Any]:
     return {"rotary_base": base, "use_rope_scaling": True, "rope_scaling_factor": factor}
 
 
-def write(config: GPTConfig, *, kind: str) -> dict[str, Any]:
+def write(config: GPTConfig, *, variant: Variant) -> dict[str, Any]:
     """config.json without the vocabulary."""
+    windows = variant.window_switch is None
     refuse(
-        _CLASSES[kind],
+        variant.class_name,
         {
             f"--position-embedding-type {config.positions}": config.positions != "rope",
             f"--rotary-percent {config.rotary_percent}": config.rotary_percent != 1.0,
             f"--normalization {config.normalization}": config.normalization != "RMSNorm",
             "--apply-layernorm-1p": config.apply_layernorm_1p,
             "--no-swiglu": not config.swiglu,
-            f"--window-size {config.window_size}": config.window is not None and kind != "mistral",
-            "--qk-layernorm": config.qk_layernorm and kind != "qwen3",
-            "--no-disable-bias-linear": config.linear_bias and kind != "llama",
-            "--add-qkv-bias": config.qkv_bias and not config.linear_bias and kind != "qwen2",
+            f"--window-size {config.window_size}": config.window is not None and not windows,
+            "--qk-layernorm": config.qk_layernorm and not variant.qk_norm,
+            "--no-disable-bias-linear": config.linear_bias and not variant.linear_bias,
+            "--add-qkv-bias": config.qkv_bias and not config.linear_bias and not variant.qkv_bias,
         },
     )
     scaling = {"rope_type": "llama3", "factor": config.rope_scaling, **_LLAMA3}
@@ -132,8 +164,8 @@ def write(config: GPTConfig, *, kind: str) -> dict[str, Any]:
         "tie_word_embeddings": config.tied,
         "initializer_range": config.init_method_std,
         "attention_dropout": config.attention_dropout,
-        **({"attention_bias": config.linear_bias, "mlp_bias": config.linear_bias} if kind == "llama" else {}),
-        **({"sliding_window": config.window} if kind == "mistral" else {}),
+        **({"attention_bias": config.linear_bias, "mlp_bias": config.linear_bias} if variant.linear_bias else {}),
+        **({"sliding_window": config.window} if windows else {}),
     }
 
 
@@ -150,16 +182,14 @@ def pieces(config: GPTConfig) -> dict[str, ForeignTensors]:
         norms |= {f"attention.{letter}_norm": f"self_attn.{letter}_norm" for letter in "qk"}
     linears = {"attention.proj": "self_attn.o_proj", "mlp.gate": "mlp.gate_proj", "mlp.fc1": "mlp.up_proj"}
     linears["mlp.fc2"] = "mlp.down_proj"
-    join = functools.partial(fuse_qkv, groups=config.query_groups, head_size=config.head_size)
-    split = functools.partial(split_qkv, groups=config.query_groups, head_size=config.head_size)
     for layer in range(config.layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         found |= {f"{ours}.{norm}.weight": same(f"{theirs}.{name}.weight") for norm, name in norms.items()}
         for kind in ("weight", "bias") if config.linear_bias else ("weight",):
             found |= {f"{ours}.{linear}.{kind}": same(f"{theirs}.{name}.{kind}") for linear, name in linears.items()}
         for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-            names = tuple(f"{theirs}.self_attn.{letter}_proj.{kind}" for letter in "qkv")
-            found[f"{ours}.attention.qkv.{kind}"] = ForeignTensors(names, join, split)
+            names = [f"{theirs}.self_attn.{letter}_proj.{kind}" for letter in "qkv"]
+            found[f"{ours}.attention.qkv.{kind}"] = qkv_rows(names, config)
     return found
 
 
@@ -167,21 +197,14 @@ def their_name(name: str) -> str | None:
     return None if _FREQUENCIES.fullmatch(name) else name
 
 
-def _relative(kind: str) -> Architecture:
-    return Architecture(
+RELATIVES = {
+    kind: Architecture(
         model_type=kind,
-        class_name=_CLASSES[kind],
-        read=functools.partial(read, kind=kind),
-        write=functools.partial(write, kind=kind),
+        class_name=variant.class_name,
+        read=functools.partial(read, variant=variant),
+        write=functools.partial(write, variant=variant),
         pieces=pieces,
         their_name=their_name,
     )
-
-
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+    for kind, variant in VARIANTS.items()
 }
-LLAMA, MISTRAL, QWEN2, QWEN3 = map(_relative, _CLASSES)

@@ -32,6 +32,11 @@ class Deferred(NamedTuple):
     read: Callable[[], torch.Tensor]
 
 
+def held(tensor: torch.Tensor) -> Deferred:
+    """A tensor that is in memory already."""
+    return Deferred(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
 class Model(NamedTuple):
     """What a source gives and a sink takes.
 
@@ -179,6 +184,25 @@ def split_qkv(fused: torch.Tensor, *, groups: int, head_size: int) -> list[torch
     rows = fused.reshape(groups, -1, head_size, *fused.shape[1:])
     queries = rows.shape[1] - 2
     return [part.flatten(0, 2) for part in rows.split((queries, 1, 1), dim=1)]
+
+
+def qkv_rows(names: Sequence[str], config: GPTConfig, *, transposed: bool = False) -> ForeignTensors:
+    """Our fused rows, from queries, keys and values as three tensors or below each other in one.
+
+    Args:
+        transposed: matrices are stored as [in, out] there.
+    """
+    shape = {"groups": config.query_groups, "head_size": config.head_size}
+
+    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        rows = [part.t() if transposed else part for part in parts]
+        return fuse_qkv(rows if len(rows) > 1 else rows[0].chunk(3), **shape)
+
+    def split(ours: torch.Tensor) -> list[torch.Tensor]:
+        rows = split_qkv(ours, **shape)
+        return [part.t() if transposed else part for part in (rows if len(names) > 1 else [torch.cat(rows)])]
+
+    return ForeignTensors(tuple(names), join, split)
 
 
 def join_all(

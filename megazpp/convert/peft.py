@@ -18,19 +18,18 @@ import torch
 
 from megazpp.base.files import write_whole
 from megazpp.checkpoint.adapters import spell_checksum, sum_of_bits
-from megazpp.convert.gpt2 import GPT2
-from megazpp.convert.huggingface import read_json
-from megazpp.convert.llama import LLAMA
+from megazpp.convert.huggingface import ARCHITECTURES, read_json
 from megazpp.convert.model import (
     HEAD,
     Deferred,
     ForeignTensors,
     Model,
-    check_tensors,
-    fuse_qkv,
+    held,
+    join_all,
     model_shapes,
+    qkv_rows,
     same,
-    split_qkv,
+    split_all,
     transposed,
 )
 from megazpp.convert.safetensors_file import open_tensors, read_metadata, write_tensors
@@ -119,7 +118,7 @@ def _matches(module: str, target: str) -> bool:
 
 
 def _all_branches(config: GPTConfig) -> list[Branch]:
-    pieces, found = (LLAMA if config.positions == "rope" else GPT2).pieces(config), []
+    pieces, found = ARCHITECTURES["llama" if config.positions == "rope" else "gpt2"].pieces(config), []
     for layer in range(config.layers):
         for linear in (f"layers.{layer}.{name}" for name in _LINEARS):
             if f"{linear}.weight" in pieces:
@@ -135,22 +134,10 @@ def adapter_pieces(config: GPTConfig, branches: Sequence[Branch], *, scores: boo
     """Our tensors' names to PEFT's; with the head of a reward model if it `scores`."""
     pieces = {HEAD: same(f"{_PREFIX}score.weight")} if scores else {}
     for branch in branches:
-        theirs = f"{_PREFIX}{branch.module}.lora_B.weight"
+        theirs, fused = f"{_PREFIX}{branch.module}.lora_B.weight", branch.linear.endswith("qkv") and not branch.part
         pieces[f"{branch.name}.a"] = transposed(f"{_PREFIX}{branch.module}.lora_A.weight")
-        join, split = (lambda parts: parts[0]), (lambda ours: [ours])
-        if branch.linear.endswith("qkv") and not branch.part:  # rows in their order and in ours
-            join = functools.partial(_fuse_rows, groups=config.query_groups, head_size=config.head_size)
-            split = functools.partial(_split_rows, groups=config.query_groups, head_size=config.head_size)
-        pieces[f"{branch.name}.b"] = ForeignTensors((theirs,), join, split)
+        pieces[f"{branch.name}.b"] = qkv_rows([theirs], config) if fused else same(theirs)
     return pieces
-
-
-def _fuse_rows(parts: Sequence[torch.Tensor], **shape: int) -> torch.Tensor:
-    return fuse_qkv(parts[0].chunk(3), **shape)
-
-
-def _split_rows(ours: torch.Tensor, **shape: int) -> list[torch.Tensor]:
-    return [torch.cat(split_qkv(ours, **shape))]
 
 
 def adapter_shapes(config: GPTConfig, branches: Sequence[Branch], rank: int) -> dict[str, tuple[int, ...]]:
@@ -177,11 +164,7 @@ def write_adapter(
     """
     scores = HEAD in tensors
     pieces = adapter_pieces(config, find_branches(config, settings.targets), scores=scores)
-    found: dict[str, Deferred] = {}
-    for ours, piece in pieces.items():
-        for name, part in zip(piece.theirs, piece.split(tensors[ours]), strict=True):
-            whole = part.contiguous()
-            found[name] = Deferred(tuple(whole.shape), whole.dtype, functools.partial(torch.clone, whole))
+    found = split_all(pieces, {name: held(tensor) for name, tensor in tensors.items()})
     write_tensors(folder / TENSORS, found, {} if settings.checksum is None else {BASE: settings.checksum})
     values = {
         "peft_type": "LORA",
@@ -211,15 +194,8 @@ def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict
     scores = values.get("task_type") == _SCORES
     theirs, pieces = open_tensors(folder / TENSORS), adapter_pieces(config, branches, scores=scores)
     shapes = adapter_shapes(config, branches, settings.rank) | {HEAD: (1, config.hidden)}
-    expected = {
-        name: tuple(part.shape)
-        for ours, piece in pieces.items()
-        for name, part in zip(piece.theirs, piece.split(torch.empty(shapes[ours], device="meta")), strict=True)
-    }
-    check_tensors({name: entry.shape for name, entry in theirs.items()}, expected, str(folder / TENSORS))
-    tensors = {
-        ours: piece.join([theirs[name].read() for name in piece.theirs]).contiguous() for ours, piece in pieces.items()
-    }
+    joined = join_all(pieces, theirs, shapes, str(folder / TENSORS))
+    tensors = {name: entry.read() for name, entry in joined.items()}
     return settings._replace(checksum=read_metadata(folder / TENSORS).get(BASE)), tensors
 
 
@@ -265,8 +241,7 @@ def with_adapter(model: Model, folder: Path) -> Model:
         factors = joined_factors(own, config.query_groups, config.heads, config.head_size)
         tensors[f"{linear}.weight"] = entry._replace(read=functools.partial(merge, entry, *factors))
     if HEAD in adapters:
-        head = adapters[HEAD]
-        tensors[HEAD] = Deferred(tuple(head.shape), head.dtype, lambda: head)
+        tensors[HEAD] = held(adapters[HEAD])
     return model._replace(tensors=tensors)
 
 
