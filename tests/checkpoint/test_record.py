@@ -19,6 +19,7 @@ from megazpp.checkpoint.record import (
     data_notes,
     found_from_anywhere,
     read_record,
+    rows_problem,
     shape_of,
 )
 from megazpp.model.config import GPTConfig
@@ -35,17 +36,21 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path):
     assert read_record(tmp_path) == record
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}', '{"format": 1, "progress": {"x": 1}}', "\xff"])
-def test_a_record_that_cannot_be_read_is_damage(tmp_path: Path, content: str):
-    (tmp_path / NAME).write_text(content, encoding="latin-1")
-    with pytest.raises(DamagedError, match=f"{tmp_path}/{NAME} cannot be read"):
-        read_record(tmp_path)
-
-
-def test_a_record_of_a_later_version_says_so(tmp_path: Path):
+def test_a_record_that_cannot_be_read_is_damage_and_one_of_a_later_version_is_not(tmp_path: Path):
+    for content in ("", "{", "[]", '{"format": 1}', '{"format": 1, "progress": {"x": 1}}', "\xff"):
+        (tmp_path / NAME).write_text(content, encoding="latin-1")
+        with pytest.raises(DamagedError, match=f"{tmp_path}/{NAME} cannot be read"):
+            read_record(tmp_path)
     (tmp_path / NAME).write_text(RECORD.as_json().replace('"format": 2', '"format": 3'))
     with pytest.raises(ValueError, match="has format 3, this version knows 2"):
         read_record(tmp_path)
+
+
+def test_a_run_may_pad_the_vocabulary_s_rows_and_a_conversion_has_its_own():
+    converted = dataclasses.replace(RECORD, layout={})
+    rows = (RECORD.vocab_size - 1, RECORD.vocab_size, RECORD.vocab_size + 27)
+    assert [rows_problem(RECORD, count) is None for count in rows] == [False, True, True]
+    assert [rows_problem(converted, count) is None for count in rows] == [False, True, False]
 
 
 def test_a_model_of_another_shape_is_refused_by_its_flags():
@@ -69,16 +74,19 @@ def test_the_shape_makes_the_same_model():
     check_same_model(shape_of(dataclasses.asdict(LLAMA_STYLE)), LLAMA_STYLE, WHERE)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"qk_layernorm": True}, {"use_rope_scaling": True}, {"window_size": "15,0"}, {"add_qkv_bias": True}]
-)
-def test_a_checkpoint_of_one_variant_is_not_loaded_as_the_other(changes: dict[str, Any]):
-    variant, (name,) = dataclasses.replace(LLAMA_STYLE, **changes), changes
-    check_same_model(dataclasses.asdict(variant), variant, WHERE)
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is"):
-        check_same_model(dataclasses.asdict(LLAMA_STYLE), variant, WHERE)
-    older = {key: value for key, value in dataclasses.asdict(LLAMA_STYLE).items() if key not in changes}
-    check_same_model(older, LLAMA_STYLE, WHERE)  # from before there was such a flag
+def test_a_checkpoint_of_one_variant_is_not_loaded_as_the_other():
+    for name, value in (
+        ("qk_layernorm", True),
+        ("use_rope_scaling", True),
+        ("window_size", "15,0"),
+        ("add_qkv_bias", True),
+    ):
+        variant = dataclasses.replace(LLAMA_STYLE, **{name: value})
+        check_same_model(dataclasses.asdict(variant), variant, WHERE)
+        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is"):
+            check_same_model(dataclasses.asdict(LLAMA_STYLE), variant, WHERE)
+        older = {key: kept for key, kept in dataclasses.asdict(LLAMA_STYLE).items() if key != name}
+        check_same_model(older, LLAMA_STYLE, WHERE)  # from before there was such a flag
 
 
 def test_other_data_gives_a_note_and_the_same_data_none():
@@ -133,29 +141,29 @@ def test_a_record_of_another_iteration_than_the_folder_says_is_damage(tmp_path: 
                 read_record(tmp_path / folder)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"flags": {"hidden_size": "64"}}, "hidden_size is '64', not int"),
-        ({"flags": {"num_layers": True}}, "num_layers is True, not int"),
-        ({"flags": {"num_layers": 2.0}}, "num_layers is 2.0, not int"),
-        ({"flags": {"norm_epsilon": None}}, "norm_epsilon is None, not float"),
-        ({"flags": {"normalization": "Batch"}}, "normalization is 'Batch', not "),
-        ({"flags": []}, r"flags is \[\], not dict"),
-        ({"vocab_size": "101"}, "vocab_size is '101', not int"),
-        ({"vocab_size": None}, "vocab_size is None, not int"),
-        ({"tokenizer_folder": 3}, "tokenizer_folder is 3, not "),
-        ({"scaler": 1}, "scaler is 1, not dict"),
-        ({"groups": [1]}, r"groups is \[1\], not list"),
-        ({"has_optimizer": 1}, "has_optimizer is 1, not bool"),
-        ({"progress": {"iteration": "x"}}, "iteration is 'x', not int"),
-        ({"progress": []}, "cannot be read"),
-        ({"schedule": {}}, "cannot be read"),
-        ({"schedule": None}, "cannot be read"),
-        ({"format": "x"}, "cannot be read"),
-    ],
-)
-def test_a_value_of_another_type_is_damage_and_named(tmp_path: Path, changes: dict[str, Any], message: str):
-    (tmp_path / NAME).write_text(json.dumps(json.loads(RECORD.as_json()) | changes))
-    with pytest.raises(DamagedError, match=f"{NAME}.*{message}"):
-        read_record(tmp_path)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"flags": {"hidden_size": "64"}}, "hidden_size is '64', not int"),
+    ({"flags": {"num_layers": True}}, "num_layers is True, not int"),
+    ({"flags": {"num_layers": 2.0}}, "num_layers is 2.0, not int"),
+    ({"flags": {"norm_epsilon": None}}, "norm_epsilon is None, not float"),
+    ({"flags": {"normalization": "Batch"}}, "normalization is 'Batch', not "),
+    ({"flags": []}, r"flags is \[\], not dict"),
+    ({"vocab_size": "101"}, "vocab_size is '101', not int"),
+    ({"vocab_size": None}, "vocab_size is None, not int"),
+    ({"tokenizer_folder": 3}, "tokenizer_folder is 3, not "),
+    ({"scaler": 1}, "scaler is 1, not dict"),
+    ({"groups": [1]}, r"groups is \[1\], not list"),
+    ({"has_optimizer": 1}, "has_optimizer is 1, not bool"),
+    ({"progress": {"iteration": "x"}}, "iteration is 'x', not int"),
+    ({"progress": []}, "cannot be read"),
+    ({"schedule": {}}, "cannot be read"),
+    ({"schedule": None}, "cannot be read"),
+    ({"format": "x"}, "cannot be read"),
+]
+
+
+def test_a_value_of_another_type_is_damage_and_named(tmp_path: Path):
+    for changes, message in WRONG:
+        (tmp_path / NAME).write_text(json.dumps(json.loads(RECORD.as_json()) | changes))
+        with pytest.raises(DamagedError, match=f"{NAME}.*{message}"):
+            read_record(tmp_path)

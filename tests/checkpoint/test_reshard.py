@@ -67,28 +67,22 @@ PAIRS = [(COMMON, to) if to == (2, 2, 1) else slow(COMMON, to) for to in LAYOUTS
 PAIRS += [(to, COMMON) if to == (2, 1, 2) else slow(to, COMMON) for to in LAYOUTS if to != COMMON]
 
 
-@pytest.mark.parametrize(("origin", "to"), PAIRS)
-def test_weights_and_moments_are_read_bit_for_bit_by_every_layout(grid: Grid, origin: tuple, to: tuple):
-    whole = grid.read(origin, to)["whole"]
-    assert whole == grid.written(origin)
-    assert sum(".exp_avg_sq" in key for key in whole) > 10
-
-
 @functools.cache
 def uninterrupted() -> list[float]:
     return train_plain(case((1, 1, 1)))["loss"]
 
 
 @pytest.mark.parametrize(("origin", "to"), PAIRS)
-def test_five_steps_in_another_layout_have_the_losses_of_an_uninterrupted_run(grid: Grid, origin: tuple, to: tuple):
-    assert grid.read(origin, to)["losses"] == pytest.approx(uninterrupted()[BEFORE:], rel=ROUNDING)
-
-
-@pytest.mark.parametrize(("origin", "to"), PAIRS)
-def test_another_layout_says_what_begins_anew(grid: Grid, origin: tuple, to: tuple):
+def test_every_layout_reads_each_bit_trains_on_as_if_uninterrupted_and_says_what_begins_anew(
+    grid: Grid, origin: tuple, to: tuple
+):
+    found = grid.read(origin, to)
+    assert found["whole"] == grid.written(origin)
+    assert sum(".exp_avg_sq" in key for key in found["whole"]) > 10
+    assert found["losses"] == pytest.approx(uninterrupted()[BEFORE:], rel=ROUNDING)
     seeded = "note: random generators are seeded anew: the checkpoint has no states of this layout"
     data = {layout: layout[1] * layout[2] for layout in (origin, to)}
-    assert (seeded in grid.read(origin, to)["lines"]) == ((data[origin], origin[0]) != (data[to], to[0]))
+    assert (seeded in found["lines"]) == ((data[origin], origin[0]) != (data[to], to[0]))
 
 
 @pytest.mark.parametrize("to", [(1, 3), slow((2, 2)), slow((1, 1))])

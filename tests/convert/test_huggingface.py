@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,14 +159,9 @@ def test_the_rotary_base_is_found_where_each_version_keeps_it(style: str, tmp_pa
 # fmt: off
 UNKNOWN = {
     "model_type": ("gpt2", {"model_type": "gemma"}, "model_type 'gemma' is not one that can be converted"),
-    "activation": ("gpt2", {"activation_function": "relu"}, "activation_function 'relu' is not supported"),
-    "scale": ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights False is not supported"),
     "inverse": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
-    "too large": ("gpt2", {"n_embd": 2 * 10**9}, "config.json describes no model: "),
-    "far too large": ("gpt2", {"n_embd": 4 * 10**18}, "n_embd 4000000000000000000 is larger than any model's"),
     "no layers": ("gpt2", {"n_layer": 0}, "n_layer 0 is not a positive integer"),
     "heads": ("gpt2", {"n_head": 5}, "--hidden-size 32 is not divisible by --num-attention-heads 5"),
-    "rope_scaling": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type 'linear'"),
     "rope_parameters": (
         "llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5}}, "rope_parameters.rope_type 'yarn'"
     ),
@@ -174,8 +170,6 @@ UNKNOWN = {
     ),
     "a factor below one": ("llama", {"rope_scaling": LLAMA3 | {"factor": 0.5}}, "--rope-scaling-factor 0.5"),
     "layers of their own": ("llama", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config"),
-    "act": ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported here (only silu, swish)"),
-    "bias": ("llama", {"attention_bias": True}, "attention_bias and mlp_bias differ"),
     "quantized": ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
     "number": ("llama", {"rms_norm_eps": "tiny"}, "rms_norm_eps 'tiny' is not a number"),
     "groups": ("llama", {"num_key_value_heads": 3}, "--num-attention-heads 4 is not divisible by --num-query-groups 3"),
@@ -193,51 +187,48 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"gpt2": save(make_gpt2(), home / "gpt2"), "llama": save(make_llama(), home / "llama")}
 
 
-@pytest.mark.parametrize("case", UNKNOWN)
-def test_what_we_do_not_have_is_refused_by_the_key_of_the_config(case: str, folders: dict[str, Path], tmp_path: Path):
-    kind, values, message = UNKNOWN[case]
-    for file in folders[kind].iterdir():
-        (tmp_path / file.name).symlink_to(file) if file.name != "config.json" else None
-    (tmp_path / "config.json").write_text((folders[kind] / "config.json").read_text())
-    edit_config(tmp_path, **values)
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        open_model(tmp_path)
-    assert "\n" not in str(caught.value)
+def test_what_we_do_not_have_is_refused_by_the_key_of_the_config(folders: dict[str, Path], tmp_path: Path):
+    for case, (kind, values, message) in UNKNOWN.items():
+        folder = shutil.copytree(folders[kind], tmp_path / case)
+        edit_config(folder, **values)
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
+            open_model(folder)
+        assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("file", ["..", ".", "", "../model.safetensors", "/model.safetensors"])
-def test_an_index_that_names_what_is_outside_its_folder_is_refused(file: str, folders: dict[str, Path], tmp_path: Path):
-    (tmp_path / "config.json").write_text((folders["gpt2"] / "config.json").read_text())
-    (tmp_path / huggingface.INDEX).write_text(json.dumps({"weight_map": {"wte.weight": file}}))
-    with pytest.raises(ValueError, match=re.escape(f"index.json names {file!r}, which is no file of this folder")):
-        open_model(tmp_path)
+def test_an_index_that_names_what_is_outside_its_folder_is_refused(folders: dict[str, Path], tmp_path: Path):
+    shutil.copy(folders["gpt2"] / "config.json", tmp_path)
+    for file in ("..", ".", "", "../model.safetensors", "/model.safetensors"):
+        (tmp_path / huggingface.INDEX).write_text(json.dumps({"weight_map": {"wte.weight": file}}))
+        with pytest.raises(ValueError, match=re.escape(f"index.json names {file!r}, which is no file of this folder")):
+            open_model(tmp_path)
 
 
 LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "disable_bias_linear": True}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"swiglu": True}, "GPT2LMHeadModel cannot hold a model with --swiglu"),
-        ({"disable_bias_linear": True}, "--disable-bias-linear"),
-        ({"normalization": "RMSNorm"}, "--normalization RMSNorm"),
-        ({"apply_layernorm_1p": True, "kv_channels": 4}, "--apply-layernorm-1p, --kv-channels 4"),
-        ({"group_query_attention": True, "num_query_groups": 2}, "--num-query-groups 2"),
-        ({"position_embedding_type": "none"}, "--position-embedding-type none"),
-        (LLAMA | {"rotary_percent": 0.5}, "LlamaForCausalLM cannot hold a model with --rotary-percent 0.5"),
-        (LLAMA | {"add_qkv_bias": True, "qk_layernorm": True}, "Qwen3ForCausalLM cannot hold .* --add-qkv-bias"),
-        (LLAMA | {"add_qkv_bias": True, "window_size": "3,0"}, "MistralForCausalLM cannot hold .* --add-qkv-bias"),
-        (LLAMA | {"qk_layernorm": True, "window_size": "3,0"}, "Qwen3ForCausalLM cannot hold .* --window-size 3,0"),
-        (LLAMA | {"qk_layernorm": True, "disable_bias_linear": False}, "with --no-disable-bias-linear"),
-        ({"qk_layernorm": True, "window_size": "3,0"}, "GPT2LMHeadModel .* --qk-layernorm, --window-size 3,0"),
-        (LLAMA | {"swiglu": False, "normalization": "LayerNorm"}, "--normalization LayerNorm, --no-swiglu"),
-    ],
-)
-def test_what_they_do_not_have_is_refused_by_its_flags(changes: dict[str, Any], message: str):
-    config = GPTConfig(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=8, **changes)
-    with pytest.raises(ValueError, match=message):
-        choose_architecture(config)
+NOT_THERE: list[tuple[dict[str, Any], str]] = [
+    ({"swiglu": True}, "GPT2LMHeadModel cannot hold a model with --swiglu"),
+    ({"disable_bias_linear": True}, "--disable-bias-linear"),
+    ({"normalization": "RMSNorm"}, "--normalization RMSNorm"),
+    ({"apply_layernorm_1p": True, "kv_channels": 4}, "--apply-layernorm-1p, --kv-channels 4"),
+    ({"group_query_attention": True, "num_query_groups": 2}, "--num-query-groups 2"),
+    ({"position_embedding_type": "none"}, "--position-embedding-type none"),
+    (LLAMA | {"rotary_percent": 0.5}, "LlamaForCausalLM cannot hold a model with --rotary-percent 0.5"),
+    (LLAMA | {"add_qkv_bias": True, "qk_layernorm": True}, "Qwen3ForCausalLM cannot hold .* --add-qkv-bias"),
+    (LLAMA | {"add_qkv_bias": True, "window_size": "3,0"}, "MistralForCausalLM cannot hold .* --add-qkv-bias"),
+    (LLAMA | {"qk_layernorm": True, "window_size": "3,0"}, "Qwen3ForCausalLM cannot hold .* --window-size 3,0"),
+    (LLAMA | {"qk_layernorm": True, "disable_bias_linear": False}, "with --no-disable-bias-linear"),
+    ({"qk_layernorm": True, "window_size": "3,0"}, "GPT2LMHeadModel .* --qk-layernorm, --window-size 3,0"),
+    (LLAMA | {"swiglu": False, "normalization": "LayerNorm"}, "--normalization LayerNorm, --no-swiglu"),
+]
+
+
+def test_what_they_do_not_have_is_refused_by_its_flags():
+    for changes, message in NOT_THERE:
+        config = GPTConfig(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=8, **changes)
+        with pytest.raises(ValueError, match=message):
+            choose_architecture(config)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])

@@ -17,8 +17,9 @@ from megazpp.convert.model import (
 )
 
 
-@pytest.mark.parametrize(("groups", "queries", "size"), [(1, 1, 1), (3, 1, 2), (2, 3, 5), (1, 7, 3)])
-@pytest.mark.parametrize("rest", [(), (4,)])
+@pytest.mark.parametrize(
+    ("groups", "queries", "size", "rest"), [(1, 1, 1, (4,)), (3, 1, 2, ()), (2, 3, 5, (4,)), (1, 7, 3, (4,))]
+)
 def test_queries_keys_and_values_are_fused_group_by_group(groups: int, queries: int, size: int, rest: tuple[int, ...]):
     heads = [groups * queries, groups, groups]
     parts = [torch.randn(count * size, *rest) for count in heads]
