@@ -7,7 +7,7 @@
 | qwen3      | normalised queries and keys; no biases            | --qk-layernorm                            |
 
 Without a window a Mistral is a Llama, and becomes one. A relative that differs in these ways alone is one more entry
-of `VARIANTS` and one more case of `huggingface.choose_architecture`.
+of `DIFFERENCES` and one more case of `huggingface.choose_architecture`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LLAMA3 = {
 }
 
 
-class Variant(NamedTuple):
+class Relative(NamedTuple):
     """A model_type.
 
     Attributes:
@@ -49,22 +49,22 @@ class Variant(NamedTuple):
     window_switch: str | None = "use_sliding_window"
 
 
-VARIANTS = {
-    "llama": Variant("LlamaForCausalLM", required=(), linear_bias=True, window_switch="sliding_window"),
-    "mistral": Variant("MistralForCausalLM", window_switch=None),
-    "qwen2": Variant("Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": Variant("Qwen3ForCausalLM", required=(*Variant("").required, "head_dim"), qk_norm=True),
+DIFFERENCES = {
+    "llama": Relative("LlamaForCausalLM", required=(), linear_bias=True, window_switch="sliding_window"),
+    "mistral": Relative("MistralForCausalLM", window_switch=None),
+    "qwen2": Relative("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Relative("Qwen3ForCausalLM", required=(*Relative("").required, "head_dim"), qk_norm=True),
 }
 
 
-def read(settings: Settings, *, variant: Variant) -> dict[str, Any]:
+def read(settings: Settings, *, relative: Relative) -> dict[str, Any]:
     """Fields of GPTConfig; a key that config.json leaves out has transformers' value, or is an error."""
 
     def count(key: str, default: int) -> int:
-        return settings.count(key, None if key in variant.required else default)
+        return settings.count(key, None if key in relative.required else default)
 
     settings.only("hidden_act", "silu", "swish")
-    windows = variant.window_switch is None
+    windows = relative.window_switch is None
     settings.each("layer_types", *(() if windows else ("full_attention",)))  # a Mistral with any is a Ministral
     hidden, heads = settings.count("hidden_size"), settings.count("num_attention_heads")
     groups, head_size = count("num_key_value_heads", heads), count("head_dim", max(hidden // heads, 1))
@@ -80,23 +80,23 @@ def read(settings: Settings, *, variant: Variant) -> dict[str, Any]:
         "max_position_embeddings": positions,
         "position_embedding_type": "rope",
         **_read_rotary(settings, positions),
-        "window_size": _read_window(settings, variant),
+        "window_size": _read_window(settings, relative),
         "normalization": "RMSNorm",
         "norm_epsilon": settings.positive("rms_norm_eps", 1e-6),
-        "qk_layernorm": variant.qk_norm,
+        "qk_layernorm": relative.qk_norm,
         "swiglu": True,
         "untie_embeddings_and_output_weights": not settings.truth("tie_word_embeddings", False),
-        "disable_bias_linear": not _read_bias(settings, variant),
-        "add_qkv_bias": variant.qkv_bias,
+        "disable_bias_linear": not _read_bias(settings, relative),
+        "add_qkv_bias": relative.qkv_bias,
         "init_method_std": settings.number("initializer_range", 0.02),
         "hidden_dropout": 0.0,
         "attention_dropout": settings.number("attention_dropout", 0.0),
     }
 
 
-def _read_bias(settings: Settings, variant: Variant) -> bool:
+def _read_bias(settings: Settings, relative: Relative) -> bool:
     """Return whether all linear layers have biases."""
-    if not variant.linear_bias:
+    if not relative.linear_bias:
         settings.absent("attention_bias", "mlp_bias")
         return False
     bias = settings.truth("attention_bias", False)
@@ -105,11 +105,11 @@ def _read_bias(settings: Settings, variant: Variant) -> bool:
     return bias
 
 
-def _read_window(settings: Settings, variant: Variant) -> str | None:
+def _read_window(settings: Settings, relative: Relative) -> str | None:
     """Return --window-size: `sliding_window` counts the token itself, is 4096 if it is missing, and null is none."""
-    if variant.window_switch is None:
+    if relative.window_switch is None:
         return None if settings.is_null("sliding_window") else f"{settings.count('sliding_window', 4096) - 1},0"
-    settings.absent(variant.window_switch)
+    settings.absent(relative.window_switch)
     return None
 
 
@@ -131,11 +131,11 @@ def _read_rotary(settings: Settings, positions: int) -> dict[str, Any]:
     return {"rotary_base": base, "use_rope_scaling": True, "rope_scaling_factor": factor}
 
 
-def write(config: GPTConfig, *, variant: Variant) -> dict[str, Any]:
+def write(config: GPTConfig, *, relative: Relative) -> dict[str, Any]:
     """config.json without the vocabulary."""
-    windows = variant.window_switch is None
+    windows = relative.window_switch is None
     refuse(
-        variant.class_name,
+        relative.class_name,
         {
             f"--position-embedding-type {config.positions}": config.positions != "rope",
             f"--rotary-percent {config.rotary_percent}": config.rotary_percent != 1.0,
@@ -143,9 +143,9 @@ def write(config: GPTConfig, *, variant: Variant) -> dict[str, Any]:
             "--apply-layernorm-1p": config.apply_layernorm_1p,
             "--no-swiglu": not config.swiglu,
             f"--window-size {config.window_size}": config.window is not None and not windows,
-            "--qk-layernorm": config.qk_layernorm and not variant.qk_norm,
-            "--no-disable-bias-linear": config.linear_bias and not variant.linear_bias,
-            "--add-qkv-bias": config.qkv_bias and not config.linear_bias and not variant.qkv_bias,
+            "--qk-layernorm": config.qk_layernorm and not relative.qk_norm,
+            "--no-disable-bias-linear": config.linear_bias and not relative.linear_bias,
+            "--add-qkv-bias": config.qkv_bias and not config.linear_bias and not relative.qkv_bias,
         },
     )
     scaling = {"rope_type": "llama3", "factor": config.rope_scaling, **_LLAMA3}
@@ -164,7 +164,7 @@ def write(config: GPTConfig, *, variant: Variant) -> dict[str, Any]:
         "tie_word_embeddings": config.tied,
         "initializer_range": config.init_method_std,
         "attention_dropout": config.attention_dropout,
-        **({"attention_bias": config.linear_bias, "mlp_bias": config.linear_bias} if variant.linear_bias else {}),
+        **({"attention_bias": config.linear_bias, "mlp_bias": config.linear_bias} if relative.linear_bias else {}),
         **({"sliding_window": config.window} if windows else {}),
     }
 
@@ -200,11 +200,11 @@ def their_name(name: str) -> str | None:
 RELATIVES = {
     kind: Architecture(
         model_type=kind,
-        class_name=variant.class_name,
-        read=functools.partial(read, variant=variant),
-        write=functools.partial(write, variant=variant),
+        class_name=relative.class_name,
+        read=functools.partial(read, relative=relative),
+        write=functools.partial(write, relative=relative),
         pieces=pieces,
         their_name=their_name,
     )
-    for kind, variant in VARIANTS.items()
+    for kind, relative in DIFFERENCES.items()
 }
