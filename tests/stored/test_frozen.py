@@ -9,7 +9,7 @@ import torch
 from helpers.ranks import ranks
 from helpers.stream_races import simulated_streams
 from helpers.tiers import slow
-from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks
+from helpers.training import CPU, LLAMA_STYLE, Case, build_on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -356,8 +356,7 @@ def train_adapted(zero: ZeroConfig, freezes: bool, nodes: int) -> tuple[dict[str
     return found, dims.counter.sent_bytes("cross")
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("zero", [ZeroConfig(), slow(ZeroConfig(zeropp=True))], ids=["ZeRO-3", "ZeRO++"])
+@pytest.mark.parametrize(("zero", "nodes"), [(ZeroConfig(), 2), slow(ZeroConfig(zeropp=True), 2)], ids=["", "++"])
 def test_trained_weights_beside_frozen_ones_become_the_same_as_beside_weights_without_gradients(
     zero: ZeroConfig, nodes: int
 ):
@@ -374,19 +373,12 @@ def test_trained_weights_beside_frozen_ones_become_the_same_as_beside_weights_wi
             assert all(torch.equal(weight, parameters[name]) for name, weight in units.items())
 
 
-def race(zero: ZeroConfig) -> list[str]:
-    with simulated_streams() as streams:
-        train_adapted(zero, True, 2)
-    return streams.found
-
-
 def race_alone(bits: Bits | None, breakage: str = "") -> list[str]:
-    """A frozen model forward and backward, in inference mode, kept for a while, and again."""
+    """The races of a frozen model forward and backward, in inference mode, kept for a while, and again."""
     with simulated_streams() as streams, pytest.MonkeyPatch.context() as patch:
         if breakage:
             break_something(breakage, patch)
-        dims = make_dims(2)
-        model, frozen = frozen_stack(frozen_axis(dims), bits=bits)
+        model, frozen = frozen_stack(frozen_axis(make_dims(2)), bits=bits)
         for _ in range(3):
             model(torch.ones(2, WIDTH).requires_grad_()).sum().backward()
             with torch.inference_mode(), frozen.kept_gathered():
@@ -395,9 +387,14 @@ def race_alone(bits: Bits | None, breakage: str = "") -> list[str]:
     return streams.found
 
 
-@pytest.mark.parametrize("bits", [None, slow(8)], ids=["16", "8"])
-def test_nothing_races_in_a_frozen_model(bits: Bits | None):
-    assert ranks(4).run(race_alone, bits) == [[]] * 4
+def race_beside_training(zero: ZeroConfig) -> list[str]:
+    with simulated_streams() as streams:
+        train_adapted(zero, True, 2)
+    return streams.found
+
+
+def test_nothing_races_in_a_frozen_model():
+    assert ranks(4).run(race_alone, 8) == [[]] * 4
 
 
 @pytest.mark.parametrize("breakage", ["waiting for a work does not wait", slow("a queue does not wait for its caller")])
@@ -406,18 +403,5 @@ def test_what_is_broken_is_found(breakage: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [ZeroConfig(), ZeroConfig(zeropp=True)], ids=["ZeRO-3", "ZeRO++"])
-def test_nothing_races_beside_the_training(zero: ZeroConfig):
-    assert ranks(4).run(race, zero) == [[]] * 4
-
-
-def test_gpt_layers_of_both_styles_have_weights_on_leaves():
-    """Where `freeze` replaces them: no module reads its parameters as a list."""
-    for config in (GPT2_STYLE, LLAMA_STYLE):
-        with torch.device("meta"):
-            model = GPTModel(config, vocab_size=101, tp=MeshAxis("tp"))
-        shapes = {name: p.shape for name, p in model.named_parameters()}
-        freeze(
-            model, model.sharding_units(), MeshAxis("frozen"), lambda n, rows, s=shapes: torch.zeros(s[n]), device=CPU
-        )
-        assert model(torch.zeros(1, 4, dtype=torch.int64)).shape[:2] == (1, 4)
+def test_nothing_races_beside_the_training():
+    assert ranks(4).run(race_beside_training, ZeroConfig(zeropp=True)) == [[]] * 4
