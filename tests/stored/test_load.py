@@ -1,8 +1,10 @@
-"""A model of frozen weights out of a checkpoint computes what the model that was saved does, on any layout."""
+"""Models of stored weights out of a checkpoint compute what was saved, wherever the weights lie, on any layout."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,121 +14,352 @@ import torch
 from helpers.checkpoints import Job, frozen_place, run
 from helpers.ranks import ranks
 from helpers.tiers import slow
-from helpers.training import LLAMA_STYLE, Case, build_on_ranks, spec_of
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, dims_on_ranks, spec_of
 
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.read import find_weights, load_weights
+from megazpp.checkpoint.read import LoadSource, find_weights, load_weights
+from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.safe_reader import SafeReader
-from megazpp.parallel.dims import ParallelDims
-from megazpp.stored.freeze import FrozenBytes, frozen_bytes
-from megazpp.stored.frozen import FrozenUnits
-from megazpp.stored.load import load_frozen_model
-from megazpp.stored.packed import Bits
+from megazpp.inference.generate import generate
+from megazpp.inference.sample import SampleConfig
+from megazpp.planner.trace import FORWARD, TraceRecorder
+from megazpp.stored import store
+from megazpp.stored.freeze import frozen_bytes
+from megazpp.stored.load import WeightsConfig, load_frozen_model, load_streamed_model, pack_where_they_stay
+from megazpp.stored.streamed import FetchedMessages, Speed, StreamedUnits, plan_stream
+from megazpp.zero.precision import PrecisionConfig
 
 # 101 rows of the vocabulary are padded to a multiple of 8 with one tp rank, and of 16 with two
-SAVED = Case(model=LLAMA_STYLE, tp=2, sequence_parallel=True)
-OTHER = dataclasses.replace(SAVED, tp=1, sequence_parallel=False, seed=99)
+SAVED = Case(model=dataclasses.replace(LLAMA_STYLE, init_method_std=0.5), tp=2)
+TIED = Case(model=dataclasses.replace(GPT2_STYLE, init_method_std=0.5))
+ALONE = dataclasses.replace(SAVED, tp=1, seed=99)
+BF16 = PrecisionConfig(bf16=True)
+PROMPTS = ((5, 1, 100), (7,), (2, 3, 5, 7, 11, 13))
+GREEDY = SampleConfig(sample_tokens=8, sample_temperature=0.0)
 
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Checkpoints of iterations 1 and 2, written by 4 ranks."""
+    """Checkpoints of iterations 1 and 2."""
     folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
     ranks(4).run(run, Job(case=SAVED, steps=2, flags={"save": folder, "save_interval": 1}))
     return folder
 
 
-def compare(
-    case: Case, load: str, bits: Bits | None = None, step: int | None = None, vocab_size: int = 101
-) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
+    ranks(1).run(run, Job(case=TIED, steps=1, flags={"save": folder}))
+    return folder
+
+
+def found(load: str, step: int | None = None) -> tuple[LoadSource, RunRecord]:
+    return find_weights(CheckpointFolder(load, "--load"), step)
+
+
+# ---- frozen units -------------------------------------------------------------------------------------------------
+
+
+def load_frozen(case: Case, load: str, step: int | None = None, vocab_size: int = 101) -> tuple[str, int]:
+    """The checksum of the weights, and the elements that this rank reads of them."""
     model, sharding, dims = build_on_ranks(case)
-    source, record = find_weights(CheckpointFolder(load, "--load"), step)
-    load_weights(model, sharding, dims, source, record, vocab_size=101, say=lambda line: None)
-    read: list[int] = []
+    load_weights(model, sharding, dims, *found(load, step), vocab_size=101, say=lambda line: None)
+    read, original, batch = [], SafeReader.read_box, case.batch(0, dims.data_rank, 1)
+
+    def counted(reader: SafeReader, key: str, offsets: tuple[int, ...], box: torch.Tensor) -> None:
+        read.append(box.numel())
+        original(reader, key, offsets, box)
+
     with pytest.MonkeyPatch.context() as patch:
-        original = SafeReader.read_box
-
-        def counted(reader: SafeReader, key: str, offsets: tuple[int, ...], box: torch.Tensor) -> None:
-            read.append(box.numel())
-            original(reader, key, offsets, box)
-
         patch.setattr(SafeReader, "read_box", counted)
         spec = dataclasses.replace(spec_of(case), vocab_size=vocab_size)
-        frozen = load_frozen_model(spec, frozen_place(dims), source, record, bits=bits)
-    batch = case.batch(0, dims.data_rank, 1)
+        frozen = load_frozen_model(spec, frozen_place(dims), *found(load, step))
     with torch.no_grad():
-        expected, found = (m.eval()(batch.tokens, batch.labels) for m in (model, frozen.model))
-    return {
-        "equal": torch.equal(expected, found),
-        "difference": float((expected - found).abs().max()),
-        "checksum": frozen.checksum,
-        "kept": frozen.units.kept_bytes,
-        "planned": sum(planned.kept for planned in plan_units(frozen.units, dims, bits)),
-        "elements": sum(read),
-        "whole": sum(p.numel() for p in model.parameters()),
-        "cross": dims.counter.sent_bytes("cross"),
-    }
+        expected, losses = (m.eval()(batch.tokens, batch.labels) for m in (model, frozen.model))
 
-
-def plan_units(units: FrozenUnits, dims: ParallelDims, bits: Bits | None) -> list[FrozenBytes]:
-    shapes = [{weight.placed.name: tuple(weight.weight.shape) for weight in unit.weights} for unit in units.units]
-    return [frozen_bytes(each, dims.local.size, torch.float32, bits) for each in shapes]
+    assert torch.equal(losses, expected)
+    shapes = [{w.placed.name: tuple(w.weight.shape) for w in unit.weights} for unit in frozen.units.units]
+    planned = [frozen_bytes(each, dims.local.size, torch.float32) for each in shapes]
+    assert frozen.units.kept_bytes == sum(each.kept for each in planned)
+    parts = dims.local.size * case.tp
+    assert sum(read) < sum(p.numel() for p in model.parameters()) / parts * 1.2  # norms are whole on each tp rank
+    return frozen.checksum, sum(read)
 
 
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (4, {"tp": 2, "nodes": 1, "sequence_parallel": True}),
-        (4, {"tp": 1, "nodes": 2}),
-        slow(1, {}),
+        (4, {"tp": 2, "sequence_parallel": True}),
+        (4, {"nodes": 2}),
         slow(4, {"tp": 4}),
-        slow(2, {"tp": 1, "nodes": 2}),
+        slow(2, {"nodes": 2}),
     ],
-    ids=["tp", "nodes", "one", "tp4", "nodes of one"],
+    ids=["tp", "nodes", "tp4", "nodes of one"],
 )
 def test_every_layout_reads_each_weight_once_per_node_and_computes_the_same_bits(
     load: str, world: int, layout: dict[str, Any]
 ):
-    case = dataclasses.replace(OTHER, **layout)
-    found = ranks(world).run(compare, case, load)
-    (alone,) = ranks(1).run(compare, OTHER, load)
-    assert all(result["equal"] for result in found)
-    assert {result["checksum"] for result in found} == {alone["checksum"]}
-    local = world // case.nodes // case.tp
-    assert sum(result["elements"] for result in found) >= case.nodes * alone["elements"]
-    for result in found:
-        assert result["kept"] == result["planned"]
-        assert result["elements"] < result["whole"] / local / case.tp * 1.2  # norms are whole on each tp rank
+    case = dataclasses.replace(ALONE, **layout)
+    ((checksum, elements),) = ranks(1).run(load_frozen, ALONE, load)
+    results = ranks(world).run(load_frozen, case, load)
+    assert {each for each, _ in results} == {checksum}
+    assert sum(read for _, read in results) >= case.nodes * elements
 
 
 def test_other_weights_have_another_checksum(load: str):
-    (first,), (second,) = (ranks(1).run(compare, OTHER, load, None, step) for step in (1, 2))
-    assert first["checksum"] != second["checksum"]
+    ((first, _),), ((second, _),) = (ranks(1).run(load_frozen, ALONE, load, step) for step in (1, 2))
+    assert first != second
 
 
-def test_in_8_bits_the_losses_are_close(load: str):
-    """int8 in blocks of 64: weights of std 0.02 to half a step of their block's largest over 127."""
-    for result in ranks(4).run(compare, OTHER, load, 8):
-        assert 0.0 < result["difference"] < 0.05
-        assert result["kept"] == result["planned"]
-
-
-def test_another_tokenizer_or_model_is_refused(load: str):
+def test_another_tokenizer_or_a_damaged_file_is_refused(load: str, tmp_path: Path):
     with pytest.raises(AssertionError, match=r"the tokenizer has 100 tokens, that of .* had 101"):
-        ranks(1).run(compare, OTHER, load, None, None, 100)
-
-
-def test_a_damaged_file_is_named(load: str, tmp_path: Path):
+        ranks(1).run(load_frozen, ALONE, load, None, 100)
     shutil.copytree(load, tmp_path / "copy")
     (path,) = (tmp_path / "copy/iter_0000002").glob("__0_*.distcp")
-    values = bytearray(path.read_bytes())
-    values[len(values) // 2] ^= 1
-    path.write_bytes(values)
+    flip(path, 0.5)
     with pytest.raises(AssertionError, match=path.name):
-        ranks(1).run(damaged, str(tmp_path / "copy"))
+        ranks(1).run(stream, ALONE, str(tmp_path / "copy"), WeightsConfig(weight_bits=8))
 
 
-def damaged(load: str) -> None:
-    _, _, dims = build_on_ranks(OTHER)
-    source, record = find_weights(CheckpointFolder(load, "--load"), None)
-    load_frozen_model(spec_of(OTHER), frozen_place(dims), source, record)
+# ---- layers that stream ------------------------------------------------------------------------------------------
+
+
+def stream(case: Case, load: str, config: WeightsConfig, step: int | None = None) -> dict[str, Any]:
+    """What one rank's streamed model generates, its losses, what it fetched, and the lines it says."""
+    dims = dims_on_ranks(case)
+    lines: list[str] = []
+    model, units = load_streamed_model(config, spec_of(case), frozen_place(dims, lines.append), *found(load, step))
+    speed, before = Speed(units), units.passes
+    generated = generate(model, units, dims, PROMPTS, GREEDY, max_length=16, seed=1)
+    passes, batch = units.passes - before, case.batch(0, 0, 2)
+    lines.append(speed.reached(24))
+    with torch.no_grad():
+        losses = model.eval()(batch.tokens, batch.labels)
+    return {
+        "tokens": generated.tokens,
+        "losses": losses,
+        "passes": passes,
+        "lines": lines,
+        "cross": dims.counter.sent_bytes("cross"),
+        "local": dims.counter.sent_bytes("local"),
+        "pass_bytes": units.plan.pass_bytes,
+        "device_bytes": (units.device_bytes, live_bytes(units)),
+    }
+
+
+def live_bytes(units: StreamedUnits) -> int:
+    """Of all storages that hold packed weights."""
+    messages = units._messages
+    held = messages._ring if isinstance(messages, FetchedMessages) else messages._messages
+    kept = [matrix.parts for matrix in units._kept]
+    storages = [tensor.untyped_storage() for tensor in (*held, *units._gathered, *kept)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def resident(case: Case, load: str) -> tuple[list[list[int]], torch.Tensor]:
+    """What the shards of a training give."""
+    model, sharding, dims = build_on_ranks(case)
+    load_weights(model, sharding, dims, *found(load), vocab_size=101, say=lambda line: None)
+    tokens = generate(model, sharding, dims, PROMPTS, GREEDY, max_length=16, seed=1).tokens
+    batch = case.batch(0, 0, 2)
+    with torch.no_grad():
+        return tokens, model.eval()(batch.tokens, batch.labels)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "bits"),
+    [
+        (1, {}, None),
+        (2, {"tp": 2}, 8),
+        (4, {"nodes": 2}, None),
+        slow(2, {"nodes": 1}, 16),
+        slow(4, {"nodes": 2, "tp": 2}, 4),
+    ],
+)
+def test_from_disk_come_the_same_tokens_and_losses_as_from_memory_on_every_layout(
+    load: str, tmp_path: Path, world: int, layout: dict[str, Any], bits: Any
+):
+    case, folder = dataclasses.replace(ALONE, **layout), str(tmp_path)
+    on_disk = WeightsConfig(weights_on="disk", weight_bits=bits, weight_store=folder, prefetch_layers=0)
+    configs = [WeightsConfig(weight_bits=bits), WeightsConfig(weights_on="host", weight_bits=bits)]
+    configs += [on_disk, dataclasses.replace(on_disk, prefetch_layers=5)]
+
+    device, *others = (ranks(world).run(stream, case, load, config) for config in configs)
+
+    for results in (device, *others):
+        for expected, one in zip(device, results, strict=True):
+            assert one["tokens"] == device[0]["tokens"]
+            assert torch.equal(one["losses"], expected["losses"])
+            assert one["cross"] == 0
+            assert (one["local"] > 0) == (world // case.nodes // case.tp > 1)
+            assert one["passes"] == GREEDY.sample_tokens
+            assert one["device_bytes"][0] == one["device_bytes"][1]
+    assert [" wrote " in "".join(results[0]["lines"]) for results in others] == [False, True, False]
+    assert len([*Path(folder).glob("*.weights")]) == world // case.nodes
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_while_it_loads_a_model_is_never_in_memory_twice(pin: bool, monkeypatch: pytest.MonkeyPatch):
+    """Live bytes: messages where they stay (on a device: without memory, but counted), one more, and its pieces."""
+    empty, calls = torch.empty, []
+
+    def without_pinning(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        calls.append(pin_memory)
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", without_pinning)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, device="meta") for _ in range(64)))
+    plan = plan_stream(model, list(model), 1, 8, torch.bfloat16)
+
+    def load(name: str, rows: slice) -> torch.Tensor:
+        return torch.zeros(model.get_parameter(name)[rows].shape)
+
+    with TraceRecorder() as recorder:
+        place = torch.device("cpu" if pin else "meta")
+        found = pack_where_they_stay(plan, load, 0, place, pin=pin)
+    total = sum(len(message) for message in found)
+    assert total == plan.pass_bytes + plan.kept.num_bytes > 2e6
+    assert recorder.segments[FORWARD, 0].peak < 1.15 * total
+    assert sum(calls) == (64 if pin else 0)
+
+
+@pytest.mark.parametrize(("bits", "tolerance"), [(16, 0.1), (8, 0.3), (4, 3.0)])
+def test_the_losses_are_those_of_the_checkpoint_but_for_the_rounding_of_weights(
+    tied: str, load: str, bits: Any, tolerance: float
+):
+    """Weights of std 0.5 in a model of three small layers: the loss moves with the relative error of the weights."""
+    for case, folder in ((TIED, tied), (ALONE, load)):
+        ((_, expected),) = ranks(1).run(resident, case, folder)
+        (one,) = ranks(1).run(stream, case, folder, WeightsConfig(weights_on="host", weight_bits=bits))
+        assert 0.0 < float((one["losses"] - expected).abs().mean()) < tolerance
+        assert " bits (rounded: tokens may differ) from host; " in one["lines"][-2]
+
+
+def test_without_a_number_of_bits_the_tokens_and_losses_are_the_checkpoint_s_own(tied: str, load: str):
+    for case, folder in ((TIED, tied), (ALONE, load), (dataclasses.replace(ALONE, precision=BF16), load)):
+        ((tokens, expected),) = ranks(1).run(resident, case, folder)
+        (one,) = ranks(1).run(stream, case, folder, WeightsConfig(weights_on="host"))
+        assert one["tokens"] == tokens
+        assert torch.equal(one["losses"], expected)
+        assert f" weights: {16 if case.precision is BF16 else 32} bits from host; " in one["lines"][-2]
+
+
+def interrupted(load: str, config: WeightsConfig) -> bool:
+    """Whether the losses are the same after a forward that an exception has left."""
+    dims = dims_on_ranks(ALONE)
+    model, _ = load_streamed_model(config, spec_of(ALONE), frozen_place(dims), *found(load))
+    batch, losses = ALONE.batch(0, 0, 2), []
+    model.eval()
+
+    def leave(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        for _ in range(3):
+            losses.append(model(batch.tokens, batch.labels))
+            hook = model.layers[1].mlp.register_forward_pre_hook(leave)
+            with pytest.raises(KeyboardInterrupt):
+                model(batch.tokens, batch.labels)
+            hook.remove()
+            losses.append(model(batch.tokens, batch.labels))
+    return all(torch.equal(each, losses[0]) for each in losses)
+
+
+def test_a_forward_that_was_left_does_not_mix_up_layers(load: str, tmp_path: Path):
+    for world, ahead in ((1, 0), (1, 1), (2, 2)):
+        assert all(ranks(world).run(interrupted, load, disk(tmp_path, prefetch_layers=ahead)))
+
+
+# ---- the store ---------------------------------------------------------------------------------------------------
+
+
+def disk(store: Path, **options: Any) -> WeightsConfig:
+    return WeightsConfig(weights_on="disk", weight_bits=8, weight_store=str(store), **options)
+
+
+def writes(load: str, config: WeightsConfig) -> bool:
+    """Whether a run with this store writes it."""
+    (one,) = ranks(1).run(stream, ALONE, load, config)
+    assert f"8 passes fetched {8 * one['pass_bytes']} bytes" in one["lines"][-1]
+    return " wrote " in "".join(one["lines"])
+
+
+@pytest.fixture(scope="module")
+def written(load: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store's only file."""
+    folder = tmp_path_factory.mktemp("store")
+    assert writes(load, disk(folder))
+    (path,) = folder.glob("*.weights")
+    return path
+
+
+def flip(path: Path, place: float) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * place)] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path, place: float) -> None:
+    os.truncate(path, int(path.stat().st_size * place))
+
+
+def test_a_flipped_byte_or_a_cut_is_an_error_and_the_next_run_writes_the_store_anew(load: str, written: Path):
+    for damage, place in ((flip, 0.3), (flip, 0.7), (flip, 0.999), (cut, 0.0), (cut, 0.999)):
+        damage(written, place)
+        with pytest.raises(AssertionError, match=r"part0of1.weights is damaged: .* is removed, and the next run"):
+            ranks(1).run(stream, ALONE, load, disk(written.parent))
+        assert not written.exists()
+        assert writes(load, disk(written.parent))
+
+
+def test_the_store_of_another_checkpoint_or_of_other_bits_is_refused_and_stays(load: str, written: Path):
+    content = written.read_bytes()
+    with pytest.raises(AssertionError, match=r"is the store of other weights \(checkpoint: .*choose another"):
+        ranks(1).run(stream, ALONE, load, disk(written.parent), 1)
+    with pytest.raises(AssertionError, match=r"is the store of other weights \(bits: 8, not 4"):
+        ranks(1).run(stream, ALONE, load, dataclasses.replace(disk(written.parent), weight_bits=4))
+    assert written.read_bytes() == content
+
+
+def on_a_full_disk(case: Case, load: str, config: WeightsConfig) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, limits[1]))
+    try:
+        stream(case, load, config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_an_error_that_leaves_nothing_and_what_a_killed_writer_left_is_written_over(
+    load: str, tmp_path: Path
+):
+    with pytest.raises(AssertionError, match=r"needs 0.00 GB: File too large; nothing of it was kept"):
+        ranks(1).run(on_a_full_disk, ALONE, load, disk(tmp_path))
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    left = tmp_path / "tp0of1-part0of1.weights.unfinished"
+    left.write_bytes(b"x" * 10_000_000)
+    assert writes(load, disk(tmp_path))
+    assert not left.exists()
+    assert (tmp_path / "tp0of1-part0of1.weights").stat().st_size < 10_000_000
+
+
+def test_a_store_has_its_name_after_its_bytes_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, seen, sync = tmp_path / "a.weights", [], store.sync
+
+    def recorded(file: Any) -> None:
+        seen.append(path.exists())
+        sync(file)
+
+    monkeypatch.setattr(store, "sync", recorded)
+    store.write_store(path, {"of": 1}, [("one", 4096, [torch.arange(4096).to(torch.uint8)])])
+    assert seen == [False]
+    assert path.exists()
+
+
+def test_flags_that_contradict_each_other_are_refused():
+    for flags, message in (
+        ({"weight_store": "x"}, "--weight-store x needs --weights-on disk, not device"),
+        ({"weights_on": "disk", "prefetch_layers": -1}, "--prefetch-layers -1 is negative"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            WeightsConfig(**flags)
