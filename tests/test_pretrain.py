@@ -264,10 +264,10 @@ def test_wandb_records_offline_without_a_terminal_or_an_account_under_megatron_s
     run, _ = repeated
     (kept,) = offline_runs(run.folder)
     assert [row["_step"] for row in kept.history] == [1, 2, 3, 4, 5, 6]
-    names = {"lm loss", "grad-norm", "learning-rate", "batch-size", "loss-scale", "samples vs steps"}
+    names = {"train/loss", "train/grad_norm", "train/learning_rate", "train/batch_size", "train/loss_scale", "samples"}
     assert all(names <= set(row) for row in kept.history)
-    assert kept.history[5]["grad-norm"] == pytest.approx(run.losses("grad_norm")[-1])
-    assert [row["_step"] for row in kept.history if "lm loss validation" in row] == [4, 6]
+    assert kept.history[5]["train/grad_norm"] == pytest.approx(run.losses("grad_norm")[-1])
+    assert [row["_step"] for row in kept.history if "eval/loss" in row] == [4, 6]
     assert kept.config == json.loads((run.folder / "args.json").read_text()) | {"_wandb": kept.config["_wandb"]}
     assert list(kept.run.tags) == ["zero3", "2 nodes x 1 ranks"]
     assert kept.summary["final_loss"] == run.summary["final_loss"]

@@ -27,11 +27,10 @@ from megazpp.topology.layout import Layout
 from megazpp.training.metrics import IntervalRecord, StepRecord, perplexity
 from megazpp.training.run_folder import RunFolder, make_writable
 
-MEMORY_SCALARS = {  # Megatron's names
-    "mem-reserved-bytes": "reserved_bytes.all.current",
-    "mem-allocated-bytes": "allocated_bytes.all.current",
-    "mem-max-allocated-bytes": "allocated_bytes.all.peak",
-    "mem-allocated-count": "allocation.all.current",
+MEMORY_SCALARS = {
+    "mem/reserved": "reserved_bytes.all.current",
+    "mem/allocated": "allocated_bytes.all.current",
+    "mem/allocations": "allocation.all.current",
 }
 
 
@@ -65,7 +64,7 @@ class Sink(Protocol):
     name: str
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
-        """Record values under Megatron's names at an iteration."""
+        """Record values at an iteration."""
 
     def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
         """Record the results of the run at its last iteration."""
@@ -98,33 +97,44 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Record a step's scalars, every `--tensorboard-log-interval` iterations."""
         if not self.sinks or step.iteration % self.config.tensorboard_log_interval:
             return
-        scalars = {
-            "learning-rate": step.learning_rate,
-            "batch-size": step.global_batch_size,
-            "lm loss": step.loss,
-            "loss-scale": step.loss_scale,
+        found = {
+            "loss": step.loss,
+            "grad_norm": step.grad_norm,
+            "learning_rate": step.learning_rate,
+            "batch_size": step.global_batch_size,
+            "loss_scale": step.loss_scale,
+            "num_zeros": step.num_zeros,
+            "params_norm": step.params_norm,
             **step.metrics,
         }
-        optional = {"grad-norm": step.grad_norm, "num-zeros": step.num_zeros, "params-norm": step.params_norm}
-        scalars |= {name: value for name, value in optional.items() if value is not None}
+        scalars = {f"train/{name}": value for name, value in found.items() if value is not None}
         if self.device.type == "cuda":
             stats = torch.cuda.memory_stats(self.device)
             scalars |= {name: stats[key] for name, key in MEMORY_SCALARS.items()}
         self._write(scalars, step.iteration, step.consumed_samples)
 
     def interval(self, record: IntervalRecord) -> None:
-        """Record a log interval: metrics.jsonl, step time and throughput."""
+        """Record a log interval: metrics.jsonl, speed, memory, and bytes per node and step."""
         self._keep("metrics.jsonl", lambda: self.folder.append("metrics.jsonl", record.as_json()))
-        scalars = {"iteration-time": record.step_seconds, "throughput": record.flops_per_rank / TERA}
+        peak = record.shape.peak_flops
+        found = {
+            "perf/step_seconds": record.step_seconds,
+            "perf/tokens_per_s": record.tokens_per_second,
+            "perf/tflops": record.flops_per_rank / TERA,
+            "perf/mfu": None if peak is None else record.flops_per_rank / peak,
+            "mem/peak": record.peak_memory_bytes,
+            **{f"comm/{wire}_bytes": sent for wire, sent in record.sent_bytes._asdict().items()},
+        }
+        scalars = {name: value for name, value in found.items() if value is not None}
         self._write(scalars, record.last.iteration, record.last.consumed_samples)
 
     def validation(self, loss: float, *, iteration: int, consumed_samples: int, metric: str = "lm_loss") -> None:
         """Record a validation loss and its perplexity, or the value of another `metric`."""
         row = {"iteration": iteration, "consumed_samples": consumed_samples, metric: loss}
         self._keep("validation.jsonl", lambda: self.folder.append("validation.jsonl", row))
-        scalars = {f"{metric.replace('_', ' ')} validation": loss}
+        scalars = {f"eval/{metric.removeprefix('lm_')}": loss}
         if metric == "lm_loss":
-            scalars["lm loss validation ppl"] = perplexity(loss)
+            scalars["eval/perplexity"] = perplexity(loss)
         self._write(scalars, iteration, consumed_samples)
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -230,9 +240,11 @@ class WandbSink:
             print(f"wandb: recording offline, the server did not take the run: {error}", flush=True)
             wandb.teardown(exit_code=1)
             self._run = wandb.init(**settings, mode="offline")
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
-        self._run.log({**scalars, "samples vs steps": consumed_samples}, step=iteration)
+        self._run.log({**scalars, "iteration": iteration, "samples": consumed_samples}, step=iteration)
 
     def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
         self._run.summary.update(dict(values))

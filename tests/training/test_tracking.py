@@ -74,7 +74,13 @@ def tracker(tmp_path: Path, **flags: Any) -> tuple[Tracker, Recorder]:
 def test_a_step_is_written_under_megatrons_names(tmp_path: Path):
     track, sink = tracker(tmp_path)
     track.step(step(3))
-    expected = {"learning-rate": 0.1, "batch-size": 8, "lm loss": 4.0, "grad-norm": 1.0, "loss-scale": 1.0}
+    expected = {
+        "train/learning_rate": 0.1,
+        "train/batch_size": 8,
+        "train/loss": 4.0,
+        "train/grad_norm": 1.0,
+        "train/loss_scale": 1.0,
+    }
     assert sink.written == [(expected, 3, 24)]
 
 
@@ -82,10 +88,10 @@ def test_optional_scalars_are_written_where_there_are_any(tmp_path: Path):
     track, sink = tracker(tmp_path)
     track.step(step(1, num_zeros=3.0, params_norm=9.0, grad_norm=None))
     ((scalars, _, _),) = sink.written
-    assert {name: scalars.get(name) for name in ("num-zeros", "params-norm", "grad-norm")} == {
-        "num-zeros": 3.0,
-        "params-norm": 9.0,
-        "grad-norm": None,
+    assert {name: scalars.get(name) for name in ("train/num_zeros", "train/params_norm", "train/grad_norm")} == {
+        "train/num_zeros": 3.0,
+        "train/params_norm": 9.0,
+        "train/grad_norm": None,
     }
 
 
@@ -101,7 +107,11 @@ def test_an_interval_records_step_time_and_throughput(tmp_path: Path):
     meter = Meter(SHAPE)
     meter.add(step(2))
     track.interval(meter.interval())
-    assert sink.written == [({"iteration-time": 0.5, "throughput": pytest.approx(0.8)}, 2, 16)]
+    ((scalars, *where),) = sink.written
+    assert where == [2, 16]
+    assert scalars["perf/step_seconds"] == 0.5
+    assert scalars["perf/tflops"] == pytest.approx(0.8)
+    assert {"perf/tokens_per_s", "comm/cross_bytes", "comm/local_bytes"} <= scalars.keys()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["iteration"] == 2
 
@@ -109,7 +119,7 @@ def test_an_interval_records_step_time_and_throughput(tmp_path: Path):
 def test_validation_loss_and_perplexity(tmp_path: Path):
     track, sink = tracker(tmp_path)
     track.validation(0.0, iteration=5, consumed_samples=40)
-    assert sink.written == [({"lm loss validation": 0.0, "lm loss validation ppl": 1.0}, 5, 40)]
+    assert sink.written == [({"eval/loss": 0.0, "eval/perplexity": 1.0}, 5, 40)]
     (line,) = (tmp_path / "validation.jsonl").read_text().splitlines()
     assert json.loads(line) == {"iteration": 5, "consumed_samples": 40, "lm_loss": 0.0}
 

@@ -85,7 +85,7 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> list[OfflineRun]:
 def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_same_run(two_runs: list[OfflineRun]):
     assert [(r.run.run_id, r.run.display_name, r.run.project) for r in two_runs] == [("abcd1234", "n", "p")] * 2
     rows = [row for run in two_runs for row in run.history]
-    kept = [(row["_step"], row["lm loss"], row["samples vs steps"]) for row in rows]
+    kept = [(row["_step"], row["lm loss"], row["samples"]) for row in rows]
     assert kept == [(i, 10.0 / i, 8 * i) for i in (1, 2, 3, 4)]
 
 
