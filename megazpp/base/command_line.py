@@ -286,7 +286,7 @@ def sift_flags(
 
     Returns:
         Our flags; a line for each one that is ignored; one for each that is refused or neither `supported` nor
-        `known`, and where Megatron's are among them a table of all.
+        `known`, and where several of Megatron's are among them a table of all.
     """
     kept, ignored, notices, missing, problems = [], [], [], [], []
     for given in flags:
@@ -308,7 +308,7 @@ def sift_flags(
         else:
             notices.append(f"{given.origin}: {given.name} is ignored: {flag.reason}")
             ignored.append(given.name)
-    if missing:
+    if len(missing) > 1:  # a command line of Megatron's
         table = {"taken": [given.name for given in kept], "ignored": ignored, "not here, see above": missing}
         problems += [f"{verdict}: {' '.join(dict.fromkeys(names))}" for verdict, names in table.items() if names]
     return tuple(kept), tuple(notices), tuple(problems)
