@@ -283,14 +283,14 @@ def test_a_flag_that_asks_for_something_is_refused_in_one_line_with_the_reason()
 def test_all_mistakes_are_reported_together_and_a_megatron_line_ends_with_a_table() -> None:
     """Names, values and what a config refuses; each with its place."""
     parser = FlagParser([GPTConfig, CheckpointConfig], program="p", description="")
-    words = "--lr 1 --num-layers x --num-experts 8 --keep-last 3 --DDP-impl local --checkpoint-activations --hidden-size 12"
+    words = "--lr 1 --num-layers x --num-experts 8 --keep-last 3 --DDP-impl local --checkpoint-activations"
     with pytest.raises(ValueError, match="--lr is not a flag") as caught:
         parser.read(words.split(), Path(), KNOWN)
     assert [" ".join(line.split()[:5]) for line in str(caught.value).splitlines()] == [
         "command line: --lr is not",
         "command line: --num-experts is a",
         "command line: --checkpoint-activations is a",
-        "taken: --num-layers --keep-last --hidden-size",
+        "taken: --num-layers --keep-last",
         "ignored: --DDP-impl",
         "not here, see above: --num-experts",
         "command line: --num-layers: invalid int",
