@@ -12,7 +12,7 @@ from helpers.tiers import slow
 from helpers.training import CPU, LLAMA_STYLE, Case, build_on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from zero.test_streams import break_something
 
 from megazpp.model.gpt import GPTModel
@@ -128,8 +128,9 @@ class Stack(nn.Module):
         self.recompute = recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x))
+        for index, layer in enumerate(self.layers):
+            with set_checkpoint_early_stop(index == 0):  # else the recomputed forward is whole
+                x = torch.tanh(checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x))
         return x * self.scale
 
 

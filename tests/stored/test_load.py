@@ -143,6 +143,7 @@ def stream(case: Case, load: str, config: WeightsConfig, step: int | None = None
         "cross": dims.counter.sent_bytes("cross"),
         "local": dims.counter.sent_bytes("local"),
         "pass_bytes": units.plan.pass_bytes,
+        "fetched": getattr(units._messages, "fetched_bytes", None),
         "device_bytes": (units.device_bytes, live_bytes(units)),
     }
 
@@ -194,6 +195,8 @@ def test_from_disk_come_the_same_tokens_and_losses_as_from_memory_on_every_layou
             assert (one["local"] > 0) == (world // case.nodes // case.tp > 1)
             assert one["passes"] == GREEDY.sample_tokens
             assert one["device_bytes"][0] == one["device_bytes"][1]
+    for one in (*others[1], *others[2]):  # 8 tokens, the losses, and what was fetched ahead for another pass
+        assert 9 <= one["fetched"] / one["pass_bytes"] < 10
     assert [" wrote " in "".join(results[0]["lines"]) for results in others] == [False, True, False]
     assert len([*Path(folder).glob("*.weights")]) == world // case.nodes
 
