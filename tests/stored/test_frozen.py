@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.stream_races import simulated_streams
 from helpers.tiers import slow
-from helpers.training import CPU, LLAMA_STYLE, Case, build_on_ranks
+from helpers.training import CPU
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from zero.test_streams import break_something
 
-from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.stored.freeze import LoadRows, freeze, frozen_axis
@@ -40,82 +36,11 @@ def make_dims(nodes: int, *, tp: int = 1, threads: bool = True) -> ParallelDims:
     return ParallelDims(layout, device_type="cpu", threads=threads)
 
 
-# ---- a GPT, over tensor-parallel and data ranks ------------------------------------------------------------------
-
-
-def losses_and_gradient(model: GPTModel, case: Case, dims: ParallelDims) -> list[torch.Tensor]:
-    """Two batches' losses and the gradient of what comes out of the embedding, which nothing is trained below."""
-    found: list[torch.Tensor] = []
-
-    def cut(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        found.append(output.detach().requires_grad_())
-        return found[-1]
-
-    hook, size, results = model.embedding.register_forward_hook(cut), case.global_batch // dims.data_size, []
-    for step in range(2):
-        batch = case.batch(step, dims.data_rank * size, size)
-        losses = model(batch.tokens, batch.labels, position_ids=batch.position_ids)
-        losses.sum().backward()
-        results += [losses.detach(), found[-1].grad]
-    hook.remove()
-    return results
-
-
-def compare_gpt(case: Case) -> None:
-    model, _, dims = build_on_ranks(case)
-    weights = {name: tp_part(parameter) for name, parameter in model.named_parameters()}
-    expected = losses_and_gradient(model, case, dims)
-    with torch.device("meta"):
-        settings = {"tp": dims.tp, "sequence_parallel": case.sequence_parallel, "product": case.product}
-        twin = GPTModel(case.model, vocab_size=case.vocab_size, **settings)
-    axis, dtype = frozen_axis(dims), case.precision.param_dtype
-    before = {wire: dims.counter.sent_bytes(wire) for wire in ("local", "cross")}
-
-    frozen = freeze(twin, twin.sharding_units(), axis, rows_of(weights), device=CPU, dtype=dtype)
-    results = losses_and_gradient(twin, case, dims)
-
-    assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True))
-    assert list(twin.parameters()) == []
-    assert dims.counter.sent_bytes("cross") == before["cross"]
-    assert (dims.counter.sent_bytes("local") > before["local"]) == (axis.size > 1)
-    assert_freed(frozen)
-
-
-def tp_part(parameter: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded parameter, as far as tensor parallelism leaves it whole."""
-    assert isinstance(parameter, DTensor)
-    mesh, full = parameter.device_mesh, parameter.detach().full_tensor()
-    tp = mesh.mesh_dim_names.index("tp") if "tp" in mesh.mesh_dim_names else None
-    if tp is None or parameter.placements[tp].is_replicate():
-        return full
-    return full.chunk(mesh.size(tp), parameter.placements[tp].dim)[mesh.get_local_rank(tp)]
+WIDTH = 101  # divides nothing
 
 
 def assert_freed(frozen: FrozenUnits) -> None:
     assert all(unit.is_unpacked == (unit.message is None) for unit in frozen.units)
-
-
-@pytest.mark.parametrize(
-    ("world", "case"),
-    [
-        (4, {"nodes": 2, "model": LLAMA_STYLE, "precision": BF16}),
-        (4, {"nodes": 1, "tp": 2, "sequence_parallel": True}),
-        slow(8, {"nodes": 2, "tp": 2, "model": LLAMA_STYLE, "precision": BF16}),
-        slow(4, {"nodes": 2, "tp": 2, "model": LLAMA_STYLE, "float8": "hybrid"}),
-        slow(8, {"nodes": 2, "replicas": 2}),
-        slow(1, {}),
-    ],
-    ids=["llama-bf16", "tp-sequence", "tp-data-nodes", "float8", "copies", "one"],
-)
-def test_in_16_bits_every_bit_is_that_of_a_trained_model_whose_gradients_are_dropped(world: int, case: dict[str, Any]):
-    if "float8" in case:
-        pytest.importorskip("torchao")
-    ranks(world).run(compare_gpt, Case(**case))
-
-
-# ---- a stack of layers: what is kept, sent and freed --------------------------------------------------------------
-
-WIDTH = 101  # divides nothing
 
 
 class Stack(nn.Module):

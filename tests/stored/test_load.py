@@ -15,6 +15,7 @@ from helpers.checkpoints import Job, frozen_place, run
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, dims_on_ranks, spec_of
+from torch import nn
 
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, find_weights, load_weights
@@ -22,6 +23,8 @@ from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.inference.generate import generate
 from megazpp.inference.sample import SampleConfig
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.trace import FORWARD, TraceRecorder
 from megazpp.stored import store
 from megazpp.stored.freeze import frozen_bytes
@@ -60,11 +63,29 @@ def found(load: str, step: int | None = None) -> tuple[LoadSource, RunRecord]:
 # ---- frozen units -------------------------------------------------------------------------------------------------
 
 
+def losses_and_gradient(model: GPTModel, case: Case, dims: ParallelDims) -> list[torch.Tensor]:
+    """Two batches' losses and the gradient of what comes out of the embedding, which nothing is trained below."""
+    found: list[torch.Tensor] = []
+
+    def cut(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        found.append(output.detach().requires_grad_())
+        return found[-1]
+
+    hook, size, results = model.embedding.register_forward_hook(cut), case.global_batch // dims.data_size, []
+    for step in range(2):
+        batch = case.batch(step, dims.data_rank * size, size)
+        losses = model(batch.tokens, batch.labels, position_ids=batch.position_ids)
+        losses.sum().backward()
+        results += [losses.detach(), found[-1].grad]
+    hook.remove()
+    return results
+
+
 def load_frozen(case: Case, load: str, step: int | None = None, vocab_size: int = 101) -> tuple[str, int]:
     """The checksum of the weights, and the elements that this rank reads of them."""
     model, sharding, dims = build_on_ranks(case)
     load_weights(model, sharding, dims, *found(load, step), vocab_size=101, say=lambda line: None)
-    read, original, batch = [], SafeReader.read_box, case.batch(0, dims.data_rank, 1)
+    expected, read, original = losses_and_gradient(model, case, dims), [], SafeReader.read_box
 
     def counted(reader: SafeReader, key: str, offsets: tuple[int, ...], box: torch.Tensor) -> None:
         read.append(box.numel())
@@ -74,12 +95,15 @@ def load_frozen(case: Case, load: str, step: int | None = None, vocab_size: int 
         patch.setattr(SafeReader, "read_box", counted)
         spec = dataclasses.replace(spec_of(case), vocab_size=vocab_size)
         frozen = load_frozen_model(spec, frozen_place(dims), *found(load, step))
-    with torch.no_grad():
-        expected, losses = (m.eval()(batch.tokens, batch.labels) for m in (model, frozen.model))
+    before = {wire: dims.counter.sent_bytes(wire) for wire in ("local", "cross")}
+    results = losses_and_gradient(frozen.model, case, dims)
 
-    assert torch.equal(losses, expected)
+    assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True))
+    assert list(frozen.model.parameters()) == []
+    assert dims.counter.sent_bytes("cross") == before["cross"]
+    assert (dims.counter.sent_bytes("local") > before["local"]) == (dims.local.size > 1)
     shapes = [{w.placed.name: tuple(w.weight.shape) for w in unit.weights} for unit in frozen.units.units]
-    planned = [frozen_bytes(each, dims.local.size, torch.float32) for each in shapes]
+    planned = [frozen_bytes(each, dims.local.size, case.precision.param_dtype) for each in shapes]
     assert frozen.units.kept_bytes == sum(each.kept for each in planned)
     parts = dims.local.size * case.tp
     assert sum(read) < sum(p.numel() for p in model.parameters()) / parts * 1.2  # norms are whole on each tp rank
@@ -90,20 +114,29 @@ def load_frozen(case: Case, load: str, step: int | None = None, vocab_size: int 
     ("world", "layout"),
     [
         (4, {"tp": 2, "sequence_parallel": True}),
-        (4, {"nodes": 2}),
+        (4, {"nodes": 2, "precision": BF16}),
+        slow(8, {"nodes": 2, "tp": 2, "precision": BF16}),
+        slow(4, {"nodes": 2, "tp": 2, "float8": "hybrid"}),
+        slow(8, {"nodes": 2, "replicas": 2}),
         slow(4, {"tp": 4}),
         slow(2, {"nodes": 2}),
     ],
-    ids=["tp", "nodes", "tp4", "nodes of one"],
+    ids=["tp", "bf16", "tp-nodes", "float8", "copies", "tp4", "nodes of one"],
 )
-def test_every_layout_reads_each_weight_once_per_node_and_computes_the_same_bits(
+def test_every_layout_reads_each_weight_once_per_node_and_has_every_bit_of_a_trained_model_without_gradients(
     load: str, world: int, layout: dict[str, Any]
 ):
+    if "float8" in layout:
+        pytest.importorskip("torchao")
     case = dataclasses.replace(ALONE, **layout)
     ((checksum, elements),) = ranks(1).run(load_frozen, ALONE, load)
     results = ranks(world).run(load_frozen, case, load)
     assert {each for each, _ in results} == {checksum}
     assert sum(read for _, read in results) >= case.nodes * elements
+
+
+def test_so_has_a_model_with_biases_and_a_tied_embedding(tied: str):
+    ranks(2).run(load_frozen, dataclasses.replace(TIED, tp=2, sequence_parallel=True), tied)
 
 
 def test_other_weights_have_another_checksum(load: str):
