@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.checkpoints import Job, run
 from helpers.hf_models import (
     LLAMA3,
     SEQ,
@@ -39,6 +40,7 @@ from megazpp.checkpoint.record import read_record, shape_of
 from megazpp.convert import huggingface
 from megazpp.convert.convert import ConvertConfig, convert
 from megazpp.convert.huggingface import choose_architecture, open_model
+from megazpp.convert.native import open_checkpoint
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
@@ -128,6 +130,16 @@ def test_a_model_in_several_files_is_the_same_model(tmp_path: Path, monkeypatch:
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[key], found[key]) for key in expected)
     assert torch.equal(logits(back), logits(whole))  # through the index
+
+
+def test_the_padding_of_a_run_s_vocabulary_stays_behind(tmp_path: Path):
+    case = Case(tp=2)
+    ranks(2).run(run, Job(case=case, steps=1, flags={"save": str(tmp_path / "ours")}))
+    words = open_checkpoint(tmp_path / "ours", None)[0].tensors["embedding.word.weight"]
+    found = file_tensors(turn(tmp_path / "ours", tmp_path / "theirs"))["transformer.wte.weight"]
+    assert found.shape == words.shape == (case.vocab_size, case.model.hidden)
+    assert case.vocab_size % case.tp == 1  # so that the run had a row more
+    assert torch.equal(found, words.read())
 
 
 def test_the_first_gpt2_files_are_read_too(tmp_path: Path):

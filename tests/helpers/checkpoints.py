@@ -27,6 +27,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.stored.freeze import frozen_axis
 from megazpp.stored.load import FrozenPlace
+from megazpp.training.anomalies import LossHistory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,8 @@ class Attempt:
         self.lines: list[str] = []
         parts = (self.step.model, self.step.sharding, self.step.optimizer, self.step.scaler, self.dims)
         self.diloco = build_diloco(case, self.step, self.dims)
-        self.state = TrainState(*parts, seed=case.seed, diloco=self.diloco)
+        self.losses = LossHistory()
+        self.state = TrainState(*parts, seed=case.seed, guard=self.losses, diloco=self.diloco)
         self.checkpoints = Checkpoints(job.config, self.state, template(job), shared_axis(self.dims), self.lines.append)
 
     def load(self, *, restarted: bool = False) -> TrainingProgress:
@@ -77,6 +79,7 @@ class Attempt:
             batches = [case.batch(index, first, size) for first in firsts]
             result = self.step(batches, learning_rate=case.learning_rate, weight_decay=0.01)
             results.append((result.loss, result.grad_norm))
+            self.losses.losses.append(result.loss)
             if self.diloco is not None:
                 self.diloco.count(sum(batch.loss_mask.sum() for batch in batches) * self.dims.shard.size)
                 self.diloco.after_step(index + 1)
@@ -100,7 +103,7 @@ class Attempt:
         """What every bit of the state hashes to on this rank, and the next draw of every generator."""
         tensors = self.state.tensors(optimizer=True, rng=True)
         found = {key: digest(x.to_local() if isinstance(x, DTensor) else x) for key, x in tensors.items()}
-        return found | {"scale": str(self.step.scaler.state_dict())}
+        return found | {"scale": str(self.step.scaler.state_dict()), "losses": str(self.losses.state_dict())}
 
     def whole(self) -> dict[str, str]:
         """What weights and moments in full hash to, padding of the vocabulary left out."""
