@@ -37,7 +37,7 @@ _PIECE = 1 << 18  # elements that are summed at once
 
 
 def open_weights(checkpoint: Path, record: RunRecord, files: MeshAxis, lora_base: Sequence[str] = ()) -> SafeReader:
-    """What reads a checkpoint's weights: of one of adapters, base and adapters as one model; every rank calls this.
+    """Open a checkpoint's weights: of one of adapters, base and adapters as one model; every rank calls this.
 
     Args:
         record: of the checkpoint.
@@ -103,7 +103,7 @@ class AdaptedReader(SafeReader):
 
     @functools.cached_property
     def index(self) -> Metadata:
-        """Of the merged model."""
+        """The merged model's index."""
         weights = {key: entry for key, entry in self._own.tensors().items() if key.startswith(SCALAR_HEAD)}
         weights |= {key: self.base.tensors()[key] for key in _weights(self.base)}
         return dataclasses.replace(self.base.index, state_dict_metadata=dict(weights))
@@ -152,14 +152,14 @@ def read_whole(reader: SafeReader, key: str) -> torch.Tensor:
 
 
 def _share_of_checksum(reader: SafeReader, rank: int, num_ranks: int) -> int:
-    """What every `num_ranks`-th weight adds to the checksum."""
+    """Sum every `num_ranks`-th weight's part of the checksum."""
     keys = _weights(reader)[rank::num_ranks]
     shares = ((key.removeprefix(MODEL), read_whole(reader, key)) for key in keys)
     return sum(sum_of_bits(name, whole, (0, 0), whole.shape) for name, whole in shares)
 
 
 def sum_of_bits(name: str, box: torch.Tensor, offsets: Sequence[int], whole: Sequence[int]) -> int:
-    """What a box of the tensor `name` adds to the checksum of the weights it is of.
+    """Return the part of a box of the tensor `name` in the checksum of its weights.
 
     Args:
         box: [rows] or [rows, columns] fp32, bf16 or fp16.
@@ -184,5 +184,5 @@ def spell_checksum(total: int) -> str:
 
 
 def wrapped(total: int) -> int:
-    """As int64 has it."""
+    """Wrap a sum around to the range of int64."""
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,4 +1,4 @@
-"""A run's checkpoints: what the training loop calls.
+"""A run's checkpoints, as the training loop saves and loads them.
 
 With --async-save everything after a copy of the tensors happens in a thread, in a process group of its own, while
 training goes on; the next save and the end of the run wait for it. The copies' memory is kept from one save to the
@@ -95,7 +95,7 @@ class Checkpoints:
             self._save(self._folder, progress)
 
     def due(self, iteration: int, *, last: bool) -> bool:
-        """Whether `after_step` of the iteration saves."""
+        """Return whether `after_step` of the iteration saves."""
         interval = self._config.save_interval
         due = last or (interval is not None and iteration % interval == 0)
         return due and self._folder is not None and iteration != self._saved

@@ -41,15 +41,15 @@ class CheckpointFolder:
 
     @property
     def name(self) -> str:
-        """As messages call it."""
+        """The folder in messages: flag and path."""
         return f"{self.flag} {self.path}"
 
     def of(self, iteration: int) -> Path:
-        """Where the checkpoint of an iteration is."""
+        """The folder of an iteration's checkpoint."""
         return self.path / f"iter_{iteration:07d}"
 
     def partial(self, iteration: int) -> Path:
-        """Where it is while it is being written."""
+        """The folder that it is written in."""
         return self.path / f"iter_{iteration:07d}.partial"
 
     def iterations(self) -> list[int]:
@@ -129,7 +129,7 @@ class CheckpointFolder:
         self._lock = file
 
     def unlock(self) -> None:
-        """Let another job have it."""
+        """Release the lock, so that another job can take it."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -1,4 +1,4 @@
-"""What reads: which checkpoint a run begins with, and its state; for a program that only uses a model, its weights.
+"""Reading: chooses the checkpoint that a run begins with, and loads its state; or the weights alone, to use a model.
 
 Damage is looked for first, then contradictions, and only then anything is changed.
 """
@@ -9,7 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class LoadSource(NamedTuple):
-    """Which folder, which checkpoint in it, and how much of that.
+    """A checkpoint in a folder, and how much of it is loaded.
 
     Attributes:
         folder: of checkpoints.
@@ -99,7 +99,7 @@ class LoadSource(NamedTuple):
 
 
 def saves_where_it_loads(config: CheckpointConfig) -> bool:
-    """Whether --save and --load are the same folder."""
+    """Return whether --save and --load are the same folder."""
     if config.save is None or config.load is None:
         return False
     save, load = (CheckpointFolder(path, "").path.resolve() for path in (config.save, config.load))
@@ -107,7 +107,7 @@ def saves_where_it_loads(config: CheckpointConfig) -> bool:
 
 
 def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | None:
-    """What the flags ask to begin with; None to begin anew.
+    """Choose what to begin with by the flags; None begins anew.
 
     Args:
         restarted: a fault ended an earlier attempt of this job: what it has saved comes first.
@@ -123,13 +123,8 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | 
                 "from which a restart would go on; give it a folder of its own"
             )
         if restarted and own.iterations():
-            rest: dict[str, Any] = {
-                "optimizer": config.save_optim,
-                "rng": config.save_rng,
-                "fallback": config.load_fallback,
-            }
-            rest["lora_base"] = config.lora_base
-            return LoadSource(own, None, continues=True, **rest)
+            parts = {"optimizer": config.save_optim, "rng": config.save_rng, "fallback": config.load_fallback}
+            return LoadSource(own, None, continues=True, **parts, lora_base=config.lora_base)
         if own.iterations() and not saves_where_it_loads(config):
             raise ValueError(
                 f"--save {config.save} holds checkpoints already (up to iteration {own.iterations()[-1]}): "
@@ -176,7 +171,7 @@ def peek(source: LoadSource | None) -> RunRecord | None:
 
 
 class Resumed(NamedTuple):
-    """What a run goes on with; `checkpoint` is where it came from."""
+    """The state that a run goes on with; `checkpoint` is the folder it came from."""
 
     progress: TrainingProgress
     schedule: Schedule
@@ -333,7 +328,7 @@ def find_weights(
 def load_soundest(
     source: LoadSource, load: Callable[[LoadSource, RunRecord], T], say: Callable[[str], None]
 ) -> tuple[T, int]:
-    """What `load` makes of the first candidate that is not damaged, and its iteration; on all ranks together.
+    """Return `load`'s result for the first candidate that is not damaged, and its iteration; on all ranks together.
 
     Raises:
         DamagedError: none is sound, or the wanted one is not and there is no --load-fallback.

@@ -1,4 +1,4 @@
-"""run.json of a checkpoint: what is no tensor. Where training stood, what it was told, and who it was.
+"""run.json of a checkpoint: all that is no tensor. Training's progress, the flags, and the run's identity.
 
 Also the questions that a run asks before it goes on from it: is this the same model, the same schedule, the same data?
 """
@@ -24,7 +24,7 @@ FORMAT = 2  # 1: without the tokenizer
 
 
 class TrainingProgress(NamedTuple):
-    """Where training stands; what a resumed run continues from.
+    """Training's progress, which a resumed run continues from.
 
     Attributes:
         iteration: steps done.
@@ -43,7 +43,7 @@ class TrainingProgress(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a checkpoint says about its run.
+    """A checkpoint's description of its run.
 
     Attributes:
         groups: the optimizer's values per parameter group.
@@ -80,7 +80,7 @@ class RunRecord:
 
 
 def read_record(checkpoint: Path) -> RunRecord:
-    """What a checkpoint says about its run, every value of the type that it has there.
+    """Read a checkpoint's description of its run, every value checked for its type.
 
     Raises:
         DamagedError: it cannot be read, or is not that of the iteration that the checkpoint's name says.
@@ -111,14 +111,14 @@ def read_record(checkpoint: Path) -> RunRecord:
 
 
 def rows_problem(record: RunRecord, rows: int) -> str | None:
-    """What is wrong with so many rows of a matrix of the vocabulary: a run may pad it, a conversion does not."""
+    """Return what is wrong with so many rows of a vocabulary's matrix, if anything: runs pad it, conversions do not."""
     if rows == record.vocab_size or (record.layout and rows > record.vocab_size):
         return None
     hint = "" if record.layout else "; convert it again: rows decide, and the tokenizer's tokens did when it was made"
     return f"has {rows} rows for {record.vocab_size} tokens{hint}"
 
 
-# What decides the shapes and the meaning of the weights: flag and the property of GPTConfig that it ends up in.
+# Flags that decide the shapes and the meaning of the weights, and the property of GPTConfig that each ends up in.
 SHAPE = {
     "num_layers": "layers",
     "hidden_size": "hidden",

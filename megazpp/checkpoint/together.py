@@ -40,15 +40,11 @@ def together(axis: MeshAxis, work: Callable[[], T]) -> T:
     except OSError as error:
         failure = ValueError, f"rank {axis.rank}: {in_words(error)}"
     except CheckpointException as error:  # the library's: some ranks' failures, raised on all ranks
-        failure = ValueError, _describe(error)
+        texts = {rank: str(found[0]) or type(found[0]).__name__ for rank, found in sorted(error.failures.items())}
+        failure = ValueError, "\n".join(f"rank {rank}: {text}" for rank, text in texts.items())
     failures = [f for f in axis.share_object(axis.gather_objects(failure)) if f is not None]
     if failures:
         kinds = {kind for kind, _ in failures}
         kind = kinds.pop() if len(kinds) == 1 else ValueError
         raise kind("\n".join(dict.fromkeys(text for _, text in failures)))
     return result  # type: ignore[return-value]
-
-
-def _describe(error: CheckpointException) -> str:
-    failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
-    return "\n".join(f"rank {rank}: {str(failure) or type(failure).__name__}" for rank, failure in failures.items())

@@ -78,7 +78,7 @@ class WeightReader:
         if found[:there].numel():
             self._reader.read_box(saved.key, tuple(offsets), found[:there])
             if split is not None or self._tp.rank == 0:
-                self._add(name, found[:there], offsets, saved.whole)
+                self._sum += sum_of_bits(name, found[:there], offsets, saved.whole)
         return found
 
     def checksum(self, *axes: MeshAxis) -> str:
@@ -104,6 +104,3 @@ class WeightReader:
                 raise ValueError(f"{self.checkpoint}: {key} {problem}")
             found[name] = _Saved(key, spec, part, there, entries[key].properties.dtype)
         return found
-
-    def _add(self, name: str, box: torch.Tensor, offsets: list[int], whole: tuple[int, ...]) -> None:
-        self._sum += sum_of_bits(name, box, offsets, whole)

@@ -1,4 +1,4 @@
-"""What writes one checkpoint: every rank its part under the partial name; then rank 0 makes it complete.
+"""Writing one checkpoint: every rank writes its part under the partial name; then rank 0 makes it complete.
 
 The tensors' files are torch.distributed.checkpoint's; what passes through its writer is summed on the way.
 """

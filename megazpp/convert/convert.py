@@ -31,7 +31,7 @@ from megazpp.optim.schedule import ScheduleConfig, build_schedule
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
-    """What becomes what."""
+    """Flags of a conversion: from where, to where, in which formats."""
 
     input: str | None = flag(None, "folder of the model: Hugging Face's, or of Megatron's or our own checkpoints")
     output: str | None = flag(None, "folder to write, which must be new or empty")
@@ -72,7 +72,10 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[st
     kind = config.source or guess_format(source)
     wanted = config.target or ("huggingface" if kind == "megazpp" else "megazpp")
     adapter = None if config.adapter is None else Path(config.adapter).expanduser()
-    trained = kind == "megazpp" and _holds_adapters(source, config)
+    trained = False
+    if kind == "megazpp":
+        folder = CheckpointFolder(source, "--input")
+        trained = find_weights(folder, config.ckpt_step, lora_base=config.lora_base)[1].flags.get("lora_r") is not None
     merges = kind == wanted == "megazpp" and (adapter is not None or trained)
     if config.keep_adapters and (merges or not trained):
         raise ValueError(f"--keep-adapters: --input {source} has to be a LoRA run's, and --output for Hugging Face")
@@ -109,7 +112,7 @@ _NAMES = {
 
 
 def guess_format(folder: Path) -> str:
-    """What a folder looks like; raises ValueError if like nothing that is known."""
+    """Guess a folder's format by its files; raises ValueError if it looks like nothing that is known."""
     if (folder / CONFIG).is_file():
         return "huggingface"
     if any(folder.glob("iter_*/run.json")):
@@ -123,11 +126,6 @@ def guess_format(folder: Path) -> str:
 
 def _with(adapter: Path | None, model: Model) -> Model:
     return model if adapter is None else with_adapter(model, adapter)
-
-
-def _holds_adapters(folder: Path, config: ConvertConfig) -> bool:
-    where = CheckpointFolder(folder, "--input")
-    return find_weights(where, config.ckpt_step, lora_base=config.lora_base)[1].flags.get("lora_r") is not None
 
 
 def export(
@@ -215,7 +213,7 @@ def bring_in(imported: Imported, target: Path, given: TokenizerConfig, say: Call
 
 
 def _flags(model: Model, seq_length: int, tokenizer: TokenizerConfig) -> dict[str, Any]:
-    """What our programs take from a checkpoint, by field name."""
+    """The flags that our programs take from a checkpoint, by field name."""
     own = dataclasses.asdict(model.config)
     return {
         **{name: own[name] for name in (*SHAPE, "init_method_std", "hidden_dropout", "attention_dropout")},

@@ -97,7 +97,7 @@ def class_name(model: Model) -> str:
 
 
 def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> dict[str, ForeignTensors]:
-    """What our tensors are called there; `score` has the place of the output layer."""
+    """Their tensors for each of ours; `score` has the place of the output layer."""
     pieces = architecture.pieces(config)
     if scores:
         pieces = {name: piece for name, piece in pieces.items() if name != OUTPUT} | {HEAD: same(_SCORE)}

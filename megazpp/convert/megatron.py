@@ -1,6 +1,6 @@
-"""Megatron-LM's legacy checkpoints, mp_rank_XX/model_optim_rng.pt: what they are, and the ranks' parts put together.
+"""Megatron-LM's legacy checkpoints, mp_rank_XX/model_optim_rng.pt: found, checked, and the ranks' parts put together.
 
-What its versions call our tensors:
+Names of our tensors in its versions:
 
     language_model.embedding.{word,position}_embeddings.weight
     language_model.{transformer,encoder}.layers.N.{attention,self_attention}.query_key_value.{weight,bias}  ...
@@ -256,7 +256,7 @@ def our_tensors(model: Mapping[str, Any], where: str, prefix: str = "") -> dict[
 
 
 def our_name(name: str) -> str | None:
-    """What we call the tensor; None if we do not have it."""
+    """Our name of the tensor; None if we do not have it."""
     fused = _FUSED_NORM.fullmatch(name)  # Transformer Engine's layers begin with their norm
     if fused:
         name = f"{fused[1]}{_FUSED_NORMS[fused[2]]}.{fused[3]}"

@@ -38,7 +38,7 @@ def held(tensor: torch.Tensor) -> Deferred:
 
 
 class Model(NamedTuple):
-    """What a source gives and a sink takes.
+    """A model between two formats: read from one, written in the other.
 
     Attributes:
         config: its shape.
@@ -52,7 +52,7 @@ class Model(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the embedding, and hence of nearly all."""
+        """The embedding's type, which nearly all have."""
         return self.tensors[WORDS].dtype
 
     def first_rows(self, rows: int) -> Model:
@@ -85,7 +85,7 @@ class Imported(NamedTuple):
 
 
 class ForeignTensors(NamedTuple):
-    """Which tensors of another format make one of ours, and how.
+    """The tensors of another format that make one of ours, and the functions between them.
 
     Attributes:
         theirs: the names of the tensors that it is there.
@@ -164,7 +164,7 @@ def model_shapes(
 
 
 def same(name: str) -> ForeignTensors:
-    """Ours as it is."""
+    """The same tensor under another name."""
     return ForeignTensors((name,), lambda parts: parts[0], lambda ours: [ours])
 
 

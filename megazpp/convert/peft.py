@@ -49,7 +49,7 @@ _LINEARS = ("attention.qkv", "attention.proj", "mlp.gate", "mlp.fc1", "mlp.fc2")
 
 
 class AdapterSettings(NamedTuple):
-    """What adapter_config.json says of an adapter.
+    """An adapter's settings in adapter_config.json.
 
     Attributes:
         rank, alpha, dropout: PEFT's r, lora_alpha, lora_dropout.
@@ -85,7 +85,7 @@ class Branch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the adapter's parameters are under in our model."""
+        """The prefix of the adapter's parameters in our model."""
         return f"{self.linear}.adapter.{self.part}".rstrip(".")
 
 

@@ -16,19 +16,19 @@ class Settings:
         self._values, self.where = values, where
 
     def __contains__(self, key: str) -> bool:
-        """Whether it has a value other than null."""
+        """Return whether it has a value other than null."""
         return self._values.get(key) is not None
 
     def __bool__(self) -> bool:
-        """Whether it has any key."""
+        """Return whether it has any key."""
         return bool(self._values)
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is there, without a value."""
+        """Return whether the key is there, without a value."""
         return key in self._values and self._values[key] is None
 
     def one_of(self, key: str, alias: str) -> str:
-        """Which of two names of one setting is given; the first if none is."""
+        """Return the one of two names of a setting that is given; the first if none is."""
         if key in self and alias in self and self._values[key] != self._values[alias]:
             values = f"{key} {self._values[key]!r} and {alias} {self._values[alias]!r}"
             raise ValueError(f"{self.where}: {values} are two values for one setting")
