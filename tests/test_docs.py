@@ -1,6 +1,6 @@
-"""Every README.md is true: its commands and Python run, its links lead somewhere, what it quotes stands in the source.
+"""Every page is true: its commands and Python run, its links lead somewhere, what it quotes stands in the source.
 
-The commands of a page run in order, in one folder, the tutorial's (tools/README.md) first. What is too large for that,
+The commands of a page run in order, in one folder, the tutorial's (docs/tutorial.md) first. What is too large for that,
 or starts on machines that are not here, is made smaller by the table `INSTEAD`; `python` is helpers/fork_python.py.
 """
 
@@ -38,11 +38,9 @@ from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-TUTORIAL = "tools/README.md"
-FOLDERS = ("configs", "kernels", "megazpp", "tools")
-PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "megazpp/zero/LOCAL_STEPS.md"]
+TUTORIAL = "docs/tutorial.md"
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md"]
 PAGES += [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*.md"))]
-PAGES += [str(page.relative_to(ROOT)) for folder in FOLDERS for page in sorted((ROOT / folder).rglob("README.md"))]
 SECONDS = 300
 
 # Commands that the rest of the suite runs, and what does.
@@ -173,7 +171,7 @@ class Followed(NamedTuple):
 @pytest.fixture(scope="module")
 def tutorial(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Followed:
     scratch = Scratch(tmp_path_factory.mktemp("tutorial"), programs)
-    for name in ("pretrain_gpt.py", *FOLDERS):
+    for name in ("pretrain_gpt.py", "configs", "kernels", "megazpp", "tools"):
         (scratch.path / name).symlink_to(ROOT / name)
     return Followed(scratch, scratch.run_page(TUTORIAL))
 
@@ -284,9 +282,9 @@ def test_a_command_in_the_text_has_flags_that_its_program_knows(page: str, tutor
             assert not word.startswith("--") or word == "--" or word in known, f"{command}: {word}"
 
 
-@pytest.mark.parametrize("folder", ["tools", "tools/benchmarks"])
-def test_every_tool_has_a_line_in_the_table(folder: str):
-    page = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("folder", "name"), [("tools", "tutorial"), ("tools/benchmarks", "figures")])
+def test_every_tool_has_a_line_in_the_table(folder: str, name: str):
+    page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `(\w+\.py)` \|", page, re.M))
     programs = {p.name for p in (ROOT / folder).glob("*.py") if "\nif __name__ ==" in p.read_text(encoding="utf-8")}
     parts = {name for name in programs for other in programs if name.startswith(other.removesuffix(".py") + "_")}
@@ -348,7 +346,7 @@ def planned(name: str, nodes: int, *flags: str, recompute: str | None = None) ->
 
 @pytest.mark.slow
 def test_the_memory_of_each_config_is_the_planner_s():
-    rows = re.findall(r"^\| \[`(\w+)`\].*\| (\d+) x 8 \|(.*)\|$", (ROOT / "configs/README.md").read_text(), re.M)
+    rows = re.findall(r"^\| \[`(\w+)`\].*\| (\d+) x 8 \|(.*)\|$", (ROOT / "docs/configs.md").read_text(), re.M)
     assert {name for name, *_ in rows} == {p.stem for p in (ROOT / "configs").glob("*.args")} - {"gpt_tiny"}
     for name, nodes, figures in rows:
         zero3, zeropp = planned(name, int(nodes)), planned(name, int(nodes), "--zeropp")
@@ -359,7 +357,7 @@ def test_the_memory_of_each_config_is_the_planner_s():
 
 
 def test_the_zeropp_page_s_example_is_the_planner_s_and_its_formulas_agree():
-    page = (ROOT / "megazpp/zero/README.md").read_text()
+    page = (ROOT / "docs/zeropp.md").read_text()
     zero3, zeropp = planned("gpt_1b3", 2), planned("gpt_1b3", 2, "--zeropp")
     kinds = zeropp.memory
     shards = sum(kinds[kind] for kind in (Memory.PARAMETERS, Memory.MOMENTS, Memory.GRADIENTS)) / 1e9
@@ -399,7 +397,7 @@ def source_strings() -> str:
 
 
 def test_a_quoted_message_s_fixed_parts_stand_in_the_source():
-    page = (ROOT / "megazpp/README.md").read_text()
+    page = (ROOT / "docs/troubleshooting.md").read_text()
     tables = page[: page.index("## Slow or out of memory")]
     messages = re.findall(r"^\| `([^`]+)` \|", tables, re.M)
     assert len(messages) > 40
@@ -409,7 +407,7 @@ def test_a_quoted_message_s_fixed_parts_stand_in_the_source():
 
 
 def test_the_fields_of_the_log_line_stand_in_the_source():
-    page = (ROOT / "megazpp/README.md").read_text()
+    page = (ROOT / "docs/troubleshooting.md").read_text()
     table = page[page.index("| field |") :]
     for row in re.findall(r"^\| (`.*?) \| ", table, re.M):
         for field in re.findall(r"`([^`]+)`", row):
@@ -418,7 +416,7 @@ def test_the_fields_of_the_log_line_stand_in_the_source():
 
 
 def test_the_zeropp_page_s_table_has_a_row_for_every_flag_of_it():
-    table = "".join(re.findall(r"^\| (`--.*?) \| ", (ROOT / "megazpp/zero/README.md").read_text(), re.M))
+    table = "".join(re.findall(r"^\| (`--.*?) \| ", (ROOT / "docs/zeropp.md").read_text(), re.M))
     fields = {field.name.replace("_", "-") for field in dataclasses.fields(ZeroConfig)}
     for name in fields - {"zero-stage", "use-distributed-optimizer"}:  # ZeRO's, in the table of stages
         assert re.search(rf"`--(no-)?{name}`", table), name

@@ -26,7 +26,7 @@ QUOTED = re.compile(
 
 @pytest.mark.slow
 def test_the_page_of_zero_quotes_how_much_faster_the_planner_finds_zeropp():
-    page = " ".join((ROOT / "megazpp/zero/README.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs/zeropp.md").read_text(encoding="utf-8").split())
     quoted = QUOTED.search(page)
     assert quoted is not None
     for network in ("fast", "slow"):
@@ -42,7 +42,7 @@ def test_the_page_of_zero_quotes_how_much_faster_the_planner_finds_zeropp():
 
 
 def test_the_planner_s_page_quotes_what_it_says_of_local_steps():
-    page = " ".join((ROOT / "megazpp/planner/README.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs/planner.md").read_text(encoding="utf-8").split())
     cluster = read_cluster(ROOT / "configs/clusters/dgx_h100_8x_100gbit.yaml")
 
     def planned(*flags: str, cluster: Cluster = cluster) -> Estimate:
