@@ -81,19 +81,20 @@ def test_a_missing_checkpoint_is_an_error_only_when_asked_for(tmp_path: Path):
         choose(load=missing, exit_on_missing_checkpoint=True)
 
 
-@pytest.mark.parametrize("name", ["iter_0000020", "iter_0000020/", "iter_0000020.replaced-1"])
-def test_a_checkpoint_itself_is_refused_and_the_folder_around_it_named(used: Path, name: str):
+def test_a_checkpoint_itself_is_refused_and_the_folder_around_it_named(used: Path):
     (used / "iter_0000020" / "run.json").touch()
     (used / "iter_0000020.replaced-1").mkdir()
     (used / "iter_0000020.replaced-1" / "run.json").touch()
-    step = r" \(and --ckpt-step 20\)" if "replaced" not in name else ""
-    for fallback in (False, True):
-        with pytest.raises(
-            ValueError, match=rf"^--load {used}/{name.rstrip('/')} is one checkpoint, not .*: give --load {used}{step}$"
-        ):
-            candidates(load=f"{used}/{name}", load_fallback=fallback)
-    with pytest.raises(ValueError, match=rf"is one checkpoint, not .*: give --save {used}$"):
-        choose(save=f"{used}/{name}", load=str(used))
+    for name in ("iter_0000020", "iter_0000020/", "iter_0000020.replaced-1"):
+        step = r" \(and --ckpt-step 20\)" if "replaced" not in name else ""
+        for fallback in (False, True):
+            with pytest.raises(
+                ValueError,
+                match=rf"^--load {used}/{name.rstrip('/')} is one checkpoint, not .*: give --load {used}{step}$",
+            ):
+                candidates(load=f"{used}/{name}", load_fallback=fallback)
+        with pytest.raises(ValueError, match=rf"is one checkpoint, not .*: give --save {used}$"):
+            choose(save=f"{used}/{name}", load=str(used))
 
 
 def test_a_checkpoint_named_from_within_is_refused_too(used: Path, monkeypatch: pytest.MonkeyPatch):
@@ -129,19 +130,16 @@ def test_a_restarted_job_goes_on_from_what_it_has_saved_else_begins_as_it_was_to
     assert choose(restarted=True, save=str(tmp_path / "empty")) is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "parts"),
-    [
+def test_what_is_loaded(used: Path):
+    for flags, parts in (
         ({}, (True, True, True)),
         ({"finetune": True}, (False, False, False)),
         ({"load_optim": False}, (True, False, True)),
         ({"load_rng": False}, (True, True, False)),
-    ],
-)
-def test_what_is_loaded(used: Path, flags: dict[str, bool], parts: tuple[bool, ...]):
-    source = choose(load=str(used), **flags)
-    assert source is not None
-    assert (source.continues, source.optimizer, source.rng) == parts
+    ):
+        source = choose(load=str(used), **flags)
+        assert source is not None
+        assert (source.continues, source.optimizer, source.rng) == parts
 
 
 def test_peeking_at_what_cannot_be_read_is_an_error_unless_there_is_a_fallback(used: Path):

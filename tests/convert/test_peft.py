@@ -168,25 +168,25 @@ def test_the_checksum_is_that_of_the_weights_in_any_format_and_another_base_is_r
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ({"peft_type": "IA3"}, "has peft_type 'IA3'; only LORA is known"),
-        ({"use_dora": True}, "asks for use_dora, which adapters here do not have"),
-        ({"bias": "all"}, "asks for bias, which"),
-        ({"r": 0}, "has r 0, lora_alpha 6"),
-        ({"r": 4}, r"lora_A.weight has shape \[3, 32\], the model's is \[4, 32\]"),
-        ({"target_modules": ["k_proj"]}, "are missing"),
-        ({"target_modules": ["lm_head"]}, "lm_head is no linear layer of this model's: there are down_proj, gate_proj"),
-    ],
-)
-def test_an_adapter_that_does_something_else_is_refused(tmp_path: Path, values: dict[str, Any], problem: str):
-    base = save(make_llama(), tmp_path / "base")
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"peft_type": "IA3"}, "has peft_type 'IA3'; only LORA is known"),
+    ({"use_dora": True}, "asks for use_dora, which adapters here do not have"),
+    ({"bias": "all"}, "asks for bias, which"),
+    ({"r": 0}, "has r 0, lora_alpha 6"),
+    ({"r": 4}, r"lora_A.weight has shape \[3, 32\], the model's is \[4, 32\]"),
+    ({"target_modules": ["k_proj"]}, "are missing"),
+    ({"target_modules": ["lm_head"]}, "lm_head is no linear layer of this model's: there are down_proj, gate_proj"),
+]
+
+
+def test_an_adapter_that_does_something_else_is_refused(tmp_path: Path):
+    base, path = save(make_llama(), tmp_path / "base"), tmp_path / "adapter" / CONFIG
     drawn_adapter(tmp_path / "adapter", base, ("q_proj",))
-    path = tmp_path / "adapter" / CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-    with pytest.raises(ValueError, match=problem):
-        convert_folder(base, tmp_path / "merged", tmp_path / "adapter")
+    sound = json.loads(path.read_text())
+    for values, problem in OTHERS:
+        path.write_text(json.dumps(sound | values))
+        with pytest.raises(ValueError, match=problem):
+            convert_folder(base, tmp_path / "merged", tmp_path / "adapter")
 
 
 def test_an_adapter_has_to_be_a_folder_and_merging_is_needed_to_stay_in_a_format(tmp_path: Path):
