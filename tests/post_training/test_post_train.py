@@ -227,6 +227,9 @@ def test_dpo_prefers_what_it_is_shown_and_a_reference_that_was_computed_before_c
     assert [untimed(row) for row in rows(home, "dpo-3")] == [untimed(row) for row in before]
     (validation,) = rows(home, "dpo-3", "validation.jsonl")
     assert validation["lm_loss"] < 0.6
+    rounded = f"{flags} --lora-r 3 --base-weight-bits 4"  # another reference than the one that is known
+    for name, more in (("dpo-4", ""), ("dpo-5", "--precompute-ref-log-probs")):
+        assert trained(home, name, f"{rounded} {more}")[0]["lm_loss"] == pytest.approx(0.693147, abs=1e-5)
 
 
 @pytest.mark.parametrize(
