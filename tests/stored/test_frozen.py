@@ -161,6 +161,22 @@ def test_kept_weights_travel_once_for_any_number_of_tokens():
     ranks(2).run(generate)
 
 
+def use_upper_layers() -> None:
+    dims = make_dims(1)
+    model, _ = frozen_stack(frozen_axis(dims))
+    with torch.no_grad():
+        x = model.layers[0](torch.ones(1, WIDTH))
+    y = model.layers[2](model.layers[1](x.requires_grad_()))
+    before = dims.counter.table()["local", "frozen", "all_gather"].calls
+    y.sum().backward()
+    dims.world.share_object(None)
+    assert dims.counter.table()["local", "frozen", "all_gather"].calls - before == 2
+
+
+def test_below_the_first_gradient_nothing_is_gathered_in_backward():
+    ranks(2).run(use_upper_layers)
+
+
 def test_one_rank_holds_the_weights_as_they_are_and_packs_them_where_bits_are_fewer():
     weights, x = stack_weights(), torch.randn(3, WIDTH)
     model, frozen = frozen_stack(MeshAxis("frozen"))
