@@ -29,7 +29,7 @@ class CLibraryError(Exception):
 
 
 class CLibrary(NamedTuple):
-    """What was loaded, and who compiled it ("gcc 12.2.0")."""
+    """A loaded library, and the compiler that made it ("gcc 12.2.0")."""
 
     functions: ctypes.CDLL
     compiler: str
@@ -88,7 +88,7 @@ def _run(command: list[str], output: Path) -> Path:
 
 
 def _cache_folder() -> Path:
-    """As `megazpp.base.files.cache_folder`; kernels/ stands alone, so it has the line itself."""
+    """The same as `megazpp.base.files.cache_folder`; kernels/ stands alone, so it has the line itself."""
     base = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(base) if base else Path.home() / ".cache") / "megazpp" / "libraries"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)

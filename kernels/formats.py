@@ -89,7 +89,7 @@ class ByteRange:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageLayout:
-    """Where one shard's elements lie in its message.
+    """The places of one shard's elements in its message.
 
     Attributes:
         size: elements of the shard.
@@ -105,7 +105,7 @@ class MessageLayout:
 
 
 def place_quantized(segments: Iterable[tuple[int, int]], fmt: BlockFormat) -> tuple[list[ByteRange], int]:
-    """Where segments (first element, the one after the last) lie in a message: their payloads, then their scales.
+    """Place segments (first element, the one after the last) in a message: their payloads, then their scales.
 
     Returns:
         (ranges, the first byte after them)
@@ -133,7 +133,7 @@ def feedback_format(fmt: BlockFormat) -> BlockFormat:
 
 
 def feedback_layout(layout: MessageLayout) -> MessageLayout:
-    """Where the errors of the quantized segments of `layout` lie, in the same order."""
+    """The places of the errors of the quantized segments of `layout`, in the same order."""
     assert layout.fmt is not None, "nothing is lost where nothing is quantized"
     fmt = feedback_format(layout.fmt)
     ranges, size = place_quantized([(p.start, p.stop) for p in layout.ranges if p.scales is not None], fmt)

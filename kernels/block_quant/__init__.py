@@ -166,7 +166,7 @@ class KernelBackend(NamedTuple):
 
 
 def backend(device_type: str) -> KernelBackend:
-    """Which implementation block quantization uses on tensors of this device type ("cpu", "cuda").
+    """Name the implementation that block quantization uses on tensors of this device type ("cpu", "cuda").
 
     For the CPU, this compiles native.c unless it was compiled before.
 

@@ -1,4 +1,4 @@
-"""Where the segments of a message lie, as integers in memory that a kernel reads, so that one call works on them all.
+"""The places of a message's segments, as integers in memory that a kernel reads, so that one call works on them all.
 
 A row per segment tells the C functions, and a row per tile the Triton programs:
 

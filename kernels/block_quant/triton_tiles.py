@@ -238,5 +238,5 @@ def _offsets(BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit
 def _used(left, BLOCK: tl.constexpr):
-    """Which rows [ROWS] of a tile are blocks of the segment; a short last block is one."""
+    """The rows [ROWS] of a tile that are blocks of the segment, as a mask; a short last block is one."""
     return tl.arange(0, _TILE // BLOCK) * BLOCK < left

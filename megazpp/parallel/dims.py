@@ -197,7 +197,7 @@ class ParallelDims:
 
     @property
     def data_rank(self) -> int:
-        """Which slice of the samples this rank sees, 0 to data_size - 1."""
+        """The index of the slice of the samples that this rank sees, 0 to data_size - 1."""
         return (self.island.rank * self.replicate.size + self.replicate.rank) * self.shard.size + self.shard.rank
 
     @property

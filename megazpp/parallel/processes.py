@@ -157,7 +157,7 @@ def _ended_by(signum: signal.Signals) -> int:
 
 
 def describe_failure(failures: Mapping[int, int]) -> str:
-    """Which rank ended the job and how, from exit codes by rank."""
+    """Name the rank that ended the job and how it did, from exit codes by rank."""
     rank = first_failure(failures)
     code = failures[rank]
     if code == EXIT_HANG:

@@ -231,7 +231,7 @@ def _nvlink_neighbours(nvml: Any, ask: Callable[..., Any]) -> Iterator[str]:
 
 
 def _address(pci: Any) -> str:
-    """As the kernel writes it: 0000:1b:00.0 for NVML's 00000000:1B:00.0."""
+    """Write an address as the kernel does: 0000:1b:00.0 for NVML's 00000000:1B:00.0."""
     text = pci.busId.decode() if isinstance(pci.busId, bytes) else pci.busId
     domain, _, rest = text.partition(":")
     return f"{int(domain, 16):04x}:{rest.lower()}"

@@ -76,7 +76,7 @@ class _Settings(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Of this rank's columns.
+    """A part of this rank's columns.
 
     Attributes:
         rows: of the weight; they end at a multiple of `COLUMNS_MULTIPLE` where the weight does.
@@ -90,7 +90,7 @@ class _Chunk(NamedTuple):
 
 
 def _plan_chunks(settings: _Settings, num_rows: int, num_tokens: int, itemsize: int) -> list[_Chunk]:
-    """What of this rank's `num_rows` of the weight is no padding, in chunks of about the same size."""
+    """Split this rank's `num_rows` of the weight, without padding, into chunks of about the same size."""
     real, step = min(max(settings.vocab_size - settings.tp.rank * num_rows, 0), num_rows), COLUMNS_MULTIPLE
     if real == 0:
         return []

@@ -64,7 +64,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[torch.Tensor, ...]:
-    """What each of the layers, alike but for their sizes, makes of x; they enter the tensor-parallel region once."""
+    """Apply each of the layers, alike but for their sizes, to x; they enter the tensor-parallel region once."""
     tp, split = layers[0].tp, layers[0].sequence_parallel
     weights = [local(layer.weight) for layer in layers]
     biases = [None if layer.bias is None else local(layer.bias) for layer in layers]
@@ -89,7 +89,7 @@ def _enter_and_multiply(
 
 
 class _Kept:
-    """What `_Keep` has saved for the backward of another function."""
+    """The tensors that `_Keep` has saved for the backward of another function."""
 
     by: Any
 
@@ -117,7 +117,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """Of x, the axis, whether x is a slice of the sequence, what is kept, n weights, n biases or None: n products."""
+    """Products with n weights: takes x, tp, whether x is a slice of the sequence, what is kept, weights and biases."""
 
     @staticmethod
     def forward(
@@ -153,7 +153,7 @@ def _gradients(
     split: bool,
     tp: MeshAxis,
 ) -> list[torch.Tensor | None]:
-    """Of x, and of the weights and biases that are `needed`."""
+    """Return the gradients of x, and of the weights and biases that are `needed`."""
     count = len(weights)
     queue = tp.queue if x.is_cuda else CommQueue()
     whole = queue.submit(lambda: tp.all_gather(x)) if split and any(needed[:count]) else Work(x)

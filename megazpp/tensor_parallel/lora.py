@@ -30,7 +30,7 @@ _AT_ONCE = 1 << 18  # elements that are merged at once, which caches hold
 
 
 class Adapter(nn.Module):
-    """What is added to the product of a linear layer.
+    """The term that is added to the product of a linear layer.
 
     Attributes:
         enabled: whether it is; see `adapters_off`.
@@ -41,7 +41,7 @@ class Adapter(nn.Module):
 
     @property
     def adds(self) -> bool:
-        """Whether there is anything to add."""
+        """True if there is anything to add."""
         return self.enabled or self.has_reference
 
 

@@ -1,4 +1,4 @@
-"""What a parameter is beside its local tensor: how tensor parallelism splits it and how it is initialised.
+"""The attributes of a parameter beside its local tensor: its split over tensor parallelism, its initialisation.
 
 A module that owns parameters lists them in `specs`, by attribute name. Modules hold plain local tensors; before
 sharding, `distribute_parameters` turns each into a DTensor on the tp mesh (split, or replicated), which is what
@@ -27,7 +27,7 @@ from megazpp.parallel.axis import MeshAxis
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """How one parameter is split over tp and initialised.
+    """The split of one parameter over tp, and its initialisation.
 
     Attributes:
         split: the dim that tp ranks share out, None for a parameter every rank holds whole.

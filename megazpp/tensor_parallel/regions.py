@@ -1,4 +1,4 @@
-"""Where activations enter and leave a tensor-parallel region; forward and backward stand side by side.
+"""The entries and exits of a tensor-parallel region for activations; forward and backward stand side by side.
 
 Activations are [S, B, H] (sequence, batch, hidden), so that a slice of the sequence is contiguous.
 

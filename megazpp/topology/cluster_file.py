@@ -52,7 +52,7 @@ NO_DEVICE = "# --plan needs links (--measure-links writes them) and a device: co
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """How the cluster is described when it is not simply what the launcher says."""
+    """The description of a cluster that is not simply what the launcher says."""
 
     cluster_file: str | None = flag(
         None,

@@ -117,7 +117,7 @@ class ZeroConfig:
 
 
 class GatherPlan(NamedTuple):
-    """How weights are gathered in two hops.
+    """The all-gather of weights in two hops.
 
     Attributes:
         fmt: block format of the messages, with differences of those inside a node; None: the compute format, not
@@ -133,7 +133,7 @@ class GatherPlan(NamedTuple):
 
 
 class ReducePlan(NamedTuple):
-    """How gradients are reduced in two hops.
+    """The reduce-scatter of gradients in two hops.
 
     Attributes:
         local, cross: block formats inside a node and across nodes; None: the reduction format, not quantized.
@@ -144,7 +144,7 @@ class ReducePlan(NamedTuple):
 
 
 class WirePlan(NamedTuple):
-    """What replaces FSDP2's collectives; it is made once, shown to the user and handed to `shard_model`.
+    """The replacement of FSDP2's collectives; it is made once, shown to the user and handed to `shard_model`.
 
     Attributes:
         gather, reduce: the two-hop collectives; None where FSDP2's own stay.
@@ -322,7 +322,7 @@ def _without_effect(config: ZeroConfig, gather: GatherPlan | None, reduce: Reduc
 
 
 def block_format(bits: int, block_size: int, *, clip: bool = False) -> BlockFormat | None:
-    """What travels with so many bits; None for 16, which are not quantized."""
+    """The format of messages with so many bits; None for 16, which are not quantized."""
     return None if bits == 16 else BlockFormat(bits, block_size, clip)  # type: ignore[arg-type]
 
 

@@ -33,7 +33,7 @@ from megazpp.zero.units import Fingerprint, Unit
 
 
 class Crossing(IntEnum):
-    """What crosses nodes at the next use of a unit; the numbers stand in checkpoints."""
+    """The kind of message that crosses nodes at the next use of a unit; the numbers stand in checkpoints."""
 
     NOTHING = 0
     DIFFERENCE = 1
@@ -100,7 +100,7 @@ class TwoHopGather(FreshBuffers, AllGather):
             self._after_step = self.unit.fingerprint()
 
     def next_crossing(self) -> Crossing:
-        """What the next use sends; ask while the unit is sharded."""
+        """The kind of message that the next use sends; ask while the unit is sharded."""
         if self.secondary.messages is None or self._made_from is None or self._made_from != self.unit.fingerprint():
             return Crossing.KEYFRAME
         return Crossing.DIFFERENCE if self._has_stepped else Crossing.NOTHING

@@ -31,12 +31,12 @@ class PrecisionConfig:
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """What weights are gathered in and layers compute in."""
+        """The dtype in which weights are gathered and layers compute."""
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """What gradients are accumulated and reduced in."""
+        """The dtype in which gradients are accumulated and reduced."""
         if self.grad_reduce_in_bf16:
             return torch.bfloat16
         if self.fp16 and not self.accumulate_allreduce_grads_in_fp32:
@@ -45,7 +45,7 @@ class PrecisionConfig:
 
 
 class Dtypes(NamedTuple):
-    """What `PrecisionConfig` comes to, for models whose precision no flags describe."""
+    """The dtypes that `PrecisionConfig` comes to, for models whose precision no flags describe."""
 
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype

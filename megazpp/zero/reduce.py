@@ -97,7 +97,7 @@ class TwoHopReduce(SummingReduce):
 
     @property
     def feeds_back(self) -> bool:
-        """Whether quantization errors are kept and added the next time."""
+        """True if quantization errors are kept and added the next time."""
         return self._feedback and any(part.scales is not None for part in self._cross_codec.layout.ranges)
 
     def errors(self, device: torch.device) -> Feedback | None:
@@ -108,7 +108,7 @@ class TwoHopReduce(SummingReduce):
 
     @property
     def kept_errors(self) -> Feedback | None:
-        """What `errors` are now; None also before the first quantization."""
+        """The `errors` of now; None also before the first quantization."""
         return self._errors
 
     @property

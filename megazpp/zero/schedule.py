@@ -166,5 +166,5 @@ class ReduceSchedule:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running in this thread."""
+    """True if autograd is running in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -1,4 +1,4 @@
-"""What a rank keeps of the weights between two changes: the secondary partition (hpZ), in either of two forms.
+"""The secondary partition (hpZ): the weights that a rank keeps between two changes, in either of two forms.
 
     Secondary    messages [N, M], the bytes in which the shards of the other nodes arrived
     Resident     weights R [N, S] in the compute dtype, the same bits on every node; what crosses is what has changed
@@ -121,7 +121,7 @@ class Resident(Secondary):
 
     @property
     def quantizes_inside(self) -> bool:
-        """Whether the local hop sends a quantized form of R beside R itself."""
+        """True if the local hop sends a quantized form of R beside R itself."""
         return self.codec.layout.fmt is not None
 
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:

@@ -38,7 +38,7 @@ from megazpp.zero.units import Unit, find_units
 
 
 class OwnGradients:
-    """What a rank saw of its own gradients in one step, before they were summed over ranks.
+    """A rank's record of its own gradients in one step, before they were summed over ranks.
 
     Args:
         sums: of each unit the sum of its gradients, a scalar; None if there were none.
@@ -54,7 +54,7 @@ class OwnGradients:
 
 
 class WeightHandle(Protocol):
-    """What a program that only uses a model asks of the handle on its weights, `Sharding` or another.
+    """The part of a handle on weights that a program needs which only uses a model; `Sharding` or another has it.
 
     Attributes:
         keeps_gathered: whether `kept_gathered` keeps them, so that later forwards need no other data rank.
@@ -212,7 +212,7 @@ class Sharding:
             gather.after_step(keyframe=keyframe)
 
     def secondary_state(self) -> dict[str, torch.Tensor]:
-        """What to continue bit for bit where weights cross nodes as differences; {} where they do not.
+        """The state to continue with bit for bit where weights cross nodes as differences; {} where they do not.
 
         {parameter}: the weights that the nodes keep, a DTensor sharded like the parameter; there is none where the next
         use sends whole weights. {unit's first parameter}.crossing: what the next use sends, a scalar, the same on all
@@ -260,7 +260,7 @@ class Sharding:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether there is a `secondary_state` or an `error_feedback`."""
+        """True if there is a `secondary_state` or an `error_feedback`."""
         return bool(self._residents) or any(reduce.feeds_back for reduce in self._reduces)
 
     @property
@@ -297,7 +297,7 @@ class Sharding:
             reduce.watch()
 
     def own_gradients(self) -> OwnGradients | None:
-        """What was seen since `watch_gradients`, and what a later call leaves as it is; no wait for the device.
+        """The gradients seen since `watch_gradients`; later calls leave the record as it is. No wait for the device.
 
         None with stage 0, where FSDP2 itself sums the gradients of whole copies.
         """

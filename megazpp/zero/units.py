@@ -62,13 +62,13 @@ class Unit:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the modules hold the shards now, not the gathered parameters (with tp, DTensors on its mesh)."""
+        """True if the modules hold the shards now, not the gathered parameters (with tp, DTensors on its mesh)."""
         tensors = zip(self._tensors(), self.parameters, strict=True)
         return all(isinstance(t, DTensor) and t.device_mesh.ndim == p.mesh_dims for t, p in tensors)
 
     @property
     def in_last_backward(self) -> bool:
-        """Whether the backward that runs is a step's last one, as `FSDPModule.set_is_last_backward` has said."""
+        """True if the backward that runs is a step's last one, as `FSDPModule.set_is_last_backward` has said."""
         return all(_state(module)._state_ctx.is_last_backward for module in self.modules)
 
     @property
@@ -79,13 +79,13 @@ class Unit:
 
     @property
     def reshards_elsewhere(self) -> bool:
-        """Whether its weights are kept over fewer ranks between forward and backward (an integer as FSDP2's switch)."""
+        """True if its weights are kept over fewer ranks between forward and backward (an integer as FSDP2's switch)."""
         group = _state(self.modules[0])._fsdp_param_group
         return group.post_forward_mesh_info not in (None, group.mesh_info)
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether its shards are in the host's memory between uses (FSDP2's CPUOffloadPolicy)."""
+        """True if its shards are in the host's memory between uses (FSDP2's CPUOffloadPolicy)."""
         return isinstance(_state(self.modules[0])._fsdp_param_group.offload_policy, CPUOffloadPolicy)
 
     def dtypes(self) -> set[Dtypes]:
@@ -103,7 +103,7 @@ class Unit:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether no optimizer's step can change the unit: nothing in it is trained, or has a gradient."""
+        """True if no optimizer's step can change the unit: nothing in it is trained, or has a gradient."""
         return not any(tensor.requires_grad or tensor.grad is not None for tensor in self._tensors())
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
@@ -205,7 +205,7 @@ def find_units(model: nn.Module, num_shards: int, *, data_dims: int = 1) -> list
 
 
 def _state(module: nn.Module) -> Any:
-    """What FSDP2 keeps of a module that `fully_shard` has wrapped."""
+    """FSDP2's state of a module that `fully_shard` has wrapped."""
     assert isinstance(module, FSDPModule)
     return module._get_fsdp_state()
 
