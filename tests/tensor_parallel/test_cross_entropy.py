@@ -258,6 +258,17 @@ def _compare_product(size: int, chunk_bytes: int, *, fuse: bool) -> None:
     assert not ours[REAL:].any()
 
 
+def test_the_gradient_of_x_is_summed_over_chunks_in_fp32():
+    """64 chunks of 128 columns: 16 from the label's, 1/64 from each, which bf16 would lose one after the other."""
+    x, weight = torch.zeros(1, 1, 4, dtype=torch.bfloat16).requires_grad_(), torch.ones(8192, 4, dtype=torch.bfloat16)
+    weight[-1] = -16.0
+    labels = torch.tensor([[8191]])
+    losses, _ = linear_cross_entropy(x, weight, labels, tp=MeshAxis("tp"), vocab_size=8192, chunk_bytes=256)
+    losses.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[[17.0] * 4]]
+
+
 def test_a_weight_that_is_frozen_gets_no_gradient():
     x, weight = draw(1, 5, 2, 3).requires_grad_(), draw(2, 8, 3)
     labels = torch.zeros(5, 2, dtype=torch.int64)

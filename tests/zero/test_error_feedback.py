@@ -75,10 +75,10 @@ def test_what_is_fed_back_is_clipped_with_its_gradients_once_per_step(zero: Zero
 
 
 def skipped_and_reset(case: Case) -> dict[str, bool]:
-    """Which of the buffers' scales are zero after a step, a skipped one, one more, and one at the reset interval."""
+    """Say which of the buffers' scales are zero after each of six steps, the second of which is skipped."""
     step, dims = build_step(case)
     zeros = {}
-    for index, name in enumerate(("taken", "skipped", "taken again", "reset"), start=1):
+    for index, name in enumerate(("taken", "skipped", "reset", "taken 4", "taken 5", "reset again"), start=1):
         hook = None
         if name == "skipped":
             hook = step.model.final_norm.register_forward_hook(lambda module, inputs, output: output * float("nan"))
@@ -90,8 +90,8 @@ def skipped_and_reset(case: Case) -> dict[str, bool]:
 
 
 def test_a_skipped_step_and_the_reset_interval_leave_nothing_to_feed_back():
-    zero = dataclasses.replace(FEEDBACK, zero_error_feedback_reset=4)
-    expected = {"taken": False, "skipped": True, "taken again": False, "reset": True}
+    zero = dataclasses.replace(FEEDBACK, zero_error_feedback_reset=3)
+    expected = {"taken": False, "skipped": True, "reset": True, "taken 4": False, "taken 5": False, "reset again": True}
     assert ranks(4).run(skipped_and_reset, Case(nodes=2, zero=zero)) == [expected] * 4
 
 

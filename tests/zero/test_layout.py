@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.formats import ALIGNMENT, BlockFormat, MessageLayout
-from megazpp.zero.layout import plan_message, plan_segments
+from megazpp.zero.layout import own_rows, plan_message, plan_segments
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple), min_size=1, max_size=6)
 formats = st.sampled_from([None, BlockFormat(8, 32), BlockFormat(4, 32), BlockFormat(8, 256), BlockFormat(4, 128)])
@@ -55,6 +55,11 @@ def test_the_example_of_the_docstring():
     assert (weight.payload, weight.scales) == ((0, 256), (256, 4))
     assert (norm.payload, norm.scales) == ((272, 4), None)
     assert layout.message_bytes == 288
+
+
+def test_ranks_beyond_the_last_row_have_none():
+    assert [own_rows(5, 4, rank) for rank in range(4)] == [2, 2, 1, 0]
+    assert [own_rows(2, 5, rank) for rank in range(5)] == [1, 1, 0, 0, 0]
 
 
 def test_one_dimensional_and_tiny_parameters_travel_exact():

@@ -6,6 +6,7 @@ import dataclasses
 import random
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.schedule import GatherSchedule
 from megazpp.zero.sharding import shard_model
 
 ALL = ZeroConfig(zeropp=True)
@@ -155,6 +157,25 @@ def test_after_a_step_all_cross_gathers_start_with_the_first_use_in_forward_orde
         assert sizes[1] == sizes[2]  # the layers
         assert sizes[0] != sizes[1]
         assert started == units  # although only the embedding has been used yet
+
+
+def test_a_step_forgets_the_cross_hops_that_have_not_started():
+    """On CUDA each use starts two; those of the others would send weights of before the step."""
+
+    class Gather:
+        def start_early(self, since: Any) -> bool:
+            started.append(self)
+            return True
+
+    started: list[Gather] = []
+    gathers = [Gather() for _ in range(5)]
+    schedule = GatherSchedule(overlap=True, queue=SimpleNamespace(blocks_host=False, moment=lambda: None))
+    for gather in gathers:
+        schedule.add(gather)
+    schedule.used(gathers[0], crossed=True)
+    schedule.forget_stale()
+    schedule.used(gathers[1], crossed=False)
+    assert started == gathers[1:3]
 
 
 # ---- other people's models ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -281,6 +282,18 @@ def test_a_large_enough_model_moves_three_quarters_of_its_16_bit_bytes_between_n
     sent = sum(t.sent_bytes for r in results for (axis, _), t in r["table"].items() if axis == "cross") / 2
     model_bytes = 2 * results[0]["elements"]
     assert sent / model_bytes / (1 / 2) == pytest.approx(0.766, abs=0.012)  # (8.0625 + 4.125) / 16, 1-D exact
+
+
+def test_flags_of_the_cross_hop_change_its_bytes():
+    """Not quantized, of two micro-batches: crossing with each doubles the gradients' bytes, bf16 halves them."""
+
+    def sent(**flags: Any) -> int:
+        case = Case(nodes=2, micro_batches=2, zero=dataclasses.replace(EXACT, **flags))
+        return ranks(2).run(bytes_of_one_step, case)[0]["table"]["cross", "all_to_all"].sent_bytes
+
+    once = sent()
+    assert sent(zero_cross_every_microbatch=True) == 2 * once
+    assert sent(zero_accumulate_in_bf16=True) == pytest.approx(once / 2, rel=0.01)  # padding to 16 bytes
 
 
 # ---- what is not finite -------------------------------------------------------------------------------------------
