@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -30,6 +31,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built")
     run(sys.executable, "-m", "build", "--outdir", folder, ROOT, cwd=folder)
     return folder
+
+
+def test_every_package_is_in_the_wheel():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("[mk]*/**/__init__.py")}
+    assert found == {name for name in listed if not name.startswith(("megazpp.configs", "megazpp.tools"))}
 
 
 @pytest.mark.slow

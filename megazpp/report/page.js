@@ -234,6 +234,10 @@
     const key = curves.some(({ kind }) => kind === "validation") ? ["\u2014 training", "\u25cb validation"] : [];
     if (values.includes(null)) key.push("\u00d7 not finite");
     if (key.length) html("span", "key", title, key.join(" \u2002"));
+    if (values.length > 1 && values[0] !== null && values.every((value) => value === values[0])) {
+      html("p", "constant", card, `${short(values[0], 5)} throughout`); // a line would say no more
+      continue;
+    }
     const plot = html("div", "plot", card), tip = html("div", "tip", card);
     tip.hidden = true;
     let drawn;
@@ -242,7 +246,7 @@
     new ResizeObserver(() => { if (plot.clientWidth !== drawn) redraw(); }).observe(plot);
   }
   redraws.forEach((redraw) => redraw());
-  if (!redraws.length) html("p", "", charts, "No log line has been written yet.");
+  if (!charts.childElementCount) html("p", "", charts, "No log line has been written yet.");
   for (const input of document.querySelectorAll("input[name=axis]")) {
     input.addEventListener("change", () => { axis = Number(input.value); redraws.forEach((redraw) => redraw()); });
   }

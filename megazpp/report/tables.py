@@ -14,7 +14,9 @@ from megazpp.report.series import times
 
 NOTHING = "-"
 COMPLETIONS = 16  # of a run, in the page
+DIFFERENCES = 3  # that a legend names
 OWN_FLAGS = ("run_dir",)  # of course they differ
+PLACES = ("--save", "--load", "--data-cache-path")  # which say little of a run
 
 
 class HtmlTable(NamedTuple):
@@ -29,6 +31,31 @@ def summary_table(runs: Sequence[Run]) -> HtmlTable:
     columns = [_came_out(run) for run in runs]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return HtmlTable(["", *(run.name for run in runs)], [row for row in rows if set(row[1:]) != {NOTHING}])
+
+
+def tiles(run: Run) -> list[tuple[str, str]]:
+    """The few numbers that a reader looks for first, each with its name; those that are not known are left out."""
+    came_out, summary = _came_out(run), run.summary
+    zero3, traffic = summary.get("zero3"), summary.get("traffic")
+    rows = [row for row in traffic if isinstance(row, dict)] if isinstance(traffic, list) else []
+    cross = sum(number(row.get("sent_bytes")) or 0 for row in rows if row.get("wire") == "cross")
+    would = (number(zero3.get("cross_bytes")) or 0) if isinstance(zero3, dict) else 0
+    fewer = f"{would / cross:.1f} x fewer" if cross and would > 1.05 * cross else NOTHING
+    loss = "validation loss" if came_out["validation loss"] != NOTHING else "training loss"
+    found = {
+        loss: came_out[loss].partition(" (")[0],
+        "training time": came_out["training time"],
+        "tokens per second": came_out["tokens per second, median"],
+        "bytes between nodes than ZeRO-3": fewer,
+    }
+    return [(name, value) for name, value in found.items() if value != NOTHING]
+
+
+def differences_in_words(runs: Sequence[Run]) -> list[str]:
+    """Of each run the first flags that it does not share with the others, for a legend."""
+    found = flag_differences(runs).rows if len(runs) > 1 else []
+    rows = [row for row in found if row[0] not in PLACES][:DIFFERENCES]
+    return [", ".join(f"{row[0]} {row[1 + index]}" for row in rows) for index in range(len(runs))]
 
 
 def flag_differences(runs: Sequence[Run]) -> HtmlTable:

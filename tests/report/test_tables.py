@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megazpp.report.runs import read_runs
-from megazpp.report.tables import flag_differences, summary_table, traffic_line, traffic_table
+from megazpp.report.tables import (
+    differences_in_words,
+    flag_differences,
+    summary_table,
+    tiles,
+    traffic_line,
+    traffic_table,
+)
 
 MakeRun = Callable[..., Path]
 MakeRow = Callable[..., dict[str, Any]]
@@ -70,3 +77,20 @@ def test_bytes_are_shown_by_axis_beside_what_zero_3_would_have_sent(make_run: Ma
     assert traffic_line(run).startswith("Counted over the 4 steps of the last start. ZeRO-3 would have sent 9.000 MB")
     (without,) = read_runs([make_run("without", [make_row(2)])])
     assert traffic_table(without) is None
+
+
+def test_tiles_are_what_is_looked_for_first_and_legends_say_what_differs(make_run: MakeRun, make_row: MakeRow):
+    traffic = [{"axis": "cross", "wire": "cross", "sent_bytes": 2_000_000}]
+    summary = {"traffic": traffic, "zero3": {"cross_bytes": 15_000_000}}
+    first = make_run("a", [make_row(2), make_row(4)], args={"lr": 0.1, "save": "a"}, summary=summary)
+    second = make_run("b", [make_row(2)], args={"lr": 0.2, "save": "b"}, validation=[{"iteration": 2, "lm_loss": 4.5}])
+    runs = read_runs([first, second])
+    assert tiles(runs[0]) == [
+        ("training loss", "5.0000"),
+        ("training time", "4.0 s"),
+        ("tokens per second", "100"),
+        ("bytes between nodes than ZeRO-3", "7.5 x fewer"),
+    ]
+    assert tiles(runs[1])[0] == ("validation loss", "4.5000")
+    assert differences_in_words(runs) == ["--lr 0.1", "--lr 0.2"]
+    assert differences_in_words(runs[:1]) == [""]
