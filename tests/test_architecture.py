@@ -203,3 +203,14 @@ def test_no_function_of_the_product_is_called_by_tests_alone():
     called = {name for name in defined if used[name] or re.fullmatch("__.*__", name)}
     assert {name: place for name, place in defined.items() if name not in called | CALLED_BY_LIBRARIES} == {}
     assert {name for name in CALLED_BY_LIBRARIES if name not in defined or used[name]} == set()
+
+
+def test_a_docstring_begins_with_a_verb_or_the_thing_itself():
+    riddles = ("What", "Where", "Whether", "Who", "How", "Of", "As", "Which")
+    found = []
+    for path in [*SOURCES, *ROOT.glob("tools/**/*.py"), ROOT / "pretrain_gpt.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                words = (ast.get_docstring(node) or "-").split()
+                found += [f"{path.relative_to(ROOT)}: {' '.join(words[:6])}"] if words[0] in riddles else []
+    assert found == []

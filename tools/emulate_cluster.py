@@ -45,7 +45,7 @@ FIRST_PORT = 29500
 
 
 class UplinkBytes(NamedTuple):
-    """What a node's link to the others has carried, headers included, from its interface's counters."""
+    """The bytes that a node's link to the others has carried, headers included, from its interface's counters."""
 
     sent: int
     received: int
@@ -103,7 +103,7 @@ class EmulatedCluster:
                 _run("tc", *place, "qdisc", "replace", "dev", device, "root", "tbf", *limit)
 
     def uplink_bytes(self) -> list[UplinkBytes]:
-        """What each node's uplink has carried so far."""
+        """The bytes that each node's uplink has carried so far."""
         found = []
         for node in range(self.nodes):  # the counters are of the bridge's end: it receives what the node sends
             counters = SYS_CLASS_NET / f"{self._prefix}b{node}" / "statistics"

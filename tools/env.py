@@ -1,4 +1,4 @@
-"""What this machine has and what MegaZ++ makes of it: `python tools/env.py` (`--json`), the head of an issue report.
+"""Show this machine and what MegaZ++ makes of it: `python tools/env.py` (`--json`), the head of an issue report.
 
 Versions (torch's own report and our packages), devices and what joins them, the back ends that would be in use,
 environment variables, and what is missing with the line that mends it. Describes the host that it runs on; among

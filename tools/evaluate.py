@@ -27,7 +27,7 @@ SAMPLES = 8  # of a forward, where the training said no --micro-batch-size
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """What is predicted."""
+    """Evaluation: what is predicted."""
 
     input: str | None = flag(None, "prefix of a .bin/.idx pair, or a text (default: the validation and test data)")
 
@@ -65,7 +65,7 @@ def run(loaded: Loaded) -> None:
 
 
 def score_held_out(loaded: Loaded) -> dict[str, Score]:
-    """Of the samples that the training was validated and tested with."""
+    """Score the samples that the training was validated and tested with."""
     config, dims, tokenizer = loaded.config, loaded.dims, loaded.tokenizer
     plan = plan_batches(config.batches, data_parallel_size=dims.data_size)
     count = config.evaluation.eval_iters * plan.global_batch_size

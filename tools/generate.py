@@ -33,7 +33,7 @@ DEFAULT_TOKENS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """Which prompts, and how many at once."""
+    """Generation: the prompts, and how many at once."""
 
     prompt_file: str | None = flag(None, "file with a prompt on each line (default: stdin, without --prompt)")
     prompts_at_once: int | Literal["auto"] = flag(

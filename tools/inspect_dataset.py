@@ -22,7 +22,7 @@ BARS, WIDTH = 10, 50
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig:
-    """What is shown."""
+    """Inspection: what is shown."""
 
     input: str | None = flag(None, "prefix of the .bin/.idx pair", metavar="PREFIX")
     document: int = flag(0, "which document is decoded")
@@ -64,7 +64,7 @@ def describe(dataset: IndexedDataset, lengths: np.ndarray) -> str:
 
 
 def check_ids(dataset: IndexedDataset, tokenizer: Tokenizer) -> str:
-    """Whether the ids are this tokenizer's, and documents end with its eod.
+    """Tell whether the ids are this tokenizer's, and documents end with its eod.
 
     Raises:
         ValueError: an id is outside the tokenizer's vocabulary.

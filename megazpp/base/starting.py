@@ -16,7 +16,7 @@ def announce(*names: str) -> None:
 
 
 def is_worker() -> bool:
-    """Whether a launcher of ours has started this process."""
+    """True if a launcher of ours has started this process."""
     return "MEGAZPP_LAUNCHER_PID" in os.environ
 
 

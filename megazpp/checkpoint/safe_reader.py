@@ -44,7 +44,7 @@ class SafeReader(FileSystemReader):
 
     @functools.cached_property
     def _pieces(self) -> dict[str, list[_Piece | None]]:
-        """Where the pieces of the tensors lie that were asked for so far: one is often read in many boxes."""
+        """The places of the pieces of tensors that were asked for so far: one is often read in many boxes."""
         return {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -72,7 +72,7 @@ class SafeReader(FileSystemReader):
             load({key: box}, storage_reader=self, planner=_BoxPlanner(offsets), no_dist=True)
 
     def _piece(self, key: str, chunk: ChunkStorageMetadata) -> _Piece | None:
-        """Where a piece of a tensor lies; None if it is not there row by row."""
+        """The place of a piece of a tensor; None if it is not there row by row."""
         entry = self.tensors()[key]
         found = self.index.storage_data.get(MetadataIndex(key, chunk.offsets))
         if found is None or found.transform_descriptors:

@@ -60,7 +60,7 @@ SCALAR_HEAD = f"{MODEL}scalar_head."
 
 
 class ExtraState(Protocol):
-    """What an objective keeps between steps, as small tensors that no layout splits."""
+    """The state of an objective between steps: small tensors that no layout splits."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's, by key; tp ranks give the same ones. They are not written to later."""
@@ -70,7 +70,7 @@ class ExtraState(Protocol):
 
 
 class TrainState:
-    """What a step changes, beside where it stands.
+    """All that a step changes, but the progress.
 
     `guard` remembers the losses that the next one is compared with, `extra` is the objective's, `reference` a model
     and its handle that change beside the policy.
@@ -216,7 +216,7 @@ class TrainState:
         return copies * weights + (of_ranks if optimizer else 0)
 
     def values(self) -> dict[str, Any]:
-        """What is no tensor: fields of the record. Of its groups an optimizer keeps the step there: apex's."""
+        """The fields of the record, which are no tensors; apex's optimizer keeps the step in its groups."""
         groups = [{key: group[key] for key in ("step",) if key in group} for group in self._optimizer.param_groups]
         guard = self.guard.state_dict() if self.guard is not None else {}
         return {"scaler": self.scaler.state_dict(), "guard": guard, "groups": groups}
@@ -241,7 +241,7 @@ class TrainState:
         return {f"{REFERENCE}{name}": parameter.detach() for name, parameter in model.named_parameters()}
 
     def _rank_tensors(self) -> dict[str, torch.Tensor]:
-        """What each rank of one layout has for itself, by key; a run on another layout begins with zeros."""
+        """The tensors that a rank of one layout has for itself, by key; a run on another layout begins with zeros."""
         axes = [getattr(self.dims, name) for name in self.dims.layout.coordinates]
         layout, place = ("x".join(str(getattr(axis, part)) for axis in axes) for part in ("size", "rank"))
         feedback = self._sharding.error_feedback()
@@ -312,7 +312,7 @@ class TrainState:
 
 
 def island_prefix(island: int) -> str:
-    """What keys of an island's own optimizer begin with."""
+    """The prefix of keys of an island's own optimizer."""
     return f"{ISLAND}{island}." if island else ""
 
 

@@ -69,7 +69,7 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def _global_names(path: Path) -> set[str]:
-    """What the pickle would import, read without unpickling."""
+    """The names that the pickle would import, read without unpickling."""
 
     def names(file: IO[bytes]) -> set[str]:
         codes = pickletools.genops(file)

@@ -28,7 +28,7 @@ _ALIGNMENT = 8
 
 
 def open_tensors(path: Path) -> dict[str, Deferred]:
-    """What a file holds.
+    """Open the tensors of a file.
 
     Raises:
         ValueError: it is missing, cut short, or no such file; or a tensor is of a type that a model here cannot be.
@@ -58,7 +58,7 @@ def _read(path: Path, name: str) -> torch.Tensor:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What a file says beside its tensors; `open_tensors` has found it sound."""
+    """Read what a file says beside its tensors; `open_tensors` has found it sound."""
     with safetensors.safe_open(path, framework="pt") as file:
         return file.metadata() or {}
 

@@ -1,4 +1,4 @@
-"""How many sequences a generation takes at once: those whose keys and values fit in memory."""
+"""The number of sequences that a generation takes at once: those whose keys and values fit in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_SEQUENCES = 256  # of a batch that is chosen
 
 
 def sequences_that_fit(model: GPTModel, length: int, device: torch.device, *, on_host: bool) -> int:
-    """How many sequences of `length` tokens have their keys and values in half of the free memory; 1 to 256.
+    """Count the sequences of `length` tokens that have their keys and values in half of the free memory; 1 to 256.
 
     More would not help: products of so many rows take longer than it takes to unpack the matrix.
     """

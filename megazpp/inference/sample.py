@@ -1,4 +1,4 @@
-"""How the next token is drawn: greedily, or by temperature among the top k, the top p or those above min p."""
+"""Drawing the next token: greedily, or by temperature among the top k, the top p or those above min p."""
 
 from __future__ import annotations
 

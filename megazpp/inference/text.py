@@ -54,7 +54,7 @@ class Continuation:
         return self._tokenizer.decode(self._tokens)[self._skip :]
 
     def _uncertain(self, text: str) -> int:
-        """How many of the last characters may still change or turn out to begin a stop string."""
+        """Count the last characters that may still change or turn out to begin a stop string."""
         half = len(text) - len(text.rstrip(UNFINISHED))
         text = text[: len(text) - half]
         begun = [n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
@@ -99,7 +99,7 @@ def continue_texts(
     cache_on_host: bool = False,
     out: TextIO | None = None,
 ) -> tuple[list[str], Generated]:
-    """What the model makes of `prompts`: texts without the prompts, each to its end-of-document token or stop string.
+    """Continue `prompts`: texts without the prompts, each to its end-of-document token or stop string.
 
     Args:
         out: where prompts and texts are shown as they grow.

@@ -53,7 +53,7 @@ class Estimate(NamedTuple):
 
     @property
     def gigabytes(self) -> float:
-        """Of rank 0."""
+        """The memory of rank 0."""
         return self.memory.total() / 1e9
 
     @property
@@ -68,12 +68,12 @@ class Estimate(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of an optimizer step."""
+        """The tokens of an optimizer step."""
         return self.plan.batches.global_batch_size * (self.config.data.seq_length or 0)
 
     @property
     def days(self) -> float:
-        """Of all samples of the run at this speed, without evaluations, checkpoints and restarts."""
+        """The days that all samples of the run take at this speed, without evaluations, checkpoints and restarts."""
         batches = self.plan.batches
         return (self.seconds or 0.0) * batches.total_samples / batches.global_batch_size / 86400
 
@@ -92,7 +92,7 @@ class Estimate(NamedTuple):
 
     @property
     def sufficient_gigabits(self) -> float:
-        """Of a node's links to others, each way: from there on sending takes no longer than the compute of a step.
+        """The rate of a node's links, each way, from which on sending takes no longer than the compute of a step.
 
         With local steps sending takes no longer than the steps that hide it, or than EXPOSED of all steps.
         0 where the times are not known.

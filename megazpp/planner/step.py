@@ -293,7 +293,7 @@ class PaperStep:
 
     @property
     def unpacked_bytes(self) -> int:
-        """Of all frozen weights, as modules compute with them; 0 where they are kept so."""
+        """The bytes of all frozen weights, as modules compute with them; 0 where they are kept so."""
         return sum(unit.frozen.unpacked for unit in self.units)
 
     def _unpack(self, unit: PaperUnit, following: PaperUnit | None) -> None:

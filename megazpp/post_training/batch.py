@@ -1,4 +1,4 @@
-"""What one forward pass of post-training is given, beside pretraining's `MicroBatch`, which serves supervised training.
+"""The input of one forward pass of post-training, beside pretraining's `MicroBatch`, which serves supervised training.
 
 All of them begin with the fields of a `MicroBatch`, so that the model is called with each in the same way. Place t of a
 row belongs to the label there: `loss_mask[:, t]` is 1 where `labels[:, t]` is a token of the answer, log-probabilities
@@ -95,7 +95,7 @@ def shortened(batch: Batch, multiple: int) -> Batch:
 
 
 def row_multiple(device: torch.device, dims: ParallelDims) -> int:
-    """What the length of rows is rounded up to: few shapes on a GPU, and equal parts with sequence parallelism.
+    """The multiple that rows are rounded up to: few shapes on a GPU, and equal parts with sequence parallelism.
 
     Ranks that split a batch (tp) have the same rows; those that have others share no tensor of that length.
     """

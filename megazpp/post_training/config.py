@@ -204,7 +204,7 @@ class PostTrainingConfig:
 
     @property
     def draws(self) -> bool:
-        """Whether the policy is trained on what it draws."""
+        """True if the policy is trained on what it draws."""
         return self.objective in ROLLOUTS
 
     @property
@@ -224,5 +224,5 @@ class PostTrainingConfig:
 
     @property
     def passes(self) -> int:
-        """How often a buffer of completions is gone through."""
+        """The passes through a buffer of completions."""
         return self.num_ppo_epochs if self.objective == "ppo" else self.num_iterations

@@ -32,7 +32,7 @@ from megazpp.post_training.examples import Examples, Prompt
 
 
 class EpochOrder:
-    """Which of N things each sample is.
+    """The order in which N things come as samples.
 
     Args:
         size: N.

@@ -41,7 +41,7 @@ from megazpp.zero.sharding import materialize
 
 
 class PostDryRun(NamedTuple):
-    """What one rank sends and holds in a step.
+    """The bytes that one rank sends and holds in a step.
 
     Attributes:
         sent: calls and bytes by (wire, axis, collective).
@@ -63,7 +63,7 @@ class PostDryRun(NamedTuple):
 
     @property
     def planned_bytes(self) -> int:
-        """Of what was run."""
+        """The planned bytes of what was run."""
         return self.planned.total("asking", "training")
 
     def describe(self) -> str:

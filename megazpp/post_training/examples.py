@@ -39,7 +39,7 @@ _SUPERVISED = "'messages', nor 'prompt' and 'completion', nor 'text'"
 
 @dataclass(frozen=True, kw_only=True)
 class DataFormatConfig:
-    """What lines of data become."""
+    """Data format: what lines of data become."""
 
     max_length: int = flag(1024, "tokens of an example, prompt and answer together; what is beyond is cut off")
     chat_template: str | None = flag(
@@ -81,7 +81,7 @@ class Examples(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """What completions are drawn for.
+    """A prompt, for which completions are drawn.
 
     Attributes:
         tokens: at least one.
@@ -314,7 +314,7 @@ def _columns(record: Record) -> str:
 
 
 def _common(chosen: Any, rejected: Any) -> Any:
-    """What both begin with; of strings whole words, and the space belongs to the answers (as TRL has it)."""
+    """The beginning that both share; of strings whole words, and the space belongs to the answers (as TRL has it)."""
     same = _same(chosen, rejected)
     if isinstance(chosen, str) and chosen[:same].endswith(" "):
         same -= 1
@@ -322,7 +322,7 @@ def _common(chosen: Any, rejected: Any) -> Any:
 
 
 def _same(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many characters, or messages, both begin with."""
+    """Count the characters, or messages, that both begin with."""
     return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -388,7 +388,7 @@ def _encode(text: _Text, tokenizer: Tokenizer) -> _Tokens:
 
 
 def _each(paths: Sequence[Path], read: Callable[[Record], T], seconds: float) -> Iterator[tuple[Path, int, T]]:
-    """What `read` makes of each line, with file and line; errors as of `read_examples`."""
+    """Yield what `read` makes of each line, with file and line; errors as of `read_examples`."""
     cut = False
     for path in paths:
         stop = time.monotonic() + seconds / len(paths)

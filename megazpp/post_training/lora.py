@@ -75,7 +75,7 @@ class LoraConfig:
             raise ValueError(f"--lora-dropout {self.lora_dropout} is not in [0, 1)")
 
     def settings(self, config: GPTConfig, *, base: str | None = None, checksum: str | None = None) -> AdapterSettings:
-        """What adapter_config.json says.
+        """The settings of adapter_config.json.
 
         Raises:
             ValueError: a target is no layer of the model's, or has a side that is smaller than the rank.

@@ -1,4 +1,4 @@
-"""What post-training minimises, as functions of tensors.
+"""The losses of post-training, as functions of tensors.
 
 Nothing here communicates or averages: a function gives a number for each token or each pair, and whoever calls it
 divides by denominators of the whole global batch (TRL's span a process, or a micro-batch), so that the result depends
@@ -29,7 +29,7 @@ _WHITEN_EPSILON = 1e-8
 
 
 class PairLosses(NamedTuple):
-    """Of DPO, each [B] fp32: the loss, with a gradient, and without one the implicit rewards of both answers."""
+    """DPO's values, each [B] fp32: the loss, with a gradient, and without one the implicit rewards of both answers."""
 
     losses: torch.Tensor
     chosen_rewards: torch.Tensor
@@ -118,7 +118,7 @@ def group_advantages(
     scale: RewardScale = "group",
     estimator: AdvantageEstimator = "grpo",
 ) -> torch.Tensor:
-    """How much better each completion is than the others of its prompt.
+    """The advantage of each completion over the others of its prompt.
 
     Args:
         rewards: [N] of the whole rollout, the G completions of a prompt beside each other; NaN where there is none.
@@ -247,7 +247,7 @@ def token_weights(
 
 
 def value_mask(mask: torch.Tensor, *, max_completion_length: int) -> torch.Tensor:
-    """Where PPO has values: the completions' tokens, and the place after a completion that ended before the limit.
+    """The places of PPO's values: completions' tokens, and the place after a completion that ended before the limit.
 
     Args:
         mask: [B, S] the completions' tokens, beside each other in a row.

@@ -40,7 +40,7 @@ class ModelsMemory(NamedTuple):
     phases: dict[str, Counter[Memory]]
 
     def total(self, *phases: str) -> int:
-        """Of the fullest of these phases, or of all."""
+        """The bytes of the fullest of these phases, or of all."""
         return max(kinds.total() for name, kinds in self.phases.items() if not phases or name in phases)
 
     def describe(self) -> Iterator[str]:
@@ -56,7 +56,7 @@ class ModelsMemory(NamedTuple):
 def plan_models(
     config: RunConfig, configs: PostConfigs, plan: RunPlan, *, rank: int = 0, on_cpu: bool = False
 ) -> ModelsMemory:
-    """What `rank` will need.
+    """Plan what `rank` will need.
 
     Args:
         config: with sequence length and size of the vocabulary.
@@ -143,7 +143,7 @@ def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: Pap
 
 
 def _streamed_bytes(config: RunConfig, weights: WeightsConfig, plan: RunPlan, *, rank: int, on_cpu: bool) -> int:
-    """What a model that streams has on the device; a CPU's memory is the host's."""
+    """The bytes that a model that streams has on the device; a CPU's memory is the host's."""
     tp = PaperAxis(plan.layout, "tp", rank=rank, counter=TrafficCounter(), cost=lambda collective, sent_bytes: None)
     assert config.tokenizer.vocab_size is not None
     with torch.device("meta"):

@@ -27,7 +27,7 @@ from megazpp.post_training.examples import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """What completions are judged by."""
+    """Rewards: what completions are judged by."""
 
     reward_funcs: tuple[str, ...] = flag(
         (),
@@ -165,7 +165,7 @@ def _arguments(each: RewardFunction, prompts: Sequence[Prompt], completions: Seq
 
 
 def _first_failure(each: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Any]) -> str:
-    """Where the first sample is from at which the function fails alone, else where all are from."""
+    """The place of the first sample at which the function fails alone, else of all."""
     for prompt, completion in zip(prompts, completions, strict=True):
         try:
             each.function(**_arguments(each, [prompt], [completion]))

@@ -143,7 +143,7 @@ class RolloutLoader:
         return self._batches(self._buffer, range(first, first + count, self.micro_batch_size))
 
     def metrics(self) -> Mapping[str, float]:
-        """What is known of the current buffer, under TRL's names; the same on all ranks."""
+        """The numbers of the current buffer, under TRL's names; the same on all ranks."""
         once, self._once = self._once, {}
         return {**self._reward_metrics(), **self._metrics, **once}
 
@@ -288,7 +288,7 @@ class RolloutLoader:
         )
 
     def _each(self, buffer: Buffer, ask: Callable[[RolloutBatch], torch.Tensor]) -> torch.Tensor:
-        """What `ask` says of all rows, asked by the micro-batches of the training; on the CPU, 0 behind their rows."""
+        """Ask `ask` of all rows, by the micro-batches of the training; on the CPU, 0 behind their rows."""
         batches = self._batches(buffer, range(0, len(buffer.tokens), self.micro_batch_size))
         found = [ask(batch).cpu() for batch in batches]
         if found[0].dim() > 1:  # [B, s, ...] -> [B, S, ...]
@@ -302,7 +302,7 @@ class RolloutLoader:
     # ---- numbers ----------------------------------------------------------------------------------------------
 
     def _rows(self) -> list[int]:
-        """Which completions of a generation are this data rank's, in the order of the steps that take them."""
+        """The completions of a generation that are this data rank's, in the order of the steps that take them."""
         size, ranks = self.micro_batch_size, self._dims.data_size
         total = self.global_batch_size * self.config.slices
         firsts = range(self._dims.data_rank * size, total, size * ranks)

@@ -1,4 +1,4 @@
-"""What a post-training begins with: flags that a checkpoint answers, defaults of the objective, and all checks.
+"""The start of a post-training: flags that a checkpoint answers, defaults of the objective, and all checks.
 
 --load PRETRAINED --save MINE    the weights alone, of any checkpoint
 --load MINE --save MINE          goes on with everything, bit for bit

@@ -101,7 +101,7 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
 
 
 def _data(runs: Sequence[Run]) -> str:
-    """What page.js draws; cannot end the element that it stands in."""
+    """The data that page.js draws; cannot end the element that it stands in."""
     max_points = min(MOST_POINTS, max(FEWEST_POINTS, POINTS_OF_PAGE // max(1, len(runs))))
     data = {
         "charts": [chart._asdict() for chart in CHARTS],

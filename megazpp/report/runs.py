@@ -1,4 +1,4 @@
-"""What a run folder holds (training/run_folder.py), read as it is: of a run that ended well, crashed, went on after a
+"""Reading a run folder (training/run_folder.py) as it is: of a run that ended well, crashed, went on after a
 restart, or is being written at this moment. Only a folder that is none is refused.
 """
 
@@ -100,7 +100,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def state(run: Run) -> str:
-    """How the run stands, in a few words."""
+    """The state of the run, in a few words."""
     if not run.rows and not run.summary:
         return "no log line yet"
     if not run.summary or (run.rows and number(run.summary.get("iteration"), 0) < run.rows[-1]["iteration"]):

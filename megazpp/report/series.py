@@ -59,7 +59,7 @@ CHARTS = (
 
 
 class Times(NamedTuple):
-    """Where rows of a run are on the horizontal axes."""
+    """The places of a run's rows on the horizontal axes."""
 
     steps: np.ndarray
     tokens: np.ndarray
@@ -67,7 +67,7 @@ class Times(NamedTuple):
 
 
 def times(run: Run) -> Times:
-    """Of the rows of metrics.jsonl."""
+    """The times of the rows of metrics.jsonl."""
     before, total, seconds = 0, 0.0, []
     for row in run.rows:
         iteration = row["iteration"]

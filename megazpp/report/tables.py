@@ -52,7 +52,7 @@ def tiles(run: Run) -> list[tuple[str, str]]:
 
 
 def differences_in_words(runs: Sequence[Run]) -> list[str]:
-    """Of each run the first flags that it does not share with the others, for a legend."""
+    """The first flags of each run that it does not share with the others, for a legend."""
     found = flag_differences(runs).rows if len(runs) > 1 else []
     rows = [row for row in found if row[0] not in PLACES][:DIFFERENCES]
     return [", ".join(f"{row[0]} {row[1 + index]}" for row in rows) for index in range(len(runs))]
@@ -90,7 +90,7 @@ def _rewards(rewards: Any) -> str:
 
 
 def traffic_table(run: Run) -> HtmlTable | None:
-    """What every collective put on which wire, of the run's last process; None where nothing was counted."""
+    """The bytes that every collective put on each wire, of the run's last process; None where nothing was counted."""
     steps = max(1, number(run.summary.get("iterations"), 1))
     counted = run.summary.get("traffic")
     rows = []
@@ -105,7 +105,7 @@ def traffic_table(run: Run) -> HtmlTable | None:
 
 
 def traffic_line(run: Run) -> str:
-    """Which steps were counted, and what ZeRO-3 would have sent between nodes for the same ones."""
+    """Say which steps were counted, and what ZeRO-3 would have sent between nodes for the same ones."""
     line = f"Counted over the {run.summary.get('iterations')} steps of the last start."
     zero3 = run.summary.get("zero3")
     if not isinstance(zero3, dict) or number(zero3.get("cross_bytes")) is None:

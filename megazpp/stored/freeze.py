@@ -122,7 +122,7 @@ def _plan_unit(
 
 
 def _packs(plan: MessagePlan, dtype: torch.dtype) -> bool:
-    """Whether weights are kept as a message; else they are whole, as modules use them."""
+    """True if weights are kept as a message; else they are whole, as modules use them."""
     return plan.num_parts > 1 or any(w.rows is not None and not w.rows.holds(dtype) for w in plan.weights)
 
 

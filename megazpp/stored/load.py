@@ -48,7 +48,7 @@ _LOADED_AT_ONCE = 1 << 23  # elements of a checkpoint that are in memory while t
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
-    """Where the weights of a model that is only used are between uses, and in how many bits."""
+    """Weights: where those of a model that is only used are between uses, and in how many bits."""
 
     weights_on: Literal["device", "host", "disk"] = flag(
         "device", "where weights lie between uses; of host and disk the device holds the ends and a few layers"
@@ -70,7 +70,7 @@ class WeightsConfig:
 
     @property
     def packs(self) -> bool:
-        """Whether weights are kept packed; else they are shards, as in a training."""
+        """True if weights are kept packed; else they are shards, as in a training."""
         return self.weights_on != "device" or self.weight_bits is not None
 
     def at_rest(self, precision: PrecisionConfig) -> tuple[Bits, torch.dtype]:
@@ -96,7 +96,7 @@ def check_base_bits(config: GPTConfig, bits: Bits | None, dtype: torch.dtype, *,
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenPlace:
-    """Where the frozen models of a job live; they share one, because its axes are process groups.
+    """The home of a job's frozen models; they share one, because its axes are process groups.
 
     Attributes:
         axis: the ranks of a node that share a frozen unit (`frozen_axis`).
@@ -271,7 +271,7 @@ def open_or_write(
 
 
 def _identity(checkpoint: Path, plan: StreamPlan, bits: Bits, tp: MeshAxis, axis: MeshAxis) -> dict[str, Any]:
-    """What the content of a store follows from."""
+    """The identity of a store: what its content follows from."""
     return {
         "checkpoint": checkpoint_digest(checkpoint),
         "bits": bits,
@@ -292,7 +292,7 @@ def _path(config: WeightsConfig, identity: dict[str, Any], tp: MeshAxis, axis: M
 def pack_where_they_stay(
     plan: StreamPlan, load: LoadRows, part: int, device: torch.device, *, pin: bool
 ) -> list[torch.Tensor]:
-    """What stays, and the messages of all units: [M] uint8 each, of which one at a time is anywhere else.
+    """Return what stays, and the messages of all units: [M] uint8 each, of which one at a time is anywhere else.
 
     Args:
         pin: they stay in page-locked memory of the host; else on `device`.

@@ -41,7 +41,7 @@ _AT_ONCE = 1 << 16  # elements that are packed at once: they stay in the cache
 
 @dataclass(frozen=True, kw_only=True)
 class RowFormat:
-    """How one matrix's rows are packed.
+    """The format in which one matrix's rows are packed.
 
     Attributes:
         columns: elements of a row.
@@ -63,7 +63,7 @@ class RowFormat:
         return self.payload_bytes if self.fmt is None else self._table.layout.message_bytes
 
     def holds(self, dtype: torch.dtype) -> bool:
-        """Whether a row is its elements in `dtype`, as they are."""
+        """True if a row is its elements in `dtype`, as they are."""
         return self.fmt is None and self.dtype == dtype
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ PAGE = 4096
 
 
 class StreamPlan(NamedTuple):
-    """What stays, what streams; in integers.
+    """The plan of what stays and what streams, in integers.
 
     Attributes:
         kept: the ends and all vectors, whole.
@@ -63,7 +63,7 @@ class StreamPlan(NamedTuple):
 def plan_stream(
     model: nn.Module, units: Sequence[nn.Module], num_parts: int, bits: Bits, dtype: torch.dtype
 ) -> StreamPlan:
-    """Which of the weights of `model` stream, and how they are packed.
+    """Plan which of the weights of `model` stream, and how they are packed.
 
     Args:
         model: with the shapes of this tensor-parallel rank's part.
@@ -86,7 +86,7 @@ def plan_stream(
 
 
 class Messages(Protocol):
-    """Where this rank's messages are."""
+    """The place of this rank's messages."""
 
     def fetch(self, index: int) -> Work[torch.Tensor]:
         """Begin to bring a unit's message into memory, [M] uint8 on the device; it stays until the ring is round."""
@@ -298,7 +298,7 @@ class StreamedUnits:
 
 
 class Speed:
-    """What streamed weights took since this was made."""
+    """The time that streamed weights took since this was made."""
 
     def __init__(self, units: StreamedUnits) -> None:
         self._units, self._passes, self._waited = units, units.passes, units.waited_seconds

@@ -1,4 +1,4 @@
-"""What must not get into the weights: looked for between the backward and the update of every step.
+"""The guard of the weights: looks for what must not get into them, between the backward and the update of every step.
 
     the loss or a gradient is not finite    the job ends, and says where it came from
     the loss jumps (--loss-spike-sigma)     the step is skipped, or the weights go back to the last checkpoint
@@ -118,17 +118,17 @@ class Guard:
 
     @property
     def can_wait(self) -> bool:
-        """Whether all it looks for is what is not finite, and ends the job: then `allows` may come a step later."""
+        """True if all it looks for is what is not finite, and ends the job: then `allows` may come a step later."""
         config = self.config
         others = config.loss_spike_sigma is not None or self.verify_interval is not None or self.dynamic_scale
         return config.check_for_nan_in_loss_and_grad and not others
 
     def evidence(self, local_losses: torch.Tensor, norm: GradNorm) -> Evidence:
-        """What a later `allows` needs to know of the step; after its backward."""
+        """Return what a later `allows` needs to know of the step; call after its backward."""
         return Evidence(local_losses, norm, self.not_finite.own_gradients())
 
     def allows(self, iteration: int, loss: float, norm: float, evidence: Evidence) -> bool:
-        """Whether to update the weights with the gradients that `iteration` has come to.
+        """Decide whether to update the weights with the gradients that `iteration` has come to.
 
         Args:
             loss, norm: of the global batch.
@@ -149,7 +149,7 @@ class Guard:
 
     @property
     def found(self) -> tuple[bool, bool]:
-        """Whether this island has seen what is not finite, and whether it wants to go back, since `settle`."""
+        """Tell whether this island has seen what is not finite, and whether it wants to go back, since `settle`."""
         return self._failure is not None, self._wants_back
 
     def settle(self, *, failed: bool, back: bool) -> bool:
@@ -168,7 +168,7 @@ class Guard:
         return back
 
     def _go_back(self) -> str:
-        """What became of it, as the end of a sentence."""
+        """Go back, and say what became of it, as the end of a sentence."""
         assert self.rewind is not None
         losses = self.history.state_dict()  # a checkpoint's would not know the latest
         try:
@@ -211,7 +211,7 @@ class NotFiniteError(JobError):
 
 
 class Evidence(NamedTuple):
-    """What this rank keeps of a step until it is known to be finite; small tensors, no gradient among them.
+    """The values that this rank keeps of a step until it is known to be finite; small tensors, no gradient among them.
 
     Attributes:
         losses: [number of micro-batches] its share of the loss.
@@ -234,7 +234,7 @@ class Failure(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What one rank knows.
+    """The knowledge of one rank.
 
     Attributes:
         data_rank: which samples it had.
@@ -268,7 +268,7 @@ class NotFinite:
         self.sharding.watch_gradients()
 
     def own_gradients(self) -> OwnGradients | None:
-        """What was seen since `watch`."""
+        """Return what was seen since `watch`."""
         return self.sharding.own_gradients()
 
     def report(self, failure: Failure | None) -> None:

@@ -1,4 +1,4 @@
-"""How many samples each step takes: pure integers, the same on every rank.
+"""The samples of each step: pure integers, the same on every rank.
 
 The global batch size is constant or ramps up in equal increments, as Megatron's does; everything else follows
 from it: the number of micro-batches of a step, the length of the run, and which iteration a count of consumed

@@ -33,7 +33,7 @@ class Console:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether somebody looks at it."""
+        """True if somebody looks at it."""
         return self._enabled and self._out.isatty()
 
     def keep(self, path: Path) -> None:
@@ -77,7 +77,7 @@ class Console:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """What a part of a run may use on this rank, beside its own config.
+    """All that a part of a run may use on this rank, beside its own config.
 
     Attributes:
         dims: the axes of the cluster, and the timeline and the traffic counter that they feed.

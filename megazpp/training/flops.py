@@ -1,4 +1,4 @@
-"""What a training step needs in floating-point operations, and what a device can do at best.
+"""The floating-point operations that a training step needs, and what a device can do at best.
 
 Model FLOPs are Megatron's (arXiv 2104.04473, appendix, with the attention matrix counted by its causal half):
 what forward and backward need once, so recomputation does not make a run look faster. The peak of a device is
@@ -54,7 +54,7 @@ def model_flops_per_token(model: GPTConfig, *, padded_vocab_size: int, seq_lengt
 
 
 def device_name(device: torch.device) -> str:
-    """As the vendor calls it; "CPU" for a CPU."""
+    """The vendor's name of the device; "CPU" for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 

@@ -53,7 +53,7 @@ class StopConfig:
 
 
 class Loader(Protocol):
-    """Where steps get their micro-batches: a `BatchLoader`, or what draws them from the model."""
+    """The source of steps' micro-batches: a `BatchLoader`, or what draws them from the model."""
 
     wait_seconds: float
 

@@ -80,7 +80,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunShape:
-    """What turns samples and seconds into the numbers that are logged.
+    """The constants that turn samples and seconds into the numbers that are logged.
 
     Attributes:
         total_iterations, total_samples: length of the run.
@@ -158,7 +158,7 @@ class IntervalRecord:
 
     @property
     def samples(self) -> int:
-        """Of all steps, over all ranks."""
+        """The samples of all steps, over all ranks."""
         return sum(step.global_batch_size for step in self.steps)
 
     @property
@@ -286,7 +286,7 @@ class Meter:
         return IntervalRecord(shape=self.shape, steps=steps, sent_bytes=mean, peak_memory_bytes=peak_memory_bytes)
 
     def summary(self, *, cpu_seconds: float) -> dict[str, Any]:
-        """What summary.json says about the training steps.
+        """Sum up the training steps for summary.json.
 
         Tokens per second are those of the steps after the first, in which kernels and layers are compiled.
 
@@ -340,7 +340,7 @@ def perplexity(loss: float) -> float:
 
 
 def closing_lines(summary: Mapping[str, Any], *, trained: bool) -> str:
-    """What the run came to, for a reader; `trained` where it has taken steps."""
+    """Say what the run came to, for a reader; `trained` where it has taken steps."""
     lines = []
     if summary["stop_reason"]:
         lines.append(f"stopped by {summary['stop_reason']}")

@@ -1,4 +1,4 @@
-"""What a step minimises: the objective's part of a training step, and pretraining's own.
+"""The objective: its part of a training step, and pretraining's own.
 
 Every loss is a sum over the whole global batch: an objective works out its denominators before the first micro-batch,
 from all of them and over all data ranks, and each micro-batch gives its share. So neither the number of ranks nor the
@@ -18,7 +18,7 @@ from megazpp.parallel.dims import ParallelDims
 
 
 class Objective(Protocol):
-    """What `TrainStep` asks of an objective; every rank calls every method."""
+    """The part of an objective that `TrainStep` calls; every rank calls every method."""
 
     def begin_step(self, batches: Sequence[Any]) -> None:
         """See this rank's micro-batches of one global batch, before the first forward."""
@@ -27,7 +27,7 @@ class Objective(Protocol):
         """A micro-batch's share of the step's loss, a scalar; the shares of all micro-batches and data ranks add up."""
 
     def metrics(self) -> Mapping[str, float]:
-        """What else the step is known by, the same on all ranks; may wait for the device."""
+        """The step's further numbers, the same on all ranks; may wait for the device."""
 
 
 class LanguageModelLoss:

@@ -1,4 +1,4 @@
-"""How well a model predicts a text, in units that compare: perplexity per token, and bits per byte of text.
+"""Measuring how well a model predicts a text, in units that compare: perplexity per token, and bits per byte of text.
 
 A perplexity says something beside others of the same tokenizer only; bits per byte do not depend on it.
 """
@@ -29,14 +29,14 @@ from megazpp.zero.sharding import WeightHandle
 
 
 class Amount(NamedTuple):
-    """How much text was predicted."""
+    """The amount of text that was predicted."""
 
     tokens: int
     text_bytes: int
 
 
 class Score(NamedTuple):
-    """What came out; `loss` is nats per token."""
+    """The result; `loss` is nats per token."""
 
     loss: float
     amount: Amount

@@ -115,7 +115,7 @@ class MetricsRecorder:
         self._norms.append(norm)
 
     def logs(self, iteration: int) -> bool:
-        """Whether a log interval ends with it."""
+        """True if a log interval ends with the iteration."""
         return iteration % self.config.log_interval == 0
 
     def validate(self, evaluate: Validation, progress: TrainingProgress) -> None:

@@ -38,7 +38,7 @@ from megazpp.zero.sharding import Sharding, materialize, shard_model
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What a model is built from, whatever ranks it is built on.
+    """The specification that a model is built from, whatever ranks it is built on.
 
     Attributes:
         config: its shape.

@@ -182,7 +182,7 @@ class LaunchedStep:
         self.metrics: Mapping[str, float] = {}
 
     def check(self) -> bool:
-        """Whether the weights are updated; waits for the numbers.
+        """Return whether the weights are updated; waits for the numbers.
 
         Raises:
             NotFiniteError, CorruptWeightsError: the guard ends the job; on all ranks.
@@ -199,16 +199,16 @@ class LaunchedStep:
 
     @property
     def skipped(self) -> bool:
-        """Whether the weights stay as they are and training goes on; known at once."""
+        """True if the weights stay as they are and training goes on; known at once."""
         return self.waits and not self.check()
 
     @property
     def overflow(self) -> bool:
-        """Whether the norm is not finite and training goes on; known at once."""
+        """True if the norm is not finite and training goes on; known at once."""
         return self.waits and not math.isfinite(self._numbers.wait()[1])
 
     def record(self) -> StepRecord:
-        """What the step has come to; waits for its numbers, and raises as `check` does."""
+        """Return what the step has come to; waits for its numbers, and raises as `check` does."""
         taken, (loss, norm, *zeros) = self.check(), self._numbers.wait()
         return dataclasses.replace(
             self._record,

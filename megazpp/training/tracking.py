@@ -1,4 +1,4 @@
-"""Where a run is recorded: its folder, and wandb and TensorBoard if asked for, under Megatron's names.
+"""The records of a run: its folder, and wandb and TensorBoard if asked for.
 
 Only rank 0 has a `Tracker`. Steps go to wandb and TensorBoard, intervals (log lines) to metrics.jsonl as well. What
 cannot be recorded (a full disk, a lost network) is said once, and training goes on: the log line is on stdout too.
@@ -210,7 +210,7 @@ def open_sinks(
 
 
 def run_tags(layout: Layout, *, zero_stage: int, zeropp: bool) -> list[str]:
-    """What a run is found by: ["zeropp", "2 nodes x 4 ranks", "tp2", "replicas2"]; degrees of 1 are left out."""
+    """The tags of a run: ["zeropp", "2 nodes x 4 ranks", "tp2", "replicas2"]; degrees of 1 are left out."""
     cluster = layout.cluster
     tags = ["zeropp" if zeropp else f"zero{zero_stage}", f"{cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks"]
     degrees = {"tp": layout.tp, "replicas": layout.replicate, "islands": layout.island}
@@ -306,5 +306,5 @@ def _netrc_has_server(env: Mapping[str, str]) -> bool:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a top-level package can be imported; does not import it."""
+    """True if a top-level package can be imported; does not import it."""
     return importlib.util.find_spec(package) is not None

@@ -254,7 +254,7 @@ class Trainer:
         return open_datasets(config.data, self.tokenizer, plan, config.evaluation, seed=seed, log=self.run.log)
 
     def model_spec(self) -> ModelSpec:
-        """What is trained."""
+        """The model that is trained."""
         return self.config.model_spec(self.tokenizer.vocab_size, self.plan.wire)
 
     def open_model(self) -> Built:
@@ -262,13 +262,13 @@ class Trainer:
         return build_model(self.model_spec(), self.run.dims, self.run.device)
 
     def flags(self) -> dict[str, Any]:
-        """What checkpoints say about the run; of the outer optimizer what was chosen for it, too."""
+        """The flags that checkpoints say of the run; of the outer optimizer what was chosen for it, too."""
         plan = self.plan.diloco
         chosen = {} if plan is None else {name: getattr(plan, name.removeprefix("diloco_")) for name in CHOSEN}
         return self.parsed.values() | chosen
 
     def open_objective(self) -> ObjectiveSetup:
-        """What it is trained towards; called when data, model and optimizer are there."""
+        """Set up what it is trained towards; called when data, model and optimizer are there."""
         return ObjectiveSetup()
 
     def open_batches(self, dataset: Any, *, ramp_up: bool) -> AbstractContextManager[Loader]:
@@ -277,7 +277,7 @@ class Trainer:
         return open_loader(dataset, self.config.data, self.tokenizer, plan, run.dims, run.device, ramp_up=ramp_up)
 
     def open_evaluator(self, dataset: Any) -> Validation:
-        """What is asked of held-out data."""
+        """Open what is asked of held-out data."""
         loader = open_loader(
             dataset,
             self.config.data,

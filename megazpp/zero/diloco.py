@@ -107,12 +107,12 @@ class OuterUnit:
 
     @property
     def errors(self) -> Feedback | None:
-        """What rounding of outer gradients has lost; None where none is kept."""
+        """The errors of rounding outer gradients; None where none is kept."""
         return self._errors
 
     @property
     def sent_bytes(self) -> int:
-        """Of the outer gradients' messages, which are kept from `send` until the result is waited for."""
+        """The bytes of the outer gradients' messages, which are kept from `send` until the result is waited for."""
         return self._axis.size * self._gradients.layout.message_bytes
 
     @property
@@ -266,7 +266,7 @@ class DiLoCo:
         self._told: dict[int, torch.Tensor] = {}  # those that were sent last, which live until that is over
 
     def meets_at(self, iteration: int) -> bool:
-        """Whether islands wait for each other after `iteration`: a merge is due then."""
+        """True if islands wait for each other after `iteration`: a merge is due then."""
         return bool(self._due(iteration)) or (self.plan.delay == 0 and self.plan.sends_at(iteration) is not None)
 
     def count(self, tokens: torch.Tensor) -> None:

@@ -68,7 +68,7 @@ class DilocoConfig:
 
 
 class DilocoPlan(NamedTuple):
-    """What `plan_diloco` has made of the flags.
+    """The plan that `plan_diloco` has made of the flags.
 
     Attributes:
         steps: H.
@@ -102,7 +102,7 @@ class DilocoPlan(NamedTuple):
         return [list(units[part :: self.fragments]) for part in range(self.fragments)]
 
     def state_bytes(self, parameters: int, ranks: int, islands: int) -> int:
-        """What a rank keeps of a model whatever is computed: fp32 weights, gradients, two moments, R, outer states.
+        """The bytes of a model on a rank whatever is computed: fp32 weights, gradients, two moments, R, outer states.
 
         Args:
             parameters: of a tensor-parallel rank.
@@ -134,7 +134,7 @@ def _spell(fmt: BlockFormat | None) -> str:
 def plan_diloco(
     config: DilocoConfig, zero: ZeroConfig, *, iterations: int, num_layers: int, tokens_per_step: float
 ) -> DilocoPlan | None:
-    """What the flags ask for; None without --diloco-steps.
+    """Plan what the flags ask for; None without --diloco-steps.
 
     Args:
         iterations: of the run.

@@ -45,7 +45,7 @@ SHAPE = (
 
 
 class BenchmarkCase(NamedTuple):
-    """What is measured in every round: every variant once."""
+    """The case that is measured in every round: every variant once."""
 
     tp: int
     micro_batches: int
@@ -117,7 +117,7 @@ class Driver:
         return self.receive()
 
     def receive(self) -> dict[str, Any]:
-        """What rank 0 sends next: of the model it has built, then of every step."""
+        """Receive what rank 0 sends next: of the model it has built, then of every step."""
         try:
             while not self._pipe.poll(POLL_SECONDS):
                 if self._job.poll() is not None:

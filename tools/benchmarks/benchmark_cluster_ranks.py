@@ -111,7 +111,7 @@ VARIANTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkSettings:
-    """What the ranks of one job build.
+    """The settings of what the ranks of one job build.
 
     Attributes:
         tp: tensor-parallel degree.

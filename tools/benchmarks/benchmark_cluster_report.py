@@ -43,7 +43,7 @@ class Sample(NamedTuple):
 
     @property
     def update_seconds(self) -> float:
-        """Of the rollout and the step."""
+        """The seconds of the rollout and the step."""
         return self.seconds + self.rollout_seconds
 
 
@@ -117,7 +117,7 @@ def _speed_table(samples: list[Sample], names: list[str], labels: Mapping[str, s
 
 
 def _share_table(samples: list[Sample], names: list[str], labels: Mapping[str, str]) -> list[str]:
-    """What the links leave of each variant's speed."""
+    """The share that the links leave of each variant's speed."""
     seconds = {(s.variant, s.rate, s.round): s.seconds for s in samples}
     rows = []
     for rate in _rates(samples)[:-1]:

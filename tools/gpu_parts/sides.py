@@ -1,4 +1,4 @@
-"""What the part "training" puts beside `pretrain_gpt.py`, with its flags and on random tokens.
+"""The sides that the part "training" puts beside `pretrain_gpt.py`, with its flags and on random tokens.
 
 baseline: a GPT-2 or Llama in plain PyTorch as torchtitan has it: FSDP2 on each block, bf16 parameters, fp32 gradients,
 fused AdamW, clipping; each block and the head compiled; query, key and value from one product.
