@@ -14,6 +14,7 @@ from post_training.policies import Layout, PostCase, build, synthetic_batch, tra
 
 from megazpp.model.gpt import TokenOutputs
 from megazpp.post_training.config import PostTrainingConfig
+from megazpp.post_training.objectives import scores_of
 
 LLAMA = dataclasses.replace(LLAMA_STYLE, init_method_std=0.3, max_position_embeddings=32)
 OBJECTIVES = {
@@ -106,3 +107,10 @@ def test_the_first_loss_of_dpo_is_that_of_a_coin():
         assert found[0]["loss"] == pytest.approx(0.6931472, abs=1e-7)
         assert found[0]["rewards/margins"] == 0.0
         assert found[1]["rewards/margins"] != 0.0
+
+
+def test_a_row_s_score_is_the_value_at_its_answer_s_last_token():
+    """By hand: the mask has the places before the tokens of the answer, so the last token is one further."""
+    values = torch.arange(12.0).view(2, 6)
+    mask = torch.tensor([[0.0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]])
+    assert scores_of(values, mask).tolist() == [3.0, 11.0]  # the second answer fills its row

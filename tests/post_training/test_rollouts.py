@@ -184,6 +184,44 @@ def kept_by(case: PostCase) -> dict[str, torch.Tensor]:
     return loader.tensors()
 
 
+def half_ended(case: PostCase) -> dict[str, torch.Tensor]:
+    """The buffer of one rank, every second of whose completions is told to have ended by itself."""
+    built, dims = build(case)
+    loader = make_loader(case, built, dims)
+    draw = loader.sampler.draw
+
+    def told(_: Any, prompts: Any, names: Any) -> Any:
+        found = draw(prompts, names)
+        return found._replace(drawn=found.drawn._replace(ended=torch.arange(len(prompts)) % 2 == 0))
+
+    with mock.patch.object(type(loader.sampler), "draw", told):
+        loader.step(0, case.global_batch)
+    return {name.removeprefix("rollout.").removeprefix("0."): tensor for name, tensor in loader.tensors().items()}
+
+
+def filled(post: PostTrainingConfig, **flags: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The buffer, and which of its rows have ended."""
+    case = PostCase(post=dataclasses.replace(post, **flags), layout=Layout(micro_batch_size=8))
+    (kept,) = ranks(1).run(half_ended, case)
+    return kept, kept["rows"] % 2 == 0
+
+
+def test_completions_that_the_limit_has_cut_are_left_out_of_the_loss_on_demand():
+    (plain, ended), (masked, _) = filled(LATER), filled(LATER, mask_truncated_completions=True)
+    assert torch.equal(masked["mask"][ended], plain["mask"][ended])
+    assert plain["mask"][~ended].any(dim=1).all()
+    assert not masked["mask"][~ended].any()
+
+
+def test_completions_that_the_limit_has_cut_cost_the_penalty_once():
+    """Undiscounted, a row's return at its first place is the sum of its rewards."""
+    post = dataclasses.replace(PPO, whiten_rewards=False, gamma=1.0, lam=1.0, missing_eos_penalty=None)
+    (plain, ended), (penalized, _) = filled(post), filled(post, missing_eos_penalty=0.75)
+    first = plain["mask"].argmax(dim=1, keepdim=True)
+    lost = (plain["returns"] - penalized["returns"]).gather(1, first).squeeze(1)
+    assert lost.tolist() == pytest.approx(torch.where(ended, 0.0, 0.75).tolist(), abs=1e-5)
+
+
 def taken_up(case: PostCase, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     built, dims = build(case)
     loader = make_loader(case, built, dims)
