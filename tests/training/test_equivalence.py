@@ -250,6 +250,25 @@ def train_with_evaluations(case: Case) -> dict[str, Any]:
     return {"loss": losses, "evaluated": evaluated}
 
 
+def evaluate_twice(case: Case) -> tuple[float, float, bool, bool]:
+    """Two evaluations of the same batch, then whether the model trains on and holds shards alone."""
+    step, dims = build_step(case)
+    size = case.global_batch // dims.data_size
+    loader = FixedLoader([case.batch(0, dims.data_rank * size, size)])
+    evaluator = Evaluator(step.model, step.sharding, loader, dims, iterations=1, batch_size=1)
+    losses = evaluator(), evaluator()
+    return *losses, step.model.training, all(unit.is_sharded for unit in step.sharding.units)
+
+
+def test_an_evaluation_drops_nothing_out_and_leaves_shards():
+    """With stage 2, where gathered weights stay until they are freed."""
+    model = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.2, attention_dropout=0.2)
+    for first, second, trains, sharded in ranks(2).run(evaluate_twice, Case(model=model, stage=2)):
+        assert first == second
+        assert trains
+        assert sharded
+
+
 class FixedLoader:
     def __init__(self, batches: list[MicroBatch]) -> None:
         self.batches = batches
