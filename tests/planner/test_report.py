@@ -66,7 +66,7 @@ def test_times_rest_on_shares_and_those_that_were_not_checked_for_so_few_tokens_
 def test_days_and_money_are_those_of_all_samples_and_mfu_says_what_it_counts():
     text = report("--train-iters", "100000", device=SMALL._replace(shares="h800", price_per_hour=2.5))
     step = re.search(r"a step takes ([\d.]+) s", text)
-    run = re.search(r"1,600,000 samples take ([\d.]+) days on 4 GPU\(s\), ([\d,]+) at 2.5 a GPU-hour", text)
+    run = re.search(r"800,000 samples take ([\d.]+) days on 4 GPU\(s\), ([\d,]+) at 2.5 a GPU-hour", text)
     assert step is not None
     assert run is not None
     days = float(step[1]) * 100000 / 86400

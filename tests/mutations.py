@@ -1,0 +1,89 @@
+"""Put mistakes into the product one after another, and see whether the tests named with each notice.
+
+    python tests/mutations.py [--only NAME ...] [--timeout SECONDS]
+
+The mistakes are in mutations.toml: a name, a file, what stands there (exactly once), what is put in its place, and the
+tests to run. A change that cannot be noticed says why (`survives`). Each is made in a copy of the checkout; the exit
+status is 1 if one of the others survives. Not part of CI: it runs tests a hundred times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+LEFT_OUT = shutil.ignore_patterns(".*_cache", ".git", ".venv", "__pycache__", "build", "runs", "wandb", "*.egg-info")
+
+
+class Change(NamedTuple):
+    """One mistake; `survives` says why no test can notice it."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: str
+    survives: str = ""
+
+
+def read_changes(path: Path = ROOT / "tests/mutations.toml") -> list[Change]:
+    """The table.
+
+    Raises:
+        ValueError: what an entry replaces does not stand in its file exactly once, or is what it puts there.
+    """
+    changes = [Change(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["change"]]
+    for change in changes:
+        times = (ROOT / change.file).read_text(encoding="utf-8").count(change.before)
+        if times != 1 or change.before == change.after:
+            raise ValueError(f"{change.name}: {change.before!r} stands {times} times in {change.file}")
+    if len({change.name for change in changes}) < len(changes):
+        raise ValueError("two changes have the same name")
+    return changes
+
+
+def outcome(change: Change, copy: Path, timeout: float) -> str:
+    """Make the change in `copy`, run its tests, and undo it: "noticed", "SURVIVED" or "timeout"."""
+    file, env = copy / change.file, {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    whole = file.read_text(encoding="utf-8")
+    file.write_text(whole.replace(change.before, change.after), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", *change.tests.split()]
+    try:
+        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    finally:
+        file.write_text(whole, encoding="utf-8")
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{change.name}: pytest ended with {done.returncode}\n{done.stdout.decode()[-2000:]}")
+    return "noticed" if done.returncode else "SURVIVED"
+
+
+def main() -> int:
+    """Try all changes, or those of --only."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
+    parser.add_argument("--timeout", type=float, default=300.0)
+    given = parser.parse_args()
+    changes = [change for change in read_changes() if not given.only or change.name in given.only]
+    survived = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=LEFT_OUT))
+        for change in changes:
+            found = outcome(change, copy, given.timeout)
+            survived += [change.name] if found == "SURVIVED" and not change.survives else []
+            print(f"{found:9} {change.name:24} {change.file}  {change.survives}", flush=True)
+    print(f"{len(survived)} of {len(changes)} survived: {' '.join(survived) or 'none'}")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
