@@ -10,7 +10,7 @@ import megazpp
 
 
 def announce(*names: str) -> None:
-    """Say that the program starts, where it is one of `names` and no worker; on stderr, as all that is no result."""
+    """Say on a terminal that the program starts, where it is one of `names` and no worker."""
     if Path(sys.argv[0]).name in names and int(os.environ.get("RANK", "0")) == 0 and not is_worker():
         say(f"MegaZ++ {megazpp.__version__} starts: importing torch")
 
@@ -21,5 +21,6 @@ def is_worker() -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line about the start."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line about the start, if somebody waits at a terminal."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
