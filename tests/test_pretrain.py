@@ -324,7 +324,7 @@ def test_zeropp_on_two_nodes_of_two_shows_what_it_saves_between_them(main_job: R
 
     zero3 = run.summary["zero3"]
     assert zero3["micro_batches"] == 12
-    assert zero3["weight_bytes"] == pytest.approx(4 * 1.08e6, rel=0.03)
+    assert zero3["weight_bytes"] == pytest.approx(4 * 0.675e6, rel=0.03)
     assert cross < 0.1 * zero3["cross_bytes"]
     for row in run.summary["traffic"]:
         cells = [row["collective"], row["axis"], row["wire"], str(row["calls"]), f"{row['sent_bytes'] / 1e6:.3f}"]
