@@ -214,3 +214,8 @@ def test_a_docstring_begins_with_a_verb_or_the_thing_itself():
                 words = (ast.get_docstring(node) or "-").split()
                 found += [f"{path.relative_to(ROOT)}: {' '.join(words[:6])}"] if words[0] in riddles else []
     assert found == []
+
+
+def test_a_file_of_more_than_300_lines_says_why_in_its_first_lines():
+    long = [path for path in [*SOURCES, *ROOT.glob("tools/**/*.py")] if path.read_text().count("\n") > 300]
+    assert [str(path.relative_to(ROOT)) for path in long if "one file" not in path.read_text()[:1000].lower()] == []

@@ -1,5 +1,8 @@
 """Reading: chooses the checkpoint that a run begins with, and loads its state; or the weights alone, to use a model.
 
+One file of more than 300 lines: choosing, checking and filling follow each other, so that nothing is changed too
+early.
+
 Damage is looked for first, then contradictions, and only then anything is changed.
 """
 

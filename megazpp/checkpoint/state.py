@@ -1,5 +1,7 @@
 """The tensors of a run at one step: which there are, under which keys, and how they go back.
 
+One file of more than 300 lines: every key is written and read back side by side.
+
     model.{parameter}                                      sharded, any layout reads it
     optimizer.state.{parameter}.{moment}                   sharded like the parameter, or a scalar
     secondary.{parameter}                                  what nodes keep of it (4-bit differences), sharded alike

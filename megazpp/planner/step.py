@@ -1,5 +1,7 @@
 """One optimizer step on paper: the hops of zero/, the calls of FSDP2 and the work of the model, in simulated time.
 
+One file of more than 300 lines: FSDP2's order of calls is told in one piece, as FSDP2 has it.
+
 TwoHopGather, TwoHopReduce, FSDP2's counted collectives and both schedules run as they are, on paper axes and meta
 tensors, so the code that orders the hops of a run orders them here. Only FSDP2's own part is written down a second
 time: when it gathers, prefetches, waits, reduces and frees (torch 2.13, _fsdp_param_group.py). On CUDA the host runs

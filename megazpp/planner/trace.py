@@ -1,5 +1,7 @@
 """The model's own code, run once on the meta device: what it computes, sends over tp and keeps for backward.
 
+One file of more than 300 lines: one recorder files operations, traffic and storages by the same segments.
+
 Forward and backward of one micro-batch run on tensors without memory, on a tensor-parallel axis on paper, so that work,
 traffic and activations are those of the code and not of a formula beside it. A recorder files each operation and each
 storage under its segment: the embedding, a layer or the head, in forward or backward. At most three layers are run,

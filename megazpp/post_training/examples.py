@@ -1,5 +1,7 @@
 """From a line of data to tokens: which columns it has, what its text is, and on which tokens of it there is a loss.
 
+One file of more than 300 lines: each kind of line is read beside the others, which share their columns.
+
     messages                        sft                a conversation; loss on all of it, or on the assistant's words
     prompt, completion              sft                loss on the completion
     text                            sft                loss on all of it

@@ -1,5 +1,7 @@
 """The losses of post-training, as functions of tensors.
 
+One file of more than 300 lines: a formula of each loss, with its source, beside the others that it is compared with.
+
 Nothing here communicates or averages: a function gives a number for each token or each pair, and whoever calls it
 divides by denominators of the whole global batch (TRL's span a process, or a micro-batch), so that the result depends
 neither on the number of ranks nor on the size of micro-batches. tests/post_training compares values and gradients with

@@ -1,5 +1,7 @@
 """Rollouts as data loading: completions that the policy draws, judges and is then trained on.
 
+One file of more than 300 lines: a buffer is filled, judged, kept in checkpoints and used up here.
+
 One generation fills a buffer, which serves `slices` x `passes` optimizer steps:
 
     draw          each data rank the completions that it will be trained on; groups of a prompt may lie on several ranks

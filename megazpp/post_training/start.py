@@ -1,5 +1,7 @@
 """The start of a post-training: flags that a checkpoint answers, defaults of the objective, and all checks.
 
+One file of more than 300 lines: defaults and checks of an objective depend on each other.
+
 --load PRETRAINED --save MINE    the weights alone, of any checkpoint
 --load MINE --save MINE          goes on with everything, bit for bit
 """

@@ -1,4 +1,7 @@
-"""The parts of a post-training: pretraining's, with other data, another objective, and frozen models beside."""
+"""The parts of a post-training: pretraining's, with other data, another objective, and frozen models beside.
+
+One file of more than 300 lines: the parts of a training stand in one list, as pretraining's do.
+"""
 
 from __future__ import annotations
 

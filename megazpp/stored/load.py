@@ -1,5 +1,7 @@
 """Models of stored weights, built from a checkpoint: of frozen units, or with layers that stream.
 
+One file of more than 300 lines: both kinds of models are read from a checkpoint by the same steps.
+
 | --weights-on | packed weights are in       | the device holds                                                 |
 |--------------|-----------------------------|------------------------------------------------------------------|
 | device       | the device's memory         | all of them                                                      |

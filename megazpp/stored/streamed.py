@@ -1,5 +1,7 @@
 """Streamed units: layers whose packed weights (packed.py) come from elsewhere for each use: ZeRO-Inference.
 
+One file of more than 300 lines: the ring of buffers, the fetches and the products that use them are one schedule.
+
     host or disk: message [M], 1/L of a layer --fetch--> [M] --local all-gather--> [L, M] --pieces--> products
 
 L ranks of a node share a tensor-parallel index; each fetches its part of a layer over its own link, and the rest comes

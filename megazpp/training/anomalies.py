@@ -1,5 +1,8 @@
 """The guard of the weights: looks for what must not get into them, between the backward and the update of every step.
 
+One file of more than 300 lines: the guard, the losses it compares with and the search for the origin share what a
+step has shown.
+
     the loss or a gradient is not finite    the job ends, and says where it came from
     the loss jumps (--loss-spike-sigma)     the step is skipped, or the weights go back to the last checkpoint
     gathered weights differ between ranks   the job ends (--zero-verify-interval, zero/verify.py)

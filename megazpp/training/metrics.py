@@ -1,5 +1,7 @@
 """The record of a step and of a log interval, how steps add up to a run, and the lines that say so.
 
+One file of more than 300 lines: a step's number is added up, summed and worded next to its field.
+
 The log line is Megatron's, byte for byte, with our fields after its last one, so that existing parsers keep
 working. One departure: the loss is always printed. Megatron leaves it out when every step of the interval was
 skipped; here it is then the mean over the skipped steps, NaN too.

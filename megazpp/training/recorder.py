@@ -1,5 +1,7 @@
 """Turns what each rank measured into what the run did: printed, written to the run folder, sent to the sinks.
 
+One file of more than 300 lines: what is counted, compared with ZeRO-3 and printed at the end are one table.
+
 At the end comes a table of what the training steps put on every wire, beside what ZeRO-3 would have put on the wire
 between nodes. The rows are counted where the bytes leave (parallel/axis.py). Only ZeRO-3's figure is computed, from the
 shards:

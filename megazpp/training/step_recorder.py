@@ -1,5 +1,7 @@
 """Records steps, once for all who read them: Megatron's timers, slow ranks, and the timeline of one step.
 
+One file of more than 300 lines: all three readers share the recording of a step.
+
 `--timing-log-level` prints timers after a log line as Megatron does, the fastest and the slowest rank's:
 
     level 0    nothing: the log line has the time of an iteration

@@ -1,5 +1,7 @@
 """The records of a run: its folder, and wandb and TensorBoard if asked for.
 
+One file of more than 300 lines: the two sinks differ by a few lines each, beside the tracker that feeds them.
+
 Only rank 0 has a `Tracker`. Steps go to wandb and TensorBoard, intervals (log lines) to metrics.jsonl as well. What
 cannot be recorded (a full disk, a lost network) is said once, and training goes on: the log line is on stdout too.
 Both packages are imported only when their flag is given: TensorBoard is optional, and wandb takes its time.

@@ -1,4 +1,7 @@
-"""The flags of ZeRO and ZeRO++, and the wire plan that follows from them on a given layout."""
+"""The flags of ZeRO and ZeRO++, and the wire plan that follows from them on a given layout.
+
+One file of more than 300 lines: the flags, their checks and the plan that follows from them name each other.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """DiLoCo: local steps on islands, which synchronize every H steps, on the hops that cross nodes.
 
+One file of more than 300 lines: one synchronization is read from sending to merging without leaving the page.
+
 An island is a part of the cluster with a model of its own in shards: inside it every step is FSDP2's (or ZeRO++'s),
 between islands nothing travels. R is their common copy of the outer weights: fp32, the same bits on all. A sharding
 unit of fragment p, at a step of its own in every H:

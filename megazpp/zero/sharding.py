@@ -1,5 +1,7 @@
 """Shard any model's parameters, gradients and optimizer state over the data ranks: the only file that drives FSDP2.
 
+One file of more than 300 lines: whoever drives FSDP2 reads all that is asked of it in one place.
+
 | stage | parameters                        | gradients                             | moments |
 |-------|-----------------------------------|---------------------------------------|---------|
 | 0     | whole on every rank               | all-reduced once per optimizer step   | whole   |

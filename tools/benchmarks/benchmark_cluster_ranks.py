@@ -1,5 +1,7 @@
 """One rank of benchmark_cluster.py: holds the models of all variants and runs a step of whichever it is told.
 
+One file of more than 300 lines: each variant is built, stepped and counted by the same rank.
+
 Rank 0 takes orders from the benchmark through a pipe and passes them on; every order is one optimizer step, timed
 between two barriers, or with local steps a whole cycle of them: H steps, of which the first follows a merge and the
 last ends with the next, so that nothing is under way when another variant's turn comes. Everything is the product's own
