@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.checkpoints import Attempt, Job, run
 from helpers.ranks import ranks
 from helpers.tiers import slow
@@ -157,3 +158,18 @@ def test_a_run_that_went_back_goes_on_from_there_after_a_restart(tmp_path: Path)
 
 def restarted(job: Job) -> dict[str, Any]:
     return run(job, restarted=True)
+
+
+def numbers_without_saved_states() -> list[float]:
+    """The next random number after a checkpoint without random states, by its iteration: 1, 2 and 1 again."""
+    state = Attempt(Job(case=Case(), steps=0, flags={})).state
+    drawn = []
+    for iteration in (1, 2, 1):
+        state.accept({}, optimizer=False, rng=True, iteration=iteration)
+        drawn.append(torch.rand(()).item())
+    return drawn
+
+
+def test_random_numbers_that_begin_anew_follow_from_the_iteration():
+    first, second, again = ranks(1).run(numbers_without_saved_states)[0]
+    assert first == again != second

@@ -121,6 +121,7 @@ def test_rewind_takes_the_weights_back_and_says_where_to():
 
     def rewind() -> int:
         rewound.append(40)
+        watched.history.load_state_dict({"losses": [5.0]})  # those of the checkpoint
         return 40
 
     watched = Watched(loss_spike_sigma=6.0, loss_spike_action="rewind", rewind=rewind)
@@ -128,6 +129,8 @@ def test_rewind_takes_the_weights_back_and_says_where_to():
     assert not watched.takes(9.0)
     assert rewound == [40]
     assert watched.said[0].endswith("the step is skipped, and the weights go back to those of iteration 40")
+    assert len(watched.history.losses) == 51  # the latest are remembered
+    assert watched.history.losses[-1] == 9.0
 
 
 def test_without_a_checkpoint_to_go_back_to_the_step_is_only_skipped():

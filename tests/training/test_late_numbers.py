@@ -29,6 +29,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.training import step as step_module
 from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.metrics import StepRecord
+from megazpp.training.objective import LanguageModelLoss
 from megazpp.training.step import HostCopy, LaunchedStep, TrainStep
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.precision import PrecisionConfig
@@ -220,6 +221,21 @@ def test_a_nan_in_the_loss_is_told_late_with_the_samples_of_its_own_step(tmp_pat
         assert result["unchanged"] == (True, True)
         line = result["message"].splitlines()[1]
         assert line == "the loss of micro-batch 0 (samples 36 to 37) is not finite on rank 2"
+
+
+def keeps_its_state_where_only_the_loss_is_infinite() -> bool:
+    case = Case()
+    step, _ = build_step(case)
+    guarded(step, case, None)
+    launch(step, case, 0)
+    before, loss = state(step), LanguageModelLoss.loss
+    with mock.patch.object(LanguageModelLoss, "loss", lambda *given: loss(*given) + float("inf")):
+        launch(step, case, 1)
+    return state(step) == before
+
+
+def test_a_loss_that_is_infinite_leaves_weights_and_moments_alone_though_gradients_are_finite():
+    assert ranks(1).run(keeps_its_state_where_only_the_loss_is_infinite) == [True]
 
 
 def scaled(precision: PrecisionConfig) -> list[bool]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from kernels.formats import BlockFormat
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.comm_queue import Work
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.zero.config import ZeroConfig
+from megazpp.zero.diloco import send_fragment
 from megazpp.zero.diloco_config import DilocoConfig, plan_diloco
 from megazpp.zero.layout import plan_message
 from megazpp.zero.precision import PrecisionConfig
@@ -256,6 +259,17 @@ def test_four_bits_leave_the_same_bits_on_all_islands_close_to_the_outer_weights
             assert (result.common[-1][name] - result.outer[-1][name]).norm() < 0.25 * change, name
         assert_close(result.inner, result.common[-1], 0.0)
         assert result.feedback > 0  # what 4 bits have lost is kept for the next outer gradients
+
+
+def test_islands_with_no_tokens_send_finite_numbers():
+    sent: list[float] = []
+
+    def send(weight: torch.Tensor, correction: Work[torch.Tensor]) -> None:
+        sent.extend((weight.item(), correction.join().item()))
+
+    unit, plan = cast(Any, SimpleNamespace(send=send)), cast(Any, SimpleNamespace(tokens=8.0))
+    send_fragment([unit], MeshAxis("island"), plan, torch.zeros((), dtype=torch.float64))
+    assert sent == [0.0, 8.0]
 
 
 @pytest.mark.parametrize(("bits", "size"), [(16, 3), slow(8, 3), (4, 2)])
