@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from helpers.pretended_run import Run
 
 from megazpp.checkpoint.record import TrainingProgress
+from megazpp.training.metrics import StepRecord
 
 
 def test_bytes_are_those_of_training_steps_per_node_and_not_of_evaluations():
     run = Run([1.0] * 6)
     # 100 bytes a step over 2 nodes; the evaluation at 3 falls inside the second interval
     assert [r["cross_bytes"] for r in run.tracker.records] == [50, 50, 50]
+
+
+def test_an_island_counts_its_own_bytes_and_takes_the_others_to_send_as_much():
+    run = Run([1.0] * 2)
+    dims: Any = run.dims
+    dims.island = SimpleNamespace(size=4)  # of half a node each, with one rank
+    dims.sum_over_data_ = lambda x: x
+    dims.counter.add("cross", "shard", "all_gather", 100)
+    step = StepRecord(iteration=4, loss=1.0, grad_norm=1.0, learning_rate=1.0, global_batch_size=2, seconds=1.0)
+    run.recorder.step(step, last=True)
+    assert run.tracker.records[-1]["cross_bytes"] == 4 * 100 // 2
 
 
 def test_a_loss_that_is_not_a_number_is_printed():
