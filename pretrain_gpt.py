@@ -4,7 +4,7 @@
     python pretrain_gpt.py @configs/gpt_125m.args --lr 3e-4     flags from a file; what comes later wins
     torchrun --nproc-per-node 8 pretrain_gpt.py @configs/...    workers that torchrun (or srun) has started
 
-Parse and check everything, start the workers, then in each worker (`run_training` of megazpp/training/trainer.py):
+Parse and check everything, start the workers, then in each worker (`run_training` of megazpp/training/run.py):
 the cluster as it is, the axes, the parts of the run, training, evaluation, a sample of text, and where everything went.
 """
 

@@ -18,6 +18,7 @@ FLOORS = {
     "megazpp.base.errors": 0,
     "megazpp.base.command_line": 0,
     "megazpp.base.program": 0,
+    "megazpp.base.starting": 0,
     "megazpp.topology": 1,
     "megazpp.parallel": 1,
     "megazpp.tensor_parallel": 2,

@@ -27,9 +27,10 @@ from kernels.c_library import CLibraryError
 from megazpp.base.files import cache_folder
 from megazpp.base.formatting import aligned
 from megazpp.base.program import program
+from megazpp.base.starting import launched_rank
 from megazpp.optim.apex import check_apex
 from megazpp.optim.optimizer import OptimizerConfig, optimizer_backends
-from megazpp.parallel.launch import device_type, launched_rank
+from megazpp.parallel.launch import device_type
 from megazpp.parallel.survey import describe_host
 from megazpp.topology.hosts import cluster_from_hosts
 

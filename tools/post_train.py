@@ -17,7 +17,7 @@ import functools
 import os
 from pathlib import Path
 
-from megazpp.base.starting import announce
+from megazpp.base.starting import LAUNCHER_PID, announce, launched_rank
 
 announce("post_train.py", "megazpp-post-train")  # torch takes seconds to import, on a cold disk many
 
@@ -26,7 +26,7 @@ from megazpp.base.checks import check_run_config
 from megazpp.base.program import program
 from megazpp.base.run import Job, announced_cluster, planned_cluster, run_on_ranks
 from megazpp.model.float8 import check_device
-from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, device_type, find_place, launched_rank
+from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
 from megazpp.planner.report import plan_report
 from megazpp.planner.variants import changed
 from megazpp.post_training.dry_run import dry_run_models

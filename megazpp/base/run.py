@@ -20,7 +20,7 @@ from megazpp.base.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.base.checkpoint_flags import with_checkpoint_flags
 from megazpp.base.checks import ModelPlan, check_model_config
 from megazpp.base.errors import EXIT_USER_ERROR, UserError, user_errors
-from megazpp.base.starting import say
+from megazpp.base.starting import launched_rank, say
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, find_weights, load_soundest, load_weights
 from megazpp.checkpoint.record import RunRecord
@@ -29,7 +29,7 @@ from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.environment import prepare_environment
-from megazpp.parallel.launch import LaunchConfig, Place, device_type, find_place, launched_rank
+from megazpp.parallel.launch import LaunchConfig, Place, device_type, find_place
 from megazpp.parallel.processes import launch_workers
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import Worker, run_worker, seed_everything

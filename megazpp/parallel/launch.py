@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.starting import LAUNCHER_PID
 
 MOST_CPU_WORKERS = 4  # by default; two at least, so that what would cross a network is seen
 LARGEST_SEED = 2**32 - 1  # that numpy takes
 YEAR_SECONDS = 366 * 24 * 3600.0  # clocks can add waits up to that to the present time
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # finish the step, save, exit with 0
-LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # set for the workers that we start
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun and by us
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = (LOOPBACK, "localhost")
@@ -122,13 +122,6 @@ def default_cpu_workers() -> int:
 def device_type() -> str:
     """The device of this machine's workers: "cuda" or "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def launched_rank(env: Mapping[str, str] = os.environ) -> int:
-    """This process's rank before `find_place` has succeeded, so that one process reports a wrong flag; 0 if unclear."""
-    if "RANK" in env:
-        return int(env["RANK"])
-    return int(env["SLURM_PROCID"]) if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env else 0
 
 
 def loopback_store(port: int = 0, *, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:

@@ -19,7 +19,8 @@ from types import FrameType
 from typing import Self
 
 from megazpp.base.errors import EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_SECONDARY, EXIT_USER_ERROR
-from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, STOP_SIGNALS, agent_variables, loopback_store
+from megazpp.base.starting import LAUNCHER_PID
+from megazpp.parallel.launch import RESTART_COUNT, STOP_SIGNALS, agent_variables, loopback_store
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0  # for the rank that failed first, when all that is seen is that another rank's collective broke

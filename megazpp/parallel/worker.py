@@ -32,8 +32,9 @@ import torch
 import torch.distributed as dist
 
 from megazpp.base.errors import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, JobError, end_with
+from megazpp.base.starting import LAUNCHER_PID
 from megazpp.parallel.cpu_tuning import keep_freed_memory, share_gloo_device
-from megazpp.parallel.launch import LAUNCHER_PID, RESTART_COUNT, LaunchConfig, Place, is_on_one_machine, open_store
+from megazpp.parallel.launch import RESTART_COUNT, LaunchConfig, Place, is_on_one_machine, open_store
 
 REPORT_SECONDS = 1.0  # that the rank which failed first is given to say so
 WATCHDOG_SECONDS = 30.0  # collectives time out that much after the watchdog's limit, so that it can speak first

@@ -26,8 +26,9 @@ import threading
 import time
 from pathlib import Path
 
+from megazpp.base.starting import LAUNCHER_PID
+
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"
 CLIENT = """#!{python} -IS
 import json, os, socket, sys
 if sys.argv[1].startswith("-") and sys.argv[1] != "-m":

@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from megazpp.parallel.launch import LAUNCHER_PID, LaunchConfig, Place, find_place
+from megazpp.base.starting import LAUNCHER_PID
+from megazpp.parallel.launch import LaunchConfig, Place, find_place
 
 
 def place(nproc: int | None = None, restarts: int = 0, **env: str) -> Place:
