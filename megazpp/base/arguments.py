@@ -32,9 +32,8 @@ from megazpp.training.profiler import ProfilerConfig
 from megazpp.training.setup import ModelSpec
 from megazpp.training.step_recorder import TimingConfig
 from megazpp.training.tracking import TrackingConfig
-from megazpp.zero.config import WirePlan, ZeroConfig
+from megazpp.zero.config import PrecisionConfig, WirePlan, ZeroConfig
 from megazpp.zero.diloco_config import DilocoConfig
-from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.verify import VerifyConfig
 
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"

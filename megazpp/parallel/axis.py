@@ -252,19 +252,6 @@ def _(x: torch.Tensor, axis: str) -> torch.Tensor:
     return x.new_empty((x.shape[0] // axis_of_key(axis).size, *x.shape[1:]))
 
 
-class SilentAxis(MeshAxis):
-    """Stands for an axis of the same ranks in a rehearsal: its collectives send nothing and bring zeros."""
-
-    def __init__(self, axis: MeshAxis) -> None:
-        super().__init__(axis.name, ranks=axis.ranks, rank=axis.rank, group=axis.group, wire=axis.wire)
-
-    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
-        return x.new_zeros((self.size * x.shape[0], *x.shape[1:])) if out is None else out
-
-    def all_to_all(self, x: torch.Tensor, *, of: str = "") -> torch.Tensor:
-        return torch.zeros_like(x)
-
-
 def make_group(
     partition: Sequence[tuple[int, ...]], name: str, options: Any = None, *, backend: str | None = None
 ) -> dist.ProcessGroup:

@@ -19,12 +19,11 @@ from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.comm_queue import CommQueue
 from megazpp.stored.freeze import FrozenBytes
 from megazpp.topology.layout import Layout
-from megazpp.zero.comm_factory import CommFactory
-from megazpp.zero.comms import CountedGather, SummingReduce
-from megazpp.zero.config import WirePlan, ZeroConfig
+from megazpp.zero.comms import CommContext, CountedGather, SummingReduce
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.layout import own_rows, plan_segments
 from megazpp.zero.reduce import TwoHopReduce
+from megazpp.zero.sharding import make_comms
 from megazpp.zero.units import Fingerprint, Unit, UnitParameter
 from megazpp.zero.wire import Codec
 
@@ -126,12 +125,12 @@ class PaperUnit(Unit):
         self.version, self.gathered = 0, False
         self.ready: float | None = None
 
-    def connect(self, factory: CommFactory, axes: dict[str, PaperAxis], wire: WirePlan, zero: ZeroConfig) -> None:
+    def connect(self, context: CommContext) -> None:
         """Make its comms, and note the bytes that they hold."""
         if not self.size:
             return
-        self.gather, self.reduce = factory.comms(self)
-        nodes, peers = axes["cross"].size, axes["local"].size
+        self.gather, self.reduce = make_comms(self, context)
+        nodes, peers, wire = context.cross.size, context.local.size, context.plan
         if isinstance(self.gather, TwoHopGather) and wire.gather is not None:
             received = nodes * self.gather.message_bytes
             self.secondary_bytes = self.gather.secondary.kept_bytes if wire.gather.keep else 0
@@ -140,7 +139,7 @@ class PaperUnit(Unit):
             inside, across = self.reduce.message_bytes
             self.reduce_buffer = (2 if peers > 1 else 1) * peers * nodes * inside  # sent and received
             self.cross_buffer = 2 * nodes * across
-            self.partial_bytes = nodes * self.size * (2 if zero.zero_accumulate_in_bf16 else 4)
+            self.partial_bytes = nodes * self.size * (2 if context.zero.zero_accumulate_in_bf16 else 4)
             errors = self.reduce.errors(META)
             self.feedback_bytes = 0 if errors is None else errors.messages.nbytes
 

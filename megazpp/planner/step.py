@@ -30,7 +30,7 @@ from megazpp.stored.freeze import frozen_bytes
 from megazpp.stored.packed import Bits
 from megazpp.topology.layout import AXES, Layout
 from megazpp.training.setup import ModelSpec
-from megazpp.zero.comm_factory import CommFactory
+from megazpp.zero.comms import CommContext
 from megazpp.zero.config import plan_wire
 from megazpp.zero.diloco import OuterUnit, send_fragment
 from megazpp.zero.diloco_config import DilocoPlan
@@ -125,7 +125,7 @@ class PaperStep:
         self._shard, self._replicate = self._axes["shard"], self._axes["replicate"]
         self._stage = zero.stage_over(self._shard.size)
         wire = plan_wire(zero, layout) if spec.wire is None else spec.wire
-        self._factory = CommFactory(
+        self._context = CommContext(
             **{name: self._axes[name] for name in ("cross", "local", "shard")},
             plan=wire,
             zero=zero,
@@ -134,7 +134,7 @@ class PaperStep:
         )
         self.units = [PaperUnit(parameters, self._shard.size, self._shard.rank) for parameters in self.trace.units]
         for unit, frozen in zip(self.units, self.trace.frozen, strict=True):
-            unit.connect(self._factory, self._axes, wire, zero)
+            unit.connect(self._context)
             unit.frozen = frozen_bytes(dict(frozen), self._axes["local"].size, precision.param_dtype, frozen_bits)
         self._diloco, self.fragments = diloco, [] if diloco is None else self._outer_units(diloco)
         self._received: PaperUnit | None = None  # whose frozen weights were gathered ahead of their use
@@ -239,7 +239,7 @@ class PaperStep:
             self._free_unpacked(order[0])
         for clock in (self._reductions, self._copies):  # the root's last hook waits for all reductions
             self._simulation.running.wait_until(clock.now)
-        self._factory.reduce_schedule.end_backward()
+        self._context.reduce_schedule.end_backward()
         self.ledger.free(Memory.BUFFERS)
         self._sent_from = 0
         for unit in self.units:
@@ -320,7 +320,7 @@ class PaperStep:
         clock = self._gathers
         if self._on_cpu:  # the process, or with overlap something that only the queues hold up
             compute = self._simulation.compute
-            clock = Clock(compute.now) if self._factory.overlap_gather else compute
+            clock = Clock(compute.now) if self._context.overlap_gather else compute
         if self._shard.size > 1:
             with self._simulation.on(clock):
                 out = self._whole(unit)
@@ -384,7 +384,7 @@ class PaperStep:
         self.ledger.pass_through(Memory.BUFFERS, unit.reduce_buffer + partial + result.nbytes)
         if last or self._zero.zero_cross_every_microbatch:
             self.ledger.pass_through(Memory.BUFFERS, unit.cross_buffer + partial + result.nbytes)
-            if self._factory.overlap_reduce:  # at worst, sums and results of all units wait for the cross hop
+            if self._context.overlap_reduce:  # at worst, sums and results of all units wait for the cross hop
                 self.ledger.add(Memory.BUFFERS, partial + result.nbytes)
         if first or (self._stage <= 1 and last):
             self.ledger.add(Memory.GRADIENTS, MASTER_BYTES * unit.size)

@@ -43,7 +43,7 @@ from megazpp.stored.packed import Bits, at_rest, plan_rows
 from megazpp.stored.store import WeightStore, write_store
 from megazpp.stored.streamed import FetchedMessages, KeptMessages, Messages, StreamedUnits, StreamPlan, plan_stream
 from megazpp.training.setup import ModelSpec, model_on_meta
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.config import PrecisionConfig
 
 _LOADED_AT_ONCE = 1 << 23  # elements of a checkpoint that are in memory while they are packed
 

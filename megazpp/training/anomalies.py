@@ -36,7 +36,7 @@ from megazpp.optim.clip import GradNorm, grad_norms
 from megazpp.parallel.dims import ParallelDims
 from megazpp.training.batches import BatchPlan
 from megazpp.training.run_folder import RunFolder
-from megazpp.zero.sharding import OwnGradients, Sharding
+from megazpp.zero.sharding import Sharding
 
 WINDOW, FEWEST = 100, 20  # losses that a loss is compared with
 SHOWN = 8  # parameters and micro-batches that the message names; the file has all
@@ -219,12 +219,12 @@ class Evidence(NamedTuple):
     Attributes:
         losses: [number of micro-batches] its share of the loss.
         norm: of the step's gradients.
-        own: its own gradients before the sum over ranks; None where nobody can look.
+        own: by parameter the sum of its own gradients, before the sum over ranks; None where nobody can look.
     """
 
     losses: torch.Tensor
     norm: GradNorm
-    own: OwnGradients | None
+    own: Mapping[str, torch.Tensor] | None
 
 
 class Failure(NamedTuple):
@@ -270,7 +270,7 @@ class NotFinite:
         """Before each step: look at its gradients before they are summed."""
         self.sharding.watch_gradients()
 
-    def own_gradients(self) -> OwnGradients | None:
+    def own_gradients(self) -> Mapping[str, torch.Tensor] | None:
         """Return what was seen since `watch`."""
         return self.sharding.own_gradients()
 
@@ -286,7 +286,8 @@ class NotFinite:
         if failure is not None:
             evidence = failure.evidence
             norms = grad_norms(evidence.norm, self.dims.tp, self.dims.shard)
-            suspects = None if evidence.own is None else evidence.own.not_finite()
+            own = evidence.own
+            suspects = None if own is None else [name for name, total in own.items() if not total.isfinite()]
             mine = Found(self.dims.data_rank, evidence.losses.tolist(), suspects)
         told = self.dims.world.gather_objects((mine, failure and failure[:3], norms))
         message = None

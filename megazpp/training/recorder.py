@@ -45,7 +45,7 @@ from megazpp.training.metrics import (
 )
 from megazpp.training.step_recorder import Timers
 from megazpp.training.tracking import Tracker, TrackingConfig
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.config import PrecisionConfig
 
 SPIKE, SPIKE_STEPS = 10, 10  # a norm of so many medians is named, once so many steps were seen
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")

@@ -30,9 +30,8 @@ from megazpp.tensor_parallel.parameters import distribute_parameters, initialize
 from megazpp.training.batches import BatchPlan
 from megazpp.training.context import RunContext
 from megazpp.training.evaluate import EvalConfig
-from megazpp.zero.config import WirePlan, ZeroConfig
+from megazpp.zero.config import PrecisionConfig, WirePlan, ZeroConfig
 from megazpp.zero.diloco_config import DilocoPlan
-from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import Sharding, materialize, shard_model
 
 

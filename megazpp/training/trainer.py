@@ -162,9 +162,10 @@ class Trainer:
             return start
         folder = None if self.run.folder is None else self.run.folder.path
         watchdog = Watchdog(worker, self.run.dims, self.config.launch, folder)
-        self.built.sharding.compile_kernels(self.run.device)
-        if self.diloco is not None:
-            self.diloco.compile_kernels(self.run.device)
+        if self.run.device.type == "cuda":  # elsewhere they are compiled already
+            self.built.sharding.compile_kernels(self.run.device)
+            if self.diloco is not None:
+                self.diloco.compile_kernels(self.run.device)
         with self.open_batches(self.datasets.train, ramp_up=True) as batches, watchdog, self.profiler:
             progress = train(
                 self.step,

@@ -13,10 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kernels.formats import BlockFormat, MessageLayout
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue, Work
-from megazpp.zero.schedule import ReduceSchedule
+from megazpp.zero.config import Dtypes, PrecisionConfig, WirePlan, ZeroConfig
+from megazpp.zero.layout import Segment, plan_message
+from megazpp.zero.schedule import CommQueues, GatherSchedule, ReduceSchedule
 from megazpp.zero.units import Unit
+from megazpp.zero.wire import Codec
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -25,6 +29,47 @@ except ImportError as error:  # pragma: no cover
     raise ImportError(
         f"torch {torch.__version__} has moved FSDP2's comm interface; MegaZ++ knows torch 2.11 to 2.13"
     ) from error
+
+
+class CommContext:
+    """The axes, queues, schedules and formats that the comms of all units share.
+
+    The planner (megazpp/planner/step.py) makes its comms with one too, on axes that exist on paper.
+
+    Args:
+        cross, local, shard: the axes that the collectives run over.
+        plan: which of FSDP2's collectives are replaced, and by what.
+        zero, precision: switches, and the dtypes of what is not quantized.
+        codec: makes the codec that packs a unit's messages.
+    Attributes:
+        overlap_gather, overlap_reduce: whether collectives run beside the compute.
+        queues, gather_schedule, reduce_schedule: the communication queues, and what decides which hop runs when.
+    """
+
+    def __init__(
+        self,
+        cross: MeshAxis,
+        local: MeshAxis,
+        shard: MeshAxis,
+        *,
+        plan: WirePlan,
+        zero: ZeroConfig,
+        precision: PrecisionConfig | Dtypes,
+        codec: Callable[[MessageLayout, torch.dtype], Codec] = Codec,
+    ) -> None:
+        self.cross, self.local, self.shard, self._codec = cross, local, shard, codec
+        self.plan, self.zero, self.precision = plan, zero, precision
+        two_hops, blocks_host = bool(plan.gather or plan.reduce), shard.queue.blocks_host
+        overlaps = two_hops or blocks_host  # FSDP2's own collectives run beside the compute on CUDA as they are
+        self.overlap_gather, self.overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps
+        beside = self.overlap_gather or self.overlap_reduce
+        self.queues = CommQueues(*(axis.queue if beside else CommQueue() for axis in (cross, local, shard)))
+        self.gather_schedule = GatherSchedule(overlap=self.overlap_gather, queue=self.queues.cross)
+        self.reduce_schedule = ReduceSchedule(overlap=self.overlap_reduce, blocks_host=blocks_host)
+
+    def codec(self, segments: Sequence[Segment], fmt: BlockFormat | None, dtype: torch.dtype) -> Codec:
+        """Make the codec of shards of these segments; what is not quantized in `fmt` has `dtype`."""
+        return self._codec(plan_message(segments, fmt, exact_itemsize=dtype.itemsize), dtype)
 
 
 class FreshBuffers:
@@ -47,10 +92,11 @@ class Pending(dist.Work):
 
 
 class CountedGather(FreshBuffers, AllGather):
-    """[n] shard -> [W n] parameters over `axis`, as FSDP2's own gather does; `of` is the unit's name."""
+    """[n] shard -> [W n] parameters over the shard axis, as FSDP2's own gather does."""
 
-    def __init__(self, axis: MeshAxis, queue: CommQueue, *, overlap: bool, of: str = "") -> None:
-        self.axis, self._queue, self._overlap, self._of = axis, queue, overlap, of
+    def __init__(self, unit: Unit, context: CommContext) -> None:
+        self.axis, self._queue, self._of = context.shard, context.queues.shard, unit.name
+        self._overlap = context.overlap_gather
 
     def __call__(
         self,
@@ -73,23 +119,19 @@ class CountedGather(FreshBuffers, AllGather):
 class SummingReduce(FreshBuffers, ReduceScatter):
     """The base of reduce-scatters: [W n] gradients of a unit -> this rank's [n] of their sum over ranks.
 
-    Args:
+    Attributes:
         unit: the unit whose gradients are reduced.
-        schedule: decides when a result is waited for.
+        total: sum of this rank's own gradients since `watch`, a scalar; None if there were none.
     """
 
-    def __init__(self, unit: Unit, schedule: ReduceSchedule) -> None:
-        self._unit, self._schedule = unit, schedule
+    def __init__(self, unit: Unit, context: CommContext) -> None:
+        self.unit, self._schedule = unit, context.reduce_schedule
         self._watched = False
-        self._total: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
 
     def watch(self) -> None:
         """Add up this rank's own gradients from now on, before the sum over ranks spreads a NaN or Inf."""
-        self._watched, self._total = True, None
-
-    def watched(self) -> tuple[Unit, torch.Tensor | None]:
-        """The unit, and the sum of this rank's own gradients since `watch`, a scalar; None if there were none."""
-        return self._unit, self._total
+        self._watched, self.total = True, None
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
         """Start to reduce `gradients` [W n]; the work returns `result` [n] when that is complete.
@@ -109,13 +151,13 @@ class SummingReduce(FreshBuffers, ReduceScatter):
         assert op == dist.ReduceOp.SUM, f"communication only sums, FSDP2 asked for {op}"
         if self._watched:
             total = input_tensor.sum()  # in its dtype: one pass; a maximum takes 16 times as long on the CPU
-            self._total = total if self._total is None else self._total + total
+            self.total = total if self.total is None else self.total + total
         # without a gradient of some parameter the output is shorter, and cannot be added by place
-        late = self._schedule.overlap and output_tensor.numel() == self._unit.trained_segments[-1].stop
+        late = self._schedule.overlap and output_tensor.numel() == self.unit.trained_segments[-1].stop
         if late:
-            self._unit.refuse_gradient_hooks()
+            self.unit.refuse_gradient_hooks()
         result = torch.empty_like(output_tensor) if late else output_tensor
-        divisor = _divisor(self._unit, group, result) if late else 1.0
+        divisor = _divisor(self.unit, group, result) if late else 1.0
         work = self.start(input_tensor, result)
         if work is not None and not late:
             work.wait()
@@ -126,18 +168,18 @@ class SummingReduce(FreshBuffers, ReduceScatter):
 
     def _finish(self, result: torch.Tensor, divisor: float) -> None:
         """Add a sum that came after FSDP2 had divided its output to the gradients, divided alike."""
-        self._unit.add_to_gradients(result if divisor == 1.0 else result.div_(divisor))
+        self.unit.add_to_gradients(result if divisor == 1.0 else result.div_(divisor))
 
 
 class CountedReduce(SummingReduce):
-    """The reduce-scatter over `axis`, as FSDP2's own does."""
+    """The reduce-scatter over the shard axis, as FSDP2's own does."""
 
-    def __init__(self, unit: Unit, axis: MeshAxis, queue: CommQueue, schedule: ReduceSchedule) -> None:
-        super().__init__(unit, schedule)
-        self.axis, self._queue = axis, queue
+    def __init__(self, unit: Unit, context: CommContext) -> None:
+        super().__init__(unit, context)
+        self.axis, self._queue = context.shard, context.queues.shard
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor]:
-        work = self._queue.submit(lambda: self.axis.reduce_scatter(gradients, out=result, of=self._unit.name))
+        work = self._queue.submit(lambda: self.axis.reduce_scatter(gradients, out=result, of=self.unit.name))
         self._schedule.sent(work)
         return work
 

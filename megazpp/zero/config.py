@@ -1,4 +1,4 @@
-"""The flags of ZeRO and ZeRO++, and the wire plan that follows from them on a given layout.
+"""The flags of ZeRO, ZeRO++ and precision, and the wire plan that follows from them on a given layout.
 
 One file of more than 300 lines: the flags, their checks and the plan that follows from them name each other.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
+
+import torch
 
 from kernels.block_quant import backend
 from kernels.formats import BlockFormat
@@ -117,6 +119,47 @@ class ZeroConfig:
         keeps them in the compute format until they change, as stage 2 does.
         """
         return min(self.stage, 2) if num_ranks == 1 else self.stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Precision: fp32 master weights always; compute in fp32, bf16 or fp16."""
+
+    fp16: bool = flag(False, "compute in fp16, with loss scaling")
+    bf16: bool = flag(False, "compute in bf16")
+    accumulate_allreduce_grads_in_fp32: bool = flag(
+        False, "accumulate and reduce gradients in fp32 (always so with --bf16, unless --grad-reduce-in-bf16)"
+    )
+    grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bf16: half the bytes, less exact sums")
+
+    def __post_init__(self) -> None:
+        if self.fp16 and self.bf16:
+            raise ValueError("--fp16 and --bf16 exclude each other")
+        if self.grad_reduce_in_bf16 and not self.bf16:
+            raise ValueError("--grad-reduce-in-bf16 needs --bf16")
+        if self.grad_reduce_in_bf16 and self.accumulate_allreduce_grads_in_fp32:
+            raise ValueError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other")
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """The dtype in which weights are gathered and layers compute."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are accumulated and reduced."""
+        if self.grad_reduce_in_bf16:
+            return torch.bfloat16
+        if self.fp16 and not self.accumulate_allreduce_grads_in_fp32:
+            return torch.float16
+        return torch.float32
+
+
+class Dtypes(NamedTuple):
+    """The dtypes that `PrecisionConfig` comes to, for models whose precision no flags describe."""
+
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
 
 
 class GatherPlan(NamedTuple):

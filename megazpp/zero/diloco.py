@@ -25,7 +25,6 @@ algorithm 2, fragments, delay, 4 bits). Outer states in shards, differences for 
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,12 +36,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from kernels.block_quant import Feedback
 from kernels.formats import BlockFormat, MessageLayout
-from megazpp.parallel.axis import MeshAxis, SilentAxis
+from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.parallel.dims import ParallelDims
+from megazpp.zero.config import PrecisionConfig
 from megazpp.zero.diloco_config import DilocoPlan
 from megazpp.zero.layout import own_rows, plan_message, plan_segments
-from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.secondary import Resident
 from megazpp.zero.sharding import Sharding
 from megazpp.zero.units import Unit
@@ -117,11 +116,6 @@ class OuterUnit:
         """The bytes of the outer gradients' messages, which are kept from `send` until the result is waited for."""
         return self._axis.size * self._gradients.layout.message_bytes
 
-    @property
-    def kind(self) -> tuple[MessageLayout, MessageLayout]:
-        """A key of the compiled kernels."""
-        return self._gradients.layout, self.common.codec.layout
-
     def wait(self) -> None:
         """Wait for the messages under way."""
         if self._work is not None:
@@ -192,16 +186,13 @@ class OuterUnit:
             if rest := flat.numel() - full * size:
                 yield rows[full, segment.start : segment.start + rest], flat[full * size :]
 
-    def rehearse(self, device: torch.device) -> None:
+    def warm_up(self, device: torch.device) -> None:
         """Pack and unpack zeros as a synchronization does, to compile the kernels; nothing is sent."""
-        twin = copy.copy(self)
-        twin._axis, twin._queue = SilentAxis(self._axis), CommQueue()
-        twin.common = self.common.silent(device)
-        twin.outer, twin.momentum = torch.zeros_like(self.outer), None
-        sent, size = self._gradients.empty(self._axis.size, device=device), self._gradients.layout.size
-        errors = self._gradients.new_errors(self._axis.size, device=device)
-        self._gradients.pack(torch.zeros(self._axis.size, size, device=device), sent, errors=errors)
-        twin._cross(sent, Work(torch.ones((), device=device)))
+        codec, rows = self._gradients, torch.zeros_like(self.rows)
+        sent = codec.empty(self._axis.size, device=device)
+        codec.pack(rows, sent, errors=codec.new_errors(self._axis.size, device=device) if self._errors else None)
+        codec.unpack_sum(sent.unsqueeze(1), rows[:1], accumulate=False)
+        self.common.warm_up(rows[0])
 
     def _cross(self, sent: torch.Tensor, correction: Work[torch.Tensor]) -> None:
         """The hops, and the outer step between them."""
@@ -315,11 +306,9 @@ class DiLoCo:
 
     def compile_kernels(self, device: torch.device) -> None:
         """Compile the kernels of the messages for `device` now, and not at the first synchronization."""
-        if device.type == "cuda":
-            one_of_each = {unit.kind: unit for unit in self.units}
-            with torch.no_grad():
-                for unit in one_of_each.values():
-                    unit.rehearse(device)
+        with torch.no_grad():
+            for unit in self.units:
+                unit.warm_up(device)
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:  # a dry run's fake tensors cannot make one

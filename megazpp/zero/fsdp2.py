@@ -19,8 +19,7 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.survey import describe_host, share_survey
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
-from megazpp.zero.config import ZeroConfig, plan_wire
-from megazpp.zero.precision import Dtypes
+from megazpp.zero.config import Dtypes, ZeroConfig, plan_wire
 from megazpp.zero.sharding import Sharding, install_comms
 from megazpp.zero.units import Unit, find_units
 
@@ -71,10 +70,11 @@ def zeropp(
             f"the mesh has the ranks in the order {mesh.mesh.flatten().tolist()}, node by node it is "
             f"{list(layout.mesh_ranks())}: number ranks node by node, and make the mesh of all of them"
         )
-    precision = _precision_of(find_units(model, layout.shard))
+    units = find_units(model, layout.shard)
+    precision = _precision_of(units)
     wire = plan_wire(config, layout)
     dims = ParallelDims(layout, device_type=mesh.device_type, mesh=mesh)
-    sharding = install_comms(model, dims, wire, config, precision, stage=3, means=True)
+    sharding = install_comms(model, units, dims, wire, config, precision, stage=3, means=True)
     setattr(model, HANDLE, sharding)
     if sharding.keeps_state:
         containers = nn.Sequential | nn.ModuleList | nn.ModuleDict  # which would run it, or number it

@@ -16,18 +16,15 @@ What crosses nodes next follows from what all ranks know:
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from enum import IntEnum
 
 import torch
 import torch.distributed as dist
 
-from megazpp.parallel.axis import MeshAxis, SilentAxis
 from megazpp.parallel.comm_queue import Moment, Work
-from megazpp.zero.comms import AllGather, FreshBuffers, Pending
-from megazpp.zero.schedule import CommQueues, GatherSchedule
+from megazpp.zero.comms import AllGather, CommContext, FreshBuffers, Pending
 from megazpp.zero.secondary import Resident, Secondary
 from megazpp.zero.units import Fingerprint, Unit
 
@@ -45,26 +42,21 @@ class TwoHopGather(FreshBuffers, AllGather):
 
     Args:
         unit: the unit whose parameters are gathered; its fingerprint, equal on all ranks, is read at every use.
-        local: the axis of the second hop; FSDP2's flat rank is cross rank x L + local rank.
-        queues: the communication queues in which the hops run.
-        schedule: starts the hops of other units together with this unit's.
+        context: shared by all units; FSDP2's flat rank is cross rank x L + local rank.
+    Attributes:
         secondary: holds what arrived in the first hop, and brings it there; its elements have FSDP2's compute dtype.
-        keep: whether the secondary partition is kept for later uses (hpZ).
     """
 
-    def __init__(
-        self,
-        unit: Unit,
-        *,
-        local: MeshAxis,
-        queues: CommQueues,
-        schedule: GatherSchedule,
-        secondary: Secondary,
-        keep: bool,
-    ) -> None:
-        self.unit, self.secondary = unit, secondary
-        self._cross, self._local, self._queues = secondary.cross, local, queues
-        self._schedule, self._codec, self._keep = schedule, secondary.codec, keep
+    def __init__(self, unit: Unit, context: CommContext) -> None:
+        plan, dtype = context.plan.gather, context.precision.param_dtype
+        assert plan is not None
+        self.unit, self._keep = unit, plan.keep
+        self._cross, self._local, self._queues = context.cross, context.local, context.queues
+        self._codec, self._schedule = context.codec(unit.segments, plan.fmt, dtype), context.gather_schedule
+        self.secondary = Secondary(self._codec, self._cross, of=unit.name)
+        if plan.differences is not None:
+            exact, differences = (context.codec(unit.segments, fmt, dtype) for fmt in (None, plan.differences))
+            self.secondary = Resident(self._codec, self._cross, of=unit.name, exact=exact, differences=differences)
         self._made_from: Fingerprint | None = None
         self._has_stepped = False  # since `_made_from`, which is of after the step
         self._after_step: Fingerprint | None = None  # None if others may have written to the shards since
@@ -73,7 +65,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._used = False  # since the cross hop last started
         self._compared = False  # the unit's shard reader with FSDP2's shard
         self._uncounted = 0  # bytes that crossed while the counter was paused
-        schedule.add(self)
+        self._schedule.add(self)
 
     def drop(self) -> None:
         """Have the next use send whole weights, because they have changed."""
@@ -132,31 +124,18 @@ class TwoHopGather(FreshBuffers, AllGather):
         """Bytes of one shard's message inside a node."""
         return self._codec.layout.message_bytes
 
-    @property
-    def kind(self) -> Hashable:
-        """A key of the compiled kernels: gathers of equal `kind` use the same ones."""
-        return self._codec.layout, self._codec.dtype
-
-    @property
-    def crossing_key(self) -> str:
-        """The key of what the next use sends."""
-        return f"{self.unit.key}.crossing"
-
     def new_row(self, device: torch.device) -> torch.Tensor:
         """[S] zeros, for this rank's row of the resident weights."""
         return torch.zeros(self._codec.layout.size, dtype=self._codec.dtype, device=device)
 
-    def rehearse(self, device: torch.device) -> None:
+    def warm_up(self, device: torch.device) -> None:
         """Pack and unpack zeros as a use does, to compile the kernels; nothing is sent and no state changes."""
-        twin, codec, size = copy.copy(self), self._codec, self._codec.layout.size
-        twin._local, secondary = SilentAxis(self._local), self.secondary.silent(device)
-        assert secondary.messages is not None
-        output = torch.zeros(self._cross.size * self._local.size, size, dtype=codec.dtype, device=device)
-        slot = output[self._cross.rank * self._local.size + self._local.rank]  # where FSDP2 puts the shard
+        nodes, peers, codec = self._cross.size, self._local.size, self._codec
+        output = torch.zeros(nodes * peers, codec.layout.size, dtype=codec.dtype, device=device)
+        slot = output[self._cross.rank * peers + self._local.rank]  # where FSDP2 puts the shard
         for shard in (slot, torch.zeros_like(slot)):  # and where `start_early` does: other alignments, other kernels
-            for keyframe in (True, False):
-                secondary.take_in(secondary.messages, shard, keyframe=keyframe)
-        twin._unpack(Work(twin._hop_inside(secondary.messages)), output.view(-1))
+            self.secondary.warm_up(shard)
+        self._unpack(Work(codec.empty(peers, nodes, device=device)), output.view(-1))
 
     def start_early(self, since: Moment) -> bool:
         """Start the cross hop ahead of use if the weights have changed and the modules hold the shards.

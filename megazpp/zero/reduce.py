@@ -12,19 +12,14 @@ LoCo's (arXiv 2407.04480).
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Hashable
 
 import torch
 
 from kernels.block_quant import Feedback
-from megazpp.parallel.axis import MeshAxis, SilentAxis
 from megazpp.parallel.comm_queue import Work
-from megazpp.zero.comms import SummingReduce
-from megazpp.zero.schedule import CommQueues, ReduceSchedule
+from megazpp.zero.comms import CommContext, SummingReduce
 from megazpp.zero.units import Unit
-from megazpp.zero.wire import Codec
 
 
 class TwoHopReduce(SummingReduce):
@@ -32,36 +27,19 @@ class TwoHopReduce(SummingReduce):
 
     Args:
         unit: the unit whose gradients are reduced.
-        schedule: decides when a result is waited for.
-        cross, local: the axes of the two hops; FSDP2's flat rank is cross rank x L + local rank.
-        queues: the communication queues in which the hops run.
-        local_codec, cross_codec: pack and unpack the unit's messages on each hop.
-        partial_dtype: dtype of the partial sums.
-        feedback: whether the cross hop's quantization errors are kept and added the next time.
-        beta: share of the earlier errors in those that are kept; 0: only the last quantization's.
-        every_micro_batch: whether gradients cross in every micro-batch: no partial sums, k times the traffic.
+        context: shared by all units; FSDP2's flat rank is cross rank x L + local rank.
     """
 
-    def __init__(
-        self,
-        unit: Unit,
-        schedule: ReduceSchedule,
-        *,
-        cross: MeshAxis,
-        local: MeshAxis,
-        queues: CommQueues,
-        local_codec: Codec,
-        cross_codec: Codec,
-        partial_dtype: torch.dtype,
-        feedback: bool,
-        beta: float,
-        every_micro_batch: bool,
-    ) -> None:
-        super().__init__(unit, schedule)
-        self._cross, self._local, self._queues = cross, local, queues
-        self._local_codec, self._cross_codec = local_codec, cross_codec
-        self._partial_dtype, self._feedback, self._beta = partial_dtype, feedback, beta
-        self._every_micro_batch = every_micro_batch
+    def __init__(self, unit: Unit, context: CommContext) -> None:
+        super().__init__(unit, context)
+        plan, zero = context.plan.reduce, context.zero
+        assert plan is not None
+        self._cross, self._local, self._queues = context.cross, context.local, context.queues
+        self._feedback, self._beta = zero.zero_error_feedback, zero.zero_error_feedback_beta
+        self._every_micro_batch = zero.zero_cross_every_microbatch
+        self._partial_dtype = torch.bfloat16 if zero.zero_accumulate_in_bf16 else torch.float32
+        self._local_codec = context.codec(unit.trained_segments, plan.local, context.precision.reduce_dtype)
+        self._cross_codec = context.codec(unit.trained_segments, plan.cross, self._partial_dtype)
         self._partial_sums: torch.Tensor | None = None  # touched by the local queue only
         self._errors: Feedback | None = None  # touched by the cross queue, and between backwards by `Sharding.end_step`
         self._last_micro_batch = True
@@ -74,21 +52,16 @@ class TwoHopReduce(SummingReduce):
         size, planned = result.numel(), self._local_codec.layout.size
         if size != planned:
             raise RuntimeError(
-                f"{self._unit.name}: gradients of {size} elements per rank, planned {planned}: a parameter got no "
+                f"{self.unit.name}: gradients of {size} elements per rank, planned {planned}: a parameter got no "
                 f"gradient, which quantized reduction needs torch 2.13 for (this is {torch.__version__})"
             )
-        last = self._last_micro_batch and self._unit.in_last_backward
+        last = self._last_micro_batch and self.unit.in_last_backward
         cross = last or self._every_micro_batch
         inside = self._queues.local.submit(functools.partial(self._hop_inside, gradients, keep=not cross))
         self._schedule.sent(inside)
         if not cross:
             return None
         return self._queues.cross.submit(functools.partial(self._hop_across, inside, result), after=(inside,))
-
-    @property
-    def unit_key(self) -> str:
-        """The key of its unit."""
-        return self._unit.key
 
     @property
     def message_bytes(self) -> tuple[int, int]:
@@ -111,22 +84,20 @@ class TwoHopReduce(SummingReduce):
         """The `errors` of now; None also before the first quantization."""
         return self._errors
 
-    @property
-    def kind(self) -> Hashable:
-        """A key of the compiled kernels: reductions of equal `kind` use the same ones."""
-        codecs = (self._local_codec, self._cross_codec)
-        return tuple((codec.layout, codec.dtype) for codec in codecs)
-
-    def rehearse(self, device: torch.device) -> None:
+    def warm_up(self, device: torch.device) -> None:
         """Reduce zeros as two micro-batches do, to compile the kernels; nothing is sent and no state changes."""
-        twin, codec = copy.copy(self), self._local_codec
-        twin._cross, twin._local = SilentAxis(self._cross), SilentAxis(self._local)
-        twin._partial_sums = twin._errors = None
-        size = codec.layout.size
-        gradients = torch.zeros(self._cross.size * self._local.size * size, dtype=codec.dtype, device=device)
-        twin._hop_inside(gradients, keep=not self._every_micro_batch)
-        inside = Work(twin._hop_inside(gradients, keep=False))
-        twin._hop_across(inside, torch.empty(size, dtype=codec.dtype, device=device))
+        nodes, peers, inside, across = self._cross.size, self._local.size, self._local_codec, self._cross_codec
+        size = inside.layout.size
+        gradients = torch.zeros(nodes, peers, size, dtype=inside.dtype, device=device)
+        messages = inside.empty(peers, nodes, device=device)
+        inside.pack(gradients.transpose(0, 1), messages)
+        sums = torch.zeros(nodes, size, dtype=self._partial_dtype, device=device)
+        for accumulate in (False,) if self._every_micro_batch else (False, True):
+            inside.unpack_sum(messages, sums, accumulate=accumulate)
+        sent = across.empty(nodes, device=device)
+        errors = across.new_errors(nodes, device=device) if self._feedback else None
+        across.pack(sums, sent, errors=errors, beta=self._beta)
+        across.unpack_sum(sent.unsqueeze(1), gradients[0, :1], accumulate=False)
 
     def _hop_inside(self, gradients: torch.Tensor, *, keep: bool) -> torch.Tensor:
         """[N L S] in FSDP2's rank order -> [N, S]: the node's sum, added to that of earlier micro-batches."""
@@ -134,7 +105,7 @@ class TwoHopReduce(SummingReduce):
         codec, device = self._local_codec, gradients.device
         sent = codec.empty(num_local, num_nodes, device=device)
         codec.pack(gradients.view(num_nodes, num_local, -1).transpose(0, 1), sent)
-        received = self._local.all_to_all(sent, of=self._unit.name)  # [L, N, M]
+        received = self._local.all_to_all(sent, of=self.unit.name)  # [L, N, M]
         partial_sums = self._partial_sums
         if partial_sums is None:
             partial_sums = torch.empty(num_nodes, codec.layout.size, dtype=self._partial_dtype, device=device)
@@ -147,6 +118,6 @@ class TwoHopReduce(SummingReduce):
         codec, partial_sums = self._cross_codec, inside.join()
         sent = codec.empty(self._cross.size, device=partial_sums.device)
         codec.pack(partial_sums, sent, errors=self.errors(partial_sums.device), beta=self._beta)
-        received = self._cross.all_to_all(sent, of=self._unit.name)  # [N, M]
+        received = self._cross.all_to_all(sent, of=self.unit.name)  # [N, M]
         codec.unpack_sum(received.unsqueeze(1), result.unsqueeze(0), accumulate=False)
         return result

@@ -21,12 +21,9 @@ a node. Source of the differences: SDP4Bit (arXiv 2410.15526), there from a whol
 
 from __future__ import annotations
 
-import copy
-from typing import Self
-
 import torch
 
-from megazpp.parallel.axis import MeshAxis, SilentAxis
+from megazpp.parallel.axis import MeshAxis
 from megazpp.zero.wire import Codec
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -80,12 +77,9 @@ class Secondary:
         """Bytes of the buffers."""
         return self.cross.size * self.codec.layout.message_bytes
 
-    def silent(self, device: torch.device) -> Self:
-        """One of the same kind with buffers of its own, which sends nothing."""
-        twin = copy.copy(self)
-        twin.cross = SilentAxis(self.cross)
-        twin.allocate(device)
-        return twin
+    def warm_up(self, shard: torch.Tensor) -> None:
+        """Call the kernels of `take_in` once for [S] zeros, in buffers that are thrown away; nothing is sent."""
+        self.codec.pack(shard, self.codec.empty(self.cross.size, device=shard.device)[self.cross.rank])
 
     def _exchange(self, messages: torch.Tensor) -> None:
         """messages [N, M]: each node's row to all nodes."""
@@ -145,6 +139,15 @@ class Resident(Secondary):
         self.weights[self.cross.rank].copy_(row)
         self._exchange(self._kept)
         self._quantize(messages)
+
+    def warm_up(self, shard: torch.Tensor) -> None:
+        nodes, device = self.cross.size, shard.device
+        weights = self._exact.elements(self._exact.empty(nodes, device=device))
+        sent = self._differences.empty(nodes, device=device)
+        self._differences.pack(shard, sent[self.cross.rank], base=weights[self.cross.rank])
+        self._differences.unpack_onto(sent, weights)
+        if self.quantizes_inside:
+            self.codec.pack(weights, self.codec.empty(nodes, device=device))
 
     def sums_of_rows(self) -> torch.Tensor:
         """[N] int64: the sum over the bits of each node's row of R."""

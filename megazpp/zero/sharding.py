@@ -30,29 +30,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from kernels.block_quant import rescale_
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.comm_factory import CommFactory
-from megazpp.zero.comms import SummingReduce, count_all_reduce
-from megazpp.zero.config import WirePlan, ZeroConfig, plan_wire
+from megazpp.zero.comms import CommContext, CountedGather, CountedReduce, count_all_reduce
+from megazpp.zero.config import Dtypes, PrecisionConfig, WirePlan, ZeroConfig, plan_wire
 from megazpp.zero.gather import Crossing, TwoHopGather
-from megazpp.zero.precision import Dtypes, PrecisionConfig
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.units import Unit, find_units
-
-
-class OwnGradients:
-    """A rank's record of its own gradients in one step, before they were summed over ranks.
-
-    Args:
-        sums: of each unit the sum of its gradients, a scalar; None if there were none.
-    """
-
-    def __init__(self, sums: Sequence[tuple[Unit, torch.Tensor | None]]) -> None:
-        self._sums = sums
-
-    def not_finite(self) -> list[str]:
-        """The parameters of the units in which a gradient was not finite; waits for the device."""
-        found = [unit for unit, total in self._sums if total is not None and not total.isfinite()]
-        return [parameter.name for unit in found for parameter in unit.parameters]
 
 
 class WeightHandle(Protocol):
@@ -78,10 +60,8 @@ class Sharding:
         model: the sharded model.
         units: its sharding units, FSDP2's parameter groups.
         stage: the ZeRO stage.
-        gathers, reduces: the two-hop comms that were installed.
-        watchable: every comm that sums gradients over shards.
-        keyframe_interval: iterations between whole weights in the place of differences; None: as many as come.
-        feedback_reset: iterations after which error feedback is forgotten; None: never.
+        zero: intervals of whole weights and of error feedback; None: the defaults.
+        comms: each unit's all-gather and reduce-scatter, where they are ours.
         counter: of the bytes that this rank sends; None: nothing is sent.
     Attributes:
         keeps_gathered: as a `WeightHandle` says it.
@@ -95,23 +75,19 @@ class Sharding:
         model: nn.Module,
         units: Sequence[Unit],
         stage: int,
-        gathers: Sequence[TwoHopGather] = (),
-        reduces: Sequence[TwoHopReduce] = (),
-        watchable: Sequence[SummingReduce] = (),
-        keyframe_interval: int | None = None,
-        feedback_reset: int | None = None,
+        zero: ZeroConfig | None = None,
+        comms: Sequence[tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]] = (),
         counter: TrafficCounter | None = None,
     ) -> None:
         self.counter = counter or TrafficCounter()
-        self.model, self.units, self.stage = model, units, stage
-        self._keyframe_interval = keyframe_interval
+        self.model, self.units, self.stage, self._zero = model, units, stage, zero or ZeroConfig()
         self._iteration: int | None = None
-        self._shard_elements = sum(unit.segments[-1].stop for unit in units)
         self._modules = [_as_fsdp(module) for unit in units for module in unit.modules]
-        self._gathers, self._reduces, self._watchable = gathers, reduces, watchable
-        self._residents = [gather for gather in gathers if gather.secondary.sends_differences]
-        self._feedback_reset = feedback_reset
-        if gathers:
+        self._gathers = [gather for gather, _ in comms if isinstance(gather, TwoHopGather)]
+        self._reduces = [reduce for _, reduce in comms if isinstance(reduce, TwoHopReduce)]
+        self._watchable = [reduce for _, reduce in comms]
+        self._residents = [gather for gather in self._gathers if gather.secondary.sends_differences]
+        if self._gathers:
             _notice_steps(weakref.ref(self))
 
     def begin_step(self, iteration: int) -> None:
@@ -141,7 +117,8 @@ class Sharding:
                 scalar on the model's device, or a number.
             iteration: number of the step, from 1; error feedback is forgotten at multiples of its reset interval.
         """
-        if self._feedback_reset is not None and iteration % self._feedback_reset == 0:
+        reset = self._zero.zero_error_feedback_reset
+        if reset is not None and iteration % reset == 0:
             factor = 0.0
         self.rescale_feedback(factor)
 
@@ -152,18 +129,13 @@ class Sharding:
     def compile_kernels(self, device: torch.device) -> None:
         """Compile the kernels of quantized messages for `device` now, and not in the first step.
 
-        On CUDA each kind of unit needs some that the others do not; elsewhere they are compiled already.
+        Each unit packs and unpacks zeros once; no other rank takes part, and no state changes.
         """
-        if device.type == "cuda":
-            self.rehearse(device)
-
-    def rehearse(self, device: torch.device) -> None:
-        """Pack and unpack zeros once for each kind of unit; no other rank takes part, and no state changes."""
-        hops: list[TwoHopGather | TwoHopReduce] = [*self._gathers, *self._reduces]
-        one_of_each = {(type(hop), hop.kind): hop for hop in hops}
         with torch.no_grad():
-            for hop in one_of_each.values():
-                hop.rehearse(device)
+            for gather in self._gathers:
+                gather.warm_up(device)
+            for reduce in self._reduces:
+                reduce.warm_up(device)
 
     def free_gathered(self) -> None:
         """Free gathered parameters, so that the next forward gathers the shards anew; call after an evaluation."""
@@ -205,7 +177,7 @@ class Sharding:
         Raises:
             RuntimeError: --zero-weight-keyframe-interval is set, and `begin_step` was never called.
         """
-        interval, keyframe = self._keyframe_interval, False
+        interval, keyframe = self._zero.zero_weight_keyframe_interval, False
         if interval is not None:
             if self._iteration is None:
                 raise RuntimeError(f"--zero-weight-keyframe-interval {interval} needs Sharding.begin_step(iteration)")
@@ -223,7 +195,7 @@ class Sharding:
         state: dict[str, torch.Tensor] = {}
         for gather in self._residents:
             crossing, resident = gather.next_crossing(), gather.resident()
-            state[gather.crossing_key] = torch.tensor(crossing, dtype=torch.uint8)
+            state[_crossing_key(gather.unit)] = torch.tensor(crossing, dtype=torch.uint8)
             if crossing != Crossing.KEYFRAME:
                 assert resident is not None
                 assert resident.weights is not None
@@ -235,7 +207,7 @@ class Sharding:
         """Zeros of all that `secondary_state` may hold, to read a saved one into, of any layout and world size."""
         targets: dict[str, torch.Tensor] = {}
         for gather in self._residents:
-            targets[gather.crossing_key] = torch.zeros((), dtype=torch.uint8)
+            targets[_crossing_key(gather.unit)] = torch.zeros((), dtype=torch.uint8)
             targets |= gather.unit.as_parameters(gather.new_row(self._device))
         return targets
 
@@ -248,10 +220,10 @@ class Sharding:
         complete = True
         for gather in self._residents:
             gather.drop()
-            names = [p.name for p in gather.unit.parameters]
-            crossing = Crossing(int(state.get(gather.crossing_key, torch.tensor(Crossing.KEYFRAME))))
-            if crossing == Crossing.KEYFRAME or any(name not in state for name in names):
-                complete = complete and crossing == Crossing.KEYFRAME and gather.crossing_key in state
+            sent = state.get(_crossing_key(gather.unit))
+            crossing = Crossing.KEYFRAME if sent is None else Crossing(int(sent))
+            if crossing == Crossing.KEYFRAME or any(p.name not in state for p in gather.unit.parameters):
+                complete = complete and crossing == Crossing.KEYFRAME and sent is not None
                 continue
             row = gather.new_row(self._device)
             for name, part in gather.unit.as_parameters(row).items():
@@ -289,7 +261,7 @@ class Sharding:
         for reduce in self._reduces:
             errors = reduce.errors(self._device)
             for index, (payload, scales) in enumerate(() if errors is None else errors.segments()):
-                name = f"{reduce.unit_key}.{index}"
+                name = f"{reduce.unit.key}.{index}"
                 buffers |= {f"{name}.payload": payload, f"{name}.scales": scales}
         return buffers
 
@@ -298,17 +270,19 @@ class Sharding:
         for reduce in self._watchable:
             reduce.watch()
 
-    def own_gradients(self) -> OwnGradients | None:
-        """The gradients seen since `watch_gradients`; later calls leave the record as it is. No wait for the device.
+    def own_gradients(self) -> dict[str, torch.Tensor] | None:
+        """By parameter the sum of its unit's gradients on this rank since `watch_gradients`, a scalar on the device.
 
         None with stage 0, where FSDP2 itself sums the gradients of whole copies.
         """
-        return OwnGradients([reduce.watched() for reduce in self._watchable]) if self._watchable else None
+        if not self._watchable:
+            return None
+        return {p.name: r.total for r in self._watchable if r.total is not None for p in r.unit.parameters}
 
     @property
     def shard_elements(self) -> int:
         """Elements of all parameters on one data rank, padded as FSDP2 shards them."""
-        return self._shard_elements
+        return sum(unit.segments[-1].stop for unit in self.units)
 
     @property
     def _device(self) -> torch.device:
@@ -349,11 +323,13 @@ def shard_model(
     for unit in [*units, [model]]:
         target = unit[0] if len(unit) == 1 else list(unit)
         fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
-    return install_comms(model, dims, wire, zero, precision, stage=stage)
+    found = find_units(model, dims.shard.size, data_dims=dims.data_mesh.ndim)
+    return install_comms(model, found, dims, wire, zero, precision, stage=stage)
 
 
 def install_comms(
     model: nn.Module,
+    units: Sequence[Unit],
     dims: ParallelDims,
     wire: WirePlan,
     zero: ZeroConfig,
@@ -365,38 +341,50 @@ def install_comms(
     """Have FSDP2 call our collectives in a model that `fully_shard` has wrapped over `dims.data_mesh`.
 
     Args:
+        units: the model's, as `find_units` finds them.
         means: whether gradients are divided as FSDP2 does it by itself: by the data ranks, or by what
             `set_gradient_divide_factor` has said; else they are sums.
     """
-    units = find_units(model, dims.shard.size, data_dims=1 if dims.replicate.size == 1 else 2)
-    factory = CommFactory(
-        cross=dims.cross, local=dims.local, shard=dims.shard, plan=wire, zero=zero, precision=precision
-    )
-    for unit in units:
+    context = CommContext(dims.cross, dims.local, dims.shard, plan=wire, zero=zero, precision=precision)
+    # FSDP2 calls no collectives for one rank
+    comms = [make_comms(unit, context) for unit in units] if dims.shard.size > 1 else []
+    for index, unit in enumerate(units):
         for module in map(_as_fsdp, unit.modules):
             if dims.shard.size * dims.replicate.size > 1 and not means:  # for one rank FSDP2 divides by nothing
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if dims.replicate.size > 1:
                 module.set_all_reduce_hook(count_all_reduce(dims.replicate))
-        if dims.shard.size > 1:  # FSDP2 calls no collectives for one rank
-            factory.install(unit)
-    return Sharding(
-        model,
-        units,
-        stage,
-        factory.gathers,
-        factory.reduces,
-        factory.all_reduces,
-        keyframe_interval=zero.zero_weight_keyframe_interval,
-        feedback_reset=zero.zero_error_feedback_reset,
-        counter=dims.counter,
-    )
+            if not comms:
+                continue
+            gather, reduce = comms[index]
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(reduce)
+            # parameters without a gradient are reduced as zeros, so that every message has the same layout; torch 2.11
+            # and 2.12 cannot, and `TwoHopReduce` refuses a unit in which a parameter got no gradient
+            switch: Any = getattr(module, "set_reduce_scatter_unused_params", None)
+            if wire.reduce is not None and switch is not None:
+                switch(True, recurse=False)
+    return Sharding(model, units, stage, zero, comms, dims.counter)
+
+
+def make_comms(unit: Unit, context: CommContext) -> tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]:
+    """Make the unit's all-gather of parameters and its reduce-scatter of gradients."""
+    plan = context.plan
+    gather = CountedGather(unit, context) if plan.gather is None else TwoHopGather(unit, context)
+    if plan.reduce is None or not unit.trained_segments:
+        return gather, CountedReduce(unit, context)
+    return gather, TwoHopReduce(unit, context)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Give a sharded model on the meta device uninitialised memory for this rank's shards."""
     model.to_empty(device=device)
+
+
+def _crossing_key(unit: Unit) -> str:
+    """The key of what the next use of a unit sends."""
+    return f"{unit.key}.crossing"
 
 
 def _as_fsdp(module: nn.Module) -> FSDPModule:

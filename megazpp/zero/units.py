@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from megazpp.zero.config import Dtypes
 from megazpp.zero.layout import Segment, plan_segments
-from megazpp.zero.precision import Dtypes
 
 Fingerprint = tuple[object, ...]
 

@@ -13,9 +13,8 @@ from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
 
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.diloco_config import DilocoConfig
-from megazpp.zero.precision import PrecisionConfig
 
 DROPOUT = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.1, attention_dropout=0.1)
 ZEROPP = ZeroConfig(zeropp=True)

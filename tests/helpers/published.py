@@ -34,8 +34,7 @@ from megazpp.planner.step import PaperStep, measure
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.topology.layout import Layout, plan_layout
 from megazpp.training.setup import ModelSpec
-from megazpp.zero.config import GatherPlan, ReducePlan, WirePlan, ZeroConfig
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.config import GatherPlan, PrecisionConfig, ReducePlan, WirePlan, ZeroConfig
 
 Study = Literal["ZeRO++", "SDP4Bit"]
 V100 = Device("V100-SXM3-32GB", 125.0, 34.36, 900.0)

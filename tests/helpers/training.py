@@ -22,10 +22,9 @@ from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec, build_model
 from megazpp.training.step import TrainStep
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.diloco import DiLoCo
 from megazpp.zero.diloco_config import DilocoConfig, DilocoPlan, plan_diloco
-from megazpp.zero.precision import PrecisionConfig
 
 EOD = 3
 CPU = torch.device("cpu")

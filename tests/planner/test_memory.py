@@ -23,10 +23,9 @@ from megazpp.planner.paper import own_shapes
 from megazpp.planner.simulation import Ledger, Memory
 from megazpp.topology.cluster import Cluster
 from megazpp.training.step import TrainStep
-from megazpp.zero.config import GRADIENT_BLOCK, ZeroConfig
+from megazpp.zero.config import GRADIENT_BLOCK, PrecisionConfig, ZeroConfig
 from megazpp.zero.diloco import DiLoCo, OuterUnit
 from megazpp.zero.diloco_config import DilocoConfig
-from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.secondary import Resident, Secondary
 
 ROOT = Path(__file__).resolve().parents[2]

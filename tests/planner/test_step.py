@@ -16,9 +16,8 @@ from megazpp.planner.simulation import SimulatedQueue
 from megazpp.planner.step import PaperStep, TrafficTable, measure, traffic_between
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.diloco_config import DilocoConfig
-from megazpp.zero.precision import PrecisionConfig
 
 ALL = ZeroConfig(zeropp=True)
 

@@ -18,8 +18,7 @@ from megazpp.stored.freeze import LoadRows, freeze, frozen_axis
 from megazpp.stored.frozen import FrozenUnits
 from megazpp.stored.packed import Bits, at_rest, plan_rows
 from megazpp.topology.cluster import Cluster
-from megazpp.zero.config import ZeroConfig
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.sharding import shard_model
 
 BF16 = PrecisionConfig(bf16=True)

@@ -30,7 +30,7 @@ from megazpp.stored import store
 from megazpp.stored.freeze import frozen_bytes
 from megazpp.stored.load import WeightsConfig, load_frozen_model, load_streamed_model, pack_where_they_stay
 from megazpp.stored.streamed import FetchedMessages, Speed, StreamedUnits, plan_stream
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.config import PrecisionConfig
 
 # 101 rows of the vocabulary are padded to a multiple of 8 with one tp rank, and of 16 with two
 SAVED = Case(model=dataclasses.replace(LLAMA_STYLE, init_method_std=0.5), tp=2)

@@ -31,8 +31,7 @@ from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.metrics import StepRecord
 from megazpp.training.objective import LanguageModelLoss
 from megazpp.training.step import HostCopy, LaunchedStep, TrainStep
-from megazpp.zero.config import ZeroConfig
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 ZEROPP = ZeroConfig(zeropp=True)
 READS = ("_local_scalar_dense", "equal", "nonzero")  # operations whose result the host has to wait for

@@ -20,7 +20,7 @@ from megazpp.training.recorder import (
     traffic_table,
     zero3_traffic,
 )
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.config import PrecisionConfig
 
 CPU = torch.device("cpu")
 ROWS = [

@@ -18,10 +18,9 @@ from kernels.block_quant import reference
 from kernels.formats import BlockFormat
 from megazpp.training.evaluate import Evaluator
 from megazpp.training.step import TrainStep
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.gather import Crossing
 from megazpp.zero.layout import plan_message
-from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.verify import CorruptWeightsError, verify_weights
 
 BF16, FP16 = PrecisionConfig(bf16=True), PrecisionConfig(fp16=True)

@@ -22,11 +22,10 @@ from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.tensor_parallel.parameters import initialize_parameters_
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.diloco import send_fragment
 from megazpp.zero.diloco_config import DilocoConfig, plan_diloco
 from megazpp.zero.layout import plan_message
-from megazpp.zero.precision import PrecisionConfig
 
 BF16 = PrecisionConfig(bf16=True)
 WIDE = dataclasses.replace(GPT2_STYLE, hidden_size=64, ffn_hidden_size=256)

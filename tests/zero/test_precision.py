@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.config import PrecisionConfig
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 

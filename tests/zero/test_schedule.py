@@ -21,8 +21,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
-from megazpp.zero.config import ZeroConfig
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.schedule import GatherSchedule
 from megazpp.zero.sharding import shard_model
 

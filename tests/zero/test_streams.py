@@ -15,8 +15,7 @@ from zero.test_schedule import ON, make
 from megazpp.model.config import GPTConfig
 from megazpp.parallel import comm_queue
 from megazpp.zero import schedule
-from megazpp.zero.config import ZeroConfig
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 ALL = ZeroConfig(zeropp=True)
 BF16 = PrecisionConfig(bf16=True)

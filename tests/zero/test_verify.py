@@ -10,8 +10,7 @@ from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import LLAMA_STYLE, Case, build_step
 
-from megazpp.zero.config import ZeroConfig
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.verify import CorruptWeightsError, Sums, VerifyConfig, describe, verify_weights
 
 ZEROPP = ZeroConfig(zeropp=True)

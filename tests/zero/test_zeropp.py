@@ -16,8 +16,7 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, buil
 from megazpp.model.config import GPTConfig
 from megazpp.training.evaluate import Evaluator
 from megazpp.zero import wire
-from megazpp.zero.config import ZeroConfig
-from megazpp.zero.precision import PrecisionConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.sharding import Sharding
 
 EXACT = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
@@ -333,7 +332,7 @@ def rehearsed(case: Case) -> dict[str, Any]:
             calls.clear()
             if rehearse:
                 before = dims.counter.table()
-                step.sharding.rehearse(torch.device("cpu"))
+                step.sharding.compile_kernels(torch.device("cpu"))
                 silent = silent and dims.counter.table() == before
             foreseen = set(calls)
             calls.clear()

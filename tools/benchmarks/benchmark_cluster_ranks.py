@@ -46,10 +46,9 @@ from megazpp.topology.layout import Layout
 from megazpp.training.metrics import cpu_seconds
 from megazpp.training.setup import Built, ModelSpec, build_model
 from megazpp.training.step import TrainStep
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.diloco import DiLoCo
 from megazpp.zero.diloco_config import DilocoConfig, plan_diloco
-from megazpp.zero.precision import PrecisionConfig
 from megazpp.zero.sharding import Sharding, materialize
 from megazpp.zero.units import find_units
 
