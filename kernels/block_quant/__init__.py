@@ -9,14 +9,15 @@ views handed in, so nothing is copied before or after. Data may start anywhere; 
 
 Three implementations agree bit for bit: `native` (C, on the CPU), `triton` (CUDA) and `reference` (readable torch). The
 reference also computes on a CPU without a C compiler: C is 3 to 11 times as fast there (one thread of an EPYC,
-tools/benchmarks/benchmark_kernels.py with and without CC=none). `shapes` stands in for all of them on tensors that have
-no memory.
+tools/benchmarks/benchmark_kernels.py with and without CC=none). Tensors that have shapes and no memory (FakeTensor) are
+checked, and nothing else is done.
 Non-finite numbers travel: a block that holds a NaN or an Inf is sent as scale NaN, integers 0, and all of it comes back
 as NaN. A block whose scale would be subnormal (all of it below about 1e-36) is sent as zeros.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from types import ModuleType
 from typing import NamedTuple
@@ -27,17 +28,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import kernels.block_quant.native as native
 import kernels.block_quant.reference as reference
-import kernels.block_quant.shapes as shapes
-from kernels.block_quant.feedback import Feedback, rescale_
-from kernels.block_quant.range_table import RangeTable, range_table
+from kernels.block_quant.range_table import Feedback, RangeTable, range_table, rescale_
 from kernels.c_library import CLibraryError
 
-if importlib.util.find_spec("triton") is not None:
-    import kernels.block_quant.triton as _triton
-
-    TRITON: ModuleType | None = _triton
-else:
-    TRITON = None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+TRITON: ModuleType | None = importlib.import_module("kernels.block_quant.triton") if HAS_TRITON else None
 
 __all__ = [
     "Feedback",
@@ -83,7 +78,7 @@ def pack(
         ValueError: a shape, dtype, stride or device does not fit, or there are both errors and a base.
     Source: ZeRO++ section 3.1 and 3.3 (qwZ, qgZ); rounding is half to even.
     """
-    implementation = _implementation("pack", x)
+    implementation = _implementation(x)
     _check_data("x", x, table)
     lead = x.shape[:-1]
     _check_messages("messages", messages, lead, table, x.device)
@@ -99,7 +94,7 @@ def pack(
         if base.shape != x.shape or base.device != x.device:
             raise ValueError(f"base is {tuple(base.shape)} on {base.device}, but x is {tuple(x.shape)} on {x.device}")
         base = _two_leads(base)
-    if x.numel():
+    if x.numel() and implementation is not None:
         implementation.pack(_two_leads(x), table, _two_leads(messages), errors, base, beta)
 
 
@@ -112,7 +107,7 @@ def unpack(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
     Raises:
         ValueError: a shape, dtype, stride or device does not fit.
     """
-    _unpack("unpack", messages.unsqueeze(0), table, out, onto_quantized=False, onto_exact=False)
+    _unpack(messages.unsqueeze(0), table, out, onto_quantized=False, onto_exact=False)
 
 
 def unpack_onto(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
@@ -127,7 +122,7 @@ def unpack_onto(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
     Raises:
         ValueError: a shape, dtype, stride or device does not fit.
     """
-    _unpack("unpack_onto", messages.unsqueeze(0), table, out, onto_quantized=True, onto_exact=False)
+    _unpack(messages.unsqueeze(0), table, out, onto_quantized=True, onto_exact=False)
 
 
 def unpack_sum(messages: Tensor, table: RangeTable, *, out: Tensor, accumulate: bool = False) -> None:
@@ -142,19 +137,15 @@ def unpack_sum(messages: Tensor, table: RangeTable, *, out: Tensor, accumulate: 
     """
     if messages.ndim < 2 or messages.shape[0] == 0:
         raise ValueError(f"messages {tuple(messages.shape)} have nothing to sum: expected [K, ..., bytes] with K >= 1")
-    _unpack("unpack_sum", messages, table, out, onto_quantized=accumulate, onto_exact=accumulate)
+    _unpack(messages, table, out, onto_quantized=accumulate, onto_exact=accumulate)
 
 
-def _unpack(
-    function: str, messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool
-) -> None:
-    implementation = _implementation(function, out)
+def _unpack(messages: Tensor, table: RangeTable, out: Tensor, **onto: bool) -> None:
+    implementation = _implementation(out)
     _check_data("out", out, table)
     _check_messages("messages", messages, (messages.shape[0], *out.shape[:-1]), table, out.device)
-    if out.numel():
-        implementation.unpack_sum(
-            _two_leads(messages, after=1), table, _two_leads(out), onto_quantized=onto_quantized, onto_exact=onto_exact
-        )
+    if out.numel() and implementation is not None:
+        implementation.unpack_sum(_two_leads(messages, after=1), table, _two_leads(out), **onto)
 
 
 class KernelBackend(NamedTuple):
@@ -187,16 +178,16 @@ def backend(device_type: str) -> KernelBackend:
     raise ValueError(f"block quantization has no implementation for {device_type} tensors")
 
 
-def _implementation(function: str, tensor: Tensor) -> ModuleType:
+def _implementation(tensor: Tensor) -> ModuleType | None:
+    """The module that computes on the tensor's device; None for tensors without memory."""
     device_type = tensor.device.type
     if isinstance(tensor, FakeTensor):
-        return shapes
+        return None
     if device_type == "cpu":
         return reference if isinstance(native.library(), CLibraryError) else native
-    if device_type == "cuda" and TRITON is not None:
-        return TRITON
-    backend(device_type)
-    raise AssertionError(f"{function}: back end {device_type} exists but has no module")
+    if device_type != "cuda" or TRITON is None:
+        backend(device_type)  # says what is missing
+    return TRITON
 
 
 def _check_data(name: str, x: Tensor, table: RangeTable) -> None:

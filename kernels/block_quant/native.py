@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.block_quant.feedback import Feedback
-from kernels.block_quant.range_table import RangeTable
+from kernels.block_quant.range_table import Feedback, RangeTable
 from kernels.c_library import CLibrary, CLibraryError, load_c_library
 
 SOURCE = Path(__file__).with_name("native.c")

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.block_quant.feedback import Feedback
-from kernels.block_quant.range_table import RangeTable
+from kernels.block_quant.range_table import Feedback, RangeTable, span_of
 from kernels.formats import BlockFormat, feedback_format
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -32,14 +31,14 @@ def pack(
             continue
         values = x[..., part.start : part.stop]
         if part.scales is None:
-            _bytes(messages, part.payload).view(table.dtype).copy_(values)
+            span_of(messages, part.payload).view(table.dtype).copy_(values)
             continue
         assert table.layout.fmt is not None
         quantize(
             values,
             table.layout.fmt,
-            _bytes(messages, part.payload),
-            _bytes(messages, part.scales).view(torch.bfloat16),
+            span_of(messages, part.payload),
+            span_of(messages, part.scales).view(torch.bfloat16),
             lost[index] if lost else None,
             None if base is None else base[..., part.start : part.stop],
             beta,
@@ -51,10 +50,10 @@ def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantiz
     for part in table.layout.ranges:
         if part.start == part.stop:
             continue
-        target, payload = out[..., part.start : part.stop], _bytes(messages, part.payload)
+        target, payload = out[..., part.start : part.stop], span_of(messages, part.payload)
         if part.scales is not None:
             assert table.layout.fmt is not None
-            scales = _bytes(messages, part.scales).view(torch.bfloat16)
+            scales = span_of(messages, part.scales).view(torch.bfloat16)
             dequantize_sum(payload, scales, table.layout.fmt, target, onto_quantized)
             continue
         rows = payload.view(table.dtype)
@@ -165,10 +164,6 @@ def _dequantize_blocks(payload: Tensor, scales: Tensor, fmt: BlockFormat) -> Ten
     else:
         integers = torch.cat([packed & 15, packed >> 4], dim=-1).float() - 8
     return integers * scales.float().unsqueeze(-1)
-
-
-def _bytes(messages: Tensor, span: tuple[int, int]) -> Tensor:
-    return messages[..., span[0] : span[0] + span[1]]
 
 
 def _to_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:

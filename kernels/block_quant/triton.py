@@ -23,8 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 import kernels.block_quant.triton_tiles as tiles
-from kernels.block_quant.feedback import Feedback
-from kernels.block_quant.range_table import COLUMNS, RangeTable
+from kernels.block_quant.range_table import COLUMNS, Feedback, RangeTable
 from kernels.block_quant.triton_tiles import TILE_ELEMENTS
 
 VERSION = triton.__version__

@@ -84,7 +84,7 @@ def launches_of_a_step(nodes: int, model: GPTConfig, zero: ZeroConfig, monkeypat
     counted = SimpleNamespace(pack=both("pack"), unpack_sum=both("unpack_sum"))
     launches = Launches()
     with monkeypatch.context() as patch, fake_ranks(0, nodes * RANKS_PER_NODE), simulated_streams():
-        patch.setattr(block_quant, "_implementation", lambda function, tensor: counted)
+        patch.setattr(block_quant, "_implementation", lambda tensor: counted)
         for name in ("_pack_kernel", "_unpack_sum_kernel"):
             patch.setattr(triton, name, launches.kernel(name))
         case = Case(nodes=nodes, model=model, zero=zero, global_batch=nodes * RANKS_PER_NODE)

@@ -38,7 +38,7 @@ def main(device: str, what: str) -> None:
             rate = round(6 * tokens * hidden * piece.elements / seconds / TERA, 1)
             print(json.dumps(cells | {"ms": round(seconds * 1e3, 3), "TFLOP_per_s": rate}))
     if not cuda and triton is not None and os.environ.get("TRITON_INTERPRET"):
-        block_quant._implementation = partial(lambda found, function, tensor: found, triton)  # the GPU's, interpreted
+        block_quant._implementation = partial(lambda found, tensor: found, triton)  # the GPU's, interpreted
     for block in (GRADIENT_BLOCK, WEIGHT_BLOCK) if what != "head" else ():
         pieces = build_pieces(int(what), block, 8, device)
         timings = time_on(device, pieces, rounds)
