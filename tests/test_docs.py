@@ -12,21 +12,22 @@ import functools
 import gzip
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
-from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import tokenizers
 import torch
+import yaml
 from helpers.fork_python import forked_python
 from helpers.megatron_files import VOCAB, make_weights, write_megatron
 from helpers.program import LAUNCHER_VARIABLES
 from helpers.ranks import ranks
-from torch import nn
 
 from megazpp.base.arguments import parse_run_config
 from megazpp.base.command_line import read_megatron_flags
@@ -53,7 +54,6 @@ ELSEWHERE = {
 
 # A part of a command -> what runs instead; \g<0> is what has matched. `torchrun` is helpers/checked_launch.py here:
 # it parses and checks every flag, and starts nothing.
-NO_PLOT = "" if find_spec("matplotlib") else r"--histogram \S+"
 DATA = "--data-path my_text_document --tokenizer-model my.model"
 EIGHT = "--nproc-per-node 8 pretrain_gpt.py"
 TINY = "--nproc-per-node 4 pretrain_gpt.py @configs/gpt_tiny.args"
@@ -63,7 +63,6 @@ INSTEAD = [
     (r"pretrain_gpt.py \.\.\.", "pretrain_gpt.py @book.args"),
     (r" \.\.\.$", f" {DATA}"),
     (r"^(python tools/convert_checkpoint.py .*--output) checkpoints/", r"\1 $(mktemp -d)/checkpoints/"),  # is there
-    (NO_PLOT, ""),
     (r"^python pretrain_gpt.py @book.args.*", rf"\g<0> {SMALL_RUN}"),
     (r"^python pretrain_gpt.py .*--load again/.*", r"\g<0> --nproc 1"),
     (r"^python pretrain_gpt.py (@configs/gpt_tiny.args (?!--print)|(?=--train-iters))", f"torchrun {TINY} "),
@@ -140,8 +139,7 @@ def instead(command: str) -> str:
         return command
     command = re.sub(r"\s+# .*", "", command)
     for pattern, replacement in INSTEAD:
-        if pattern:
-            command = re.sub(pattern, replacement, command)
+        command = re.sub(pattern, replacement, command)
     if " < " in command:  # what was put behind stands before
         command = re.sub(r"(.*?) (< \S+)(.*)", r"\1\3 \2", command)
     return command
@@ -294,32 +292,11 @@ def test_every_tool_has_a_line_in_the_table(folder: str, name: str):
 # ---- Python ----
 
 
-class Model(nn.Module):
-    """What the page of ZeRO++ calls `model`: something with `model.layers`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Module()
-        self.model.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.model.layers:
-            x = layer(x).relu()
-        return x
-
-
 def run_python(code: str) -> bool:
-    """Run a page's code on this rank, with what ZeRO++'s page takes for granted; whether its weights are finite."""
-    names = {
-        "model": Model(),
-        "micro_batches": [torch.ones(2, 64)] * 2,
-        "loss_sum": torch.sum,
-        "global_tokens": 16,
-    }
+    """Run a page's code on this rank; whether the weights of its `model` are finite."""
+    names: dict[str, Any] = {}
     exec(code, names)
-    model = names["model"]
-    assert isinstance(model, nn.Module)
-    return all(torch.isfinite(p.detach().to_local()).all() for p in model.parameters())  # type: ignore[operator]
+    return all(torch.isfinite(p.detach().to_local()).all() for p in names["model"].parameters())
 
 
 @pytest.mark.slow
@@ -331,6 +308,29 @@ def test_a_page_s_python_runs_on_four_ranks(page: str):
             code = code.replace(gpu, cpu)
         code = re.sub(r'torch.device\("cuda".*\)', 'torch.device("cpu")', code)
         assert all(ranks(4).run(run_python, code))
+
+
+# ---- other machines' files, and the site ----
+
+
+def test_the_files_for_clouds_start_a_run_that_parses():
+    job, task = map(yaml.safe_load, blocks("docs/cloud.md", "yaml"))
+    words = shlex.split(" ".join(commands(task["run"])))
+    for flags in (job["spec"]["trainer"]["args"], words[words.index("pretrain_gpt.py") + 1 :]):
+        config = parse_run_config(flags, ROOT).config
+        assert config.zero.zeropp
+        assert config.checkpoint.save == config.checkpoint.load == "/data/my-gpt"
+
+
+@pytest.mark.slow
+def test_the_site_has_every_page_and_no_dead_link(tmp_path: Path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".mkdocs/mkdocs.yml", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=SECONDS)
+    navigation = (ROOT / ".mkdocs/mkdocs.yml").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f": {page.name}\n" in navigation, page.name
+    flags = (tmp_path / "flags/index.html").read_text()
+    assert all(flag in flags for flag in ("--zero-gradient-bits", "--num-generations", "--top-p"))
 
 
 # ---- figures ----
