@@ -15,7 +15,7 @@ import pytest
 from helpers.program import ROOT
 
 FOLDERS = {"megazpp": "megazpp", "kernels": "kernels", "configs": "megazpp/configs", "tools": "megazpp/tools"}
-LEFT_OUT = ("tools/benchmarks/", "tools/examples/", "tools/gpu_parts/", "tools/slurm/")
+LEFT_OUT = ("tools/benchmarks/", "tools/examples/", "tools/slurm/")
 
 
 def run(*command: str | Path, cwd: Path, **env: str) -> str:

@@ -2,46 +2,48 @@
 
     python tools/emulate_cluster.py --nodes 2 --ranks-per-node 4 --rate 500mbit -- pretrain_gpt.py --zeropp
 
-Each node is a network namespace whose one way out is a veth pair into a common bridge. Both ends of the pair have a
-token bucket (`tc tbf`), so `--rate` holds for what a node sends and for what it receives. Ranks of one node reach each
-other through their namespace's own loopback, which no rate limits. Needs root and iproute2 (`ip`, `tc`).
+Each node is a network namespace whose one way out is a veth pair into a bridge, which has a namespace of its own. Both
+ends of the pair have a token bucket (`tc tbf`), so `--rate` holds for what a node sends and for what it receives. Ranks
+of one node reach each other through their namespace's own loopback, which no rate limits. Needs root and iproute2
+(`ip`, `tc`).
 
-    node 0 [lo, mz<pid>v0] ==tbf== mz<pid>b0 \\
-                                              bridge mz<pid>br
-    node 1 [lo, mz<pid>v1] ==tbf== mz<pid>b1 /
+    node 0 [lo, eth0] ==tbf== node0 \\
+                                     bridge
+    node 1 [lo, eth0] ==tbf== node1 /
 
-Everything that is made has this process's id in its name. It is removed at the end and after Ctrl-C; what a process
-that was killed has left is removed by the next run.
+A namespace is held by a process that the kernel ends with this one, and so are the ranks: however this program ends,
+`kill -9` included, nothing stays behind.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import json
 import os
 import re
+import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple, Self
 
-from rank_processes import RankProcesses, RankSite, master_variables
-
-from megazpp.base.errors import UserError
+from megazpp.base.errors import EXIT_USER_ERROR, UserError, end_with
 from megazpp.base.formatting import MEGA
 from megazpp.base.program import exit_on_signals, flags_of, program
+from megazpp.parallel.processes import POLL_SECONDS, Workers, describe_failure, first_failure
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 UNLIMITED = "unlimited"
 SMALLEST_BURST, BURST_SECONDS, QUEUE_LATENCY = 128_000, 0.004, "50ms"  # a burst below some packets' size would stall
-OWN_NAMES = re.compile(r"mz(\d+)(br|n\d+|b\d+)")
-SYS_CLASS_NET = Path("/sys/class/net")
-ETC_NETNS = Path("/etc/netns")  # `ip netns exec` puts a namespace's files here over those in /etc
 FIRST_PORT = 29500
+LAST_CHARACTERS = 4000  # shown of what a rank wrote
+NO_IPV6 = "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6"  # its neighbour discovery would be traffic of nobody's
+HOLD = f"mount -t sysfs sysfs /sys; {NO_IPV6}; ip link set lo up; echo ready; exec sleep infinity"
 
 
 class UplinkBytes(NamedTuple):
@@ -49,6 +51,94 @@ class UplinkBytes(NamedTuple):
 
     sent: int
     received: int
+
+
+class RankSite(NamedTuple):
+    """The place of one node's ranks: a command to put in front, and variables to set."""
+
+    prefix: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+class RankProcesses(Workers):
+    """Runs `command` once per rank of several nodes, all on this machine.
+
+    Only rank 0's output is shown; what the others write to stderr is kept, and shown when the job fails.
+
+    Args:
+        command: the program and its arguments.
+        ranks_per_node: ranks of each node.
+        sites: one per node.
+        pass_fds: file descriptors that rank 0 inherits.
+    """
+
+    def __init__(
+        self, command: Sequence[str], ranks_per_node: int, *, sites: Sequence[RankSite], pass_fds: Sequence[int] = ()
+    ) -> None:
+        super().__init__(command, ranks_per_node, nodes=len(sites))
+        self._sites, self._pass_fds = sites, pass_fds
+        self._errors: list[IO[bytes]] = []
+        self._exit_code: int | None = None
+
+    def start_at(self, address: str, port: int) -> Self:
+        """Start the ranks, one thread for each; rank 0 has their store at this address."""
+        return self.start({"MASTER_ADDR": address, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"})
+
+    def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        if rank:
+            self._errors.append(tempfile.TemporaryFile())  # noqa: SIM115  (lives as long as the rank)
+        return subprocess.Popen(
+            [*self._sites[node].prefix, *self.command],
+            env={**env, **self._sites[node].env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if rank else None,
+            stderr=self._errors[-1] if rank else None,
+            pass_fds=() if rank else self._pass_fds,
+            preexec_fn=functools.partial(end_with, os.getpid()),
+            start_new_session=True,
+        )
+
+    def poll(self) -> int | None:
+        """Look at the ranks once; when one has failed, end the others and print why.
+
+        Returns:
+            None while the job runs; then its exit code: that of the rank that failed first, 128 + n after signal n.
+        """
+        if self._exit_code is None:
+            failures = self.failures()
+            if failures is not None:
+                self.stop()
+                self._exit_code = self._report(failures) if failures else 0
+        return self._exit_code
+
+    def wait(self) -> int:
+        """Wait for the end of the job and return its exit code."""
+        while (code := self.poll()) is None:
+            time.sleep(POLL_SECONDS)
+        return code
+
+    def _report(self, failures: Mapping[int, int]) -> int:
+        if EXIT_USER_ERROR in failures.values():  # rank 0 has said what is wrong
+            return EXIT_USER_ERROR
+        for rank, errors in enumerate(self._errors, start=1):
+            errors.seek(0)
+            text = errors.read().decode(errors="replace").strip()
+            if text:
+                print(f"--- rank {rank} wrote:\n{text[-LAST_CHARACTERS:]}", file=sys.stderr)
+        print(f"{describe_failure(failures)}; the job is over", file=sys.stderr)
+        code = failures[first_failure(failures)]
+        return code if code > 0 else 128 - code
+
+
+def start_on_this_machine(
+    command: Sequence[str], *, nodes: int, ranks_per_node: int, pass_fds: Sequence[int] = ()
+) -> RankProcesses:
+    """Start ranks that all talk through the loopback, as many as `nodes` would have."""
+    with socket.socket() as probe:  # a port that nothing listens on
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sites = [RankSite((), {"GLOO_SOCKET_IFNAME": "lo"})] * nodes
+    return RankProcesses(command, ranks_per_node, sites=sites, pass_fds=pass_fds).start_at("127.0.0.1", port)
 
 
 class EmulatedCluster:
@@ -67,49 +157,48 @@ class EmulatedCluster:
             if value < 1 or value > 250:
                 raise ValueError(f"{flag} {value} is not between 1 and 250")
         parse_rate(rate)
-        self.nodes, self.ranks_per_node = nodes, ranks_per_node
-        self._rate, self._prefix = rate, f"mz{os.getpid()}"
+        self.nodes, self.ranks_per_node, self._rate = nodes, ranks_per_node, rate
         self._jobs: list[RankProcesses] = []
+        self._holders: list[subprocess.Popen[str]] = []  # of the namespaces: the nodes', then the bridge's
 
     def __enter__(self) -> EmulatedCluster:
-        check_machine()
-        remove_leftovers()
+        if os.geteuid() != 0:
+            raise UserError("emulating a cluster makes network namespaces, which needs root: run it with sudo")
+        missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+        if missing:
+            raise UserError(f"emulating a cluster needs iproute2, and {' and '.join(missing)} cannot be found")
         try:
             self._make()
             self.set_rate(self._rate)
         except BaseException:
-            with undisturbed():
-                remove_network(self._prefix)
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with undisturbed():
-            for job in self._jobs:
-                job.stop()
-            remove_network(self._prefix)
+        for job in self._jobs:
+            job.stop()
+        for holder in self._holders:
+            holder.kill()
+            holder.wait()
 
     def set_rate(self, rate: str) -> None:
         """Limit all uplinks, both directions, from now on; running jobs go on."""
         bits = parse_rate(rate)
         for node in range(self.nodes):
-            for place in (["-n", f"{self._prefix}n{node}"], []):
-                device = f"{self._prefix}{'v' if place else 'b'}{node}"
+            for where, device in ((node, "eth0"), (self.nodes, f"node{node}")):
                 if bits is None:
-                    _run("tc", *place, "qdisc", "del", "dev", device, "root", may_fail=True)
+                    self._run(where, f"tc qdisc del dev {device} root 2>/dev/null || true")
                     continue
                 burst = int(max(SMALLEST_BURST, bits / 8 * BURST_SECONDS))
-                limit = ("rate", f"{bits:.0f}bit", "burst", str(burst), "latency", QUEUE_LATENCY)
-                _run("tc", *place, "qdisc", "replace", "dev", device, "root", "tbf", *limit)
+                limit = f"rate {bits:.0f}bit burst {burst} latency {QUEUE_LATENCY}"
+                self._run(where, f"tc qdisc replace dev {device} root tbf {limit}")
 
     def uplink_bytes(self) -> list[UplinkBytes]:
         """The bytes that each node's uplink has carried so far."""
-        found = []
-        for node in range(self.nodes):  # the counters are of the bridge's end: it receives what the node sends
-            counters = SYS_CLASS_NET / f"{self._prefix}b{node}" / "statistics"
-            sent, received = (int((counters / f"{name}_bytes").read_text()) for name in ("rx", "tx"))
-            found.append(UplinkBytes(sent, received))
-        return found
+        links = {link["ifname"]: link["stats64"] for link in json.loads(self._run(self.nodes, "ip -json -s link show"))}
+        found = [links[f"node{node}"] for node in range(self.nodes)]  # the bridge's ends, which receive what nodes send
+        return [UplinkBytes(sent=end["rx"]["bytes"], received=end["tx"]["bytes"]) for end in found]
 
     def start(self, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> RankProcesses:
         """Start `command` once per rank, in the environment that torchrun would give it.
@@ -118,35 +207,48 @@ class EmulatedCluster:
             command: the program and its arguments.
             pass_fds: file descriptors that rank 0 inherits.
         """
-        name = self._prefix
-        sites = [
-            RankSite(prefix=("ip", "netns", "exec", f"{name}n{node}"), env={"GLOO_SOCKET_IFNAME": f"{name}v{node}"})
-            for node in range(self.nodes)
-        ]
-        # a port of its own for each job: the last one's may still be closing
-        master = master_variables(_address(0), FIRST_PORT + len(self._jobs))
+        sites = [RankSite(self._inside(node), {"GLOO_SOCKET_IFNAME": "eth0"}) for node in range(self.nodes)]
         job = RankProcesses(command, self.ranks_per_node, sites=sites, pass_fds=pass_fds)
-        self._jobs.append(job.start(master))
+        # a port of its own for each job: the last one's may still be closing
+        self._jobs.append(job.start_at(_address(0), FIRST_PORT + len(self._jobs)))
         return job
 
     def _make(self) -> None:
-        bridge = f"{self._prefix}br"
-        names = [f"127.0.0.1 localhost {socket.gethostname()}"]
-        names += [f"{form}{_address(node)} node{node}" for node in range(self.nodes) for form in ("", "::ffff:")]
-        _run("ip", "link", "add", bridge, "type", "bridge")
-        _run("ip", "link", "set", bridge, "up")
+        lines = [f"127.0.0.1 localhost {socket.gethostname()}"]
+        lines += [f"{form}{_address(node)} node{node}" for node in range(self.nodes) for form in ("", "::ffff:")]
+        with tempfile.NamedTemporaryFile("w") as hosts:
+            hosts.write("\n".join(lines) + "\n")
+            hosts.flush()
+            hold = f"mount --bind {shlex.quote(hosts.name)} /etc/hosts; {HOLD}"
+            for _ in range(self.nodes + 1):
+                holder = subprocess.Popen(
+                    ["unshare", "--net", "--mount", "sh", "-ec", hold],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    preexec_fn=functools.partial(end_with, os.getpid()),
+                    start_new_session=True,
+                )
+                self._holders.append(holder)
+            for holder in self._holders:
+                assert holder.stdout is not None
+                if (line := holder.stdout.readline()) != "ready\n":
+                    raise UserError(f"a network namespace cannot be made: {(line + holder.stdout.read()).strip()}")
+        self._run(self.nodes, "ip link add name bridge type bridge && ip link set bridge up")
         for node in range(self.nodes):
-            space, inner, outer = (f"{self._prefix}{kind}{node}" for kind in "nvb")
-            _run("ip", "netns", "add", space)
-            (ETC_NETNS / space).mkdir(parents=True)
-            (ETC_NETNS / space / "hosts").write_text("\n".join(names) + "\n")
-            _run("ip", "link", "add", inner, "netns", space, "type", "veth", "peer", "name", outer)
-            _run("ip", "link", "set", outer, "master", bridge, "up")
-            # no IPv6: its neighbour discovery would be traffic of nobody's
-            _run("ip", "netns", "exec", space, "sh", "-c", "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6")
-            _run("ip", "-n", space, "link", "set", "lo", "up")
-            _run("ip", "-n", space, "address", "add", f"{_address(node)}/24", "dev", inner)
-            _run("ip", "-n", space, "link", "set", inner, "up")
+            ends = f"name node{node} type veth peer name eth0 netns {self._holders[node].pid}"
+            self._run(self.nodes, f"ip link add {ends} && ip link set node{node} master bridge up")
+            self._run(node, f"ip address add {_address(node)}/24 dev eth0 && ip link set eth0 up")
+
+    def _inside(self, namespace: int) -> tuple[str, ...]:
+        """The words that run a command in a node's namespace, or as number `nodes` in the bridge's."""
+        return ("nsenter", "--net", "--mount", "--target", str(self._holders[namespace].pid))
+
+    def _run(self, namespace: int, script: str) -> str:
+        done = subprocess.run([*self._inside(namespace), "sh", "-c", script], capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"`{script}` failed: {done.stderr.strip()}")
+        return done.stdout
 
 
 def parse_rate(rate: str) -> float | None:
@@ -163,68 +265,8 @@ def parse_rate(rate: str) -> float | None:
     return float(match[1]) * RATE_UNITS[match[2]]
 
 
-def check_machine() -> None:
-    """Raise a UserError if this process cannot make network namespaces; makes nothing."""
-    if os.geteuid() != 0:
-        raise UserError("emulating a cluster makes network namespaces, which needs root: run it with sudo")
-    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
-    if missing:
-        raise UserError(f"emulating a cluster needs iproute2, and {' and '.join(missing)} cannot be found")
-
-
-def remove_leftovers() -> list[str]:
-    """Remove what processes that are gone have left; returns the prefixes of their names."""
-    present = [name for kind in ("netns", "link") for name in _own_names(kind)]
-    pids = {int(match[1]) for match in map(OWN_NAMES.fullmatch, present) if match}
-    gone = [f"mz{pid}" for pid in sorted(pids) if not Path(f"/proc/{pid}").exists()]
-    for prefix in gone:
-        remove_network(prefix)
-    return gone
-
-
-def remove_network(prefix: str) -> None:
-    """End what still runs in the namespaces of `prefix` and remove them, the links and the bridge."""
-    spaces = [name for name in _own_names("netns") if name.startswith(f"{prefix}n")]
-    for space in spaces:
-        for pid in _run("ip", "netns", "pids", space, may_fail=True).split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-    for link in _own_names("link"):
-        if re.fullmatch(rf"{prefix}(b\d+|br)", link):
-            _run("ip", "link", "del", link, may_fail=True)  # with it goes the end inside the namespace
-    for space in spaces:
-        _run("ip", "netns", "del", space, may_fail=True)
-        shutil.rmtree(ETC_NETNS / space, ignore_errors=True)
-    with contextlib.suppress(OSError):  # somebody else's files are in it, or it never was
-        ETC_NETNS.rmdir()
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Clean up without being interrupted; the commands it runs inherit that."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _own_names(kind: str) -> list[str]:
-    lines = _run("ip", "netns", "list") if kind == "netns" else "\n".join(p.name for p in SYS_CLASS_NET.iterdir())
-    return [line.split()[0] for line in lines.splitlines() if line and OWN_NAMES.fullmatch(line.split()[0])]
-
-
 def _address(node: int) -> str:
     return f"10.88.0.{node + 1}"
-
-
-def _run(*command: str, may_fail: bool = False) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode and not may_fail:
-        raise UserError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
-    return done.stdout
 
 
 @program
@@ -233,14 +275,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--nodes", type=int, default=2, help="nodes of the cluster")
     parser.add_argument("--ranks-per-node", type=int, default=4, help="ranks of each node")
     parser.add_argument("--rate", default=UNLIMITED, help=f"of each uplink and direction: 500mbit, 1gbit, {UNLIMITED}")
-    parser.add_argument("--clean", action="store_true", help="only remove what killed runs have left")
     parser.add_argument("command", nargs="*", help="a Python program of ours and its flags, after --")
     args = parser.parse_args(argv)
     exit_on_signals()
-    if args.clean:
-        check_machine()
-        print("removed: " + (", ".join(remove_leftovers()) or "nothing was left"))
-        return 0
     if not args.command or not Path(args.command[0]).is_file():
         raise UserError("give a Python program that exists after --, like -- pretrain_gpt.py --zeropp")
     with EmulatedCluster(nodes=args.nodes, ranks_per_node=args.ranks_per_node, rate=args.rate) as cluster:

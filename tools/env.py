@@ -7,8 +7,6 @@ several ranks only rank 0 prints. A part that cannot be found out says why, the 
 
 from __future__ import annotations
 
-import argparse
-import functools
 import importlib.metadata
 import json
 import os
@@ -26,7 +24,7 @@ from kernels.block_quant import backend, native
 from kernels.c_library import CLibraryError
 from megazpp.base.files import cache_folder
 from megazpp.base.formatting import aligned
-from megazpp.base.program import program
+from megazpp.base.program import flags_of, program
 from megazpp.base.starting import launched_rank
 from megazpp.optim.apex import check_apex
 from megazpp.optim.optimizer import OptimizerConfig, optimizer_backends
@@ -77,31 +75,34 @@ def collect(env: Mapping[str, str] = os.environ) -> dict[str, Section]:
     return report
 
 
-def render(report: Mapping[str, Section]) -> str:
-    """The report as text."""
-    blocks = []
-    for title, section in report.items():
-        rows = [f"  {row}" for row in aligned([*section.items()])] if section else ["  nothing"]
-        blocks.append("\n".join([title, *rows]))
-    return "\n\n".join(blocks)
-
-
 @program
 def main(argv: list[str]) -> None:
     """Print the report."""
-    parser = argparse.ArgumentParser(prog="python tools/env.py", description=(__doc__ or "").partition("\n")[0])
+    parser = flags_of(__doc__)
     parser.add_argument("--json", action="store_true", help="as JSON")
     args = parser.parse_args(argv)
     if launched_rank() != 0:
         return
     report = collect()
-    print(json.dumps(report, indent=2) if args.json else render(report))
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return
+    for title, section in report.items():
+        print("\n".join([title, *(f"  {row}" for row in aligned([*section.items()] or [("nothing",)])), ""]))
 
 
 def _versions() -> Section:
-    found = {"megazpp": f"{megazpp.__version__} in {Path(megazpp.__file__).parent}"} | _torch_report()
-    for name in (*REQUIRED, *OPTIONAL):
-        found[name] = _version(name) or "not installed"
+    """Versions that torch's report has, with only a line or two about the CPU, and of packages that matter here."""
+    with mock.patch.object(collect_env, "get_pip_packages", return_value=("", "")):  # starts pip: seconds
+        report = collect_env.get_env_info()._asdict()
+    cpu = [line for line in (report.pop("cpu_info") or "").splitlines() if line.startswith(("Model name", "NUMA"))]
+    report["cpu"] = "; ".join(" ".join(line.split()) for line in cpu)
+    del report["pip_packages"], report["pip_version"], report["conda_packages"]
+    if torch.version.cuda:
+        report["nccl_of_torch"] = ".".join(map(str, torch.cuda.nccl.version()))
+    found = {"megazpp": f"{megazpp.__version__} in {Path(megazpp.__file__).parent}"}
+    found |= {name.replace("_", " "): str(value) for name, value in report.items() if value not in (None, "", "N/A")}
+    found |= {name: _version(name) or "not installed" for name in (*REQUIRED, *OPTIONAL)}
     try:
         check_apex("cuda")
         found["apex"] = "NVIDIA's, with FusedAdam"
@@ -110,27 +111,10 @@ def _versions() -> Section:
     return found
 
 
-@functools.cache
-def _torch_report() -> Section:
-    """Versions that torch's report has, without the packages in it and with only a line or two about the CPU."""
-    with mock.patch.object(collect_env, "get_pip_packages", return_value=("", "")):  # starts pip: seconds
-        report = collect_env.get_env_info()._asdict()
-    cpu = [line for line in (report.pop("cpu_info") or "").splitlines() if line.startswith(("Model name", "NUMA"))]
-    report["cpu"] = "; ".join(" ".join(line.split()) for line in cpu)
-    del report["pip_packages"], report["pip_version"], report["conda_packages"]
-    if torch.version.cuda:
-        report["nccl_of_torch"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return {name.replace("_", " "): str(value) for name, value in report.items() if value not in (None, "", "N/A")}
-
-
 def _devices() -> Section:
     gibibytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = {"CPU": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable, {gibibytes:.1f} GiB"}
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        size = f"{gpu.total_memory / 2**30:.1f} GiB, {gpu.multi_processor_count} SMs"
-        found[f"cuda:{index}"] = f"{gpu.name}, {size}, compute capability {gpu.major}.{gpu.minor}"
-    return found
+    return found | {f"cuda:{i}": str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())}
 
 
 def _links() -> Section:
@@ -162,8 +146,7 @@ def _back_ends() -> Section:
     found = {"device": f"{device}, collectives by {'nccl' if device == 'cuda' else 'gloo'}"}
     found |= {piece: f"{implementation} ({why})" for piece, implementation, why in rows}
     library = native.library()
-    compiled = f"no: {library}" if isinstance(library, CLibraryError) else f"compiled by {library.compiler}"
-    found["C library"] = compiled
+    found["C library"] = f"no: {library}" if isinstance(library, CLibraryError) else f"compiled by {library.compiler}"
     found["attention"] = "torch scaled_dot_product_attention: the first of its kernels that can"
     found["cache"] = str(cache_folder())
     return found

@@ -4,11 +4,11 @@
     python tools/gpu_check.py --out runs/more --budget-minutes 30 --parts training link
     python tools/gpu_check.py --out runs/rehearsal --device cpu               every part at toy size, without a GPU
 
-Runs from a checkout, installed or not, and needs neither wandb nor torchao. The parts (gpu_parts/parts.py) run programs
+Runs from a checkout, installed or not, and needs neither wandb nor torchao. The parts (gpu_parts.py) run programs
 in processes of their own, with time limits: a part that fails leaves the others alone. They run in the order of PARTS,
 the one that would be missed most first; budgets from 20 minutes on have more of them, and more cases. results.json and
 table.md (Markdown) are written again whenever a part has found something, so a run that is killed keeps it; logs are in
-folders beside them, and clocks.csv has the GPU's clock, power and temperature. The exit code is 1 if a part has failed.
+folders beside them. The exit code is 1 if a part has failed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
 sys.path.insert(1, str(ROOT))  # a checkout that is not installed
 
+import gpu_parts as parts  # noqa: E402
 import torch  # noqa: E402
-from gpu_parts import parts  # noqa: E402
-from gpu_parts.check import Check  # noqa: E402
+from gpu_parts import Check  # noqa: E402
 
-from megazpp.base.errors import end_with  # noqa: E402
 from megazpp.base.files import write_whole  # noqa: E402
 from megazpp.base.program import exit_on_signals, flags_of, program  # noqa: E402
 
@@ -60,7 +59,6 @@ PARTS = (
     Part("checkpoint", "Saves, and generation from them", parts.checkpoint, (0, 250), 90),
 )
 LONG_MINUTES = 20
-CLOCKS = "nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu,utilization.gpu --format=csv -lms 500 -f"
 REHEARSAL = "REHEARSAL: no GPU, toy sizes, figures mean nothing"
 REHEARSAL_ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -79,8 +77,6 @@ def main(argv: list[str]) -> int:
     shares = [part.seconds[long] or part.seconds[True] for part in chosen]
     heading, end = introduce(args), time.monotonic() + 60 * args.budget_minutes
     keep = partial(save, heading, checks, args.out)
-    if args.device == "cuda" and shutil.which("nvidia-smi"):
-        subprocess.Popen([*CLOCKS.split(), str(args.out / "clocks.csv")], preexec_fn=partial(end_with, os.getpid()))
     try:
         for index, part in enumerate(chosen):
             left = end - time.monotonic()

@@ -67,7 +67,7 @@ class Workers:
 
     Args:
         command: the program and its arguments.
-        ranks_per_node, nodes: how many; a program has one node, tools/rank_processes.py several.
+        ranks_per_node, nodes: how many; a program has one node, tools/emulate_cluster.py several.
     Attributes:
         processes: by rank, as many as are started.
     """

@@ -1,9 +1,10 @@
-"""`gpu_parts.streams` of a product that does not wait: backwards end before the hops that are on their way."""
+"""`gpu_sides streams` of a product that does not wait: backwards end before the hops that are on their way."""
 
 from typing import Any
 
-from gpu_parts import streams
+import gpu_sides
 
+import pretrain_gpt
 from megazpp.parallel import comm_queue
 from megazpp.zero import schedule
 
@@ -19,4 +20,4 @@ def end_backward(self: Any) -> None:
 
 if __name__ == "__main__":
     schedule.ReduceSchedule.end_backward = end_backward  # type: ignore[method-assign]
-    streams.pretrain_gpt.leave(streams.main())
+    pretrain_gpt.leave(gpu_sides.streams())

@@ -14,7 +14,6 @@ from helpers.program import ROOT, Program
 
 from megazpp.base.errors import UserError
 
-TOOL = str(ROOT / "tools" / "emulate_cluster.py")
 CAN_EMULATE = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
 needs_root = pytest.mark.skipif(not CAN_EMULATE, reason="needs root and iproute2")
 
@@ -26,7 +25,6 @@ if "fail" in sys.argv and rank == 1:
     raise RuntimeError("planned")
 if rank == 0:
     listener = socket.create_server(address)
-    print("listening", flush=True)
     peer, _ = listener.accept()
     started = time.monotonic()
     for _ in range(16):
@@ -56,21 +54,6 @@ def send(tmp_path: Path) -> str:
     return str(path)
 
 
-def network_of(pid: int) -> list[str]:
-    """Everything with that process's name on it."""
-    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.split()
-    folders = [p.name for folder in ("/sys/class/net", "/etc/netns") for p in Path(folder).glob("*")]
-    return sorted(name for name in [*spaces, *folders] if name.startswith(f"mz{pid}"))
-
-
-def start_staying(folder: Path, program: str) -> Program:
-    """The tool as a process of its own, with a job that has crossed the uplink and does not end."""
-    tool = Program(TOOL, "--nodes", "2", "--ranks-per-node", "1", "--", program, "stay", folder=folder)
-    tool.wait_for("seconds")
-    assert network_of(tool.process.pid) != []
-    return tool
-
-
 def run_tool(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     """The tool in this process: its own would first import torch."""
     monkeypatch.setattr(sys, "argv", ["emulate_cluster.py", "--nodes", "2", "--ranks-per-node", "1", *flags])
@@ -84,9 +67,10 @@ def seconds_of(output: str) -> float:
 
 @pytest.mark.slow
 @needs_root
-def test_a_job_crosses_the_uplinks_at_their_rate_and_leaves_nothing_behind(
+def test_a_job_crosses_the_uplinks_at_their_rate_and_the_links_of_this_machine_stay_as_they_are(
     send: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
+    links = subprocess.check_output(["ip", "link"], text=True)
     assert run_tool(monkeypatch, "--rate", "10mbit", "--", send) == 0
     output = capfd.readouterr().out
     uplinks = [line.split() for line in output.splitlines() if line.startswith("uplink of node")]
@@ -97,7 +81,7 @@ def test_a_job_crosses_the_uplinks_at_their_rate_and_leaves_nothing_behind(
     assert received == pytest.approx(sent[::-1], abs=0.01)  # less what was asked of all, and rounding
     # 8.39 Mbit, of which the burst of 1.02 Mbit goes at once, and not much less than that
     assert seconds_of(output) > 0.6
-    assert network_of(os.getpid()) == []
+    assert subprocess.check_output(["ip", "link"], text=True) == links
 
 
 @pytest.mark.slow
@@ -111,29 +95,19 @@ def test_the_rate_changes_under_a_running_cluster(send: str, capfd: pytest.Captu
         fast = seconds_of(capfd.readouterr().out)
         assert cluster.uplink_bytes()[1].received > 2 << 20
     assert slow > 1.5 > fast
-    assert network_of(os.getpid()) == []
 
 
 @pytest.mark.slow
 @needs_root
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_job_leaves_nothing_behind(tmp_path: Path, send: str, number: signal.Signals):
-    tool = start_staying(tmp_path, send)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_however_a_run_ends_nothing_of_it_stays(tmp_path: Path, send: str, number: signal.Signals):
+    """The namespaces are there as long as their processes."""
+    flags = ("--nodes", "2", "--ranks-per-node", "1", "--", send, "stay")
+    tool = Program(str(ROOT / "tools/emulate_cluster.py"), *flags, folder=tmp_path)
+    tool.wait_for("seconds")
+    assert len(tool.left_behind()) == 1 + 2 + 3  # the tool, its ranks, and what holds three namespaces
     tool.process.send_signal(number)
-    assert tool.process.wait(60) == 128 + number
-    assert network_of(tool.process.pid) == []
-    assert tool.left_behind() == []
-
-
-@pytest.mark.slow
-@needs_root
-def test_what_a_killed_run_has_left_is_removed_by_the_next(tmp_path: Path, send: str):
-    tool = start_staying(tmp_path, send)
-    tool.process.kill()
-    tool.process.wait()
-    assert network_of(tool.process.pid) != []
-    with EmulatedCluster(nodes=1, ranks_per_node=1):
-        assert network_of(tool.process.pid) == []
+    assert tool.process.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
     assert tool.seconds_until_all_are_gone(10) < 10
 
 
@@ -145,24 +119,26 @@ def test_when_one_rank_fails_all_end_and_its_traceback_is_shown(send: str, capfd
         assert job.wait() == 1
         assert all(process.poll() is not None for process in job.processes)
     errors = capfd.readouterr().err
-    assert "--- rank 1 wrote:" in errors
-    assert "RuntimeError: planned" in errors
-    assert "rank 1 ended with exit code 1; the job is over" in errors
+    for said in ("--- rank 1 wrote:", "RuntimeError: planned", "rank 1 ended with exit code 1; the job is over"):
+        assert said in errors
 
 
 @pytest.mark.slow
 @needs_root
-def test_ranks_see_what_torchrun_would_tell_them(tmp_path: Path):
+def test_ranks_see_what_torchrun_would_tell_them_and_the_hosts_and_links_of_their_node(tmp_path: Path):
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
-    names += ["MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"]
+    names += ["MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"]
     script = tmp_path / "show.py"
     script.write_text(
-        f"import os; open(f'{tmp_path}/' + os.environ['RANK'], 'w').write(' '.join(os.environ[n] for n in {names}))"
+        "import os, socket\n"
+        f"words = [os.environ[name] for name in {names}]\n"
+        "words += [socket.gethostbyname('node1'), ','.join(sorted(os.listdir('/sys/class/net')))]\n"
+        f"open('{tmp_path}/' + words[0], 'w').write(' '.join(words))\n"
     )
     with EmulatedCluster(nodes=3, ranks_per_node=2) as cluster:
         assert cluster.start([sys.executable, str(script)]).wait() == 0
-    assert (tmp_path / "5").read_text() == "5 1 6 2 2 10.88.0.1 29500 1"
-    assert (tmp_path / "2").read_text() == "2 0 6 2 1 10.88.0.1 29500 1"
+    assert (tmp_path / "5").read_text() == "5 1 6 2 2 10.88.0.1 29500 1 eth0 10.88.0.2 eth0,lo"
+    assert (tmp_path / "2").read_text() == "2 0 6 2 1 10.88.0.1 29500 1 eth0 10.88.0.2 eth0,lo"
 
 
 def test_without_root_or_iproute2_nothing_is_made_and_the_message_says_why(monkeypatch: pytest.MonkeyPatch):
@@ -175,14 +151,11 @@ def test_without_root_or_iproute2_nothing_is_made_and_the_message_says_why(monke
         EmulatedCluster(nodes=2, ranks_per_node=1).__enter__()
 
 
-@pytest.mark.parametrize("rate", ["0mbit", "500", "fast", "-1mbit", "1mbit 2mbit"])
-def test_a_rate_that_means_nothing_is_refused_with_its_flag(rate: str):
-    with pytest.raises(ValueError, match=f"--rate {rate} is neither"):
-        parse_rate(rate)
-
-
 def test_rates_are_bits_per_second():
     assert [parse_rate(rate) for rate in ("500mbit", "1.5gbit", "8kbit", "unlimited")] == [5e8, 1.5e9, 8e3, None]
+    for rate in ("0mbit", "500", "fast", "-1mbit", "1mbit 2mbit"):
+        with pytest.raises(ValueError, match=f"--rate {rate} is neither"):
+            parse_rate(rate)
 
 
 def test_a_program_that_is_not_there_is_an_error_before_anything_is_made(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import env as env_report
 import pytest
-from env import collect, main, render
+from env import collect, main
 
 from kernels.c_library import CLibraryError
 
@@ -18,11 +17,9 @@ def test_the_report_has_its_sections_as_text_and_as_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert main(["--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert list(report) == SECTIONS
-    assert report["environment"]["OMP_NUM_THREADS"] == "3"
     assert "cores usable" in report["devices"]["CPU"]
     assert report["back ends"]["optimizer"].startswith("torch.optim.AdamW")
     assert not any("not found out" in section for section in report.values()), report
@@ -32,13 +29,14 @@ def test_the_report_has_its_sections_as_text_and_as_json(
         assert f"\n{title}\n" in f"\n{out}"
 
 
-def test_of_several_ranks_only_the_first_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    for launcher in ({"RANK": "1"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}):
-        with monkeypatch.context() as patch:
-            patch.delenv("RANK", raising=False)
-            for name, value in launcher.items():
-                patch.setenv(name, value)
-            assert main([]) == 0
+@pytest.mark.parametrize("launcher", [{"RANK": "1"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}])
+def test_of_several_ranks_only_the_first_prints(
+    launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    assert main([]) == 0
     assert capsys.readouterr().out == ""
 
 
@@ -63,24 +61,9 @@ def test_a_part_that_breaks_says_so_and_the_others_go_on(monkeypatch: pytest.Mon
     report = collect({})
     assert report["links"] == {"not found out": "RuntimeError: the driver is gone"}
     assert report["versions"]["torch version"]
-    assert "the driver is gone" in render(report)
 
 
-def test_variables_that_matter_are_shown_and_secrets_are_not(tmp_path: Path):
-    env = {
-        "NCCL_DEBUG": "INFO",
-        "CUDA_VISIBLE_DEVICES": "",
-        "SLURM_PROCID": "0",
-        "RANK": "0",
-        "WANDB_API_KEY": "abc",
-        "HOME": str(tmp_path),
-        "AWS_SECRET": "abc",
-    }
-    shown = collect(env)["environment"]
-    assert shown == {
-        "CUDA_VISIBLE_DEVICES": "",
-        "NCCL_DEBUG": "INFO",
-        "RANK": "0",
-        "SLURM_PROCID": "0",
-        "WANDB_API_KEY": "(set, not shown)",
-    }
+def test_variables_that_matter_are_shown_and_secrets_are_not():
+    shown = {"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "", "SLURM_PROCID": "0", "RANK": "0"}
+    env = {**shown, "WANDB_API_KEY": "abc", "HOME": "/root", "AWS_SECRET": "abc"}
+    assert collect(env)["environment"] == shown | {"WANDB_API_KEY": "(set, not shown)"}

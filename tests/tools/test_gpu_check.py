@@ -15,7 +15,7 @@ import gpu_check
 import pytest
 import torch
 from gpu_check import Part
-from gpu_parts.check import Check
+from gpu_parts import Check
 
 TOOLS = Path(gpu_check.__file__).parent
 

@@ -11,37 +11,58 @@ Rates change under the running processes. What is measured of local steps is a w
 between islands to the next, and reported per step. Bytes are read from the interfaces and compared with our own
 counters. Samples are written after every round to --out/samples.json, from which the same command goes on when it was
 interrupted, and from which the tables are made. Needs root and iproute2, except with --local.
+
+One file of more than 300 lines: the samples, their file and the tables that are made of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import json
 import multiprocessing
+import statistics
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tools_path  # noqa: F401
-from benchmark_cluster_ranks import VARIANTS, BenchmarkSettings
-from benchmark_cluster_report import LOCAL, Sample, tables
-from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate
-from rank_processes import start_on_this_machine
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
+from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate, start_on_this_machine
+
+from megazpp.base.arguments import parse_run_config
+from megazpp.base.checks import check_run_config
 from megazpp.base.errors import EXIT_INTERRUPTED, UserError
 from megazpp.base.files import write_whole
+from megazpp.base.formatting import MEGA
 from megazpp.base.program import exit_on_signals, flags_of, program, say
+from megazpp.topology.cluster import Cluster
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
 POLL_SECONDS = 0.05
 RATES = ["100mbit", "200mbit", "500mbit", "1gbit", "10gbit"]
-SHAPE = (
-    *("nodes", "ranks_per_node", "hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size"),
-    "rollout_tokens",
-)
+LOCAL, BASELINE = "local", "zero3"
+SHAPE = ("nodes", "ranks_per_node", "hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
+NO_OVERLAP, ISLANDS = "--no-overlap-param-gather --no-overlap-grad-reduce", "--diloco-outer-momentum 0.9 --diloco-steps"
+VARIANTS = {  # pretrain_gpt.py's flags; islands are nodes, and their outer momentum is the largest state there is
+    "zero3": "",
+    "zero3-overlap": "--overlap-param-gather --overlap-grad-reduce",
+    "hsdp": "--hsdp",
+    "qwz": "--zero-quantized-weights",
+    "hpz": "--zero-hpz-partition-size auto",
+    "qgz": "--zero-quantized-gradients",
+    "zeropp": f"--zeropp {NO_OVERLAP}",
+    "zeropp-overlap": "--zeropp",
+    "weights-8-8": "--zeropp --zero-weight-bits 8 8",
+    "weights-8-4": "--zeropp --zero-weight-bits 8 4",
+    "weights-16-4": "--zeropp --zero-weight-bits 16 4",
+    "diloco-10": f"{ISLANDS} 10",
+    "diloco-10-delay": f"{ISLANDS} 10 --diloco-delay 2",
+    "diloco-50": f"{ISLANDS} 50",
+    "diloco-50-delay": f"{ISLANDS} 50 --diloco-delay 10",
+}
 
 
 class BenchmarkCase(NamedTuple):
@@ -50,6 +71,30 @@ class BenchmarkCase(NamedTuple):
     tp: int
     micro_batches: int
     rate: str
+
+
+class Sample(NamedTuple):
+    """One optimizer step; with local steps the mean of a cycle of them, but for the loss.
+
+    Attributes:
+        tp, micro_batches, rate, round, variant: which.
+        seconds: of the step, between two barriers.
+        cpu_seconds: of all ranks together.
+        loss: of the step.
+        uplink_bytes: what each node's interface sent; empty without emulated links.
+        cross_bytes: what each node's ranks sent to other nodes by our own counters.
+    """
+
+    tp: int
+    micro_batches: int
+    rate: str
+    round: int
+    variant: str
+    seconds: float
+    cpu_seconds: float
+    loss: float
+    uplink_bytes: list[int]
+    cross_bytes: list[int]
 
 
 class Results:
@@ -65,7 +110,7 @@ class Results:
         self.samples: list[Sample] = []
         if path.exists():
             saved = json.loads(path.read_text())
-            if {"rollout_tokens": 0, **saved["shape"]} != shape:
+            if saved["shape"] != shape:
                 raise ValueError(f"--out {path.parent} holds samples of {saved['shape']}, not of {shape}")
             self.samples, self.parameters = [Sample(**fields) for fields in saved["samples"]], saved["parameters"]
 
@@ -88,15 +133,15 @@ class Driver:
     A context manager, at whose end all of them have ended.
     """
 
-    def __init__(self, cluster: EmulatedCluster | None, settings: BenchmarkSettings) -> None:
+    def __init__(self, cluster: EmulatedCluster | None, shape: Mapping[str, int], flags: Mapping[str, str]) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
         control = theirs.fileno()
-        command = [sys.executable, str(RANKS), json.dumps(dataclasses.asdict(settings)), str(control)]
+        places = {name: shape[name] for name in ("nodes", "ranks_per_node")}
+        command = [sys.executable, str(RANKS), json.dumps({**places, "flags": flags}), str(control)]
         if cluster is not None:
             self._job = cluster.start(command, pass_fds=(control,))
         else:
-            shape = {"nodes": settings.nodes, "ranks_per_node": settings.ranks_per_node}
-            self._job = start_on_this_machine(command, **shape, pass_fds=(control,))
+            self._job = start_on_this_machine(command, **places, pass_fds=(control,))
         theirs.close()
 
     def __enter__(self) -> Driver:
@@ -132,48 +177,50 @@ class Driver:
 def measure(args: argparse.Namespace, results: Results) -> None:
     """Run all rounds that `results` does not hold."""
     cluster = None if args.local else EmulatedCluster(nodes=args.nodes, ranks_per_node=args.ranks_per_node)
-    rates = [LOCAL] if args.local else args.rates
     with cluster or contextlib.nullcontext():
         for tp in args.tp:
+            rates = [LOCAL] if args.local else args.rates
             cases = [BenchmarkCase(tp, *rest) for rest in itertools.product(args.micro_batches, rates)]
             rounds = [(case, index) for index in range(args.samples) for case in cases]
             rounds = [r for r in rounds if results.missing(*r, args.variants)]
             if not rounds:
                 continue
-            settings = BenchmarkSettings(**results.shape, tp=tp, variants=tuple(args.variants))
-            with Driver(cluster, settings) as driver:
+            with Driver(cluster, results.shape, flags_of_variants(args, tp)) as driver:
                 results.parameters = driver.receive()["parameters"]
                 if cluster is not None:
                     cluster.set_rate(UNLIMITED)
                 for name in args.variants:  # uncounted: connections, the optimizers' state, the allocator
                     say(f"{name}: first step, {driver.step(name, 1)['seconds']:.2f} s")
                 for case, index in rounds:
-                    run_round(cluster, driver, results, case, index, args.variants)
+                    if cluster is not None:
+                        cluster.set_rate(case.rate)
+                    for name in results.missing(case, index, args.variants):
+                        before = cluster.uplink_bytes() if cluster else []
+                        answer = driver.step(name, case.micro_batches)
+                        after, steps = cluster.uplink_bytes() if cluster else [], answer.pop("steps")
+                        sent = [(now.sent - then.sent) // steps for now, then in zip(after, before, strict=True)]
+                        results.samples.append(Sample(*case, index, name, uplink_bytes=sent, **answer))
+                        where = f"tp {tp}, k {case.micro_batches}, {case.rate}, round {index + 1}"
+                        say(f"{where}: {name} {answer['seconds']:.2f} s, loss {answer['loss']:.3f}")
+                    results.write()
 
 
-def run_round(
-    cluster: EmulatedCluster | None,
-    driver: Driver,
-    results: Results,
-    case: BenchmarkCase,
-    index: int,
-    variants: list[str],
-) -> None:
-    """One sample of every variant that has none yet."""
-    if cluster is not None:
-        cluster.set_rate(case.rate)
-    for name in results.missing(case, index, variants):
-        before = cluster.uplink_bytes() if cluster else []
-        answer = driver.step(name, case.micro_batches)
-        after = cluster.uplink_bytes() if cluster else []
-        steps = VARIANTS[name].steps
-        uplinks = [(now.sent - then.sent) // steps for now, then in zip(after, before, strict=True)]
-        results.samples.append(Sample(*case, round=index, variant=name, uplink_bytes=uplinks, **answer))
-        say(
-            f"tp {case.tp}, k {case.micro_batches}, {case.rate}, round {index + 1}: {name} {answer['seconds']:.2f} s, "
-            f"loss {answer['loss']:.3f}, rollout {answer['rollout_seconds']:.2f} s"
-        )
-    results.write()
+def flags_of_variants(args: argparse.Namespace, tp: int) -> dict[str, str]:
+    """pretrain_gpt.py's flags of every variant, with the model's.
+
+    Raises:
+        ValueError: a flag's value cannot be, or the cluster cannot run a variant.
+    """
+    common = f"--tensor-model-parallel-size {tp} --num-attention-heads {max(args.hidden_size // 64, tp)} --lr 1e-4"
+    common += f" --max-position-embeddings {args.seq_length} --hidden-dropout 0 --attention-dropout 0 --mock-data"
+    common += " --bf16 --grad-reduce-in-bf16 --train-iters 1000000"
+    for name in SHAPE[2:]:
+        common += f" --{name.replace('_', '-')} {getattr(args, name)}"
+    flags = {name: f"{common} {VARIANTS[name]}" for name in args.variants}
+    cluster = Cluster(num_nodes=args.nodes, ranks_per_node=args.ranks_per_node)
+    for words in flags.values():
+        check_run_config(parse_run_config(words.split(), Path()).config, cluster, device_type="cpu")
+    return flags
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
@@ -191,33 +238,112 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1], help="micro-batches per optimizer step")
     parser.add_argument("--tp", type=int, nargs="+", default=[1], help="tensor-parallel degrees")
     parser.add_argument("--samples", type=int, default=5, help="rounds per rate and number of micro-batches")
-    default = [name for name, variant in VARIANTS.items() if variant.steps == 1]
+    default = [name for name, flags in VARIANTS.items() if ISLANDS not in flags]
     parser.add_argument("--variants", nargs="+", default=default, choices=list(VARIANTS), help="what to compare")
     parser.add_argument("--hidden-size", type=int, default=512, help="width of the model")
     parser.add_argument("--num-layers", type=int, default=8, help="layers of the model")
     parser.add_argument("--vocab-size", type=int, default=512, help="tokens that the model knows")
     parser.add_argument("--seq-length", type=int, default=64, help="tokens of a sample")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="samples of a rank's micro-batch")
-    parser.add_argument("--rollout-tokens", type=int, default=0, help="draw completions of so many before each step")
     args = parser.parse_args(argv)
-    if args.rollout_tokens < 0:
-        raise ValueError(f"--rollout-tokens {args.rollout_tokens} is negative")
-    local = [name for name in args.variants if VARIANTS[name].steps > 1]
-    if args.rollout_tokens and local:
-        raise ValueError(f"--rollout-tokens {args.rollout_tokens} is of single steps: leave out {' '.join(local)}")
-    if args.nodes == 1 and local:
-        raise ValueError(f"--nodes 1 has no islands: leave out {' '.join(local)}")
     for rate in args.rates:
         parse_rate(rate)
-    for name in (*SHAPE[:-1], "samples"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is not positive")
+    for name in ("nodes", "ranks_per_node", "samples", "micro_batches", "tp"):
+        values = getattr(args, name)
+        if (lowest := min(values if isinstance(values, list) else [values])) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {lowest} is not positive")
     for tp in args.tp:
-        if tp < 1 or args.ranks_per_node % tp:
-            raise ValueError(f"--tp {tp} does not divide --ranks-per-node {args.ranks_per_node}")
-    if min(args.micro_batches) < 1:
-        raise ValueError(f"--micro-batches {min(args.micro_batches)} is not positive")
+        flags_of_variants(args, tp)
     return args
+
+
+# ---- tables -------------------------------------------------------------------------------------------------------
+
+
+def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int) -> str:
+    """All results as Markdown; `shape` is of SHAPE's names, `parameters` of the whole model."""
+    tokens = shape["seq_length"] * shape["micro_batch_size"]
+    nodes, millions = (
+        f"{shape['nodes']} nodes x {shape['ranks_per_node']} ranks",
+        f"{parameters / MEGA:.1f}M parameters",
+    )
+    text = [
+        f"{nodes}, {millions} (M = {2 * parameters / MEGA:.1f} MB in bf16), {tokens} tokens per rank and micro-batch, "
+        f"bf16 on every wire that is not quantized. Seconds per optimizer step, median; in brackets tokens per second "
+        f"against {BASELINE} (whose reduce-scatter is a ring), median over rounds in which every variant ran once."
+    ]
+    for tp, k in sorted({(s.tp, s.micro_batches) for s in samples}):
+        part = [s for s in samples if (s.tp, s.micro_batches) == (tp, k)]
+        names = [name for name in VARIANTS if any(s.variant == name for s in part)]
+        ranks = shape["nodes"] * shape["ranks_per_node"] // tp
+        text += ["", f"### TP {tp}, {k} micro-batch{'es' if k > 1 else ''} per step", ""]
+        text += _speed_table(part, names)
+        if any(s.uplink_bytes for s in part):
+            text += ["", *_bytes_table(part, names, parameters)]
+        if free := [s for s in part if rate_bits(s.rate) is None]:  # with a slow link most of the time is waiting
+            text += ["", *_cpu_table(free, names, ranks * tokens * k)]
+    return "\n".join([*text, ""])
+
+
+def paired_ratio(samples: Iterable[Sample], over: str, under: str, field: str) -> float | None:
+    """The median over rounds of one variant's `field` over another's at the same rate; None where no round has both."""
+    values: dict[str, dict[tuple[int, int, str, int], float]] = {over: {}, under: {}}
+    for s in samples:
+        if s.variant in values:
+            values[s.variant][s.tp, s.micro_batches, s.rate, s.round] = float(getattr(s, field))
+    ratios = [value / values[under][which] for which, value in values[over].items() if which in values[under]]
+    return statistics.median(ratios) if ratios else None
+
+
+def rate_bits(rate: str) -> float | None:
+    """Bits per second; None without a limit."""
+    return None if rate == LOCAL else parse_rate(rate)
+
+
+def _speed_table(samples: list[Sample], names: list[str]) -> list[str]:
+    """A row for each rate, the slowest first."""
+    rows = []
+    for rate in sorted({s.rate for s in samples}, key=lambda rate: rate_bits(rate) or float("inf")):
+        here = [s for s in samples if s.rate == rate]
+        cells = []
+        for name in names:
+            times = [s.seconds for s in here if s.variant == name]
+            speed = paired_ratio(here, BASELINE, name, "seconds")
+            cells.append(f"{statistics.median(times):.2f} s ({_times(speed)})" if times else "-")
+        most = max(sum(s.variant == name for s in here) for name in names)
+        rows.append([rate, *cells, str(most)])
+    return _markdown(["uplink", *names, "rounds"], rows)
+
+
+def _bytes_table(samples: list[Sample], names: list[str], parameters: int) -> list[str]:
+    """A row for each variant; bytes depend on no rate, so all samples count."""
+    rows = []
+    for name in names:
+        if own := [s for s in samples if s.variant == name and s.uplink_bytes]:
+            measured = statistics.median(statistics.mean(s.uplink_bytes) for s in own)
+            counted = statistics.median(statistics.mean(s.cross_bytes) for s in own)
+            above = f"{100 * (measured / counted - 1):+.2f} %" if counted else "-"
+            in_models = f"{measured / (2 * parameters):.3f}"
+            rows.append([name, f"{measured / MEGA:.3f}", in_models, f"{counted / MEGA:.3f}", above])
+    header = ["sent per uplink and step", "MB by the interface", "in M", "MB by our counters", "difference"]
+    return _markdown(header, rows)
+
+
+def _cpu_table(samples: list[Sample], names: list[str], tokens: int) -> list[str]:
+    rows = []
+    for name in names:
+        if own := [s.cpu_seconds for s in samples if s.variant == name]:
+            against = _times(paired_ratio(samples, name, BASELINE, "cpu_seconds"))
+            rows.append([name, f"{1e3 * statistics.median(own) / tokens:.3f}", against])
+    return _markdown(["CPU, no limit", "ms per token", f"against {BASELINE}"], rows)
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
 @program
@@ -231,8 +357,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         say("interrupted; the same command goes on from here")
         return EXIT_INTERRUPTED
-    labels = {name: variant.label for name, variant in VARIANTS.items()}
-    text = tables(results.samples, results.shape, results.parameters, labels)
+    text = tables(results.samples, results.shape, results.parameters)
     (args.out / "table.md").write_text(text)
     print(text)
     return 0

@@ -1,10 +1,22 @@
-"""The sides that the part "training" puts beside `pretrain_gpt.py`, with its flags and on random tokens.
+"""The programs of tools/gpu_check.py: `python -m gpu_sides baseline|pretended|streams|head ...`.
+
+"baseline" and "pretended" train beside `pretrain_gpt.py`, with its flags and on random tokens.
 
 baseline: a GPT-2 or Llama in plain PyTorch as torchtitan has it: FSDP2 on each block, bf16 parameters, fp32 gradients,
 fused AdamW, clipping; each block and the head compiled; query, key and value from one product.
 
 pretended: our step on rank 0 of 2 nodes x 8 that do not exist (torch's back end "fake"). Its collectives are copies of
 the bytes that would arrive, on their streams: shards of a sixteenth, hops, queues and kernels are real, wires are not.
+
+streams: `pretrain_gpt.py` with deterministic kernels; with --disturbed under delays and NaN on every queue
+(parallel/comm_queue.py) and on the streams that submit to it:
+
+- random waits before and after a task: a result that is read too early shows what was there before;
+- random waits of the compute before layers: what overwrites memory that the compute still reads, is early now;
+- memory of random sizes is allocated, filled with NaN and freed, so that a buffer which was freed while another stream
+  still used it is NaN.
+
+head: products of the model's head by its width.
 """
 
 from __future__ import annotations
@@ -12,31 +24,49 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
+import random
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from benchmark_kernels import Piece, time_on
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore  # with it comes the back end
 
+import pretrain_gpt
 from megazpp.base.arguments import RunConfig, parse_run_config
+from megazpp.base.formatting import TERA
 from megazpp.base.program import program
 from megazpp.data.loader import MicroBatch, make_micro_batch
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import find_product
+from megazpp.model.gpt import TransformerLayer
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.comm_queue import StreamQueue, ThreadQueue, Work
 from megazpp.parallel.dims import ParallelDims, plan_dims
+from megazpp.tensor_parallel.cross_entropy import linear_cross_entropy
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep
 
 PRETENDED = Cluster(num_nodes=2, ranks_per_node=8)
+MOST_SECONDS, CYCLES_PER_SECOND = 1e-3, 1.5e9  # of a delay
+POISON_ELEMENTS = (1 << 8, 1 << 12, 1 << 18, 3 << 18, 1 << 20, 3 << 20)  # torch keeps blocks above 1 MB apart
+RANDOM = random.Random(int(os.environ.get("RANK", "0")))
+
+
+VOCAB, ROWS = 50257, 50304  # GPT-2's tokens, and padded
+WIDTHS = (VOCAB, 12565, ROWS)  # columns of logits: all, a quarter of them, a multiple of 128
 
 
 class PlainBlock(nn.Module):
@@ -152,10 +182,8 @@ def pretended(config: RunConfig, rows: int, data: list[MicroBatch], device: torc
     return functools.partial(step, data, learning_rate=1e-4, weight_decay=0.0)
 
 
-@program
-def main(argv: list[str]) -> None:
+def train(side: str, words: list[str]) -> None:
     """Train, and write lines like those of metrics.jsonl."""
-    side, *words = argv
     config, cuda = parse_run_config(words, Path()).config, torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     find_product(config.model, device)  # refuses what cannot be
@@ -182,6 +210,90 @@ def main(argv: list[str]) -> None:
         line["consumed_tokens"] = last * samples * length
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+# ---- streams ----
+
+
+def disturb() -> None:
+    """Now and then keep the current stream (on the CPU: the thread) waiting; fill memory that it frees with NaN."""
+    cuda, seconds = torch.cuda.is_available(), RANDOM.choice((0.0, RANDOM.random())) * MOST_SECONDS
+    if cuda:
+        torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
+    else:
+        time.sleep(seconds)
+    torch.full((RANDOM.choice(POISON_ELEMENTS),), float("nan"), device="cuda" if cuda else "cpu")
+
+
+def disturbed(submit: Callable[..., Work[Any]]) -> Callable[..., Work[Any]]:
+    """A queue's `submit` that disturbs its caller and its task."""
+
+    def submit_disturbed(queue: object, task: Callable[[], Any], **when: Any) -> Work[Any]:
+        def around() -> Any:
+            disturb()
+            result = task()
+            disturb()
+            return result
+
+        disturb()
+        return submit(queue, around, **when)
+
+    return submit_disturbed
+
+
+def streams() -> int:
+    """Be `pretrain_gpt.py`; returns its exit code."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward adds in any order otherwise
+    if "--disturbed" in sys.argv:
+        sys.argv.remove("--disturbed")
+        for kind in (StreamQueue, ThreadQueue):
+            kind.submit = disturbed(kind.submit)  # type: ignore[method-assign]
+        register_module_forward_pre_hook(lambda module, _: disturb() if isinstance(module, TransformerLayer) else None)
+    return pretrain_gpt.main()
+
+
+# ---- head ----
+
+
+def head(device: str) -> None:
+    """Print rows as JSON: medians of rounds."""
+    cuda = device == "cuda"
+    for hidden, tokens in ((768, 16384), (2048, 8192)) if cuda else ((8, 16),):
+        pieces = head_pieces(hidden, tokens, device)
+        for piece, seconds in zip(pieces, time_on(device, pieces, 20 if cuda else 1), strict=True):
+            cells = {"head": piece.name, "columns": piece.elements, "tokens": tokens, "channels": hidden}
+            rate = round(6 * tokens * hidden * piece.elements / seconds / TERA, 1)
+            print(json.dumps(cells | {"ms": round(seconds * 1e3, 3), "TFLOP_per_s": rate}))
+
+
+def head_pieces(hidden: int, tokens: int, device: str) -> list[Piece]:
+    """The three products of logits with so many columns, and the product's own head, forward and backward."""
+    x, weight = (torch.randn(n, hidden, device=device).bfloat16().requires_grad_() for n in (tokens, ROWS))
+    labels, grads = torch.randint(VOCAB, (tokens,), device=device), torch.randn(tokens, ROWS, device=device).bfloat16()
+
+    def ours() -> None:
+        fuse = device == "cuda"
+        losses, _ = linear_cross_entropy(x, weight, labels, tp=MeshAxis("tp"), vocab_size=VOCAB, fuse=fuse)
+        losses.mean().backward()
+
+    def products(grad: torch.Tensor) -> Callable[[], object]:
+        rows, inputs = weight.detach()[: grad.shape[1]], x.detach()
+        return lambda: (F.linear(inputs, rows), grad @ rows, grad.t() @ inputs)
+
+    plain = [Piece("three products", width, 0, products(grads[:, :width].contiguous())) for width in WIDTHS]
+    return [*plain, Piece("linear_cross_entropy", VOCAB, 0, ours)]
+
+
+@program
+def main(argv: list[str]) -> None:
+    side, *words = argv
+    if side == "streams":
+        sys.argv[1:] = words
+        pretrain_gpt.leave(streams())
+    if side == "head":
+        head(*words)
+    else:
+        train(side, words)
 
 
 if __name__ == "__main__":

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import re
 import shutil
+import signal
 import statistics
+import subprocess
+import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from emulate_cluster import EmulatedCluster
+from emulate_cluster import EmulatedCluster, RankProcesses, start_on_this_machine
 
-from gpu_parts.check import LOOPBACK, Check, Launch, last_line
 from megazpp.base.arguments import parse_run_config
-from megazpp.base.errors import EXIT_USER_ERROR, UserError
+from megazpp.base.errors import EXIT_USER_ERROR, UserError, end_with
 from megazpp.base.formatting import GIGA, MEGA, TERA
 from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
+from megazpp.zero.config import GRADIENT_BLOCK, WEIGHT_BLOCK
+
+T = TypeVar("T")
+Launch = Callable[[Sequence[str]], RankProcesses]
+LOOPBACK: Launch = partial(start_on_this_machine, nodes=2, ranks_per_node=2)
+# NCCL refuses two ranks of a host on one device: each is a host here. They take turns on it, with MPS they share it.
+ON_ONE_GPU = ["NCCL_NET=Socket", "NCCL_DEBUG=WARN", "CUBLAS_WORKSPACE_CONFIG=:4096:8"]
+ON_ONE_GPU += [f"NCCL_{name}_DISABLE=1" for name in ("IB", "P2P", "SHM")]
+ON_ONE_GPU += [f"NCCL_{name}_ENABLE=0" for name in ("NVLS", "MNNVL", "RAS", "CUMEM", "CUMEM_HOST")]
+TO_A_LOG = 'NCCL_HOSTID=rank$RANK NCCL_SOCKET_IFNAME=$GLOO_SOCKET_IFNAME exec "$@" >>"$LOG" 2>&1 </dev/null'
 
 DONE = re.compile(r"^(?=.*\b(PASSED|FAILED|ERROR|SKIPPED)\b)(?:\[gw\d+\] .*? )?tests/(\S+?)\.py::", re.MULTILINE)
 TOY = "--num-layers 2 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 16 --seq-length 32 --vocab-size 300"
@@ -41,8 +56,75 @@ TEXT = "--text-path builtin:moby_dick --split 100,0,0 --vocab-size 256 --seq-len
 TEXT += "--no-compile --emulate-nodes 2"  # four ranks would spend their time on compiling
 OVERLAP_OFF = "--zeropp --no-overlap-param-gather --no-overlap-grad-reduce"
 RATE, NATS_APART = "10gbit", 0.02  # of a node's link; of means of losses, several times what seeds differ
+ELEMENTS = (2**28, 2**30, 2**26)
+GOALS = {"quantize": "90%", "dequantize": "90%", "sum": "80%"}  # of the copy's rate, from and to int8
+TIMED = re.compile(r"^(\w.{31}) +([\d.]+) +[\d.]+ +([\d.]+) +(\d+%)$", re.MULTILINE)  # of benchmark_kernels.py
 SAVED = re.compile(r"saved checkpoint at iteration .* \| ([\d.]+) GB in ([\d.]+) s")
 WAITED, SPEED = re.compile(r"training waited ([\d.]+) s"), re.compile(r"then ([\d.]+) tokens/s")
+
+
+class Check:
+    """The folder, device and time of a part, and `found`: rows of a table (heading -> cell), notes below it, failures.
+
+    On "cpu" it is a rehearsal at toy size; a `long` one measures all cases. `save` is called with each finding.
+    """
+
+    def __init__(self, folder: Path, title: str, device: str, seconds: float, long: bool, save: Callable[[], None]):
+        self.folder, self.device, self.long, self._save = folder, device, long, save
+        self.found: dict[str, Any] = {"name": folder.name, "title": title, "status": "running", "seconds": 0}
+        self.found |= {"rows": [], "notes": [], "failures": []}
+        self._began, self._seconds = time.monotonic(), seconds
+        folder.mkdir(exist_ok=True)
+
+    def left(self) -> float:
+        """Seconds of time."""
+        return self._began + self._seconds - time.monotonic()
+
+    def size(self, on_gpu: T, toy: T) -> T:
+        """One of the two, by the device."""
+        return toy if self.device == "cpu" else on_gpu
+
+    def row(self, **cells: str | int | float) -> None:
+        """One more row; a heading's underscores are spaces."""
+        self._add("rows", {name.replace("_", " "): cell for name, cell in cells.items()})
+
+    def note(self, text: str) -> None:
+        self._add("notes", text)
+
+    def fail(self, text: str) -> None:
+        """Note something that is not as it must be; a goal of speed that is missed belongs into a row."""
+        self._add("failures", text)
+
+    def _add(self, kind: str, item: object) -> None:
+        self.found[kind].append(item)
+        self.found["seconds"] = round(time.monotonic() - self._began)
+        print(item, flush=True)
+        self._save()
+
+    def run(self, words: str, log: Path, seconds: float, launch: Launch | None = None) -> int | None:
+        """The exit code of a Python program, with `launch` on ranks that share the GPU; None: ended after `seconds`."""
+        launcher, until = os.getpid(), time.monotonic() + seconds
+        command = ["env", f"LOG={log}", "sh", "-c", TO_A_LOG, "sh", sys.executable, *words.split()]
+        log.touch()
+        if launch is None:
+            process = subprocess.Popen(command, preexec_fn=lambda: end_with(launcher), start_new_session=True)
+            poll, stop = process.poll, partial(os.killpg, process.pid, signal.SIGKILL)
+        else:
+            command[1:1] = ON_ONE_GPU if self.device == "cuda" else ["CUDA_VISIBLE_DEVICES="]
+            ranks = launch(command)
+            poll, stop = ranks.poll, partial(ranks.stop)
+        try:
+            while (code := poll()) is None and time.monotonic() < until:
+                time.sleep(0.2)
+            return code
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                stop()  # and what it has started
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something."""
+    return next((line for line in reversed(log.read_text(errors="replace").splitlines()) if line.strip()), "")
 
 
 def correct(check: Check) -> None:
@@ -62,14 +144,22 @@ def correct(check: Check) -> None:
 
 
 def kernels(check: Check) -> None:
-    """The rows that gpu_parts/kernels.py prints."""
-    for what in ("head", *check.size((2**28, 2**30, 2**26), (2**12,))):
-        log = check.folder / f"{what}.txt"
-        if code := check.run(f"-m gpu_parts.kernels {check.device} {what}", log, check.left()):
-            check.fail(f"{what}: exit code {code}, {last_line(log)}")
-        for line in log.read_text().splitlines():
-            with suppress(ValueError):  # not a row, or half of one
-                check.row(**json.loads(line))
+    """The rows that gpu_sides.py prints of the head, and of block quantization those of benchmark_kernels.py."""
+    log = check.folder / "head.txt"
+    if code := check.run(f"-m gpu_sides head {check.device}", log, check.left()):
+        check.fail(f"head: exit code {code}, {last_line(log)}")
+    for line in log.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # not a row, or half of one
+            check.row(**json.loads(line))
+    for elements, block in itertools.product(check.size(ELEMENTS, (2**12,)), (GRADIENT_BLOCK, WEIGHT_BLOCK)):
+        log = check.folder / f"{elements}-{block}.txt"
+        words = f"--elements {elements} --block-size {block} --device {check.device} --rounds {check.size(20, 1)}"
+        if code := check.run(f"tools/benchmarks/benchmark_kernels.py {words}", log, check.left()):
+            check.fail(f"{elements} elements in blocks of {block}: exit code {code}, {last_line(log)}")
+        for name, ms, rate, of_copy in TIMED.findall(log.read_text()):
+            kind, to_int8 = name.split()[0], "int8" in name and "," not in name
+            cells = {"kernel": name.strip(), "block": block, "elements": elements, "ms": float(ms)}
+            check.row(**cells, GB_per_s=float(rate), of_copy=of_copy, goal=GOALS.get(kind, "") if to_int8 else "")
 
 
 def training(check: Check) -> None:
@@ -82,7 +172,7 @@ def training(check: Check) -> None:
             if began < longest:
                 check.note(f"no time for {name}, {side}")
                 continue
-            program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_parts.sides {kind}"
+            program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_sides {kind}"
             words = f"@configs/{config}.args {shape} --mock-data {flags}"
             lines = train(check, f"{name} {side}", f"{program} {words}", began)
             longest = max(longest, began - check.left())
@@ -112,7 +202,7 @@ def streams(check: Check) -> None:
     for tp in degrees:
         split = f"--tensor-model-parallel-size {tp}{' --sequence-parallel' * (tp > 1)} --num-layers 4"
         ways = [f"{way} {split}" for way in ("--zero-stage 3", OVERLAP_OFF, "--zeropp --disturbed")]
-        _, off, on = on_two_nodes(check, "-m gpu_parts.streams", ways, later=3 * (tp != degrees[-1]))
+        _, off, on = on_two_nodes(check, "-m gpu_sides streams", ways, later=3 * (tp != degrees[-1]))
         pairs, numbers = list(zip(off, on, strict=False)), ("iteration", "lm_loss", "grad_norm")
         unequal = [calm["iteration"] for calm, held in pairs if any(calm[name] != held[name] for name in numbers)]
         check.note(
@@ -124,7 +214,7 @@ def streams(check: Check) -> None:
 
 def link(check: Check) -> None:
     """Losses and times over a limited link; the time of the ranks' turns on the GPU is in all of them."""
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         launch = LOOPBACK
         try:
             launch = stack.enter_context(EmulatedCluster(nodes=2, ranks_per_node=2, rate=RATE)).start
@@ -208,7 +298,7 @@ def train(check: Check, name: str, words: str, seconds: float, launch: Launch | 
     log, metrics, lines = folder / "log.txt", folder / "run" / "metrics.jsonl", list[dict[str, Any]]()
     code = check.run(words if launch else f"{words} --nproc 1", log, seconds, launch)
     for line in metrics.read_text().splitlines() if metrics.exists() else []:
-        with suppress(ValueError):  # a program that was ended may leave half a line
+        with contextlib.suppress(ValueError):  # a program that was ended may leave half a line
             lines.append(json.loads(line))
     lines = [line for line in lines if "step_seconds" in line and line["iteration"] > warm_up]
     if code == EXIT_USER_ERROR and FLOAT8 in words:

@@ -6,17 +6,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+import gpu_parts as parts
+import gpu_sides
 import pytest
 import torch
-from gpu_parts import parts, sides
-from gpu_parts.check import LOOPBACK, Check
+from gpu_parts import LOOPBACK, Check
 
 from megazpp.base.arguments import parse_run_config
 from megazpp.base.errors import EXIT_USER_ERROR, UserError
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 
-ROOT = Path(parts.__file__).parents[2]
+ROOT = Path(parts.__file__).parents[1]
 LOG = """\
 tests/kernels/test_a.py::test_x[8-128-dtype0] PASSED                     [ 33%]
 [gw3] [ 66%] FAILED tests/kernels/test_a.py::test_x[8-256-dtype0]
@@ -92,7 +93,7 @@ def test_the_baseline_is_of_the_same_size(name: str):
     assert config.data.seq_length is not None
     with torch.device("meta"):
         ours = GPTModel(config.model, vocab_size=50304, tp=MeshAxis("tp"))
-        theirs = sides.PlainModel(config.model, 50304, config.data.seq_length)
+        theirs = gpu_sides.PlainModel(config.model, 50304, config.data.seq_length)
     counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (ours, theirs)]
     assert counts[0] == counts[1]
 
@@ -101,7 +102,7 @@ def test_the_baseline_is_of_the_same_size(name: str):
 @pytest.mark.parametrize("side", ["ours", "baseline", "pretended --zeropp"])
 def test_a_side_trains_and_logs(check: Check, side: str):
     kind, _, flags = side.partition(" ")
-    program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_parts.sides {kind}"
+    program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_sides {kind}"
     lines = parts.train(check, side, f"{program} @configs/llama_1b.args --mock-data {flags}", 300)
     assert check.found["failures"] == []
     assert [line["iteration"] for line in lines] == [2, 3, 4]
@@ -114,7 +115,10 @@ def test_the_head_is_timed_at_three_widths_and_kernels_beside_a_copy(check: Chec
     assert check.found["failures"] == []
     head = [row["columns"] for row in check.found["rows"] if "head" in row]
     assert head == [50257, 12565, 50304, 50257]
-    assert sum(row.get("kernel") == "memcpy fp32" for row in check.found["rows"]) == 2
+    kernels = [row["kernel"] for row in check.found["rows"] if "kernel" in row]
+    assert kernels.count("memcpy fp32") == 2
+    assert kernels.count("quantize bf16 to int8, base bf16") == 2
+    assert [row["goal"] for row in check.found["rows"] if row.get("kernel") == "dequantize int8 to bf16"] == ["90%"] * 2
 
 
 @pytest.mark.slow
@@ -128,7 +132,7 @@ def test_saves_and_generation_from_the_host_are_measured(check: Check):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "same"), [("gpu_parts.streams", True), ("helpers.impatient", False)])
+@pytest.mark.parametrize(("program", "same"), [("gpu_sides streams", True), ("helpers.impatient", False)])
 def test_disturbances_change_no_bit_unless_something_does_not_wait(check: Check, program: str, same: bool):
     ways = [f"{way} --num-layers 2" for way in (parts.OVERLAP_OFF, "--zeropp --disturbed")]
     off, on = parts.on_two_nodes(check, f"-m {program}", ways)
