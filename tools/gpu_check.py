@@ -4,7 +4,7 @@
     python tools/gpu_check.py --out runs/more --budget-minutes 30 --parts training link
     python tools/gpu_check.py --out runs/rehearsal --device cpu               every part at toy size, without a GPU
 
-Runs from a checkout, installed or not, and needs neither wandb nor torchao. The parts (gpu_parts.py) run programs
+Runs from a checkout, installed or not, and needs neither wandb nor torchao. The parts (gpu_check_parts.py) run programs
 in processes of their own, with time limits: a part that fails leaves the others alone. They run in the order of PARTS,
 the one that would be missed most first; budgets from 20 minutes on have more of them, and more cases. results.json and
 table.md (Markdown) are written again whenever a part has found something, so a run that is killed keeps it; logs are in
@@ -32,9 +32,9 @@ TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
 sys.path.insert(1, str(ROOT))  # a checkout that is not installed
 
-import gpu_parts as parts  # noqa: E402
+import gpu_check_parts as parts  # noqa: E402
 import torch  # noqa: E402
-from gpu_parts import Check  # noqa: E402
+from gpu_check_parts import Check  # noqa: E402
 
 from megazpp.base.files import write_whole  # noqa: E402
 from megazpp.base.program import exit_on_signals, flags_of, program  # noqa: E402

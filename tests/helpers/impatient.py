@@ -1,8 +1,8 @@
-"""`gpu_sides streams` of a product that does not wait: backwards end before the hops that are on their way."""
+"""`gpu_check_sides streams` of a product that does not wait: backwards end before the hops that are on their way."""
 
 from typing import Any
 
-import gpu_sides
+import gpu_check_sides
 
 import pretrain_gpt
 from megazpp.parallel import comm_queue
@@ -20,4 +20,4 @@ def end_backward(self: Any) -> None:
 
 if __name__ == "__main__":
     schedule.ReduceSchedule.end_backward = end_backward  # type: ignore[method-assign]
-    pretrain_gpt.leave(gpu_sides.streams())
+    pretrain_gpt.leave(gpu_check_sides.streams())

@@ -15,7 +15,7 @@ import gpu_check
 import pytest
 import torch
 from gpu_check import Part
-from gpu_parts import Check
+from gpu_check_parts import Check
 
 TOOLS = Path(gpu_check.__file__).parent
 

@@ -1,4 +1,4 @@
-"""The programs of tools/gpu_check.py: `python -m gpu_sides baseline|pretended|streams|head ...`.
+"""The programs of tools/gpu_check.py: `python -m gpu_check_sides baseline|pretended|streams|head ...`.
 
 "baseline" and "pretended" train beside `pretrain_gpt.py`, with its flags and on random tokens.
 

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import gpu_parts as parts
-import gpu_sides
+import gpu_check_parts as parts
+import gpu_check_sides
 import pytest
 import torch
-from gpu_parts import LOOPBACK, Check
+from gpu_check_parts import LOOPBACK, Check
 
 from megazpp.base.arguments import parse_run_config
 from megazpp.base.errors import EXIT_USER_ERROR, UserError
@@ -93,7 +93,7 @@ def test_the_baseline_is_of_the_same_size(name: str):
     assert config.data.seq_length is not None
     with torch.device("meta"):
         ours = GPTModel(config.model, vocab_size=50304, tp=MeshAxis("tp"))
-        theirs = gpu_sides.PlainModel(config.model, 50304, config.data.seq_length)
+        theirs = gpu_check_sides.PlainModel(config.model, 50304, config.data.seq_length)
     counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (ours, theirs)]
     assert counts[0] == counts[1]
 
@@ -102,7 +102,7 @@ def test_the_baseline_is_of_the_same_size(name: str):
 @pytest.mark.parametrize("side", ["ours", "baseline", "pretended --zeropp"])
 def test_a_side_trains_and_logs(check: Check, side: str):
     kind, _, flags = side.partition(" ")
-    program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_sides {kind}"
+    program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_check_sides {kind}"
     lines = parts.train(check, side, f"{program} @configs/llama_1b.args --mock-data {flags}", 300)
     assert check.found["failures"] == []
     assert [line["iteration"] for line in lines] == [2, 3, 4]
@@ -132,7 +132,7 @@ def test_saves_and_generation_from_the_host_are_measured(check: Check):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "same"), [("gpu_sides streams", True), ("helpers.impatient", False)])
+@pytest.mark.parametrize(("program", "same"), [("gpu_check_sides streams", True), ("helpers.impatient", False)])
 def test_disturbances_change_no_bit_unless_something_does_not_wait(check: Check, program: str, same: bool):
     ways = [f"{way} --num-layers 2" for way in (parts.OVERLAP_OFF, "--zeropp --disturbed")]
     off, on = parts.on_two_nodes(check, f"-m {program}", ways)

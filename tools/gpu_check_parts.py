@@ -144,9 +144,9 @@ def correct(check: Check) -> None:
 
 
 def kernels(check: Check) -> None:
-    """The rows that gpu_sides.py prints of the head, and of block quantization those of benchmark_kernels.py."""
+    """The rows that gpu_check_sides.py prints of the head, and of block quantization those of benchmark_kernels.py."""
     log = check.folder / "head.txt"
-    if code := check.run(f"-m gpu_sides head {check.device}", log, check.left()):
+    if code := check.run(f"-m gpu_check_sides head {check.device}", log, check.left()):
         check.fail(f"head: exit code {code}, {last_line(log)}")
     for line in log.read_text().splitlines():
         with contextlib.suppress(ValueError):  # not a row, or half of one
@@ -172,7 +172,7 @@ def training(check: Check) -> None:
             if began < longest:
                 check.note(f"no time for {name}, {side}")
                 continue
-            program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_sides {kind}"
+            program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_check_sides {kind}"
             words = f"@configs/{config}.args {shape} --mock-data {flags}"
             lines = train(check, f"{name} {side}", f"{program} {words}", began)
             longest = max(longest, began - check.left())
@@ -202,7 +202,7 @@ def streams(check: Check) -> None:
     for tp in degrees:
         split = f"--tensor-model-parallel-size {tp}{' --sequence-parallel' * (tp > 1)} --num-layers 4"
         ways = [f"{way} {split}" for way in ("--zero-stage 3", OVERLAP_OFF, "--zeropp --disturbed")]
-        _, off, on = on_two_nodes(check, "-m gpu_sides streams", ways, later=3 * (tp != degrees[-1]))
+        _, off, on = on_two_nodes(check, "-m gpu_check_sides streams", ways, later=3 * (tp != degrees[-1]))
         pairs, numbers = list(zip(off, on, strict=False)), ("iteration", "lm_loss", "grad_norm")
         unequal = [calm["iteration"] for calm, held in pairs if any(calm[name] != held[name] for name in numbers)]
         check.note(
