@@ -1,4 +1,7 @@
-"""The parts of tools/gpu_check.py: which programs they run, and what they read from them."""
+"""The parts of tools/gpu_check.py: which programs they run, and what they read from them.
+
+One file of more than 300 lines: the parts share how a program is run and what is read from its log.
+"""
 
 from __future__ import annotations
 

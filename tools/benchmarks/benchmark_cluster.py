@@ -1,5 +1,7 @@
 """Time training steps of ZeRO-3, its parts of ZeRO++ and all of it, on nodes whose links are really slow.
 
+One file of more than 300 lines: the samples, their file and the tables that are made of them.
+
     python tools/benchmarks/benchmark_cluster.py --out runs/cluster                 2 nodes x 4 ranks, all rates, k = 1
     python tools/benchmarks/benchmark_cluster.py --out runs/cluster --rates 100mbit --micro-batches 8 --samples 3
     python tools/benchmarks/benchmark_cluster.py --out runs/islands --variants zero3 diloco-10 --rates 100mbit unlimited
@@ -11,8 +13,6 @@ Rates change under the running processes. What is measured of local steps is a w
 between islands to the next, and reported per step. Bytes are read from the interfaces and compared with our own
 counters. Samples are written after every round to --out/samples.json, from which the same command goes on when it was
 interrupted, and from which the tables are made. Needs root and iproute2, except with --local.
-
-One file of more than 300 lines: the samples, their file and the tables that are made of them.
 """
 
 from __future__ import annotations
