@@ -46,8 +46,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if target.startswith("http") or not path.is_relative_to(ROOT):
             return link[0]
         name = str(path.relative_to(ROOT))
-        if name in AT_THE_ROOT or path.parent == ROOT / "docs":
-            return f"{bang}[{text}]({AT_THE_ROOT.get(name, path.name)}{heading or ''})"
+        if name in AT_THE_ROOT or name.startswith("docs/"):
+            return f"{bang}[{text}]({AT_THE_ROOT.get(name, name.removeprefix('docs/'))}{heading or ''})"
         return text if path.exists() else link[0]
 
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)", on_the_site, markdown)

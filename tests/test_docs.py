@@ -333,6 +333,15 @@ def test_the_site_has_every_page_and_no_dead_link(tmp_path: Path):
     assert all(flag in flags for flag in ("--zero-gradient-bits", "--num-generations", "--top-p"))
 
 
+def test_charts_are_those_of_the_tables_beside_them(tmp_path: Path):
+    for name in (".mkdocs", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    subprocess.run([sys.executable, tmp_path / ".mkdocs/pictures.py"], check=True)
+    for path in (tmp_path / "docs/pictures").glob("*.svg"):
+        assert path.read_text() == (ROOT / "docs/pictures" / path.name).read_text(), path.name
+
+
 # ---- figures ----
 
 
