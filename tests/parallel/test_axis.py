@@ -64,12 +64,9 @@ def test_collectives_and_the_bytes_a_ring_sends():
 
 def test_the_counter_adds_up_by_wire():
     counter = TrafficCounter()
-    counter.add("cross", "shard", "all_gather", 10)
-    counter.add("cross", "shard", "all_gather", 5)
-    counter.add("cross", "replicate", "all_reduce", 1)
-    counter.add("tp", "tp", "all_reduce", 7)
-    assert counter.sent_bytes("cross") == 16
-    assert counter.sent_bytes("local") == 0
+    for axis, sent_bytes in (("shard", 10), ("shard", 5), ("replicate", 1)):
+        counter.add("cross", axis, "all_gather", sent_bytes)
+    assert (counter.sent_bytes("cross"), counter.sent_bytes("local"), counter.sent_on_axis("shard")) == (16, 0, 15)
     assert counter.table()["cross", "shard", "all_gather"] == (2, 15)
 
 

@@ -17,29 +17,17 @@ def queue() -> ThreadQueue:
     return ThreadQueue("cross", Timeline())
 
 
-def test_a_thread_queue_runs_tasks_in_order_and_beside_the_caller(queue: ThreadQueue):
+def test_a_thread_queue_runs_tasks_in_order_beside_the_caller_and_after_those_of_other_queues(queue: ThreadQueue):
     gate, done = threading.Event(), []
-
-    def first() -> int:
-        gate.wait(10)
-        done.append("first")
-        return 1
-
-    one = queue.submit(first)
+    other = ThreadQueue("local", Timeline())
+    slow = other.submit(lambda: (gate.wait(10), done.append("slow"), 20)[-1])
+    one = queue.submit(lambda: slow.join() + 1, after=(slow,))
     two = queue.submit(lambda: done.append("second"))
     assert done == []  # the caller did not wait
     gate.set()
     two.wait()
-    assert done == ["first", "second"]
-    assert one.wait() == 1
-
-
-def test_a_task_waits_for_tasks_of_other_queues(queue: ThreadQueue):
-    gate, other = threading.Event(), ThreadQueue("local", Timeline())
-    slow = other.submit(lambda: gate.wait(10) and 20)
-    after = queue.submit(lambda: slow.join() + 1, after=(slow,))
-    gate.set()
-    assert after.wait() == 21
+    assert done == ["slow", "second"]
+    assert one.wait() == 21
 
 
 def test_an_error_reaches_who_waits_and_who_depends_and_the_queue_goes_on(queue: ThreadQueue):
@@ -64,10 +52,12 @@ def test_tasks_run_without_gradients_and_in_the_callers_inference_mode(make):
         assert out.tolist() == [1.0, 1.0]
 
 
-def test_a_queue_without_overlap_has_run_when_submit_returns():
+def test_a_queue_without_overlap_has_run_when_submit_returns_and_an_axis_has_one_queue():
     done = []
     CommQueue().submit(lambda: done.append(1), after=(Work(None),))
     assert done == [1]
+    axis = MeshAxis("cross")
+    assert axis.queue is axis.queue
 
 
 def test_waiting_is_recorded_where_there_was_something_to_wait_for():
@@ -83,11 +73,6 @@ def test_waiting_is_recorded_where_there_was_something_to_wait_for():
     waits = [span for span in timeline.stop(recording) if span.track == "wait"]
     assert [span.name for span in waits] == ["cross"]
     assert waits[0].seconds > 0.02
-
-
-def test_an_axis_has_one_queue():
-    axis = MeshAxis("cross")
-    assert axis.queue is axis.queue
 
 
 @pytest.mark.gpu

@@ -19,22 +19,18 @@ from megazpp.parallel import cpu_tuning
 TIMEOUT = timedelta(seconds=77)
 
 
-def device_threads() -> int:
-    return len(device_thread_ids())
-
-
-def device_thread_ids() -> list[int]:
+def device_threads() -> list[int]:
     names = Path("/proc/self/task").glob("*/comm")
     return [int(file.parent.name) for file in names if file.read_text().strip() == "gloo_tcp_loop"]
 
 
 def scheduling_policies() -> tuple[set[int], int]:
     """Of the threads that move messages, and of the one that computes."""
-    return {os.sched_getscheduler(thread) for thread in device_thread_ids()}, os.sched_getscheduler(0)
+    return {os.sched_getscheduler(thread) for thread in device_threads()}, os.sched_getscheduler(0)
 
 
 def sums_on_new_groups(count: int) -> tuple[list[float], int, timedelta]:
-    before = device_threads()
+    before = len(device_threads())
     groups = [dist.new_group([0, 1], timeout=TIMEOUT) for _ in range(count)]
     values = [torch.tensor(float(index + dist.get_rank())) for index in range(count)]
     pending = [dist.all_reduce(x, group=group, async_op=True) for x, group in zip(values, groups, strict=True)]
@@ -42,10 +38,9 @@ def sums_on_new_groups(count: int) -> tuple[list[float], int, timedelta]:
         assert work is not None
         work.wait()
     backend = groups[0]._get_backend(torch.device("cpu"))
-    return [float(x) for x in values], device_threads() - before, backend.options._timeout
+    return [float(x) for x in values], len(device_threads()) - before, backend.options._timeout
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 def test_new_groups_add_no_device_threads_and_keep_their_timeout() -> None:
     assert ranks(2).run(sums_on_new_groups, 3) == [([1.0, 3.0, 5.0], 0, TIMEOUT)] * 2
 
@@ -77,29 +72,26 @@ def test_the_interface_that_the_environment_names_is_used() -> None:
     assert "no-such-interface" in done.stderr
 
 
-def listening_addresses(*, loopback: bool) -> set[str]:
-    """Where the group of one process listens, as the kernel writes addresses."""
-    program = (
-        "import os, torch.distributed as dist\n"
-        "from pathlib import Path\n"
-        "from megazpp.parallel.cpu_tuning import share_gloo_device\n"
-        f"share_gloo_device(loopback={loopback}, lazy=True)\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "own = {os.readlink(file) for file in Path('/proc/self/fd').iterdir() if file.exists() or file.is_symlink()}\n"
-        "for table in ('tcp', 'tcp6'):\n"
-        "    for row in Path('/proc/net', table).read_text().splitlines()[1:]:\n"
-        "        words = row.split()\n"
-        "        if words[3] == '0A' and f'socket:[{words[9]}]' in own: print(words[1].split(':')[0])\n"
-        "import sys; sys.stdout.flush(); os._exit(0)\n"
-    )
-    env = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env)
-    return set(done.stdout.split())
+LISTENING = """
+import os, sys, torch.distributed as dist
+from pathlib import Path
+from megazpp.parallel.cpu_tuning import share_gloo_device
+share_gloo_device(loopback=True, lazy=True)
+dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+own = {os.readlink(file) for file in Path('/proc/self/fd').iterdir() if file.exists() or file.is_symlink()}
+for table in ('tcp', 'tcp6'):
+    for row in Path('/proc/net', table).read_text().splitlines()[1:]:
+        words = row.split()
+        if words[3] == '0A' and f'socket:[{words[9]}]' in own: print(words[1].split(':')[0])
+sys.stdout.flush(); os._exit(0)
+"""
 
 
 @pytest.mark.slow
 def test_on_one_machine_gloo_listens_on_the_loopback_only() -> None:
-    assert listening_addresses(loopback=True) == {"0100007F"}
+    env = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    done = subprocess.run([sys.executable, "-c", LISTENING], capture_output=True, text=True, check=True, env=env)
+    assert {*done.stdout.split()} == {"0100007F"}  # as the kernel writes addresses
 
 
 def lazily_connected(count: int) -> list[object]:

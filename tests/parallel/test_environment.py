@@ -1,17 +1,35 @@
-"""Variables that CUDA, its allocator and Triton read once, on a machine that is told it is built for CUDA."""
+"""Variables that CUDA, its allocator, Triton and NCCL read once, and the options and making of process groups.
+
+On a machine that is told it is built for CUDA, and without NCCL in the build up to the calls of torch.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megazpp.base import run
 from megazpp.parallel import environment
-from megazpp.parallel.environment import check_connections, node_folder, prepare_environment
+from megazpp.parallel.axis import make_group
+from megazpp.parallel.environment import (
+    NcclConfig,
+    axis_options,
+    check_connections,
+    node_folder,
+    order_launches,
+    prepare_environment,
+)
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import Layout, plan_layout
+
+CONNECTIONS, LAUNCH_ORDER = environment.CONNECTIONS, environment.LAUNCH_ORDER
 
 
 @pytest.fixture(autouse=True)
@@ -21,59 +39,51 @@ def built_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_single_connection_is_unset_with_a_line_and_other_numbers_stay():
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    env = {CONNECTIONS: "1"}
     (line,) = prepare_environment(env)
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in env
+    assert CONNECTIONS not in env
     assert line.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 is unset: ")
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    env = {CONNECTIONS: "32"}
     assert prepare_environment(env) == ()
-    assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert env[CONNECTIONS] == "32"
 
 
 def test_a_single_connection_is_refused_once_cuda_has_started(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for check in (prepare_environment, check_connections):
         with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS=1, and CUDA has started"):
-            check({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    check_connections({"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+            check({CONNECTIONS: "1"})
+    check_connections({CONNECTIONS: "8"})
 
 
 def test_programs_unset_it_before_they_look_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv(CONNECTIONS, "1")
     for name in (*environment.ALLOCATOR, *environment.TRITON):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["program"])
-    assert run.run_on_ranks(lambda: 7 if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ else 1) == 7
+    assert run.run_on_ranks(lambda: 7 if CONNECTIONS not in os.environ else 1) == 7
     assert capsys.readouterr().err.startswith("note: CUDA_DEVICE_MAX_CONNECTIONS=1 is unset")
 
 
-@pytest.mark.parametrize("name", environment.ALLOCATOR)
-def test_segments_are_expandable_unless_the_user_has_configured_the_allocator(name: str):
-    env: dict[str, str] = {}
-    prepare_environment(env)
-    assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    env = {name: "max_split_size_mb:128"}
-    prepare_environment(env)
-    assert [env.get(other) for other in environment.ALLOCATOR if other != name] == [None, None]
-
-
-def test_triton_s_cache_is_a_folder_of_this_user_alone(tmp_path: Path):
-    env: dict[str, str] = {}
-    for _ in range(2):  # the second time it is there
-        prepare_environment(env)
-        folder = Path(env.pop("TRITON_CACHE_DIR"))
+def test_segments_are_expandable_and_triton_s_cache_is_a_folder_of_this_user_alone(tmp_path: Path):
+    for _ in range(2):  # the second time the folder is there
+        prepare_environment(env := {})
+        assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        folder = Path(env["TRITON_CACHE_DIR"])
         assert folder.is_relative_to(tmp_path)
         assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("name", environment.TRITON)
-def test_a_cache_that_the_user_has_named_stays(name: str, tmp_path: Path):
-    env = {name: "mine"}
-    prepare_environment(env)
-    assert [env.get(other) for other in environment.TRITON if other != name] == [None, None]
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [(name, names) for names in (environment.ALLOCATOR, environment.TRITON) for name in names],
+)
+def test_what_the_user_has_set_stays_and_keeps_ours_away(name: str, names: tuple[str, ...], tmp_path: Path):
+    prepare_environment(env := {name: "mine"})
+    assert {other: env[other] for other in names if other in env} == {name: "mine"}
+    assert list(tmp_path.iterdir()) == [] or names is environment.ALLOCATOR
 
 
 def test_a_folder_that_others_could_have_filled_is_refused(tmp_path: Path):
@@ -91,13 +101,111 @@ def test_a_folder_that_others_could_have_filled_is_refused(tmp_path: Path):
 
 def test_where_nothing_can_be_run_from_a_temporary_folder_triton_keeps_its_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((0,) * 8 + (os.ST_NOEXEC, 255)))
-    env: dict[str, str] = {}
-    prepare_environment(env)
+    prepare_environment(env := {})
     assert "TRITON_CACHE_DIR" not in env
 
 
 def test_a_build_for_the_cpu_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    env = {CONNECTIONS: "1"}
     assert prepare_environment(env) == ()
-    assert env == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert env == {CONNECTIONS: "1"}
+
+
+# ---- process groups -------------------------------------------------------------------------------------------------
+
+
+def layout(nodes: int = 2, tp: int = 2, ranks: int = 4, islands: int = 1) -> Layout:
+    return plan_layout(Cluster(num_nodes=nodes, ranks_per_node=ranks), tp=tp, replicas=1, islands=islands)
+
+
+FLAGS = NcclConfig(nccl_high_priority=False, nccl_cross_max_ctas=8)
+
+
+@pytest.mark.parametrize(
+    ("axis", "on", "config", "expected"),
+    [
+        ("tp", layout(), NcclConfig(), (True, {})),
+        ("local", layout(), NcclConfig(), (True, {})),
+        ("cross", layout(), NcclConfig(), (False, {})),
+        ("shard", layout(), NcclConfig(), (False, {})),  # plain ZeRO's ring: needs NVLink's bandwidth and the network's
+        ("shard", layout(nodes=1), NcclConfig(), (True, {})),
+        ("cross", layout(), FLAGS, (False, {"max_ctas": 8})),
+        ("tp", layout(), FLAGS, (False, {})),
+    ],
+)
+def test_groups_inside_a_node_go_first_and_flags_reach_theirs(
+    axis: str, on: Layout, config: NcclConfig, expected: tuple[bool, dict[str, int]], monkeypatch: pytest.MonkeyPatch
+):
+    def options(is_high_priority_stream: bool = False) -> Any:
+        return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
+
+    monkeypatch.setattr(environment.dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    monkeypatch.setattr(environment.dist, "get_backend", lambda: "nccl")
+    made, another = (axis_options(axis, on, config) for _ in range(2))
+    assert (made.is_high_priority_stream, vars(made.config)) == expected
+    assert made is not another
+    assert axis_options("tp", layout(tp=1), config) is None  # one rank
+    monkeypatch.setattr(environment.dist, "get_backend", lambda: "gloo")
+    assert axis_options(axis, on, config) is None
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
+def test_torch_s_own_options_take_every_setting(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment.dist, "get_backend", lambda: "nccl")
+    assert axis_options("cross", layout(), FLAGS).config.max_ctas == 8
+    assert axis_options("tp", layout(), NcclConfig()).is_high_priority_stream
+
+
+@pytest.mark.parametrize("value", [0, 65])
+def test_values_that_nccl_refuses_are_refused_by_the_flag_s_name(value: int):
+    with pytest.raises(ValueError, match=f"--nccl-cross-max-ctas {value} is not a number from 1 to 64"):
+        NcclConfig(nccl_cross_max_ctas=value)
+
+
+@pytest.mark.parametrize(
+    ("on", "kept"),
+    [(layout(), True), (layout(1, 4), False), (layout(1, 2), True), (layout(2, 1, ranks=1, islands=2), True)],
+    ids=["several axes", "tp alone", "tp and shard", "islands of one rank"],
+)
+def test_launches_keep_their_order_where_several_axes_have_ranks(on: Layout, kept: bool):
+    env: dict[str, str] = {}
+    order_launches(on, env)
+    assert env == ({LAUNCH_ORDER: "1"} if kept else {})
+    order_launches(on, env := {LAUNCH_ORDER: "0"})
+    assert env == {LAUNCH_ORDER: "0"}
+
+
+@pytest.mark.parametrize(
+    ("partition", "bound", "expected", "calls"),
+    [
+        ([(0, 2), (1, 3)], True, "split", [("split", [[0, 2], [1, 3]])]),  # at once for all groups of an axis
+        ([(0, 1), (2, 3)], False, [2, 3], [("new", [0, 1]), ("new", [2, 3])]),
+        ([(0, 1), (3, 2)], True, [3, 2], [("new", [0, 1]), ("new", [3, 2])]),  # split_group would sort them
+        ([(0,), (1,), (2,), (3,)], True, [2], [("new", [2])]),
+    ],
+)
+def test_nccl_s_groups_are_split_off_at_once_where_that_can_be_done(
+    partition: list[tuple[int, ...]], bound: bool, expected: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """On rank 2 of 4. One rank gets no communicator; all ranks have their group already."""
+    called: list[tuple[str, Any]] = []
+
+    def split(*, split_ranks: list[list[int]], pg_options: Any, group_desc: str) -> str:
+        called.append(("split", split_ranks))
+        return "split"
+
+    def new(ranks: list[int], **options: Any) -> list[int]:
+        called.append(("new", ranks))
+        assert options.get("use_local_synchronization", False) == (len(ranks) == 1)
+        assert options["backend"] == ("gloo" if len(ranks) == 1 else None)
+        return ranks
+
+    world = SimpleNamespace(bound_device_id="cuda:2" if bound else None)
+    fakes = {"group": SimpleNamespace(WORLD=world), "get_backend": lambda: "nccl", "get_rank": lambda: 2}
+    for name, fake in {**fakes, "get_world_size": lambda: 4, "split_group": split, "new_group": new}.items():
+        monkeypatch.setattr(dist, name, fake)
+    assert make_group(partition, "tp", "options") == expected
+    assert called == calls
+    assert make_group([(0, 1, 2, 3)], "shard") is world
+    assert called == calls

@@ -1,4 +1,4 @@
-"""The store of a job on one machine cannot be reached from elsewhere, and what lies in a store is never run."""
+"""The store of a job on one machine cannot be reached from elsewhere; of what lies in a store nothing is run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import socket
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import torch.distributed as dist
 
 from megazpp.parallel import launch
 from megazpp.parallel.launch import Place, agent_variables, is_on_one_machine, loopback_store, open_store
-from megazpp.parallel.survey import share_survey
-from megazpp.topology.hosts import HostInfo
+from megazpp.parallel.survey import Answer, from_json, share_survey
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.hosts import Gpu, HostInfo
 
 LISTEN = "0A"  # in /proc/net/tcp
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -103,28 +105,45 @@ def test_rank_0_that_has_to_open_the_store_at_the_loopback_listens_there_only():
     assert addresses_of(port) <= LOOPBACK
 
 
-def planted(key: str, value: bytes) -> dist.Store:
-    """A store that somebody has written to before the ranks do."""
-    store = dist.HashStore()
-    dist.PrefixStore("megazpp/survey", store).set(key, value)  # type: ignore[arg-type]
-    return store
+HOST = HostInfo(
+    host="a", local_rank=3, gpu=Gpu(uuid="u", nvlink_peers=("x", "switch")), adapters=("ib0", "eth0"), notice="ä"
+)
+CLUSTER = Cluster(num_nodes=2, ranks_per_node=2, order=(0, 2, 1, 3), notices=("one", "two"))
+
+
+def to_json(record: Any, **changed: object) -> bytes:
+    return json.dumps(asdict(record) | changed).encode()
+
+
+@pytest.mark.parametrize("record", [HOST, HostInfo(host="b"), CLUSTER, Answer(CLUSTER), Answer(problem="p")])
+def test_a_record_in_the_store_comes_back_as_it_was(record: Any):
+    assert vars(from_json(type(record), to_json(record))) == vars(record)  # notices are not compared by ==
+
+
+@pytest.mark.parametrize("text", [
+    *(b"", b"1", b"{", b"{}", b'"\xff"', b"[" * 100_000, to_json(HOST), to_json(CLUSTER, more=1)),
+    *(to_json(CLUSTER, num_nodes=wrong) for wrong in ("2", True, 2.0, 0)),
+    *(to_json(CLUSTER, order=wrong) for wrong in ([0, 2, 1], "0213")),
+    *(to_json(CLUSTER, links={}), to_json(CLUSTER, domain_size=3), to_json(CLUSTER, notices=["one", 2])),
+])  # fmt: skip
+def test_anything_else_in_the_store_is_refused(text: bytes):
+    with pytest.raises(ValueError, match="is no Cluster"):
+        from_json(Cluster, text)
+
+
+@pytest.mark.parametrize("gpu", [[], {"id": "u"}, {**asdict(Gpu(uuid="u")), "uuid": 7}])
+def test_a_host_with_anything_else_for_a_gpu_is_refused(gpu: object):
+    with pytest.raises(ValueError, match="is no HostInfo"):
+        from_json(HostInfo, to_json(HOST, gpu=gpu))
 
 
 def test_a_pickle_in_the_store_is_an_error_and_is_not_run(tmp_path: Path):
     bomb = pickle.dumps(Evil(tmp_path / "was here"))
     pickle.loads(pickle.dumps(Evil(tmp_path / "would run")))
     assert (tmp_path / "would run").exists()
-
-    with pytest.raises(ValueError, match="is no Answer"):
-        share_survey(planted("cluster", bomb), 1, 2, HostInfo(host="a"))
-    with pytest.raises(ValueError, match="is no HostInfo"):
-        share_survey(planted("host/1", bomb), 0, 2, HostInfo(host="a"))
+    for key, rank, kind in (("cluster", 1, "Answer"), ("host/1", 0, "HostInfo")):
+        store = dist.HashStore()
+        dist.PrefixStore("megazpp/survey", store).set(key, bomb)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"is no {kind}"):
+            share_survey(store, rank, 2, HostInfo(host="a"))
     assert not (tmp_path / "was here").exists()
-
-
-@pytest.mark.parametrize(
-    "wrong", [b"", b"\xff\xfe", b"[" * 100000, b"{}", json.dumps({"cluster": 1, "problem": ""}).encode()]
-)
-def test_what_is_no_answer_is_an_error(wrong: bytes):
-    with pytest.raises(ValueError, match="is no Answer"):
-        share_survey(planted("cluster", wrong), 1, 2, HostInfo(host="a"))

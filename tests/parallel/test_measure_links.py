@@ -15,22 +15,12 @@ from megazpp.topology.cluster import Cluster, Link, Links
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_the_fit_gives_back_latency_and_bandwidth(num_ranks: int):
-    latency, bandwidth = 20e-6, 3e9
-
-    def seconds(size: int) -> tuple[int, float]:
-        return size, (num_ranks - 1) * (latency + size / bandwidth)
-
-    link = fit_link(num_ranks, seconds(4096), seconds(1 << 20))
-    assert link is not None
-    assert link.gigabytes_per_second == pytest.approx(3.0)
-    assert link.microseconds == pytest.approx(20.0)
-
-
-def test_a_large_message_that_was_not_slower_gives_no_figures_and_noise_no_negative_latency():
-    assert fit_link(2, (4096, 2e-3), (1 << 20, 1e-3)) is None
-    link = fit_link(2, (4096, 1e-9), (1 << 20, 1e-3))
-    assert link is not None
-    assert link.microseconds == 0.0
+    small, large = ((size, (num_ranks - 1) * (20e-6 + size / 3e9)) for size in (4096, 1 << 20))
+    assert fit_link(num_ranks, small, large) == Link(pytest.approx(3.0), pytest.approx(20.0))
+    assert fit_link(num_ranks, (4096, 2e-3), (1 << 20, 1e-3)) is None, "the large message was not slower"
+    noisy = fit_link(num_ranks, (4096, 1e-9), (1 << 20, 1e-3))
+    assert noisy is not None
+    assert noisy.microseconds == 0.0, "not negative"
 
 
 def measure(cluster: Cluster, tp: int, modelled: bool) -> tuple[Links, list[str], dict[object, object]]:
@@ -54,11 +44,9 @@ def test_every_axis_of_several_ranks_is_timed_alike_on_all_ranks_and_not_counted
     found = ranks(4).run(measure, Cluster(num_nodes=2, ranks_per_node=2), 2, modelled=False)
     links, lines, traffic = found[0]
     assert [links for links, _, _ in found] == [links] * 4
-    assert [line.split(":")[0] for line in lines] == [
-        "measured tp (2 ranks, slowest link",
-        "measured cross (2 ranks, slowest link",
-    ]
-    assert all("GB/s per rank, " in line or "too noisy to tell" in line for line in lines)
+    for axis, line in zip(("tp", "cross"), lines, strict=True):
+        assert line.startswith(f"measured {axis} (2 ranks, slowest link: ")
+        assert "GB/s per rank, " in line or "too noisy to tell" in line
     assert traffic == {}
 
 

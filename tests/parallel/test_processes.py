@@ -17,17 +17,35 @@ JOB = str(Path(__file__).parents[1] / "helpers" / "job.py")
 SECONDS = 10
 
 
-@pytest.mark.slow
-def test_a_job_that_ends_well_exits_with_0(tmp_path: Path):
-    program = Program(JOB, "nothing", "2", folder=tmp_path)
-    assert program.finish() == "sum 2\n"
-    assert program.process.returncode == 0
-    assert program.scratch_files() == []
+KILLED, OVER = "rank {} was killed by SIGKILL; ", "the job is over"
 
 
 @pytest.mark.slow
-def test_a_single_worker_needs_no_launcher(tmp_path: Path):
-    assert run_program(JOB, "nothing", "1", folder=tmp_path) == (0, "sum 1\n")
+@pytest.mark.parametrize(
+    ("args", "code", "lines"),
+    [
+        (("nothing", "2"), 0, []),
+        (("nothing", "1"), 0, ["sum 1"]),  # needs no launcher
+        (("kill-on-0", "2"), 1, [KILLED.format(0) + OVER]),
+        (("kill-on-1", "2"), 1, [KILLED.format(1) + OVER]),
+        (("kill-on-0", "2", "1"), 1, [KILLED.format(0) + "restart 1 of 1", KILLED.format(0) + OVER]),
+        (("user-error", "2", "5"), 2, ["job.py: error: --flag 3 is wrong", "job.py: error: --other 4 too"]),
+        (("agreed", "2"), 1, ["job.py: error: all ranks have found the same", "job.py: error: and say so once", None]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_job_ends_with_its_code_and_says_why_once(tmp_path: Path, args: tuple[str, ...], code: int, lines: list):
+    """A killed rank is named without a traceback of the others; what the user can fix is not tried again."""
+    program = Program(JOB, *args, folder=tmp_path)
+    output = program.finish()
+    assert program.process.returncode == code
+    found = [line for line in output.splitlines() if line != "sum 2"]  # which another rank may say later
+    if lines and lines[-1] is None:
+        assert found.pop().endswith(f"ended with exit code 1; {OVER}")
+        lines = lines[:-1]
+    assert found == lines
+    assert ("sum 2" in output) == (args[:2] != ("nothing", "1"))
+    assert program.left_behind() == program.scratch_files() == []
 
 
 @pytest.mark.parametrize("rank", [slow(0), 1])
@@ -42,33 +60,6 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback_shown_once(tmp_pat
     assert f"rank {rank} failed:\nTraceback" in output
     assert "RuntimeError: injected" in output
     assert output.splitlines()[-1] == f"rank {rank} ended with exit code 1; the job is over"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_all_and_is_named_without_a_traceback_of_the_others(tmp_path: Path, rank: int):
-    program = Program(JOB, f"kill-on-{rank}", "2", folder=tmp_path)
-    program.wait_for("sum 2\n")
-    assert program.seconds_until_all_are_gone(SECONDS) < SECONDS
-    assert program.finish() == f"sum 2\nrank {rank} was killed by SIGKILL; the job is over\n"
-    assert program.process.returncode == 1
-
-
-@pytest.mark.slow
-def test_what_the_user_can_fix_is_shown_once_as_lines_and_not_tried_again(tmp_path: Path):
-    code, output = run_program(JOB, "user-error", "2", "5", folder=tmp_path)
-    assert code == 2
-    lines = [line for line in output.splitlines() if line != "sum 2"]  # which another rank may say later
-    assert lines == ["job.py: error: --flag 3 is wrong", "job.py: error: --other 4 too"]
-
-
-@pytest.mark.slow
-def test_what_all_ranks_have_found_together_is_said_once_without_a_traceback(tmp_path: Path):
-    code, output = run_program(JOB, "agreed", "2", folder=tmp_path)
-    assert code == 1
-    *lines, last = [line for line in output.splitlines() if line != "sum 2"]  # which another rank may say later
-    assert lines == ["job.py: error: all ranks have found the same", "job.py: error: and say so once"]
-    assert last.endswith("ended with exit code 1; the job is over")
 
 
 @pytest.mark.slow
@@ -113,13 +104,3 @@ def test_ctrl_c_while_the_workers_are_starting_leaves_no_process_and_no_tracebac
     assert program.seconds_until_all_are_gone(SECONDS) < SECONDS
     assert program.finish().split() == ["ended", "by", "SIGINT"]
     assert program.process.returncode == 130
-
-
-@pytest.mark.slow
-def test_restarts_are_counted_and_the_last_failure_ends_the_job(tmp_path: Path):
-    code, output = run_program(JOB, "kill-on-0", "2", "1", folder=tmp_path)
-    assert code == 1
-    assert output.splitlines()[1::2] == [
-        "rank 0 was killed by SIGKILL; restart 1 of 1",
-        "rank 0 was killed by SIGKILL; the job is over",
-    ]

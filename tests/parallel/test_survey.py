@@ -45,93 +45,63 @@ def test_what_is_wrong_with_a_host_reaches_every_rank_in_the_same_words(tmp_path
     assert found == found[:1] * 4
 
 
-def worker(world_size: int = 1) -> Worker:
-    return Worker(
-        device=torch.device("cpu"),
-        rank=0,
-        world_size=world_size,
-        local_rank=0,
-        store=dist.HashStore(),
-        timeout=timedelta(minutes=1),
-    )
+def worker(store: dist.Store, rank: int = 0, world_size: int = 1) -> Worker:
+    return Worker(torch.device("cpu"), rank, world_size, rank, store, timeout=timedelta(minutes=1))
 
 
 @pytest.mark.parametrize("config", [ClusterConfig(emulate_nodes=2), ClusterConfig(cluster_file="cluster.yaml")])
 def test_a_cluster_that_the_flags_describe_is_not_surveyed(config: ClusterConfig):
     announced = Cluster(num_nodes=2, ranks_per_node=2)
-    assert settle_cluster(worker(4), config, announced, tp=1) is announced  # a survey would wait for three ranks
+    assert (
+        settle_cluster(worker(dist.HashStore(), 0, 4), config, announced, tp=1) is announced
+    )  # a survey would wait for three ranks
 
 
 def test_the_survey_overrules_what_the_launcher_announced():
-    found = settle_cluster(worker(), ClusterConfig(), Cluster(num_nodes=1, ranks_per_node=1), tp=1)
+    found = settle_cluster(worker(dist.HashStore()), ClusterConfig(), Cluster(num_nodes=1, ranks_per_node=1), tp=1)
     assert found == Cluster(num_nodes=1, ranks_per_node=1)
     assert found.notices[0].startswith("hosts: ")
 
 
-def settle(store_file: str, hosts: list[str]) -> Cluster:
+def settle(store_file: str) -> Cluster:
     rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.FileStore(store_file, size)
-    own = Worker(
-        device=torch.device("cpu"),
-        rank=rank,
-        world_size=size,
-        local_rank=rank,
-        store=store,
-        timeout=timedelta(minutes=1),
-    )
+    own = worker(dist.FileStore(store_file, size), rank, size)
     return settle_cluster(own, ClusterConfig(emulate_nodes="auto"), Cluster(num_nodes=4, ranks_per_node=1), tp=1)
 
 
 def test_one_machine_is_made_two_nodes_by_emulate_nodes_auto_whatever_the_launcher_said(tmp_path: Path):
-    found = ranks(4).run(settle, str(tmp_path / "store"), [])
+    found = ranks(4).run(settle, str(tmp_path / "store"))
     assert found == [Cluster(num_nodes=2, ranks_per_node=2)] * 4
 
 
 # ---- one host ---------------------------------------------------------------------------------------------------
 
 
-def put(root: Path, path: str, text: str) -> None:
-    (root / path).parent.mkdir(parents=True, exist_ok=True)
-    (root / path).write_text(text + "\n")
-
-
-def make_device(root: Path, kind: str, name: str, pci: str) -> None:
-    """An adapter as /sys shows it; the device may be one step below the PCI function, as virtio's are."""
-    function = root / "sys/devices/pci0000:00" / pci
-    (function / "below").mkdir(parents=True, exist_ok=True)
-    folder = root / "sys/class" / kind / name
-    folder.mkdir(parents=True)
-    (folder / "device").symlink_to(function / "below")
-
-
 def test_adapters_are_found_once_with_their_rate(tmp_path: Path):
-    make_device(tmp_path, "infiniband", "mlx5_0", "0000:5e:00.0")
-    put(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE")
-    put(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/rate", "400 Gb/sec (4X NDR)")
-    make_device(tmp_path, "infiniband", "mlx5_1", "0000:5f:00.0")
-    put(tmp_path, "sys/class/infiniband/mlx5_1/ports/1/state", "1: DOWN")
-    put(tmp_path, "sys/class/infiniband/mlx5_1/ports/1/rate", "400 Gb/sec (4X NDR)")
-    for name, pci, state, speed in (
-        ("eth0", "0000:01:00.0", "up", "25000"),
-        ("eth1", "0000:02:00.0", "up", "-1"),
-        ("eth2", "0000:03:00.0", "down", "100000"),
-        ("ib0", "0000:5e:00.0", "up", "400000"),  # mlx5_0's other face
+    """As /sys shows them; a device may be one step below the PCI function, as virtio's are."""
+    for kind, name, pci, files in (
+        ("infiniband", "mlx5_0", "5e", {"ports/1/state": "4: ACTIVE", "ports/1/rate": "400 Gb/sec (4X NDR)"}),
+        ("infiniband", "mlx5_1", "5f", {"ports/1/state": "1: DOWN", "ports/1/rate": "400 Gb/sec (4X NDR)"}),
+        ("net", "eth0", "01", {"operstate": "up", "speed": "25000"}),
+        ("net", "eth1", "02", {"operstate": "up", "speed": "-1"}),
+        ("net", "eth2", "03", {"operstate": "down", "speed": "100000"}),
+        ("net", "ib0", "5e", {"operstate": "up", "speed": "400000"}),  # mlx5_0's other face
+        ("net", "lo", "", {"operstate": "up"}),  # no device
     ):
-        make_device(tmp_path, "net", name, pci)
-        put(tmp_path, f"sys/class/net/{name}/operstate", state)
-        put(tmp_path, f"sys/class/net/{name}/speed", speed)
-    put(tmp_path, "sys/class/net/lo/operstate", "up")  # no device
+        folder = tmp_path / "sys/class" / kind / name
+        for file, text in files.items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(text + "\n")
+        if pci:
+            device = tmp_path / "sys/devices/pci0000:00" / f"0000:{pci}:00.0" / "below"
+            device.mkdir(parents=True, exist_ok=True)
+            (folder / "device").symlink_to(device)
     assert find_adapters(tmp_path) == ("mlx5_0 400 Gbit/s", "eth0 25 Gbit/s", "eth1")
 
 
-def test_a_machine_without_proc_and_sys_still_has_a_name(tmp_path: Path):
-    found = describe_host(3, torch.device("cpu"), root=tmp_path)
-    assert found == HostInfo(host=found.host, local_rank=3)
-    assert found.host
-
-
-def test_this_machine_is_described_with_its_boot_and_its_network_namespace():
+def test_a_machine_is_described_with_its_boot_and_its_network_namespace_where_it_has_them(tmp_path: Path):
     here = describe_host(0, torch.device("cpu"))
     assert len(here.boot_id) == 36
     assert here.network_namespace == Path("/proc/self/ns/net").stat().st_ino
     assert here.gpu is None
+    assert describe_host(3, torch.device("cpu"), root=tmp_path) == HostInfo(host=here.host, local_rank=3)

@@ -95,68 +95,52 @@ class Nvml:
         return 0
 
 
-def test_a_gpu_on_nvswitches():
-    gpu = query_gpu(Nvml(ends=("switch",) * 18), "uuid0", "H100")
-    assert (gpu.uuid, gpu.name, gpu.pci) == ("uuid0", "H100", "0000:1b:00.0")
-    assert gpu.nvlink_peers == (SWITCH,)
-
-
-def test_a_bridge_to_a_gpu_that_this_process_may_not_see():
-    assert query_gpu(Nvml(ends=(3, 3)), "uuid0", "A40").nvlink_peers == ("0000:4b:00.0",)
-
-
-def test_where_links_do_not_say_where_they_lead_the_driver_s_paths_count():
-    nvml = Nvml(ends=(1,), reachable=((0, 1), (0, 3)), without=("nvmlDeviceGetNvLinkRemoteDeviceType",))
-    assert query_gpu(nvml, "uuid0", "A40").nvlink_peers == ("0000:2b:00.0", "0000:4b:00.0")
-
-
-def test_a_gpu_without_nvlink_has_no_peers():
-    assert query_gpu(Nvml(), "uuid1", "L40S").nvlink_peers == ()
+@pytest.mark.parametrize(
+    ("nvml", "uuid", "peers"),
+    [
+        (Nvml(ends=("switch",) * 18), "uuid0", (SWITCH,)),
+        (Nvml(ends=(3, 3)), "uuid0", ("0000:4b:00.0",)),  # a bridge to a GPU that this process may not see
+        (
+            Nvml(ends=(1,), reachable=((0, 1), (0, 3)), without=("nvmlDeviceGetNvLinkRemoteDeviceType",)),
+            "uuid0",  # where links do not say where they lead, the driver's paths count
+            ("0000:2b:00.0", "0000:4b:00.0"),
+        ),
+        (Nvml(), "uuid1", ()),
+    ],
+    ids=["switches", "bridge", "paths", "none"],
+)
+def test_the_peers_over_nvlink(nvml: Nvml, uuid: str, peers: tuple[str, ...]):
+    gpu = query_gpu(nvml, uuid, "A40")
+    assert (gpu.uuid, gpu.name, gpu.pci) == (uuid, "A40", f"0000:{int(uuid[-1]) + 1}b:00.0")
+    assert gpu.nvlink_peers == peers
 
 
 @pytest.mark.parametrize(
     ("fabric", "name"),
-    [
-        ((7, 2, 3), "00" * 15 + "07/2"),
-        ((0, 2, 3), ""),  # NVSwitches inside one node
-        ((7, 2, 1), ""),  # not started
-        (None, ""),
-    ],
+    [((7, 2, 3), "00" * 15 + "07/2"), ((0, 2, 3), ""), ((7, 2, 1), ""), (None, "")],
+    ids=["works", "inside one node", "not started", "none"],
 )
 def test_only_a_working_fabric_of_several_nodes_has_a_name(fabric: tuple[int, int, int] | None, name: str):
     assert query_gpu(Nvml(fabric=fabric), "uuid0", "GB200").fabric == name
 
 
-def test_an_unknown_gpu_is_nvml_s_error():
-    with pytest.raises(NVMLError):
-        query_gpu(Nvml(), "elsewhere", "H100")
+def fail() -> None:
+    raise NVMLError("driver not loaded")
 
 
-@pytest.fixture
-def cuda_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A device whose properties are made up."""
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [(None, "pip install nvidia-ml-py"), (SimpleNamespace(NVMLError=NVMLError, nvmlInit=fail), "driver not loaded")],
+)
+def test_without_the_library_the_gpu_keeps_its_name_and_the_user_reads_why(
+    module: Any, said: str, monkeypatch: pytest.MonkeyPatch
+):
     properties = SimpleNamespace(uuid="uuid0", name="H100")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    return torch.device("cuda", 0)
-
-
-def test_without_the_package_the_gpu_keeps_its_name_and_the_user_reads_how_to_get_it(
-    cuda_device: torch.device, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    gpu, notice = describe_gpu(cuda_device)
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    gpu, notice = describe_gpu(torch.device("cuda", 0))
     assert (gpu.uuid, gpu.name, gpu.pci, gpu.nvlink_peers) == ("uuid0", "H100", "", ())
-    assert "pip install nvidia-ml-py" in notice
-
-
-def test_a_library_that_fails_is_a_notice(cuda_device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    def fail() -> None:
-        raise NVMLError("driver not loaded")
-
-    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, nvmlInit=fail))
-    gpu, notice = describe_gpu(cuda_device)
-    assert gpu.uuid == "uuid0"
-    assert "driver not loaded" in notice
+    assert said in notice
 
 
 @pytest.mark.gpu
