@@ -52,9 +52,8 @@ def worker(store: dist.Store, rank: int = 0, world_size: int = 1) -> Worker:
 @pytest.mark.parametrize("config", [ClusterConfig(emulate_nodes=2), ClusterConfig(cluster_file="cluster.yaml")])
 def test_a_cluster_that_the_flags_describe_is_not_surveyed(config: ClusterConfig):
     announced = Cluster(num_nodes=2, ranks_per_node=2)
-    assert (
-        settle_cluster(worker(dist.HashStore(), 0, 4), config, announced, tp=1) is announced
-    )  # a survey would wait for three ranks
+    alone = worker(dist.HashStore(), 0, 4)  # a survey would wait for three ranks
+    assert settle_cluster(alone, config, announced, tp=1) is announced
 
 
 def test_the_survey_overrules_what_the_launcher_announced():

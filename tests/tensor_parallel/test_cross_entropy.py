@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from helpers.ranks import ranks
 from helpers.tensor_parallel import counted, draw, part, tp_axis
+from helpers.tiers import slow
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.planner.trace import BACKWARD, FORWARD, TraceRecorder
@@ -126,39 +127,23 @@ def test_extreme_logits_neither_overflow_nor_lose_the_label(size: int, dtype: to
     torch.testing.assert_close(ours.double(), grad, rtol=2**-8, atol=2e-3)
 
 
+@pytest.mark.parametrize(("where", "value"), [
+    ((..., 7), float("-inf")),  # an impossible token: its loss is infinite where it is the label
+    ((3, 1, 0), float("nan")),  # one token's loss is NaN, whichever rank holds the logit
+    ((3, 1, 130), float("nan")),
+    ((3, 1, 299), float("inf")),
+    ((2, 0), float("-inf")),
+])  # fmt: skip
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_logit_of_minus_infinity_is_an_impossible_token(size: int):
-    """Its loss is infinite where it is the label, and elsewhere it is just left out."""
+def test_logits_that_are_not_finite_show_in_their_tokens_losses_and_in_no_others(size: int, where: Any, value: float):
     full = draw(1, SEQ, BATCH, PADDED, dtype=torch.float32)
-    full[..., 7] = float("-inf")
+    full[where] = value
     labels = labels_of(REAL)
     losses, _ = reference(full, labels, REAL)
-    assert losses.isinf().any()
+    assert not losses.isfinite().all()
+    assert int(losses.isnan().sum()) == (where != (..., 7))
     for result in ranks(size).run(run_split, full, labels, REAL, SMALL, True):
-        torch.testing.assert_close(result["losses"].double(), losses, rtol=2e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize("column", [0, 130, 299])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_logit_that_is_not_a_number_makes_its_token_s_loss_nan_on_every_rank(size: int, value: float, column: int):
-    """Whichever rank holds it; other tokens keep their losses."""
-    full = draw(1, SEQ, BATCH, PADDED, dtype=torch.float32)
-    labels = labels_of(REAL)
-    expected, _ = reference(full, labels, REAL)
-    full[3, 1, column] = value
-    expected[3, 1] = float("nan")
-    for result in ranks(size).run(run_split, full, labels, REAL, SMALL, True):
-        torch.testing.assert_close(result["losses"].double(), expected, rtol=2e-6, atol=2e-6, equal_nan=True)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_token_whose_logits_are_all_minus_infinity_has_loss_nan(size: int):
-    full = draw(1, SEQ, BATCH, PADDED, dtype=torch.float32)
-    full[2, 0] = float("-inf")
-    for result in ranks(size).run(run_split, full, labels_of(REAL), REAL, SMALL, True):
-        assert result["losses"][2, 0].isnan()
-        assert int(result["losses"].isnan().sum()) == 1
+        torch.testing.assert_close(result["losses"].double(), losses, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -200,9 +185,12 @@ def test_the_bytes_sent_depend_on_the_tokens_and_not_on_the_vocabulary(size: int
         assert result["sent"] == ring
 
 
-def test_one_rank_communicates_nothing():
-    alone, x, weight = MeshAxis("tp"), draw(1, 5, 2, 3), draw(2, 8, 3)
-    linear_cross_entropy(x, weight, torch.zeros(5, 2, dtype=torch.int64), tp=alone, vocab_size=7)
+def test_one_rank_communicates_nothing_and_a_frozen_weight_gets_no_gradient():
+    alone, x, weight = MeshAxis("tp"), draw(1, 5, 2, 3).requires_grad_(), draw(2, 8, 3)
+    losses, _ = linear_cross_entropy(x, weight, torch.zeros(5, 2, dtype=torch.int64), tp=alone, vocab_size=7)
+    losses.sum().backward()
+    assert weight.grad is None
+    assert x.grad is not None
     assert not alone.counter.table()
 
 
@@ -211,34 +199,18 @@ def run_product(
 ) -> dict[str, Any]:
     tp = tp_axis()
     x, weight = x.clone().requires_grad_(), part(weight, 0, tp).clone().requires_grad_()
-    losses, entropy = linear_cross_entropy(
-        x,
-        weight,
-        labels,
-        tp=tp,
-        vocab_size=vocab_size,
-        temperature=0.7,
-        with_entropy=True,
-        fuse=fuse,
-        chunk_bytes=chunk_bytes,
-    )
+    how: dict[str, Any] = {"temperature": 0.7, "with_entropy": True, "fuse": fuse, "chunk_bytes": chunk_bytes}
+    losses, entropy = linear_cross_entropy(x, weight, labels, tp=tp, vocab_size=vocab_size, **how)
     losses.backward(draw(9, *labels.shape).to(losses.dtype))
     return {"losses": losses.detach(), "entropy": entropy, "x": x.grad, "weight": weight.grad}
 
 
-@pytest.mark.parametrize("chunk_bytes", [WHOLE, FIVES, SMALL])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_losses_entropy_and_gradients_are_those_of_the_product_s_distribution(size: int, chunk_bytes: int):
+@pytest.mark.parametrize(("size", "chunk_bytes", "fuse"), [
+    *((size, chunk_bytes, False) for size in (1, 2, 4) for chunk_bytes in (WHOLE, FIVES, SMALL)),
+    slow(2, SMALL, True),  # waits for the compiler
+])  # fmt: skip
+def test_losses_entropy_and_gradients_are_those_of_the_product_s_distribution(size: int, chunk_bytes: int, fuse: bool):
     """At temperature 0.7, against fp64; the padding's part of the weight gets a gradient of exactly zero."""
-    _compare_product(size, chunk_bytes, fuse=False)
-
-
-@pytest.mark.slow  # waits for the compiler
-def test_compiled_kernels_give_the_same():
-    _compare_product(2, SMALL, fuse=True)
-
-
-def _compare_product(size: int, chunk_bytes: int, *, fuse: bool) -> None:
     x, weight = (draw(seed, *shape, dtype=torch.float32) for seed, shape in ((1, (SEQ, BATCH, 5)), (2, (PADDED, 5))))
     labels = labels_of(REAL)
     exact_x, exact_weight = x.double().requires_grad_(), weight.double().requires_grad_()
@@ -267,15 +239,6 @@ def test_the_gradient_of_x_is_summed_over_chunks_in_fp32():
     losses.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [[[17.0] * 4]]
-
-
-def test_a_weight_that_is_frozen_gets_no_gradient():
-    x, weight = draw(1, 5, 2, 3).requires_grad_(), draw(2, 8, 3)
-    labels = torch.zeros(5, 2, dtype=torch.int64)
-    losses, _ = linear_cross_entropy(x, weight, labels, tp=MeshAxis("tp"), vocab_size=7)
-    losses.sum().backward()
-    assert weight.grad is None
-    assert x.grad is not None
 
 
 def traced(num_tokens: int, channels: int, vocab_size: int, rows: int, **changes: Any) -> TraceRecorder:

@@ -48,42 +48,13 @@ def sequence_part(x: torch.Tensor, tp: MeshAxis, sequence_parallel: bool) -> tor
     return part(x, 0, tp) if sequence_parallel else x
 
 
-def run_column(bias: bool, sequence_parallel: bool) -> Calls:
-    tp, whole = tp_axis(), whole_linear(NARROW, WIDE, bias)
-    layer = ColumnParallelLinear(NARROW, WIDE, tp=tp, std=1.0, bias=bias, sequence_parallel=sequence_parallel)
-    names = ["weight", "bias"] if bias else ["weight"]
-    for name in names:
-        set_parameter(layer, name, part(whole[name], 0, tp))
-    x = sequence_part(whole["x"], tp, sequence_parallel).clone().requires_grad_()
-    y, forward = counted(tp, lambda: layer(x))
-    torch.testing.assert_close(y, part(whole["y"], -1, tp), **EXACT)
-    _, backward = counted(tp, lambda: y.backward(part(whole["y_grad"], -1, tp)))
-    for name in names:
-        torch.testing.assert_close(getattr(layer, name).grad, part(whole[f"{name}_grad"], 0, tp), **EXACT)
-    torch.testing.assert_close(x.grad, sequence_part(whole["x_grad"], tp, sequence_parallel), **EXACT)
-    return forward, backward
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("sequence_parallel", "calls"), [
-    (False, ({}, {"all_reduce": 1})),
-    (True, ({"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1})),
-])  # fmt: skip
-@pytest.mark.parametrize("size", [2, 4])
-def test_column_parallel_linear_is_a_slice_of_the_whole_one(
-    size: int, sequence_parallel: bool, calls: Calls, bias: bool
-):
-    assert ranks(size).run(run_column, bias, sequence_parallel) == [calls] * size
-
-
-def run_two_columns(sequence_parallel: bool, freeze: bool) -> tuple[Calls, int]:
-    """Two layers of one input under one sum, and the bytes that autograd keeps beside the weights."""
-    tp, wholes = tp_axis(), [whole_linear(NARROW, WIDE, bias=True), whole_linear(NARROW, 2 * WIDE, bias=True)]
-    layers, kept = [], set()
-    for whole in wholes:
-        outputs = len(whole["weight"])
-        layer = ColumnParallelLinear(NARROW, outputs, tp=tp, std=1.0, bias=True, sequence_parallel=sequence_parallel)
-        for name in ("weight", "bias"):
+def run_columns(widths: list[int], bias: bool, sequence_parallel: bool, freeze: bool) -> tuple[Calls, int]:
+    """Layers of one input under one sum, and the bytes that autograd keeps beside the weights."""
+    tp, wholes = tp_axis(), [whole_linear(NARROW, width, bias) for width in widths]
+    layers, kept, names = [], set(), ["weight", "bias"] if bias else ["weight"]
+    for width, whole in zip(widths, wholes, strict=True):
+        layer = ColumnParallelLinear(NARROW, width, tp=tp, std=1.0, bias=bias, sequence_parallel=sequence_parallel)
+        for name in names:
             set_parameter(layer, name, part(whole[name], 0, tp))
             getattr(layer, name).requires_grad_(not freeze)
         layers.append(layer)
@@ -96,31 +67,32 @@ def run_two_columns(sequence_parallel: bool, freeze: bool) -> tuple[Calls, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        outputs, forward = counted(tp, lambda: column_parallel(x, layers))
+        one = len(layers) == 1
+        outputs, forward = counted(tp, lambda: [layers[0](x)] if one else column_parallel(x, layers))
     grads = [part(whole["y_grad"], -1, tp) for whole in wholes]
     _, backward = counted(tp, lambda: torch.autograd.backward(outputs, grads))
     for layer, whole, y in zip(layers, wholes, outputs, strict=True):
         torch.testing.assert_close(y, part(whole["y"], -1, tp), **EXACT)
-        for name in ("weight", "bias"):
-            grad = getattr(layer, name).grad
-            if freeze:
-                assert grad is None
-            else:
-                torch.testing.assert_close(grad, part(whole[f"{name}_grad"], 0, tp), **EXACT)
+        for name in names:
+            expected = None if freeze else part(whole[f"{name}_grad"], 0, tp)
+            torch.testing.assert_close(getattr(layer, name).grad, expected, **EXACT)
     total = sum(whole["x_grad"] for whole in wholes)
     torch.testing.assert_close(x.grad, sequence_part(total, tp, sequence_parallel), **EXACT)
     return (forward, backward), sum(size for _, size in kept)
 
 
+@pytest.mark.parametrize("widths", [[WIDE], [WIDE, 2 * WIDE]], ids=["one", "two"])
+@pytest.mark.parametrize(("size", "bias"), [(2, True), (2, False), (4, True)])
 @pytest.mark.parametrize(("sequence_parallel", "freeze", "calls"), [
     (False, False, ({}, {"all_reduce": 1})),
     (True, False, ({"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1})),
     (True, True, ({"all_gather": 1}, {"reduce_scatter": 1})),
 ])  # fmt: skip
-def test_layers_of_one_input_enter_once_and_keep_their_slice_of_it(sequence_parallel: bool, freeze: bool, calls: Calls):
-    size = 2
+def test_column_parallel_layers_of_one_input_are_slices_enter_once_and_keep_their_slice_of_it(
+    widths: list[int], size: int, bias: bool, sequence_parallel: bool, freeze: bool, calls: Calls
+):
     kept = 8 * S * B * NARROW // (size if sequence_parallel else 1)
-    assert ranks(size).run(run_two_columns, sequence_parallel, freeze) == [(calls, kept)] * size
+    assert ranks(size).run(run_columns, widths, bias, sequence_parallel, freeze) == [(calls, kept)] * size
 
 
 def run_row(bias: bool, sequence_parallel: bool) -> Calls:
@@ -142,14 +114,13 @@ def run_row(bias: bool, sequence_parallel: bool) -> Calls:
     return forward, backward
 
 
-@pytest.mark.parametrize(("sequence_parallel", "bias", "calls"), [
-    (False, False, ({"all_reduce": 1}, {})),
-    (False, True, ({"all_reduce": 1}, {})),
-    (True, False, ({"reduce_scatter": 1}, {"all_gather": 1})),
-    (True, True, ({"reduce_scatter": 1}, {"all_gather": 1})),
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("sequence_parallel", "calls"), [
+    (False, ({"all_reduce": 1}, {})),
+    (True, ({"reduce_scatter": 1}, {"all_gather": 1})),
 ])  # fmt: skip
 @pytest.mark.parametrize("size", [2, 4])
-def test_row_parallel_linear_sums_to_the_whole_one(size: int, sequence_parallel: bool, bias: bool, calls: Calls):
+def test_row_parallel_linear_sums_to_the_whole_one(size: int, sequence_parallel: bool, calls: Calls, bias: bool):
     assert ranks(size).run(run_row, bias, sequence_parallel) == [calls] * size
 
 

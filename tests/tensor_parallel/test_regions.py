@@ -61,9 +61,7 @@ def expect(
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
-    "name", ["copy_to_region", "reduce_from_region_", "gather_sequence", "reduce_scatter_sequence"]
-)
+@pytest.mark.parametrize("name", REGIONS)
 def test_a_region_does_what_its_row_of_the_table_says(name: str, size: int, shape: tuple[int, ...], strided: bool):
     slice_shape = (shape[0] // size, *shape[1:])
     in_shape = slice_shape if name == "gather_sequence" else shape
