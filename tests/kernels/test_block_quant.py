@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from helpers.block_quant import many_segments, segments
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import block_quant
 from kernels.block_quant import (
@@ -100,35 +102,47 @@ def test_a_leading_dim_of_size_zero_does_nothing():
     unpack(messages, table, out=torch.zeros(0, 40))
 
 
-def test_what_does_not_fit_is_refused_with_its_name():
-    table, x = table_of(40), torch.zeros(2, 40)
-    messages = empty(2, table=table)
-    with pytest.raises(ValueError, match=r"x is torch\.float64"):
-        pack(x.double(), table, messages=messages)
-    with pytest.raises(ValueError, match=r"x \(2, 65\) has rows of another size than 40"):
-        pack(torch.zeros(2, 65), table, messages=messages)
-    with pytest.raises(ValueError, match=r"messages is torch\.int8"):
-        pack(x, table, messages=messages.view(torch.int8))
-    with pytest.raises(ValueError, match=r"messages is torch\.uint8 \(1, 80\)"):
-        pack(x, table, messages=messages[:1])
-    with pytest.raises(ValueError, match="start at a multiple of 4"):
-        pack(x, table, messages=torch.zeros(200, dtype=torch.uint8).as_strided((2, 80), (81, 1)))
-    with pytest.raises(ValueError, match=r"x .* has stride 2 in its last dim"):
-        pack(torch.zeros(40, 2).t(), table, messages=messages)
-    with pytest.raises(ValueError, match="4 dims"):
-        pack(torch.zeros(1, 1, 2, 40), table, messages=messages)
-    with pytest.raises(ValueError, match=r"errors is torch\.uint8"):
-        pack(x, table, messages=messages, errors=Feedback.zeros((3,), table))
-    with pytest.raises(ValueError, match="another layout"):
-        pack(x, table, messages=messages, errors=Feedback.zeros((2,), table_of(41)))
-    with pytest.raises(ValueError, match=r"base is \(2, 40\) on meta, but x is \(2, 40\) on cpu"):
-        pack(x, table, messages=messages, base=torch.zeros(2, 40, device="meta"))
-    with pytest.raises(ValueError, match=r"base is torch\.float64"):
-        pack(x, table, messages=messages, base=x.double())
-    with pytest.raises(ValueError, match="without errors"):
-        pack(x, table, messages=messages, base=x, errors=Feedback.zeros((2,), table))
+X = torch.zeros(2, 40)
+SENT = torch.zeros(2, 80, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("x", "how", "message"),
+    [
+        (X.double(), {}, r"x is torch\.float64"),
+        (torch.zeros(2, 65), {}, r"x \(2, 65\) has rows of another size than 40"),
+        (X, {"messages": SENT.view(torch.int8)}, r"messages is torch\.int8"),
+        (X, {"messages": SENT[:1]}, r"messages is torch\.uint8 \(1, 80\)"),
+        (X, {"messages": torch.zeros(200, dtype=torch.uint8).as_strided((2, 80), (81, 1))}, "a multiple of 4"),
+        (torch.zeros(40, 2).t(), {}, r"x .* has stride 2 in its last dim"),
+        (torch.zeros(1, 1, 2, 40), {}, "4 dims"),
+        (X, {"errors": Feedback.zeros((3,), table_of(40))}, r"errors is torch\.uint8"),
+        (X, {"errors": Feedback.zeros((2,), table_of(41))}, "another layout"),
+        (X, {"base": torch.zeros(2, 40, device="meta")}, r"base is \(2, 40\) on meta, but x is \(2, 40\) on cpu"),
+        (X, {"base": X.double()}, r"base is torch\.float64"),
+        (X, {"base": X, "errors": Feedback.zeros((2,), table_of(40))}, "without errors"),
+        (X.to("meta"), {}, "no implementation for meta"),  # an error, not a slow path
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_name(x: Tensor, how: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        pack(x, table_of(40), **{"messages": SENT, **how})
+
+
+def test_of_no_messages_there_is_no_sum():
     with pytest.raises(ValueError, match="nothing to sum"):
-        unpack_sum(messages[None, :0].transpose(0, 1), table, out=x[0])
+        unpack_sum(SENT[None, :0].transpose(0, 1), table_of(40), out=X[0])
+
+
+def test_tensors_without_memory_are_checked_and_nothing_else():
+    table = table_of(70)
+    with FakeTensorMode():
+        x, messages = torch.empty(3, 70), torch.empty(3, table.layout.message_bytes, dtype=torch.uint8)
+        pack(x, table, messages=messages, errors=Feedback.zeros((3,), table, x.device))
+        unpack(messages, table, out=x)
+        unpack_sum(messages, table, out=x[0])
+        with pytest.raises(ValueError, match="messages is"):
+            pack(x, table, messages=messages[:, :2])
 
 
 def test_the_table_of_back_ends_names_what_runs_and_refuses_what_cannot(monkeypatch: pytest.MonkeyPatch):
@@ -151,12 +165,6 @@ def test_without_a_c_compiler_the_reference_computes_and_the_table_says_why(monk
     assert backend("cpu") == row
     pack(x, table, messages=got)
     assert torch.equal(got, expected)
-
-
-def test_a_tensor_on_a_device_without_an_implementation_is_an_error_not_a_slow_path():
-    table = table_of(40)
-    with pytest.raises(ValueError, match="no implementation for meta"):
-        pack(torch.zeros(2, 40, device="meta"), table, messages=empty(2, table=table))
 
 
 def test_threads_may_call_at_once():
