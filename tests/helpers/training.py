@@ -107,6 +107,22 @@ class Case:
             eod_mask_loss=self.documents,
         )
 
+    def batches(self, step: int, dims: ParallelDims) -> list[MicroBatch]:
+        """This data rank's micro-batches of a step."""
+        size = self.global_batch // dims.data_size // self.micro_batches
+        firsts = ((m * dims.data_size + dims.data_rank) * size for m in range(self.micro_batches))
+        return [self.batch(step, first, size) for first in firsts]
+
+
+@dataclass
+class FixedBatches:
+    """A loader that has the same batches for every step."""
+
+    batches: list[MicroBatch]
+
+    def step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
+        return self.batches
+
 
 def train_plain(case: Case) -> dict[str, list[float]]:
     """The reference: one process, no sharding, no process group, torch's own clipping, the whole batch at once."""
@@ -189,13 +205,9 @@ def build_diloco(case: Case, step: TrainStep, dims: ParallelDims) -> DiLoCo | No
 def train_on_ranks(case: Case) -> dict[str, Any]:
     """The same run through shard_model and TrainStep on the ranks of this process group."""
     step, dims = build_step(case)
-    size = case.global_batch // dims.data_size // case.micro_batches
     losses, norms, skipped = [], [], 0
     for index in range(case.steps):
-        batches = [
-            case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(case.micro_batches)
-        ]
-        result = step(batches, learning_rate=case.learning_rate, weight_decay=0.01)
+        result = step(case.batches(index, dims), learning_rate=case.learning_rate, weight_decay=0.01)
         losses.append(result.loss)
         norms.append(result.grad_norm)
         skipped += result.skipped

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.tiers import slow
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, FixedBatches, build_step
 
 from kernels.block_quant import reference
 from kernels.formats import BlockFormat
@@ -94,28 +94,14 @@ class Run(NamedTuple):
     cross_bytes: list[int]  # of weights, per step
 
 
-class Fixed:
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def step(self, consumed_samples: int, global_batch_size: int) -> list[Any]:
-        return self.batches
-
-
-def batches_of(case: Case, dims: Any, index: int) -> list[Any]:
-    size = case.global_batch // dims.data_size // case.micro_batches
-    firsts = [(m * dims.data_size + dims.data_rank) * size for m in range(case.micro_batches)]
-    return [case.batch(index, first, size) for first in firsts]
-
-
 def weight_bytes(dims: Any) -> int:
     """Bytes of weights that this rank has sent to other nodes."""
     return sum(t.sent_bytes for key, t in dims.counter.table().items() if key[1:] == ("cross", "all_gather"))
 
 
 def train_step(step: TrainStep, case: Case, dims: Any, index: int) -> float:
-    batches = batches_of(case, dims, index)
-    return step(batches, learning_rate=case.learning_rate, weight_decay=0.01, iteration=index + 1).loss
+    how = {"learning_rate": case.learning_rate, "weight_decay": 0.01, "iteration": index + 1}
+    return step(case.batches(index, dims), **how).loss
 
 
 def watch(case: Case, evaluate_after: tuple[int, ...] = ()) -> Run:
@@ -136,7 +122,7 @@ def watch(case: Case, evaluate_after: tuple[int, ...] = ()) -> Run:
                 seen.append(Watched(shard, residents.clone(), used(gather, dims)))
         if index in evaluate_after:
             evaluator = Evaluator(
-                step.model, step.sharding, Fixed(batches_of(case, dims, 0)), dims, iterations=1, batch_size=1
+                step.model, step.sharding, FixedBatches(case.batches(0, dims)), dims, iterations=1, batch_size=1
             )
             validations.append(evaluator())
     places = (dims.cross.rank, dims.local.rank), (dims.cross.size, dims.local.size)
@@ -236,7 +222,7 @@ def crossings_after(case: Case) -> dict[str, Any]:
         found[what] = {gather.next_crossing() for gather in gathers}
 
     def settle(index: int) -> None:
-        step._forward_backward(batches_of(case, dims, index))
+        step._forward_backward(case.batches(index, dims))
 
     note("nothing was ever sent")
     settle(0)
@@ -302,7 +288,7 @@ def with_a_bad_weight(case: Case, bad: float) -> list[list[bool]]:
     gathers = step.sharding._gathers
 
     def finite() -> list[bool]:
-        step._forward_backward(batches_of(case, dims, 0))
+        step._forward_backward(case.batches(0, dims))
         return [bool(used(gather, dims).isfinite().all()) for gather in gathers]
 
     found = [finite()]
@@ -388,12 +374,12 @@ def restored(case: Case) -> list[bool]:
     step, dims = build_step(case)
     train_step(step, case, dims, 0)
     train_step(step, case, dims, 1)
-    step._forward_backward(batches_of(case, dims, 2))
+    step._forward_backward(case.batches(2, dims))
     step.sharding.free_gathered()
     again, again_dims = build_step(case)
     again.model.load_state_dict(step.model.state_dict())
     assert again.sharding.load_secondary_state(step.sharding.secondary_state())
-    again._forward_backward(batches_of(case, again_dims, 2))
+    again._forward_backward(case.batches(2, again_dims))
     pairs = zip(step.sharding._gathers, again.sharding._gathers, strict=True)
     return [torch.equal(bits(used(one, dims)), bits(used(other, again_dims))) for one, other in pairs]
 
@@ -427,7 +413,7 @@ def errors_of_weights(case: Case) -> list[float]:
         gathers = step.sharding._gathers
         shards = [gather.unit.shard_reader(torch.float32)() for gather in gathers]
         rate = case.learning_rate * (index + 1) / 20  # a warm-up
-        step(batches_of(case, dims, index), learning_rate=rate, weight_decay=0.01)
+        step(case.batches(index, dims), learning_rate=rate, weight_decay=0.01)
         wrong, whole = 0.0, 0.0
         for gather, shard in zip(gathers, shards, strict=True):
             mine = used(gather, dims)[dims.shard.rank].float()

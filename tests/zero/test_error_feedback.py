@@ -7,56 +7,38 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.ranks import ranks
 from helpers.tiers import slow
-from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_step
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
 
-from kernels.block_quant import Feedback, pack, range_table, rescale_, unpack
+from kernels.block_quant import Feedback, range_table, rescale_
 from kernels.formats import BlockFormat, plan_row
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.zero.config import ZeroConfig
-from megazpp.zero.layout import plan_message, plan_segments
 from megazpp.zero.sharding import Sharding
-from megazpp.zero.wire import Codec
 
 FEEDBACK = ZeroConfig(zero_quantized_gradients=True, zero_error_feedback=True, zero_error_feedback_beta=0.0)
 AVERAGED = dataclasses.replace(FEEDBACK, zero_error_feedback_beta=0.8)
 EVERY = dataclasses.replace(FEEDBACK, zero_cross_every_microbatch=True)
 
 
-class Watched:
-    """A step's sharding whose `end_step` notes the factor and the buffers before and after it."""
-
-    def __init__(self, sharding: Sharding) -> None:
-        self.noted: list[tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
-        original = sharding.end_step
-
-        def end_step(factor: torch.Tensor | float, *, iteration: int) -> None:
-            before = copied(sharding)
-            original(factor, iteration=iteration)
-            self.noted.append((float(factor), before, copied(sharding)))
-
-        sharding.end_step = end_step  # type: ignore[method-assign]
-
-
 def copied(sharding: Sharding) -> dict[str, torch.Tensor]:
     return {name: buffer.clone() for name, buffer in sharding.error_feedback().items()}
 
 
-def batches(case: Case, dims: Any, step: int) -> list[Any]:
-    size = case.global_batch // dims.data_size // case.micro_batches
-    starts = [(m * dims.data_size + dims.data_rank) * size for m in range(case.micro_batches)]
-    return [case.batch(step, start, size) for start in starts]
-
-
 def watched_steps(case: Case, clip: float) -> dict[str, Any]:
+    """Gradient norms, and of each `end_step` the factor and the buffers before and after it."""
     step, dims = build_step(case)
-    step.clip_grad = clip
-    watched, norms = Watched(step.sharding), []
-    for index in range(case.steps):
-        norms.append(step(batches(case, dims, index), learning_rate=1e-2, weight_decay=0.0).grad_norm)
-    return {"norms": norms, "noted": watched.noted}
+    step.clip_grad, noted, original = clip, [], step.sharding.end_step
+
+    def end_step(factor: torch.Tensor | float, *, iteration: int) -> None:
+        before = copied(step.sharding)
+        original(factor, iteration=iteration)
+        noted.append((float(factor), before, copied(step.sharding)))
+
+    step.sharding.end_step = end_step  # type: ignore[method-assign]
+    taken = [step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.0) for index in range(case.steps)]
+    return {"norms": [record.grad_norm for record in taken], "noted": noted}
 
 
 @pytest.mark.parametrize(("zero", "micro_batches"), [(FEEDBACK, 1), slow(FEEDBACK, 2), slow(AVERAGED, 2), (EVERY, 2)])
@@ -82,7 +64,7 @@ def skipped_and_reset(case: Case) -> dict[str, bool]:
         hook = None
         if name == "skipped":
             hook = step.model.final_norm.register_forward_hook(lambda module, inputs, output: output * float("nan"))
-        step(batches(case, dims, index), learning_rate=1e-2, weight_decay=0.0, iteration=index)
+        step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.0, iteration=index)
         zeros[name] = not any(x.any() for key, x in step.sharding.error_feedback().items() if key.endswith("scales"))
         if hook is not None:
             hook.remove()
@@ -99,7 +81,7 @@ def losses_with_scale(case: Case, growing: bool) -> list[tuple[float, float]]:
     step, dims = build_step(case)
     if growing:  # doubles after every step
         step.scaler = build_loss_scaler(LossScaleConfig(initial_loss_scale=2.0**8, loss_scale_window=1.0), fp16=True)
-    taken = [step(batches(case, dims, index), learning_rate=1e-2, weight_decay=0.0) for index in range(case.steps)]
+    taken = [step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.0) for index in range(case.steps)]
     assert [record.loss_scale for record in taken] == [2.0 ** (8 + index) if growing else 1.0 for index in range(6)]
     return [(record.loss, record.grad_norm) for record in taken]
 
@@ -122,51 +104,3 @@ def test_factors_of_any_kind_scale_every_error():
     rescale_(errors, 0.0)
     assert not any(error.scales.any() for error in errors)
     rescale_([], 2.0)
-
-
-def unrounded(errors: Feedback) -> torch.Tensor:
-    """[peers, S] fp32"""
-    out = torch.zeros(len(errors.messages), errors.table.layout.size)
-    unpack(errors.messages, errors.table, out=out)
-    return out
-
-
-@pytest.mark.parametrize("beta", [0.5, 0.8])
-def test_the_moving_average_weighs_the_earlier_error_by_beta(beta: float):
-    """To the rounding of the average to int8, and of both weights' scales to bf16."""
-    fmt, generator = BlockFormat(4, 32), torch.Generator().manual_seed(1)
-    segments = plan_segments([("a", (9, 31)), ("b", (2, 64))], 1)
-    codec = Codec(plan_message(segments, fmt, exact_itemsize=4), torch.float32)
-    old = codec.new_errors(3, device=CPU)
-    assert old is not None
-    pack(torch.randn(3, codec.layout.size, generator=generator), old.table, messages=old.messages)
-    latest, averaged = (Feedback(old.messages.clone(), old.table) for _ in range(2))
-    value, message, same = torch.randn(3, codec.layout.size), codec.empty(3, device=CPU), codec.empty(3, device=CPU)
-    codec.pack(value, message, errors=latest)
-    sent = message.clone()
-    codec.pack(value, same, errors=averaged, beta=beta)
-    assert torch.equal(sent, same)
-    earlier, last, got = (unrounded(errors) for errors in (old, latest, averaged))
-    wanted = beta * earlier + (1 - beta) * last
-    for segment in segments:
-        part = slice(segment.start, segment.stop)
-        blocks = F.pad(wanted[:, part], (0, -segment.size % 32)).unflatten(-1, (-1, 32))
-        step = blocks.abs().amax(-1).repeat_interleave(32, -1)[:, : segment.size] / 127
-        rounding = 2**-8 * (earlier[:, part].abs() + last[:, part].abs())
-        assert ((got[:, part] - wanted[:, part]).abs() <= 0.51 * step + rounding).all()
-
-
-def test_a_moving_average_loses_nothing_for_good_either():
-    """The sum of what arrives stays within a few steps of the sum that was sent, as without the average."""
-    segments = plan_segments([("a", (16, 32))], 1)
-    codec = Codec(plan_message(segments, BlockFormat(4, 32), exact_itemsize=4), torch.float32)
-    value, errors = torch.randn(1, 512, generator=torch.Generator().manual_seed(0)), codec.new_errors(1, device=CPU)
-    total, message = torch.zeros(1, 512), codec.empty(1, device=CPU)
-    for _ in range(64):
-        codec.pack(value, message, errors=errors, beta=0.8)
-        codec.unpack(message, arrived := torch.empty_like(value))
-        total += arrived
-    codec.pack(value, message)
-    codec.unpack(message, arrived)
-    plain = 64 * (arrived - value).norm()
-    assert (total - 64 * value).norm() < 0.25 * plain

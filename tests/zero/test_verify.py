@@ -20,8 +20,7 @@ def steps(case: Case, verify: bool) -> list[float]:
     step, dims = build_step(case)
     losses = []
     for index in range(3):
-        batch = case.batch(index, 4 * dims.data_rank, 4)
-        losses.append(step([batch], learning_rate=1e-2, weight_decay=0.0).loss)
+        losses.append(step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.0).loss)
         if verify:
             verify_weights(step.sharding, dims)
     return losses
@@ -45,11 +44,12 @@ def test_a_good_run_passes_and_its_losses_do_not_change(case: dict[str, Any]):
 def corrupt(case: Case, rank: int, slot: int) -> tuple[str, str]:
     """Flip one bit of the secondary partition that `rank` keeps of layers.0, in the part that came from node `slot`."""
     step, dims = build_step(case)
-    step._forward_backward([case.batch(0, 4 * dims.data_rank, 4)])
+    step._forward_backward(case.batches(0, dims))
     if dims.world.rank == rank:
-        secondary = step.sharding._gathers[1].secondary.messages
-        secondary[slot, 7] ^= 16
-    return _error(step, dims), _error_of_a_step(step, dims, case)
+        step.sharding._gathers[1].secondary.messages[slot, 7] ^= 16
+    broken = _error(step, dims)
+    step.optimizer.step()  # after which all secondary partitions are new
+    return broken, _error(step, dims)
 
 
 def _error(step: Any, dims: Any) -> str:
@@ -58,12 +58,6 @@ def _error(step: Any, dims: Any) -> str:
     except CorruptWeightsError as error:
         return str(error)
     return "no error"
-
-
-def _error_of_a_step(step: Any, dims: Any, case: Case) -> str:
-    """After an update all secondary partitions are new."""
-    step.optimizer.step()
-    return _error(step, dims)
 
 
 def test_a_flipped_bit_in_the_secondary_partition_of_one_rank_names_the_unit_and_the_ranks_that_got_it():

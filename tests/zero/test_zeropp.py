@@ -11,7 +11,15 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.tiers import slow
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, build_step, train_on_ranks
+from helpers.training import (
+    GPT2_STYLE,
+    LLAMA_STYLE,
+    Case,
+    FixedBatches,
+    build_on_ranks,
+    build_step,
+    train_on_ranks,
+)
 
 from megazpp.model.config import GPTConfig
 from megazpp.training.evaluate import Evaluator
@@ -126,29 +134,18 @@ def test_copies_of_the_model_talk_once_per_optimizer_step():
 def train_with_evaluation_and_load(case: Case) -> list[float]:
     """20 steps with an evaluation after the 6th and the weights of after the 4th loaded after the 11th."""
     step, dims = build_step(case)
-    size = case.global_batch // dims.data_size // case.micro_batches
     losses, saved = [], {}
     for index in range(20):
-        batches = [
-            case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(case.micro_batches)
-        ]
+        batches = case.batches(index, dims)
         losses.append(step(batches, learning_rate=case.learning_rate, weight_decay=0.01).loss)
         if index == 3:
             saved = {name: tensor.clone() for name, tensor in step.model.state_dict().items()}
         if index == 5:
-            evaluator = Evaluator(step.model, step.sharding, _Fixed(batches), dims, iterations=1, batch_size=1)
+            evaluator = Evaluator(step.model, step.sharding, FixedBatches(batches), dims, iterations=1, batch_size=1)
             losses.append(evaluator())
         if index == 10:
             step.model.load_state_dict(saved)
     return losses
-
-
-class _Fixed:
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def step(self, consumed_samples: int, global_batch_size: int) -> list[Any]:
-        return self.batches
 
 
 @pytest.mark.parametrize(("without", "with_hpz", "micro_batches"), [
@@ -226,9 +223,7 @@ def loss_before(case: Case) -> float:
 def bytes_of_one_step(case: Case) -> dict[str, Any]:
     """Counted bytes of one step, and what the messages of all units come to."""
     step, dims = build_step(case)
-    size = case.global_batch // dims.data_size // case.micro_batches
-    batches = [case.batch(0, (m * dims.data_size + dims.data_rank) * size, size) for m in range(case.micro_batches)]
-    step(batches, learning_rate=1e-3, weight_decay=0.0)
+    step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
     table = dims.counter.table()
     return {
         "table": {(axis, collective): traffic for (_, axis, collective), traffic in table.items() if axis != "shard"},
@@ -241,11 +236,8 @@ def bytes_of_one_step(case: Case) -> dict[str, Any]:
 
 def message_bytes(sharding: Sharding) -> tuple[int, int, int]:
     """Bytes of one rank's messages over all units: weights, gradients inside a node, gradients across."""
-    return (
-        sum(g._codec.layout.message_bytes for g in sharding._gathers),
-        sum(r._local_codec.layout.message_bytes for r in sharding._reduces),
-        sum(r._cross_codec.layout.message_bytes for r in sharding._reduces),
-    )
+    inside, across = zip(*(reduce.message_bytes for reduce in sharding._reduces), strict=True)
+    return sum(gather.message_bytes for gather in sharding._gathers), sum(inside), sum(across)
 
 
 @pytest.mark.slow  # the next test is the default tier's
@@ -318,50 +310,42 @@ def test_a_nan_on_one_rank_skips_the_step_everywhere_and_is_forgotten_after_it(z
     assert ranks(4).run(step_with_a_nan, Case(nodes=2, zero=zero), poisoned_rank) == [(True, True, True)] * 4
 
 
-def rehearsed(case: Case) -> dict[str, Any]:
-    """Two steps without rehearsals, then with one before each: losses, and the calls of kernels that each made."""
+def compiled(case: Case) -> tuple[bool, set[Any]]:
+    """Whether kernels compiled before each of two steps change nothing, and calls of kernels that were not foreseen."""
     calls: set[Any] = set()
-    patch = pytest.MonkeyPatch()
-    for name in ("pack", "unpack", "unpack_onto", "unpack_sum"):
-        patch.setattr(wire, name, functools.partial(_noted, calls, name, getattr(wire, name)))
+
+    def noted(name: str, kernel: Any, *tensors: Any, **others: Any) -> None:
+        """Note what decides which kernel is compiled: types, strides, alignment, switches."""
+        calls.add((name, *(_traits(x) for x in [*tensors, *others.values()])))
+        kernel(*tensors, **others)
+
     results = []
-    for rehearse in (False, True):
-        step, dims = build_step(case)
-        size, losses, silent = case.global_batch // dims.data_size // case.micro_batches, [], True
-        for index in range(2):
-            calls.clear()
-            if rehearse:
-                before = dims.counter.table()
-                step.sharding.compile_kernels(torch.device("cpu"))
-                silent = silent and dims.counter.table() == before
-            foreseen = set(calls)
-            calls.clear()
-            batches = [
-                case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(case.micro_batches)
-            ]
-            losses.append(step(batches, learning_rate=1e-2, weight_decay=0.0).loss)
-        feedback = {name: buffer.tolist() for name, buffer in step.sharding.error_feedback().items()}
-        results.append((losses, feedback))
-    patch.undo()
-    return {"same": results[0] == results[1], "silent": silent, "unforeseen": calls - foreseen, "calls": len(calls)}
-
-
-def _noted(calls: set[Any], name: str, kernel: Any, *tensors: Any, **others: Any) -> None:
-    """What decides which kernel is compiled: types, strides, alignment, switches."""
-    given = [*tensors, *others.values()]
-    calls.add((name, *(_traits(x) for x in given)))
-    kernel(*tensors, **others)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("pack", "unpack", "unpack_onto", "unpack_sum"):
+            patch.setattr(wire, name, functools.partial(noted, name, getattr(wire, name)))
+        for ahead in (False, True):
+            step, dims = build_step(case)
+            losses, foreseen = [], set[Any]()
+            for index in range(2):
+                calls.clear()
+                if ahead:
+                    step.sharding.compile_kernels(torch.device("cpu"))
+                    foreseen = calls.copy()
+                calls.clear()
+                losses.append(step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.0).loss)
+            feedback = {name: buffer.tolist() for name, buffer in step.sharding.error_feedback().items()}
+            results.append((losses, feedback, dims.counter.table()))
+    assert calls
+    return results[0] == results[1], calls - foreseen
 
 
 def _traits(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.dtype, tuple(x.shape), x.stride(), x.storage_offset() * x.element_size() % 16
-    return [_traits(part) for part in x].__repr__() if isinstance(x, tuple) else repr(x)
+    return repr([_traits(part) for part in x]) if isinstance(x, tuple) else repr(x)
 
 
 @pytest.mark.parametrize("bits", [(8, 8), slow((16, 4)), (8, 4)])
-def test_a_rehearsal_asks_for_every_kernel_of_a_step_sends_nothing_and_changes_nothing(bits: tuple[int, int]):
+def test_every_kernel_of_a_step_is_compiled_ahead_which_sends_nothing_and_changes_nothing(bits: tuple[int, int]):
     case = Case(nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True, zero_weight_bits=bits))
-    for found in ranks(4).run(rehearsed, case):
-        assert found["calls"] > 0
-        assert found == {"same": True, "silent": True, "unforeseen": set(), "calls": found["calls"]}
+    assert ranks(4).run(compiled, case) == [(True, set())] * 4
