@@ -102,9 +102,9 @@ def test_an_order_that_torch_cannot_make_groups_for_is_refused_and_an_ascending_
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("tp", [0, -2])
 def test_a_degree_that_is_not_positive_names_its_flag_at_every_stage(tp: int, stage: int):
-    config, cluster = ParallelConfig(tensor_model_parallel_size=tp), Cluster(num_nodes=1, ranks_per_node=4)
+    cluster = Cluster(num_nodes=1, ranks_per_node=4)
     with pytest.raises(ValueError, match=f"--tensor-model-parallel-size {tp}"):
-        plan_dims(config, cluster, zero_stage=stage)
+        plan_dims(ParallelConfig(tensor_model_parallel_size=tp), cluster, zero_stage=stage)
 
 
 def timeouts(minutes: int) -> list[timedelta]:
