@@ -28,7 +28,7 @@ from helpers.program import ROOT, Program, run_forked, run_program
 from helpers.wandb_files import offline_runs
 
 from megazpp.report.page import report_html
-from megazpp.report.runs import read_runs, state
+from megazpp.report.runs import read_runs
 from megazpp.topology.cluster_file import read_cluster
 
 # fmt: off
@@ -195,7 +195,7 @@ def test_args_json_holds_every_flag_s_value(main_job: Run):
 
 def test_what_the_run_has_recorded_makes_a_report(main_job: Run):
     (run,) = read_runs([main_job.folder])
-    assert state(run) == "finished"
+    assert run.state == "finished"
     assert [row["iteration"] for row in run.validations] == [4, 6]
     assert run.validations[1]["lm_loss"] == main_job.summary["validation_loss"]
     assert run.layout is not None

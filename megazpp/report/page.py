@@ -13,11 +13,11 @@ from importlib.resources import files
 from pathlib import Path
 
 from megazpp.base.files import write_whole
-from megazpp.report.runs import Run
-from megazpp.report.series import CHARTS, curves
-from megazpp.report.tables import (
-    HtmlTable,
+from megazpp.report.contents import (
+    CHARTS,
+    Table,
     completions_table,
+    curves,
     differences_in_words,
     flag_differences,
     summary_table,
@@ -25,6 +25,7 @@ from megazpp.report.tables import (
     traffic_line,
     traffic_table,
 )
+from megazpp.report.runs import Run
 from megazpp.topology.show import topology_text
 
 MARK = "<!doctype html><!-- MegaZ++ report -->"
@@ -50,26 +51,18 @@ def write_report(runs: Sequence[Run], output: Path, now: datetime.datetime) -> N
 def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
     """The page."""
     names = [_named(index, run.name) for index, run in enumerate(runs)]
-    title = "What the run did" if len(runs) == 1 else f"What {len(runs)} runs did"
-    assets = files("megazpp.report")
-    traffic = [
-        f"<h3>{name}</h3>{_table(table)}<p>{escape(traffic_line(run))}</p>"
-        for name, run in zip(names, runs, strict=True)
-        if (table := traffic_table(run)) is not None
-    ]
-    completions = [
-        f"<h3>{name}</h3>{_table(table)}"
-        for name, run in zip(names, runs, strict=True)
-        if (table := completions_table(run)) is not None
-    ]
-    topology = []
+    named = list(zip(names, runs, strict=True))
+    traffic, completions, topology, flags = list[str](), list[str](), list[str](), list[str]()
+    for name, run in named:
+        if len(table := traffic_table(run)) > 1:
+            traffic.append(f"<h3>{name}</h3>{_table(table)}<p>{escape(traffic_line(run))}</p>")
+        if len(table := completions_table(run)) > 1:
+            completions.append(f"<h3>{name}</h3>{_table(table)}")
     for layout in dict.fromkeys(run.layout for run in runs if run.layout is not None):
-        where = " ".join(name for name, run in zip(names, runs, strict=True) if run.layout == layout)
+        where = " ".join(name for name, run in named if run.layout == layout)
         topology.append(f'<h3>{where}</h3><pre class="scroll">{escape(topology_text(layout))}</pre>')
-    flags = []
     if len(runs) > 1:
-        differences = flag_differences(runs)
-        flags = [_table(differences, names) if differences.rows else "<p>None.</p>"]
+        flags = [_table(table, names) if len(table := flag_differences(runs)) > 1 else "<p>None.</p>"]
     sections = {
         "Summary": [_table(summary_table(runs), names)],
         "Flags that differ": flags,
@@ -77,6 +70,13 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
         "Bytes by axis, wire and collective": traffic,
         "Who gets which rank": topology,
     }
+    title = "What the run did" if len(runs) == 1 else f"What {len(runs)} runs did"
+    max_points = min(MOST_POINTS, max(FEWEST_POINTS, POINTS_OF_PAGE // max(1, len(runs))))
+    drawn = [{"name": run.name, "curves": curves(run, max_points)} for run in runs]
+    data = {"charts": [chart._asdict() for chart in CHARTS], "runs": drawn}
+    # no "<" in the data, so that nothing ends the element that they stand in
+    numbers = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    assets = files("megazpp.report")
     return "\n".join(
         [
             MARK,
@@ -89,25 +89,15 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
             *_tiles(runs, names),
             *_curve_section(names, differences_in_words(runs)),
             *(
-                "\n".join([f"<section><h2>{name}</h2>", *parts, "</section>"])
-                for name, parts in sections.items()
+                "\n".join([f"<section><h2>{head}</h2>", *parts, "</section>"])
+                for head, parts in sections.items()
                 if parts
             ),
             "</main>",
-            f'<script type="application/json" id="data">{_data(runs)}</script>',
+            f'<script type="application/json" id="data">{numbers}</script>',
             f"<script>\n{(assets / 'page.js').read_text()}</script></body></html>\n",
         ]
     )
-
-
-def _data(runs: Sequence[Run]) -> str:
-    """The data that page.js draws; cannot end the element that it stands in."""
-    max_points = min(MOST_POINTS, max(FEWEST_POINTS, POINTS_OF_PAGE // max(1, len(runs))))
-    data = {
-        "charts": [chart._asdict() for chart in CHARTS],
-        "runs": [{"name": run.name, "curves": curves(run, max_points)} for run in runs],
-    }
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _tiles(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
@@ -131,14 +121,13 @@ def _curve_section(names: Sequence[str], differences: Sequence[str]) -> Iterator
     yield "</section>"
 
 
-def _table(table: HtmlTable, names: Sequence[str] = ()) -> str:
+def _table(table: Table, names: Sequence[str] = ()) -> str:
     """A table whose columns after the first are the runs', if their names are given, as HTML."""
-    head = [escape(table.head[0]), *names] if names else map(escape, table.head)
+    head, *rows = ([escape(cell) for cell in row] for row in table)
+    columns = "".join(f'<th scope="col">{cell}</th>' for cell in ([head[0], *names] if names else head))
     body = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
-        for row in table.rows
+        f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>' for row in rows
     )
-    columns = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     style = "" if names else ' class="numbers"'
     return f'<div class="scroll"><table{style}><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>'
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ class Run:
     """
 
     name: str
-    path: Path
     flags: Mapping[str, Any]
     rows: Sequence[Row]
     validations: Sequence[Row]
@@ -43,70 +42,58 @@ class Run:
     notes: Sequence[str]
     written: datetime.datetime | None
 
+    @property
+    def state(self) -> str:
+        """The state of the run, in a few words."""
+        if not self.rows and not self.summary:
+            return "no log line yet"
+        if not self.summary or (self.rows and number(self.summary.get("iteration"), 0) < self.rows[-1]["iteration"]):
+            return "still running, or it crashed"
+        reason = self.summary.get("stop_reason")
+        return f"stopped by {reason}" if reason else "finished"
+
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Every folder once, with names as short as tells them apart.
+    """Every folder once; names are the last parts of the paths, as many as it takes for all to differ.
 
     Raises:
-        ValueError: a path is no run folder.
+        ValueError: a path is no run folder, or its metrics are not what a run writes.
     """
     folders = list(dict.fromkeys(path.expanduser().resolve() for path in paths))
-    return [read_run(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
+    names, length = [folder.name for folder in folders], 1
+    while len(set(names)) < len(names):
+        length += 1
+        names = ["/".join(folder.parts[-length:]) for folder in folders]
+    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Read one folder.
-
-    Raises:
-        ValueError: it is none, or its metrics are not what a run writes.
-    """
+    """Read one folder; see `read_runs`."""
     metrics = folder / "metrics.jsonl"
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give the run folders that pretrain_gpt.py names at its end")
     if not metrics.is_file() and not (folder / "args.json").is_file():
         raise ValueError(f"{folder} is no run folder: it has neither metrics.jsonl nor args.json")
     notes: list[str] = []
-    rows = _rows(metrics, notes)
-    validations = _rows(folder / "validation.jsonl", notes)
+    rows, validations = (list(_rows(folder / f"{file}.jsonl", notes)) for file in ("metrics", "validation"))
     endings = sorted(path.name for pattern in ("hang-*.txt", "not-finite-*.json") for path in folder.glob(pattern))
     notes += [f"{ending} says what ended it at one time" for ending in endings]
-    topology = _object(folder / "topology.json", notes)
+    topology, layout = _object(folder / "topology.json", notes), None
     try:
-        layout = None if topology is None else layout_from_record(topology)
+        layout = layout_from_record(topology) if topology else None
     except ValueError as error:
         notes.append(f"topology.json is left out: {error}")
-        layout = None
     return Run(
         name=name,
-        path=folder,
-        flags=_object(folder / "args.json", notes) or {},
+        flags=_object(folder / "args.json", notes),
         rows=rows,
         validations=validations,
-        completions=_rows(folder / "completions.jsonl", notes),
-        summary=_object(folder / "summary.json", notes) or {},
+        completions=list(_rows(folder / "completions.jsonl", notes)),
+        summary=_object(folder / "summary.json", notes),
         layout=layout,
         notes=notes,
         written=datetime.datetime.fromtimestamp(metrics.stat().st_mtime) if rows else None,
     )
-
-
-def short_names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of every path, as many as it takes for all to differ; the paths do."""
-    for length in range(1, max((len(folder.parts) for folder in folders), default=0)):
-        names = ["/".join(folder.parts[-length:]) for folder in folders]
-        if len(set(names)) == len(names):
-            return names
-    return [str(folder) for folder in folders]
-
-
-def state(run: Run) -> str:
-    """The state of the run, in a few words."""
-    if not run.rows and not run.summary:
-        return "no log line yet"
-    if not run.summary or (run.rows and number(run.summary.get("iteration"), 0) < run.rows[-1]["iteration"]):
-        return "still running, or it crashed"
-    reason = run.summary.get("stop_reason")
-    return f"stopped by {reason}" if reason else "finished"
 
 
 def number(value: Any, default: float | None = None) -> Any:
@@ -114,42 +101,40 @@ def number(value: Any, default: float | None = None) -> Any:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else default
 
 
-def _rows(file: Path, notes: list[str]) -> list[Row]:
+def _rows(file: Path, notes: list[str]) -> Iterator[Row]:
     """The objects of a .jsonl file that have an iteration; other lines are counted in a note.
 
     Raises:
         ValueError: it has lines, and none of them is one or the beginning of one.
     """
-    if not file.is_file():
-        return []
-    rows, bad, whole_lines = [], [], 0
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for line_number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            row = _parsed(line)
-            if isinstance(row, dict) and isinstance(row.get("iteration"), int):
-                rows.append(row)
-            else:
-                bad.append(line_number)
-                whole_lines += not line.startswith("{")
-    if whole_lines and not rows:
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    bad, whole, good = [], False, 0
+    for line_number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        row = _parsed(line)
+        if isinstance(row, dict) and isinstance(row.get("iteration"), int):
+            good += 1
+            yield row
+        else:
+            bad.append(line_number)
+            whole = whole or not line.startswith("{")
+    if whole and not good:
         raise ValueError(f"{file}: line {bad[0]} is no JSON object with an iteration: not what a run writes")
     if bad:
         which = f"line {bad[0]} is" if len(bad) == 1 else f"{len(bad)} lines (the first is {bad[0]}) are"
         notes.append(f"{file.name}: {which} cut or damaged and left out")
-    return rows
 
 
-def _object(file: Path, notes: list[str]) -> Mapping[str, Any] | None:
-    """The object of a .json file; None, with a note, if it is damaged, and without if there is none."""
+def _object(file: Path, notes: list[str]) -> Mapping[str, Any]:
+    """The object of a .json file; {}, with a note, if it is damaged, and without if there is none."""
     if not file.is_file():
-        return None
+        return {}
     content = _parsed(file.read_text(encoding="utf-8", errors="replace"))
-    if not isinstance(content, dict):
-        notes.append(f"{file.name} is damaged and left out")
-        return None
-    return content
+    if isinstance(content, dict):
+        return content
+    notes.append(f"{file.name} is damaged and left out")
+    return {}
 
 
 def _parsed(text: str) -> Any:

@@ -26,12 +26,16 @@ def row(iteration: int, **values: Any) -> dict[str, Any]:
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
     def make(name: str = "run", rows: Sequence[dict[str, Any]] = (), *, tail: str = "", **files: Any) -> Path:
-        """files: the objects of name.json; `validation`: rows of validation.jsonl."""
+        """files: the objects of name.json; `validation` and `completions`: rows of those .jsonl files."""
         folder = tmp_path / name
         folder.mkdir(parents=True)
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows) + tail)
-        validations = files.pop("validation", ())
-        (folder / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in validations))
+        for file, lines in (
+            ("metrics", rows),
+            *((name, files.pop(name, ())) for name in ("validation", "completions")),
+        ):
+            (folder / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with (folder / "metrics.jsonl").open("a") as metrics:
+            metrics.write(tail)
         for file, content in files.items():
             (folder / f"{file}.json").write_text(json.dumps(content))
         return folder

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megazpp.report.runs import read_runs, state
+from megazpp.report.runs import read_runs
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import layout_record, plan_layout
 
@@ -39,6 +39,7 @@ def test_all_that_a_run_has_recorded_is_read(make_run: MakeRun, make_row: MakeRo
         ([2, 4, 6], {"summary": {"iteration": 4}}, "still running, or it crashed"),
         ([2], {}, "still running, or it crashed"),
         ([], {"args": {}}, "no log line yet"),
+        ([], {"tail": '{"iteration": 1'}, "no log line yet"),
         ([], {"summary": {"iteration": 0}}, "finished"),
     ],
 )
@@ -46,32 +47,22 @@ def test_how_a_run_stands_follows_from_its_summary_and_its_last_line(
     make_run: MakeRun, make_row: MakeRow, iterations: list[int], files: dict[str, Any], expected: str
 ):
     (run,) = read_runs([make_run(rows=[make_row(i) for i in iterations], **files)])
-    assert state(run) == expected
+    assert run.state == expected
 
 
-def test_a_line_that_is_cut_is_left_out_with_a_note(make_run: MakeRun, make_row: MakeRow):
-    (run,) = read_runs([make_run(rows=[make_row(2)], tail='{"iteration": 4, "lm_l')])
-    assert [row["iteration"] for row in run.rows] == [2]
-    assert run.notes == ["metrics.jsonl: line 2 is cut or damaged and left out"]
-    folder = make_run("other", [make_row(2)], tail='{"iter\n\x00\x00\n[1]\n{"iteration": "3"}\n')
-    assert read_runs([folder])[0].notes == ["metrics.jsonl: 4 lines (the first is 2) are cut or damaged and left out"]
-
-
-def test_a_run_whose_only_line_is_cut_is_a_run(make_run: MakeRun):
-    (run,) = read_runs([make_run(tail='{"iteration": 1')])
-    assert state(run) == "no log line yet"
-
-
-def test_damaged_files_beside_the_metrics_are_left_out_with_a_note(make_run: MakeRun, make_row: MakeRow):
-    folder = make_run(rows=[make_row(2)], summary={}, topology={"tp": "?"})
+def test_what_is_damaged_is_left_out_with_a_note(make_run: MakeRun, make_row: MakeRow):
+    folder = make_run(rows=[make_row(2)], tail='{"iteration": 4, "lm_l', summary={}, topology={"tp": "?"})
     (folder / "summary.json").write_text('{"iteration"')
     (folder / "args.json").write_bytes(b"\xff\xfe\x00")
     (folder / "not-finite-2.json").touch()
     (run,) = read_runs([folder])
-    assert (run.flags, run.summary, run.layout) == ({}, {}, None)
-    assert [note.split()[0] for note in run.notes] == [
+    assert ([row["iteration"] for row in run.rows], run.flags, run.summary, run.layout) == ([2], {}, {}, None)
+    assert run.notes[0] == "metrics.jsonl: line 2 is cut or damaged and left out"
+    assert [note.split()[0] for note in run.notes[1:]] == [
         "not-finite-2.json", "topology.json", "args.json", "summary.json"
     ]  # fmt: skip
+    folder = make_run("other", [make_row(2)], tail='{"iter\n\x00\x00\n[1]\n{"iteration": "3"}\n')
+    assert read_runs([folder])[0].notes == ["metrics.jsonl: 4 lines (the first is 2) are cut or damaged and left out"]
 
 
 def test_names_are_as_short_as_tells_the_runs_apart_and_a_folder_counts_once(make_run: MakeRun, make_row: MakeRow):
@@ -80,13 +71,10 @@ def test_names_are_as_short_as_tells_the_runs_apart_and_a_folder_counts_once(mak
     assert [run.name for run in read_runs([one])] == ["run"]
 
 
-@pytest.mark.parametrize("content", ["\x00\x01binary", "a text\n", "[1, 2]\n", '{"loss": 1}\nmore\n'])
-def test_a_file_that_no_run_writes_is_refused_by_line(make_run: MakeRun, content: str):
-    with pytest.raises(ValueError, match=r"metrics.jsonl: line 1 is no JSON object with an iteration"):
-        read_runs([make_run(tail=content)])
-
-
-def test_what_is_no_run_folder_is_refused(tmp_path: Path):
+def test_what_is_no_run_folder_is_refused(make_run: MakeRun, tmp_path: Path):
+    for index, content in enumerate(("\x00\x01binary", "a text\n", "[1, 2]\n", '{"loss": 1}\nmore\n')):
+        with pytest.raises(ValueError, match=r"metrics.jsonl: line 1 is no JSON object with an iteration"):
+            read_runs([make_run(str(index), tail=content)])
     with pytest.raises(ValueError, match=r"none is no folder"):
         read_runs([tmp_path / "none"])
     with pytest.raises(ValueError, match=r"is no run folder: it has neither metrics.jsonl nor args.json"):

@@ -1,0 +1,156 @@
+"""Curves keep extremes and break at a restart; tables say what the folders hold, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megazpp.report.contents import (
+    completions_table,
+    curves,
+    differences_in_words,
+    flag_differences,
+    summary_table,
+    thin,
+    tiles,
+    times,
+    traffic_line,
+    traffic_table,
+)
+from megazpp.report.runs import read_runs
+
+MakeRun = Callable[..., Path]
+MakeRow = Callable[..., dict[str, Any]]
+
+# ---- curves -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds"),
+    [
+        ((10, 10, 5), [10, 20, 35]),
+        ((None, None, None), [10, 20, 23]),
+    ],  # those since the line before; one if they go back
+)
+def test_training_time_counts_every_step_also_those_that_a_restart_does_again(
+    make_run: MakeRun, make_row: MakeRow, steps: tuple[int | None, ...], seconds: list[int]
+):
+    rows = [make_row(i, steps=n, step_seconds=x) for i, n, x in zip((10, 20, 15), steps, (1.0, 1.0, 3.0), strict=True)]
+    at = times(read_runs([make_run(rows=rows)])[0])
+    assert at.tolist() == [[10, 20, 15], [1000, 2000, 1500], seconds]
+
+
+def test_a_curve_breaks_where_iterations_go_back_and_validations_stand_on_steps_that_were_not_done_again(
+    make_run: MakeRun, make_row: MakeRow
+):
+    rows = [make_row(i, lm_loss=float(i)) for i in (2, 4, 6, 4, 6, 8)]
+    found = curves(read_runs([make_run(rows=rows, validation=[{"iteration": 5, "lm_loss": 7.0}])])[0], 100)
+    assert found["lm_loss"] == [
+        [[2, 4, 6], [200, 400, 600], [2, 4, 6], [2, 4, 6]],
+        [[4, 6, 8], [400, 600, 800], [8, 10, 12], [4, 6, 8]],
+    ]
+    assert found["validation"] == [[[5], [500], [9], [7]]]
+
+
+def test_values_that_are_not_finite_are_kept_as_gaps_and_missing_ones_are_left_out(
+    make_run: MakeRun, make_row: MakeRow
+):
+    rows = [make_row(1, grad_norm=None), make_row(2, lm_loss=math.nan), make_row(3, grad_norm=math.inf)]
+    found = curves(read_runs([make_run(rows=rows)])[0], 100)
+    assert [segment[3] for segment in found["lm_loss"]] == [[5, None, 5]]
+    assert [(segment[0], segment[3]) for segment in found["grad_norm"]] == [([2, 3], [1, None])]
+    # in the unit of their axis; wires that are not used have no curve
+    assert (found["cross_bytes"][0][3], found["peak_memory_bytes"][0][3]) == ([4] * 3, [3] * 3)
+    assert not {"tp_bytes", "local_bytes", "validation"} & set(found)
+
+
+@pytest.mark.parametrize("length", [1, 63, 1000, 100_003])
+def test_thinning_keeps_ends_spikes_and_what_is_not_finite(length: int):
+    values = np.random.default_rng(0).normal(size=length)
+    low, high, bad = length // 7, length // 3, length // 2
+    values[low], values[high] = -100.0, 100.0
+    values[bad] = math.nan
+    kept = thin(values, 200)
+    assert len(kept) <= 200 + 4
+    assert {0, length - 1, bad, *([low, high] if length >= 63 else [])} <= set(kept.tolist())
+    assert np.all(np.diff(kept) > 0)
+    if length <= 200:
+        assert len(kept) == length
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------
+
+
+def test_the_summary_says_what_came_out_of_each_run(make_run: MakeRun, make_row: MakeRow):
+    whole = make_run(
+        "whole",
+        [make_row(2, tokens_per_second=100.0), make_row(4, lm_loss=4.5, skipped=1, tokens_per_second=300.0)],
+        validation=[{"iteration": 2, "lm_loss": 4.0}, {"iteration": 4, "lm_loss": 4.25}],
+        args={"train_iters": 4},
+        summary={"iteration": 4, "unigram_entropy": 6.5, "cpu_seconds_per_token": 2e-6, "test_loss": None},
+    )
+    cut = make_run("cut", [make_row(2, lm_loss=math.nan), make_row(1), make_row(1)], args={"train_iters": 4})
+    head, *rows = summary_table(read_runs([whole, cut]))
+    assert head == ["", "whole", "cut"]
+    cells = {row[0]: tuple(row[1:]) for row in rows}
+    del cells["last log line"]
+    assert cells == {
+        "state": ("finished", "still running, or it crashed"),
+        "steps": ("4", "2 of 4"),
+        "tokens": ("400", "200"),
+        "training time": ("4.0 s", "6.0 s"),
+        "training loss": ("4.5000", "5.0000"),
+        "validation loss": ("4.2500 (lowest 4.0000)", "-"),
+        "unigram entropy of the validation text": ("6.5000", "-"),
+        "tokens per second, median": ("300", "100"),
+        "seconds per step, median": ("1.0000", "1.0000"),
+        "CPU microseconds per token": ("2.0", "-"),
+        "peak memory, GB": ("3.000", "3.000"),
+        "MB per step and node: between nodes": ("4.000", "4.000"),
+        "skipped steps": ("1", "-"),
+        "losses that are not finite": ("-", "1"),
+        "times it went back (restarts)": ("-", "2"),
+    }
+
+
+def test_only_flags_that_differ_are_shown(make_run: MakeRun, make_row: MakeRow):
+    flags = {"lr": 0.1, "seed": 1, "zeropp": True, "run_dir": "a", "save": None}
+    one = make_run("one", [make_row(2)], args=flags)
+    other = make_run("other", [make_row(2)], args=flags | {"lr": 0.2, "run_dir": "b", "save": "x"})
+    older = make_run("older", [make_row(2)], args={"lr": 0.1})
+    runs = read_runs([one, other, older])
+    assert flag_differences(runs) == [
+        ["flag", "one", "other", "older"],
+        ["--lr", "0.1", "0.2", "0.1"],
+        ["--save", "none", "x", "-"],
+    ]
+    assert differences_in_words(runs) == ["--lr 0.1", "--lr 0.2", "--lr 0.1"]
+    assert differences_in_words(runs[:1]) == [""]
+
+
+def test_bytes_are_shown_by_axis_beside_what_zero_3_would_have_sent(make_run: MakeRun, make_row: MakeRow):
+    traffic = [{"collective": "all_gather", "axis": "shard", "wire": "cross", "calls": 8, "sent_bytes": 12_000_000}]
+    summary = {"iterations": 4, "traffic": traffic, "zero3": {"cross_bytes": 90_000_000, "formula": "3 k M"}}
+    (run,) = read_runs([make_run(rows=[make_row(2), make_row(4)], summary=summary)])
+    assert traffic_table(run)[1:] == [["shard", "cross", "all_gather", "8", "12.000", "3.000"]]
+    assert traffic_line(run).startswith("Counted over the 4 steps of the last start. ZeRO-3 would have sent 90.000 MB")
+    assert tiles(run) == [
+        ("training loss", "5.0000"),
+        ("training time", "4.0 s"),
+        ("tokens per second", "100"),
+        ("bytes between nodes than ZeRO-3", "7.5 x fewer"),
+    ]
+    (without,) = read_runs([make_run("without", [make_row(2)], validation=[{"iteration": 2, "lm_loss": 4.5}])])
+    assert len(traffic_table(without)) == len(completions_table(without)) == 1
+    assert tiles(without)[0] == ("validation loss", "4.5000")
+
+
+def test_the_latest_completions_are_shown_with_their_rewards(make_run: MakeRun, make_row: MakeRow):
+    drawn = {"iteration": 3, "prompt": "p", "completion": ["a"], "rewards": {"right": 0.5, "long": None}}
+    (run,) = read_runs([make_run(rows=[make_row(2)], completions=[{"iteration": 2}, *[drawn] * 16])])
+    assert completions_table(run)[1:] == [["3", "p", '["a"]', "right 0.5, long nan"]] * 16
