@@ -35,8 +35,8 @@ from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
 from megazpp.parallel.worker import leave
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.report import plan_report
+from megazpp.training.pretraining import pretraining
 from megazpp.training.run import run_training
-from megazpp.training.trainer import Trainer
 
 HERE = Path(__file__).resolve().parent
 HOME = HERE if (HERE / "configs").is_dir() else Path(megazpp.__file__).parent  # where configs/ is, installed or not
@@ -70,7 +70,7 @@ def prepare() -> Job | int:
     plan = check_run_config(config, announced_cluster(config, place), device_type=device_type())
     check_device(config.model, device_type())
     check_inputs(config.data, config.tokenizer)
-    return Job(place, config.launch, functools.partial(run_training, Trainer, parsed, plan, source, earlier))
+    return Job(place, config.launch, functools.partial(run_training, pretraining, parsed, plan, source, earlier))
 
 
 def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: RunRecord | None) -> ParsedRun:

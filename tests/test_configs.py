@@ -56,8 +56,8 @@ def test_local_steps_go_with_every_config_on_two_nodes() -> None:
         parsed = parse_run_config([f"@configs/{name}.args", "@configs/common/local_steps.args", *data], ROOT)
         cluster = Cluster(num_nodes=max(EXPECTED[name].nodes, 2), ranks_per_node=EXPECTED[name].ranks_per_node)
         plan = check_run_config(for_planning(parsed.config, "--plan"), cluster, device_type="cuda")
-        assert plan.diloco is not None
-        assert (plan.diloco.steps, plan.diloco.fragments, plan.layout.island) == (30, 2, cluster.num_nodes)
+        assert plan.islands is not None
+        assert (plan.islands.steps, plan.islands.fragments, plan.layout.island) == (30, 2, cluster.num_nodes)
 
 
 def test_the_list_above_is_the_folder() -> None:

@@ -39,7 +39,7 @@ from megazpp.post_training.start import (
     post_configs,
     without_checkpoint,
 )
-from megazpp.post_training.trainer import PostTrainer
+from megazpp.post_training.trainer import post_training
 from megazpp.training.run import run_training
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,7 +75,7 @@ def prepare(argv: list[str]) -> Job | int:
     check_device(config.model, device_type())
     if launched_rank() == 0 and LAUNCHER_PID not in os.environ:  # what our launcher has started, it has checked
         check_files(start)
-    work = functools.partial(run_training, PostTrainer, parsed, plan, start.source, start.earlier)
+    work = functools.partial(run_training, post_training, parsed, plan, start.source, start.earlier)
     return Job(place, config.launch, work)
 
 

@@ -14,8 +14,8 @@ import argparse
 from pathlib import Path
 
 from megazpp.base.arguments import parse_run_config
-from megazpp.base.checks import check_islands
 from megazpp.base.program import flags_of, program
+from megazpp.islands.config import count_islands
 from megazpp.parallel.dims import plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import cyclic_order, read_cluster
@@ -34,7 +34,8 @@ def main(argv: list[str]) -> None:
     args, run_flags = parser.parse_known_args(argv)
     config = parse_run_config(run_flags, ROOT, program="show_topology.py").config
     cluster = choose_cluster(args, config.cluster.cluster_file)
-    layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, islands=check_islands(config, cluster))
+    islands = count_islands(config.islands, cluster, verify_interval=config.verify.zero_verify_interval)
+    layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, islands=islands)
     print(topology_text(layout))
 
 

@@ -16,6 +16,7 @@ from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.data.dataset import DataConfig
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.inference.sample import SampleConfig
+from megazpp.islands.config import IslandsConfig
 from megazpp.model.config import GPTConfig
 from megazpp.optim.loss_scale import LossScaleConfig
 from megazpp.optim.optimizer import OptimizerConfig
@@ -33,7 +34,6 @@ from megazpp.training.setup import ModelSpec
 from megazpp.training.step_recorder import TimingConfig
 from megazpp.training.tracking import TrackingConfig
 from megazpp.zero.config import PrecisionConfig, WirePlan, ZeroConfig
-from megazpp.zero.diloco_config import DilocoConfig
 from megazpp.zero.verify import VerifyConfig
 
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
@@ -78,7 +78,7 @@ class RunConfig:
     loss_scale: LossScaleConfig
     parallel: ParallelConfig
     zero: ZeroConfig
-    diloco: DilocoConfig
+    islands: IslandsConfig
     cluster: ClusterConfig
     nccl: NcclConfig
     launch: LaunchConfig

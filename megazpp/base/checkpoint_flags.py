@@ -14,7 +14,7 @@ from megazpp.checkpoint.folder import RECORD, CheckpointFolder
 from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.tokenizer import read_tokenizer
 from megazpp.data.tokenizer import load_tokenizer, marks_note, names_tokenizer
-from megazpp.zero.diloco_config import CHOSEN
+from megazpp.islands.config import RUN_DEPENDENT
 
 # What a model is and was trained on. Where it runs now, and how it is spread there, is for this program to say.
 TAKEN = ("model", "batches", "data", "tokenizer", "precision", "evaluation")
@@ -73,11 +73,11 @@ def with_outer_rates(parsed: ParsedRun, record: RunRecord, folder: CheckpointFol
 
     They were chosen by the number of synchronizations that were planned then; a longer run does not flip the choice.
     """
-    known = {} if parsed.config.diloco.diloco_steps is None else record.flags
-    taken = {name: known[name] for name in CHOSEN if name not in parsed.origins and known.get(name) is not None}
-    diloco = _updated(parsed.config.diloco, taken, folder.of(record.progress.iteration) / RECORD)
+    known = record.flags if parsed.config.islands.asked else {}
+    taken = {name: known[name] for name in RUN_DEPENDENT if name not in parsed.origins and known.get(name) is not None}
+    islands = _updated(parsed.config.islands, taken, folder.of(record.progress.iteration) / RECORD)
     return parsed._replace(
-        config=dataclasses.replace(parsed.config, diloco=diloco),
+        config=dataclasses.replace(parsed.config, islands=islands),
         origins=parsed.origins | dict.fromkeys(taken, "checkpoint"),
     )
 

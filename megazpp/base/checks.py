@@ -10,7 +10,7 @@ import dataclasses
 from typing import NamedTuple
 
 from megazpp.base.arguments import RunConfig
-from megazpp.base.flags import as_written
+from megazpp.islands.config import IslandsPlan, count_islands, ignored_flags, plan_islands
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import MULTIPLE
 from megazpp.optim.apex import check_apex
@@ -20,7 +20,6 @@ from megazpp.topology.cluster import Cluster, Links
 from megazpp.topology.layout import Layout
 from megazpp.training.batches import BatchPlan, plan_batches
 from megazpp.zero.config import WirePlan, plan_wire, wire_backends
-from megazpp.zero.diloco_config import DilocoConfig, DilocoPlan, plan_diloco
 
 
 class RunPlan(NamedTuple):
@@ -30,7 +29,7 @@ class RunPlan(NamedTuple):
     wire: WirePlan
     batches: BatchPlan
     schedule: Schedule
-    diloco: DilocoPlan | None
+    islands: IslandsPlan | None
     notices: tuple[str, ...]
 
     def with_links(self, links: Links) -> RunPlan:
@@ -76,7 +75,6 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
     """
     _check_required(config)
     layout, wire, notices = _check_apart(config, cluster, device_type)
-    islands = layout.island
     batches = plan_batches(config.batches, data_parallel_size=layout.data)
     _check_observers(config, batches.total_iterations, cluster.world_size, device_type)
     schedule = build_schedule(
@@ -88,15 +86,15 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
     )
     assert config.model.num_layers is not None
     assert config.data.seq_length is not None
-    diloco = plan_diloco(
-        config.diloco,
+    islands = plan_islands(
+        config.islands,
         config.zero,
         iterations=batches.total_iterations,
         num_layers=config.model.num_layers,
-        tokens_per_step=batches.global_batch_size * config.data.seq_length / islands,
+        tokens_per_step=batches.global_batch_size * config.data.seq_length / layout.island,
     )
-    notices = (*notices, *(diloco.notices if diloco is not None else _without_islands(config.diloco)))
-    return RunPlan(layout, wire, batches, schedule, diloco, notices)
+    notices = (*notices, *(islands.notices if islands is not None else ignored_flags(config.islands)))
+    return RunPlan(layout, wire, batches, schedule, islands, notices)
 
 
 def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> ModelPlan:
@@ -111,7 +109,7 @@ def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> Model
     except ValueError as error:
         problems.append(str(error))
     try:
-        islands = check_islands(config, cluster)
+        islands = count_islands(config.islands, cluster, verify_interval=config.verify.zero_verify_interval)
         plan = check_model_config(config, cluster, device_type=device_type, islands=islands)
     except ValueError as error:
         problems.append(str(error))
@@ -121,32 +119,6 @@ def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> Model
     if interval is None or saves:
         return plan
     return plan._replace(notices=(*plan.notices, f"--save-interval {interval} without --save: nothing is saved"))
-
-
-def check_islands(config: RunConfig, cluster: Cluster) -> int:
-    """The number of islands; 1 where every step is synchronized."""
-    diloco = config.diloco
-    if diloco.diloco_steps is None:
-        return 1
-    if cluster.num_local_domains == 1:
-        raise ValueError(
-            f"--diloco-steps {diloco.diloco_steps}: islands are whole nodes, and there is one node (--emulate-nodes 2)"
-        )
-    if config.verify.zero_verify_interval is not None:
-        raise ValueError(
-            f"--zero-verify-interval {config.verify.zero_verify_interval} compares weights over all ranks, and with "
-            "--diloco-steps islands have different ones"
-        )
-    return diloco.diloco_islands or cluster.num_local_domains
-
-
-def _without_islands(config: DilocoConfig) -> tuple[str, ...]:
-    """A line for each flag that was set and changes nothing."""
-    return tuple(
-        f"{as_written(config, field)} is ignored: islands synchronize every step (--diloco-steps)"
-        for field in dataclasses.fields(config)
-        if getattr(config, field.name) != field.default
-    )
 
 
 def _check_required(config: RunConfig) -> None:

@@ -138,7 +138,7 @@ class Checkpoints:
         config, iteration = self._config, progress.iteration
         self._say(f"saving checkpoint at iteration {iteration:7d} to {folder.path}")
         tensors = self._state.tensors(optimizer=config.save_optim, rng=config.save_rng)
-        saved = {"has_optimizer": config.save_optim, "has_rng": config.save_rng} | self._state.values()
+        saved = {"has_optimizer": config.save_optim, "has_rng": config.save_rng} | self._state.values.state_dict()
         record = dataclasses.replace(self._record, progress=progress, **saved)
         write = functools.partial(
             write_checkpoint,

@@ -22,6 +22,7 @@ from megazpp.checkpoint.adapters import find_bases, open_weights
 from megazpp.checkpoint.checksums import DamagedError, verify_files
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, TRACKER, CheckpointFolder
+from megazpp.checkpoint.parts import Weights
 from megazpp.checkpoint.record import (
     RunRecord,
     TrainingProgress,
@@ -33,7 +34,7 @@ from megazpp.checkpoint.record import (
     rows_problem,
 )
 from megazpp.checkpoint.safe_reader import FittingPlanner, SafeReader
-from megazpp.checkpoint.state import MODEL, SCALAR_HEAD, Saved, TrainState
+from megazpp.checkpoint.state import MODEL, SCALAR_HEAD, RunValues, Saved, TrainState
 from megazpp.checkpoint.together import open_axis, together
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaler
@@ -284,7 +285,7 @@ class CheckpointReader:
         together(self._axis, lambda: dcp.load(targets, storage_reader=reader, planner=planner, process_group=group))
         if source.optimizer:
             try:
-                self._state.set_values(record)
+                self._state.values.load_state_dict(vars(record))
             except (KeyError, TypeError, ValueError) as error:
                 problem = f"loss scale, losses or groups are damaged: {error!r}"
                 raise DamagedError(f"{checkpoint / RECORD}: {problem}") from error
@@ -367,8 +368,8 @@ def load_weights(
     Raises:
         ValueError: the checkpoint is damaged, or another model's or tokenizer's.
     """
-    nothing = torch.optim.SGD(model.parameters())  # has no state
-    state = TrainState(model, sharding, nothing, LossScaler(1.0), dims, seed=0)
+    values = RunValues(torch.optim.SGD(model.parameters()), LossScaler(1.0))  # which have no state
+    state = TrainState(model, sharding, values, [Weights(model, sharding)])
     own = dataclasses.replace(record, vocab_size=vocab_size, tokenizer=tokenizer or record.tokenizer)
     reader = CheckpointReader(CheckpointConfig(), state, own, open_axis(dims), say)
     resumed = reader.read(source, Schedule(**record.schedule))

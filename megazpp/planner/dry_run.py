@@ -1,7 +1,7 @@
 """`--dry-run`: the program itself as one rank of a cluster that is not there, against its plan.
 
 The mesh and its groups, the model, FSDP2 with our comms installed, and one optimizer step run as in training. Of many
-micro-batches a first, a middle and a last one are run; the others count as the middle one does. With --diloco-steps a
+micro-batches a first, a middle and a last one are run; the others count as the middle one does. With local steps a
 synchronization of all fragments follows.
 
 Only two things are pretended. The process groups are torch's back end "fake", of any size in one process, which sends
@@ -33,6 +33,7 @@ from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.base.formatting import MEGA, aligned
 from megazpp.data.loader import make_micro_batch
+from megazpp.islands.outer import Islands
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims
@@ -54,7 +55,6 @@ from megazpp.topology.cluster import Cluster
 from megazpp.training.objective import Objective
 from megazpp.training.setup import Built, ModelSpec, shard_on_meta
 from megazpp.training.step import TrainStep
-from megazpp.zero.diloco import DiLoCo
 from megazpp.zero.sharding import materialize
 
 CPU = torch.device("cpu")
@@ -97,8 +97,8 @@ class DryRun(NamedTuple):
         rest, memory = self.micro_batches - SIMULATED_MICRO_BATCHES, self.memory.total()
         note = f" ({SIMULATED_MICRO_BATCHES} micro-batches run, the middle one counts {rest + 1} times)"
         titles = [f"rank {self.rank} of {self.plan.layout.cluster.world_size}, one optimizer step{note * (rest > 0)}:"]
-        if self.plan.diloco is not None:
-            titles.append(f"and one synchronization of all fragments, every {self.plan.diloco.steps} steps:")
+        if self.plan.islands is not None:
+            titles.append(f"and one synchronization of all fragments, every {self.plan.islands.steps} steps:")
         lines = [*describe_plan(self.plan, self.micro_batches), ""]
         for title, planned, counted in zip(titles, self.planned, self.counted, strict=False):
             lines += [title, *_compared(planned, counted)]
@@ -196,9 +196,9 @@ def count_step(
         spec = dataclasses.replace(spec, product=FLOAT8_ON_PAPER)
     built = build(spec, dims, fake)
     with fake, FusedNorm(), FakeScalars(), PeakBytes() as live:
-        diloco = None
-        if plan.diloco is not None:
-            diloco = DiLoCo(built.sharding, dims, plan.diloco, config.precision)
+        islands = None
+        if plan.islands is not None:
+            islands = Islands(built.sharding, dims, plan.islands, config.precision)
         task = make_task(config, plan, built)
         step = TrainStep(
             *built,
@@ -209,8 +209,8 @@ def count_step(
             objective=task.objective,
         )
         step([task.batch], learning_rate=1.0, weight_decay=0.0)
-        if diloco is not None:
-            _send_what_is_under_way(diloco)
+        if islands is not None:
+            _send_what_is_under_way(islands)
         rest, sent = max(micro_batches - SIMULATED_MICRO_BATCHES, 0), []
         for count in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES) if rest else (micro_batches,):
             before = dims.counter.table()
@@ -220,19 +220,19 @@ def count_step(
             step([task.batch] * count, learning_rate=1.0, weight_decay=0.0)
             sent.append(traffic_between(before, dims.counter.table()))
         before = dims.counter.table()
-        if diloco is not None:
-            diloco.finish()
+        if islands is not None:
+            islands.finish()
         synchronization = traffic_between(before, dims.counter.table())
     return (extended(sent[0], sent[-1], rest), synchronization), live.peak + rest * LOSS_BYTES
 
 
-def _send_what_is_under_way(diloco: DiLoCo) -> None:
+def _send_what_is_under_way(islands: Islands) -> None:
     """Have as many messages under way as there are at most during a step."""
-    plan = diloco.plan
+    plan = islands.plan
     if plan.delay:
-        _, last = most_under_way(diloco.fragments, plan)
+        _, last = most_under_way(islands.fragments, plan)
         for turn in range(1, plan.fragments + last + 2):  # all fragments, and then those up to the last of them
-            diloco.after_step(turn * plan.steps // plan.fragments)
+            islands.after_step(turn * plan.steps // plan.fragments)
 
 
 class FakeScalars(TorchDispatchMode):

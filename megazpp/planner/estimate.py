@@ -97,11 +97,11 @@ class Estimate(NamedTuple):
         With local steps sending takes no longer than the steps that hide it, or than EXPOSED of all steps.
         0 where the times are not known.
         """
-        compute, diloco = self.busy.get("compute", 0.0), self.plan.diloco
+        compute, islands = self.busy.get("compute", 0.0), self.plan.islands
         sent = self.node_cross_bytes
-        if diloco is not None:
-            steps = diloco.fragments * diloco.hiding_steps or EXPOSED * diloco.steps
-            sent += self.node_island_bytes * (1 / steps - 1 / diloco.steps)
+        if islands is not None:
+            steps = islands.fragments * islands.hiding_steps or EXPOSED * islands.steps
+            sent += self.node_island_bytes * (1 / steps - 1 / islands.steps)
         return 8e-9 * sent / compute if compute else 0.0
 
 
@@ -130,7 +130,7 @@ class Estimator:
         plan = check_run_config(config, self.cluster, device_type=self._device_type)
         layout, shares = plan.layout, self.calibration.shares
         count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
-        every = 1 if plan.diloco is None else plan.diloco.steps
+        every = 1 if plan.islands is None else plan.islands.steps
         timed = self.cluster.device is not None and self.cluster.links is not None
 
         def mean_seconds(paper: PaperStep) -> tuple[SimulatedStep, SimulatedStep, float]:
@@ -177,7 +177,7 @@ class Estimator:
             rank=rank,
             on_cpu=on_cpu,
             moments=2 if config.optimizer.optimizer == "adam" else 1,
-            diloco=plan.diloco,
+            islands=plan.islands,
         )
 
     def _documents(self, config: RunConfig, *, on_cpu: bool) -> Documents | None:

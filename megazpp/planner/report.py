@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import RunPlan
 from megazpp.base.formatting import GIGA, MEGA, aligned
+from megazpp.islands.config import IslandsPlan
 from megazpp.planner.estimate import EXPOSED, Estimate, Estimator
 from megazpp.planner.simulation import Memory
 from megazpp.planner.variants import (
@@ -21,7 +22,6 @@ from megazpp.planner.variants import (
 )
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
-from megazpp.zero.diloco_config import DilocoPlan
 
 PAYS = 1.02  # ZeRO++ is said to pay from this much faster than the next scheme on
 SHOWN = 10  # candidates of the search
@@ -49,8 +49,8 @@ def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str) -> str
 def describe_plan(plan: RunPlan, micro_batches: int) -> Iterator[str]:
     """Layout, notes and batches of a run."""
     yield f"{plan.layout.describe()}; {plan.wire.describe()}"
-    if plan.diloco is not None:
-        yield plan.diloco.describe()
+    if plan.islands is not None:
+        yield plan.islands.describe()
     yield from (f"note: {notice}" for notice in plan.notices)
     yield (
         f"{plan.batches.global_batch_size} samples per optimizer step, per data rank in {micro_batches} "
@@ -79,12 +79,12 @@ def _memory(estimator: Estimator, own: Estimate) -> Iterator[str]:
 def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
     sent = ", ".join(f"{wire} {own.wires[wire] / MEGA:.3f} MB" for wire in WIRES)
     yield f"a rank sends per optimizer step: {sent}; a node to others {own.node_cross_bytes / MEGA:.3f} MB"
-    diloco, device, gpus = own.plan.diloco, estimator.cluster.device, estimator.cluster.world_size
-    if diloco is not None:
+    islands, device, gpus = own.plan.islands, estimator.cluster.device, estimator.cluster.world_size
+    if islands is not None:
         yield (
             "these are means that include what a node sends to other islands: "
-            f"{own.node_island_bytes / MEGA:.3f} MB every {diloco.steps} steps, "
-            f"{own.node_island_bytes / diloco.steps / MEGA:.3f} MB per step"
+            f"{own.node_island_bytes / MEGA:.3f} MB every {islands.steps} steps, "
+            f"{own.node_island_bytes / islands.steps / MEGA:.3f} MB per step"
         )
     if own.seconds is None or device is None:
         yield "no times: the cluster file names no links or no device"
@@ -102,11 +102,11 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
             "not at all, for nothing of either was measured"
         )
     yield f"a step takes {own.seconds:.3f} s, of which {own.busy.get('compute', 0.0):.3f} s compute"
-    if diloco is not None:
+    if islands is not None:
         yield (
-            f"of these, {own.held_up / diloco.steps:.3f} s are the mean of a synchronization, "
-            f"which holds every {diloco.steps} steps up by {own.held_up:.3f} s; its bytes "
-            f"{_takes(diloco)} from {own.sufficient_gigabits:.3g} Gbit/s of a node's links on"
+            f"of these, {own.held_up / islands.steps:.3f} s are the mean of a synchronization, "
+            f"which holds every {islands.steps} steps up by {own.held_up:.3f} s; its bytes "
+            f"{_takes(islands)} from {own.sufficient_gigabits:.3g} Gbit/s of a node's links on"
         )
     rows = [("axis", "busy", "hidden", "exposed")]
     for axis, exposed in own.exposed.items():
@@ -121,9 +121,9 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
     )
 
 
-def _takes(diloco: DilocoPlan) -> str:
+def _takes(islands: IslandsPlan) -> str:
     """Say that the bytes of a synchronization hide, or their share of the time, with `sufficient_gigabits`."""
-    return "hide under the steps of its delay" if diloco.delay else f"take at most {100 * EXPOSED:g} % of the time"
+    return "hide under the steps of its delay" if islands.delay else f"take at most {100 * EXPOSED:g} % of the time"
 
 
 def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
@@ -151,7 +151,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
         size = f"{estimate.gigabytes:.1f}" + ("" if estimate.fits else " (too much)")
         rows.append((name, f"{estimate.node_cross_bytes / MEGA:.1f}", size, *times))
     yield from aligned(rows)
-    plans = {name: found[name].plan.diloco for name in islands if name in found}
+    plans = {name: found[name].plan.islands for name in islands if name in found}
     for name in plans:
         yield (
             f"{name} is another algorithm, not the same training faster: between synchronizations every island trains "

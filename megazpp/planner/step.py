@@ -6,7 +6,7 @@ TwoHopGather, TwoHopReduce, FSDP2's counted collectives and both schedules run a
 tensors, so the code that orders the hops of a run orders them here. Only FSDP2's own part is written down a second
 time: when it gathers, prefetches, waits, reduces and frees (torch 2.13, _fsdp_param_group.py). On CUDA the host runs
 ahead and streams keep the order; on a CPU the process does everything that no queue does. A synchronization of islands
-runs zero/diloco.py's OuterUnit on paper.
+runs islands/outer.py's OuterUnit on paper.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megazpp.islands.config import IslandsPlan
+from megazpp.islands.outer import OuterUnit, send_fragment
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import Traffic, TrafficCounter
 from megazpp.planner.cost import Costs
@@ -32,8 +34,6 @@ from megazpp.topology.layout import AXES, Layout
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.comms import CommContext
 from megazpp.zero.config import plan_wire
-from megazpp.zero.diloco import OuterUnit, send_fragment
-from megazpp.zero.diloco_config import DilocoPlan
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 
@@ -67,7 +67,7 @@ class PaperStep:
         moments: of the optimizer, per parameter.
         with_entropy, prepare: see `trace_model`; what is not trained is in frozen units.
         frozen_bits: of their matrices at rest; None: as the model computes.
-        diloco: local steps, on the islands of the layout; None where every step is synchronized.
+        islands: local steps, on the islands of the layout; None where every step is synchronized.
 
     Attributes:
         trace: the model's work.
@@ -92,7 +92,7 @@ class PaperStep:
         with_entropy: bool = False,
         prepare: Callable[[GPTModel], None] | None = None,
         frozen_bits: Bits | None = None,
-        diloco: DilocoPlan | None = None,
+        islands: IslandsPlan | None = None,
     ) -> None:
         zero, precision, self._on_cpu = spec.zero, spec.precision, on_cpu
         self._zero, self._precision = zero, precision
@@ -136,7 +136,7 @@ class PaperStep:
         for unit, frozen in zip(self.units, self.trace.frozen, strict=True):
             unit.connect(self._context)
             unit.frozen = frozen_bytes(dict(frozen), self._axes["local"].size, precision.param_dtype, frozen_bits)
-        self._diloco, self.fragments = diloco, [] if diloco is None else self._outer_units(diloco)
+        self._islands, self.fragments = islands, [] if islands is None else self._outer_units(islands)
         self._received: PaperUnit | None = None  # whose frozen weights were gathered ahead of their use
         self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))
         self._copied_out = 0.0  # when the last gather's parameters had been
@@ -174,7 +174,7 @@ class PaperStep:
         Args:
             step_seconds: of each step under which messages travel.
         """
-        plan, compute, axis = self._diloco, self._simulation.compute, self._axes["island"]
+        plan, compute, axis = self._islands, self._simulation.compute, self._axes["island"]
         if plan is None:
             return SimulatedStep({}, 0.0, {})
         before, start, hidden = self.counter.table(), self._simulation.begin_step(), plan.hiding_steps * step_seconds
@@ -261,7 +261,7 @@ class PaperStep:
         """False below the first layer that has something trained, to which no gradient comes."""
         return segment >= 0 and bool(self.trace.segments[BACKWARD, segment].operations)
 
-    def _outer_units(self, plan: DilocoPlan) -> list[list[OuterUnit]]:
+    def _outer_units(self, plan: IslandsPlan) -> list[list[OuterUnit]]:
         axis, codec = self._axes["island"], functools.partial(PaperCodec, touch=self._touch)
         common: dict[str, Any] = {"plan": plan, "precision": self._precision, "queue": axis.queue, "codec": codec}
         found = [OuterUnit(unit, unit.shapes, axis, **common) for unit in self.units]
@@ -408,8 +408,8 @@ class PaperStep:
         self.ledger.add(Memory.FEEDBACK, sum(unit.feedback_bytes for unit in units))
         if self._partial_sums_wait:
             self.ledger.add(Memory.PARTIAL_SUMS, sum(unit.partial_bytes for unit in units))
-        if self._diloco is not None:
-            self.ledger.add(Memory.OUTER_MESSAGES, most_under_way(self.fragments, self._diloco)[0])
+        if self._islands is not None:
+            self.ledger.add(Memory.OUTER_MESSAGES, most_under_way(self.fragments, self._islands)[0])
         for outer in itertools.chain(*self.fragments):
             self.ledger.add(Memory.COMMON, outer.common.kept_bytes)
             self.ledger.add(Memory.OUTER, outer.outer.nbytes * (1 if outer.momentum is None else 2))
@@ -440,7 +440,7 @@ def measure(step: PaperStep, micro_batches: int) -> SimulatedStep:
     )
 
 
-def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -> tuple[int, int]:
+def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: IslandsPlan) -> tuple[int, int]:
     """The most bytes of outer gradients' messages that a rank keeps during a step, and the last fragment of them."""
     sizes = [sum(unit.sent_bytes for unit in fragment) for fragment in fragments]
     count = math.ceil(plan.delay * plan.fragments / plan.steps)

@@ -1,6 +1,6 @@
 """The same run with other flags: another scheme, tensor parallelism, batch or recomputation; and which is fastest.
 
-Schemes compute the same steps and differ in what they send. Local steps (--diloco-steps) are another algorithm, so the
+Schemes compute the same steps and differ in what they send. Local steps of islands are another algorithm, so the
 search keeps the run's own and never adds or drops them.
 
 The local domain is not a choice of its own: a layout (topology/layout.py) gives tensor parallelism the innermost ranks
@@ -14,9 +14,9 @@ import math
 from typing import Any, Literal, NamedTuple
 
 from megazpp.base.arguments import RunConfig
+from megazpp.islands.config import IslandsConfig, islands_every
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.topology.cluster import Cluster, nested_sizes
-from megazpp.zero.diloco_config import DilocoConfig
 
 PLAIN = {
     "zero_stage": 3,
@@ -36,7 +36,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 }
 SEARCHED = ("ZeRO-3", "HSDP", "--zeropp")
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-USUAL_STEPS = 30  # of --diloco-steps, to compare where a run has none
+USUAL_STEPS = 30  # from one synchronization of islands to the next, to compare where a run has none
 Recompute = Literal["selective", "full"] | None
 RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")  # what keeps less and less, and computes more and more
 TRIED_WEIGHT_BITS = ((8, 8), (8, 4), (16, 4))  # those that are no experiment, and quantize what crosses
@@ -74,13 +74,13 @@ def schemes(config: RunConfig) -> dict[str, RunConfig]:
 
     qwZ alone keeps no weights from which differences could be taken: it sends 8 bits where the run sends those.
     """
+    alone = dataclasses.replace(config, islands=IslandsConfig())
     whole = {"qwZ": {"zero_weight_bits": 8}} if config.zero.weight_bits[1] < 8 else {}
     return {
         name: changed(
-            config,
+            alone,
             zero=PLAIN | fields | whole.get(name, {}),
             parallel={"hsdp": name == "HSDP", "num_distributed_optimizer_instances": 1},
-            diloco={"diloco_steps": None},
         )
         for name, fields in SCHEMES.items()
     }
@@ -93,10 +93,10 @@ def local_steps(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
     """
     if cluster.num_local_domains == 1:
         return {}
-    diloco = config.diloco if config.diloco.diloco_steps is not None else DilocoConfig(diloco_steps=USUAL_STEPS)
-    inside = "--zeropp" if config.zero.zeropp and _has_wide_islands(diloco, cluster) else "ZeRO-3"
-    run = dataclasses.replace(schemes(config)[inside], diloco=diloco)
-    return {f"--diloco-steps {diloco.diloco_steps}": run}
+    islands = config.islands if config.islands.asked else islands_every(USUAL_STEPS)
+    inside = "--zeropp" if config.zero.zeropp and _has_wide_islands(islands, cluster) else "ZeRO-3"
+    run = dataclasses.replace(schemes(config)[inside], islands=islands)
+    return {islands.asked: run}
 
 
 def with_recompute(config: RunConfig, granularity: Recompute) -> RunConfig:
@@ -161,15 +161,15 @@ def _searched(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
     zero = dataclasses.replace(config.zero, zero_stage=3) if config.zero.stage == 3 else config.zero
     own = next((n for n, other in named.items() if (other.zero, other.parallel) == (zero, config.parallel)), "as given")
     others: tuple[str, ...] = SEARCHED
-    if config.diloco.diloco_steps is not None:
-        others = ("ZeRO-3", "--zeropp") if _has_wide_islands(config.diloco, cluster) else ()
-    runs = {name: dataclasses.replace(named[name], diloco=config.diloco) for name in others}
+    if config.islands.asked:
+        others = ("ZeRO-3", "--zeropp") if _has_wide_islands(config.islands, cluster) else ()
+    runs = {name: dataclasses.replace(named[name], islands=config.islands) for name in others}
     return runs | {own: config}
 
 
-def _has_wide_islands(diloco: DilocoConfig, cluster: Cluster) -> bool:
+def _has_wide_islands(islands: IslandsConfig, cluster: Cluster) -> bool:
     """True where an island has several nodes."""
-    return diloco.diloco_islands not in (None, cluster.num_local_domains)
+    return islands.number(cluster) != cluster.num_local_domains
 
 
 def _recomputations(estimator: Estimator, config: RunConfig, scheme: str, size: int) -> list[Choice]:
@@ -177,9 +177,9 @@ def _recomputations(estimator: Estimator, config: RunConfig, scheme: str, size: 
     tp, asked = config.parallel.tensor_model_parallel_size, config.batches.global_batch_size
     if size > 1 and asked is not None and size * estimator.cluster.world_size > asked * tp:
         return []
-    sized, steps = with_batch(config, estimator.cluster, size), config.diloco.diloco_steps
+    sized, islands = with_batch(config, estimator.cluster, size), config.islands.asked
     samples, local = sized.batches.global_batch_size, max(estimator.cluster.local_domain_size // tp, 1)
-    name = scheme + (f", --diloco-steps {steps}" if steps else "") + f", tp {tp}, local domain {local}"
+    name = scheme + (islands and f", {islands}") + f", tp {tp}, local domain {local}"
     name += f", micro-batch {size}" + (f" of batch {samples}" if samples != asked else "")
     choices = []
     for recompute in RECOMPUTE:

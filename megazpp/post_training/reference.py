@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.parts import weights_bytes
 from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.state import Group, Saved, Tensors
 from megazpp.model.gpt import GPTModel, TokenOutputs
 from megazpp.post_training.objectives import scores_of
 from megazpp.stored.load import FrozenPlace, WeightsConfig, load_frozen_model, load_streamed_model
@@ -61,8 +63,12 @@ class FrozenModel:
 class SyncedModel(FrozenModel):
     """A reference that takes a share `alpha` of the policy after `every` steps (TR-DPO, Gorbatovski et al. 2024).
 
-    Both are alike in shape and shards, so that no rank sends anything for it.
+    Both are alike in shape and shards, so that no rank sends anything for it. Checkpoints keep it, sharded like the
+    policy.
     """
+
+    prefix = "reference."
+    group: Group = "optimizer"
 
     def __init__(self, reference: Built, policy: Built, *, alpha: float, every: int, temperature: float = 1.0) -> None:
         super().__init__(reference.model, temperature=temperature)
@@ -73,6 +79,19 @@ class SyncedModel(FrozenModel):
         yield
         if iteration % self._every == 0:
             self.take(self._alpha)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        self.built.sharding.free_gathered()
+        return {name: parameter.detach() for name, parameter in self.built.model.named_parameters()}
+
+    def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        return self.tensors()
+
+    def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        return []
+
+    def estimate_bytes(self) -> int:
+        return weights_bytes(self.built.model)
 
     def take(self, alpha: float) -> None:
         """Mix the policy's weights in."""

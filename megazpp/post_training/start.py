@@ -121,10 +121,8 @@ def without_checkpoint(parsed: ParsedRun) -> ParsedRun:
 def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan) -> None:
     """Raises ValueError, by flags and values, for what lies between these configs and those of a run."""
     post, form = configs.training, configs.form
-    if config.diloco.diloco_steps is not None:
-        raise ValueError(
-            f"--diloco-steps {config.diloco.diloco_steps} is for pretraining, not --objective {post.objective}"
-        )
+    if config.islands.asked:
+        raise ValueError(f"{config.islands.asked} is for pretraining, not --objective {post.objective}")
     if config.data.mock_data or config.data.text_path:
         raise ValueError("--text-path and --mock-data are for pretraining: give JSON lines or Parquet (--data-path)")
     if form.packing and post.objective != "sft":

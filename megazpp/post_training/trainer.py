@@ -10,24 +10,21 @@ import functools
 import gc
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
 from megazpp.base.arguments import ParsedRun
 from megazpp.base.checks import RunPlan
-from megazpp.base.errors import user_errors
 from megazpp.base.flags import DEFAULT
 from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.read import LoadSource, Resumed, find_weights
-from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.parts import Extra
+from megazpp.checkpoint.read import find_weights
+from megazpp.checkpoint.state import StatePart
 from megazpp.convert.peft import TENSORS
-from megazpp.data.dataset import Splits, cache_dir
+from megazpp.data.dataset import Splits, build_tokenizer, cache_dir
 from megazpp.data.loader import BatchLoader
 from megazpp.data.text import content_hash
-from megazpp.optim.schedule import Schedule
-from megazpp.parallel.worker import Worker
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.data import (
@@ -49,29 +46,54 @@ from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.start import post_configs, reference_folder, train_paths
 from megazpp.stored.load import FrozenPlace, open_frozen_place
 from megazpp.training.context import RunContext
-from megazpp.training.loop import Loader, StopConditions
 from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.recorder import Validation
-from megazpp.training.setup import Built, ModelSpec, build_model
-from megazpp.training.tracking import Tracker
-from megazpp.training.trainer import ObjectiveSetup, Trainer
+from megazpp.training.setup import Built, ModelSpec, TrainingParts, build_model
 from megazpp.zero.config import ZeroConfig
 
 
-class PostTrainer(Trainer):
-    """The same for all objectives; see start.py for the flags."""
+def post_training(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingParts:
+    """Build the parts of a post-training, for all objectives; see start.py for the flags."""
+    return _PostTraining(parsed, plan, run).parts()
 
-    def __init__(self, parsed: ParsedRun, plan: RunPlan, run: RunContext, tracker: Tracker | None) -> None:
+
+class _PostTraining:
+    """Builder of the parts, which need each other in the order of `parts`."""
+
+    def __init__(self, parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
+        self.parsed, self.config, self.plan, self.run = parsed, parsed.config, plan, run
         self.post, self.form, self.rewards, self.lora, self.weights = post_configs(parsed)
         self._adapted: AdaptedPolicy | None = None
         self._synced: SyncedModel | None = None
         self.rollouts: RolloutLoader | None = None
-        super().__init__(parsed, plan, run, tracker)
-        self.generates = self.post.objective != "reward"
-        if self.post.draws:
-            self.recorder.validation_metric = "reward"
+        self.tokenizer = build_tokenizer(self.config.tokenizer, self.config.data, log=run.log)
+        self.datasets = self._open_data()
+        self.built = self._open_model()
 
-    def open_data(self) -> Splits[Any]:
+    def parts(self) -> TrainingParts:
+        objective = self._open_objective()
+        train, valid, test = self.datasets
+        synced, adapted = self._synced, self._adapted
+        states: list[StatePart] = [] if self.rollouts is None else [Extra(self.rollouts)]
+        return TrainingParts(
+            tokenizer=self.tokenizer,
+            built=self.built,
+            objective=objective,
+            batches=None if train is None else self.rollouts or self._open_loader(train, ramp_up=True),
+            validation=None if valid is None else self._open_evaluator(valid, objective),
+            test=None if test is None else self._open_evaluator(test, objective),
+            validation_metric="reward" if self.post.draws else "lm_loss",
+            flags={} if adapted is None else {"ref_checksum": adapted.settings.checksum},
+            states=states if synced is None else [*states, synced],
+            observers=() if synced is None else (synced,),
+            generates=self.post.objective != "reward",
+            has_weights=adapted is not None,  # the base has been read, adapters begin anew
+            weights_taken=(lambda: None) if synced is None else functools.partial(synced.take, 1.0),
+            evaluates_first=self.post.eval_on_start,
+            finish=(lambda: None) if adapted is None else functools.partial(self._save_adapter, adapted),
+        )
+
+    def _open_data(self) -> Splits[Any]:
         data, iterations = self.config.data, self.plan.batches.total_iterations
         template = load_chat_template(self.form.chat_template, self.tokenizer)
         held_out = self.config.evaluation.eval_iters * self.plan.batches.global_batch_size
@@ -88,19 +110,20 @@ class PostTrainer(Trainer):
             )
         )
 
-    def model_spec(self) -> ModelSpec:
+    def _model_spec(self) -> ModelSpec:
         return self._spec(scalar_head=self.post.objective in ("reward", "ppo"))
 
     def _spec(self, *, scalar_head: bool) -> ModelSpec:
-        return dataclasses.replace(super().model_spec(), scalar_head=scalar_head, varying_sizes=True)
+        spec = self.config.model_spec(self.tokenizer.vocab_size, self.plan.wire)
+        return dataclasses.replace(spec, scalar_head=scalar_head, varying_sizes=True)
 
-    def open_model(self) -> Built:
+    def _open_model(self) -> Built:
         if self.lora.lora_r is None:
-            return super().open_model()
+            return build_model(self._model_spec(), self.run.dims, self.run.device)
         moved = self.config.checkpoint.lora_base
         source, record = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
         self._adapted = load_adapted(
-            self.model_spec(),
+            self._model_spec(),
             self.lora,
             self._frozen_place,
             source,
@@ -116,68 +139,34 @@ class PostTrainer(Trainer):
             raise ValueError(f"the base {source.folder.path} has checksum {found}, {whose}{where}")
         return self._adapted.built
 
-    def flags(self) -> dict[str, Any]:
-        base = {} if self._adapted is None else {"ref_checksum": self._adapted.settings.checksum}
-        return super().flags() | base
-
-    def load(self, source: LoadSource | None) -> Resumed | None:
-        if self._adapted is None or source is None or source.continues:
-            resumed = super().load(source)
-            if self._synced is not None and source is not None and not source.continues:
-                self._synced.take(1.0)  # the reference begins as the policy does
-            return resumed
-        with user_errors():
-            self.checkpoints.open()  # the base has been read, adapters begin anew
-        where = source.folder.of(self.post.ref_ckpt_step or 0)
-        return Resumed(TrainingProgress(), self.plan.schedule, where)
-
-    def train(
-        self, start: TrainingProgress, schedule: Schedule, stops: StopConditions, worker: Worker
-    ) -> TrainingProgress:
-        if self.post.eval_on_start and start.iteration == 0 and self.validation is not None:
-            self.recorder.validate(self.validation, start)
-        return super().train(start, schedule, stops, worker)
-
-    def finish(self, progress: TrainingProgress, *, evaluate: bool) -> None:
-        super().finish(progress, evaluate=evaluate)
-        if self._adapted is not None and self.config.checkpoint.save is not None:
+    def _save_adapter(self, adapted: AdaptedPolicy) -> None:
+        if self.config.checkpoint.save is not None:
             folder = Path(self.config.checkpoint.save).expanduser() / "adapter"
             if self.run.dims.world.rank == 0:
                 folder.mkdir(exist_ok=True)
-            save_adapter(self._adapted, folder, self.run.dims, with_head=self.post.objective == "reward")
+            save_adapter(adapted, folder, self.run.dims, with_head=self.post.objective == "reward")
             self.run.log(f"adapters as PEFT has them: {folder}")
 
-    def open_objective(self) -> ObjectiveSetup:
+    def _open_objective(self) -> Objective:
         post, dims, temperature = self.post, self.run.dims, self.config.sample.sample_temperature
+        if post.objective == "sft":
+            return LanguageModelLoss(dims)
         known = post.precompute_ref_log_probs
         reference = self._open_reference() if post.needs_reference and not known else None
-        self._objective: Objective
-        if post.objective == "sft":
-            self._objective = LanguageModelLoss(dims)
-        elif not post.draws:
-            if known:
-                self._look_up_reference()
-            self._objective = PreferenceLoss(post, dims, reference)
-        else:
+        if post.draws:
             self.rollouts = self._open_rollouts(reference)
-            self._objective = PolicyLoss(post, dims, temperature=temperature, rollout_metrics=self.rollouts.metrics)
-        if self._synced is None:
-            return ObjectiveSetup(self._objective, self.rollouts)
-        return ObjectiveSetup(self._objective, self.rollouts, self._synced.built, (self._synced,))
+            return PolicyLoss(post, dims, temperature=temperature, rollout_metrics=self.rollouts.metrics)
+        if known:
+            self._look_up_reference()
+        return PreferenceLoss(post, dims, reference)
 
-    def open_batches(self, dataset: Any, *, ramp_up: bool) -> AbstractContextManager[Loader]:
-        return self.rollouts or self._open_loader(dataset, ramp_up=ramp_up)
-
-    def open_evaluator(self, dataset: Any) -> Validation:
+    def _open_evaluator(self, dataset: Any, objective: Objective) -> Validation:
         iterations, size = self.config.evaluation.eval_iters, self.plan.batches.global_batch_size
         if self.rollouts is not None:
             return RewardEvaluator(self.rollouts, dataset, iterations=iterations, batch_size=size)
         loader = self._open_loader(dataset, ramp_up=False)
-        parts = (*self.built, loader, self.run.dims, self._objective, self.run.log)
+        parts = (*self.built, loader, self.run.dims, objective, self.run.log)
         return ObjectiveEvaluator(*parts, iterations=iterations, batch_size=size)
-
-    def held_out_entropy(self) -> None:
-        """Nothing here is a text of its own."""
 
     def _open(self, paths: tuple[str, ...], template: Any, count: int, use: str) -> Any:
         files, log = [Path(path).expanduser() for path in paths], self.run.log
@@ -248,7 +237,7 @@ class PostTrainer(Trainer):
         if self._adapted is not None:
             return BaseModel(self.built.model, temperature=temperature)
         if self.post.sync_ref_model:
-            spec = dataclasses.replace(self.model_spec(), zero=ZeroConfig(), wire=None)  # gathered exactly
+            spec = dataclasses.replace(self._model_spec(), zero=ZeroConfig(), wire=None)  # gathered exactly
             self._synced = SyncedModel(
                 build_model(spec, self.run.dims, self.run.device),
                 self.built,

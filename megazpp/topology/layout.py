@@ -3,7 +3,7 @@
 Positions (topology/cluster.py) go node by node and domain by domain, so neighbours share the fastest wire. The
 innermost positions go to tensor parallelism, the rest of a local domain (node or fast domain, the larger) to the local
 axis, local domains to the cross axis (ranks with the same local index: one rail), groups of these to replicas, and
-groups of replicas to islands, which take local steps (zero/diloco.py):
+groups of replicas to islands, which take local steps (islands/outer.py):
 
     position = (((island * replicate + replica) * cross + domain in replica) * local + local index) * tp + tp index
 
@@ -136,7 +136,7 @@ class Layout:
         if tp > cluster.local_domain_size:
             domains = tp // cluster.local_domain_size
             return (
-                f"warning: --tensor-model-parallel-size {tp} spans {domains} {_local_domains(cluster)} of "
+                f"warning: --tensor-model-parallel-size {tp} spans {domains} {local_domains(cluster)} of "
                 f"{cluster.local_domain_size} ranks: {price}, and as much crosses each of their uplinks",
             )
         return (
@@ -152,7 +152,7 @@ class Layout:
         order = "" if c.is_block_order else f", ranks in the order {first}{more}"
         return (
             f"{c.num_nodes} node(s) x {c.ranks_per_node} rank(s){domains}{order}: tensor parallel {self.tp}, "
-            f"shards {self.shard} ({self.cross} across {_local_domains(c)} x {self.local} inside), replicas "
+            f"shards {self.shard} ({self.cross} across {local_domains(c)} x {self.local} inside), replicas "
             f"{self.replicate}" + (f", islands {self.island}" if self.island > 1 else "")
         )
 
@@ -202,19 +202,14 @@ def plan_layout(cluster: Cluster, *, tp: int, replicas: int, islands: int = 1) -
         ValueError: a degree does not divide what it splits; the message names the flag and what would fit.
     """
     domain, world = cluster.local_domain_size, cluster.world_size
-    if islands < 1 or cluster.num_local_domains % islands:
-        fitting = [count for count in range(2, cluster.num_local_domains + 1) if not cluster.num_local_domains % count]
-        raise ValueError(
-            f"--diloco-islands {islands} does not divide the {cluster.num_local_domains} {_local_domains(cluster)}; "
-            f"{_numbers(fitting) or 'no number of islands'} would fit"
-        )
+    assert cluster.num_local_domains % islands == 0, f"{islands} islands of {cluster.num_local_domains} local domains"
     of_island = world // islands
     if tp < 1 or (domain % tp and (tp % domain or of_island % tp)):
         raise ValueError(
-            f"--tensor-model-parallel-size {tp} neither divides the {domain} ranks of a {_local_domains(cluster)[:-1]} "
+            f"--tensor-model-parallel-size {tp} neither divides the {domain} ranks of a {local_domains(cluster)[:-1]} "
             f"nor is it made of whole ones ({cluster.num_nodes} node(s) x {cluster.ranks_per_node} ranks"
             + (f", {islands} islands" if islands > 1 else "")
-            + f"); {_numbers(nested_sizes(domain, of_island))} would fit"
+            + f"); {numbers(nested_sizes(domain, of_island))} would fit"
             + (f", or a multiple of {tp} ranks on each node (--nproc)" if tp > 1 else "")
         )
     per_domain = max(domain // tp, 1)
@@ -223,8 +218,8 @@ def plan_layout(cluster: Cluster, *, tp: int, replicas: int, islands: int = 1) -
     if replicas not in fitting:
         raise ValueError(
             f"--num-distributed-optimizer-instances {replicas} does not divide the {data} data ranks into equal copies "
-            f"that are whole {_local_domains(cluster)} or an even part of one ({per_domain} data ranks each); "
-            f"{_numbers(fitting)} would fit"
+            f"that are whole {local_domains(cluster)} or an even part of one ({per_domain} data ranks each); "
+            f"{numbers(fitting)} would fit"
         )
     local = min(data // replicas, per_domain)
     cross = data // replicas // local
@@ -260,9 +255,9 @@ def _by_kind(total: int, in_domain: int, in_local_domain: int) -> dict[LinkKind,
     return {kind: count for kind, count in zip(LINK_KINDS, counts, strict=True) if count}
 
 
-def _local_domains(cluster: Cluster) -> str:
+def local_domains(cluster: Cluster) -> str:
     return "nodes" if cluster.local_domain_size == cluster.ranks_per_node else "domains"
 
 
-def _numbers(values: list[int]) -> str:
+def numbers(values: list[int]) -> str:
     return ", ".join(map(str, values))

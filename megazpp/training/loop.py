@@ -25,14 +25,12 @@ from typing import Any, Protocol
 import torch
 
 from megazpp.base.flags import check_positive, flag
-from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import STOP_SIGNALS
 from megazpp.parallel.timeline import WAIT
 from megazpp.training.batches import BatchPlan
-from megazpp.training.local_steps import LocalSteps
 from megazpp.training.metrics import StepRecord, cpu_seconds
 from megazpp.training.recorder import MetricsRecorder, Validation
 from megazpp.training.step import HostCopy, LaunchedStep, TrainStep
@@ -68,6 +66,23 @@ class Observer(Protocol):
         """Around iteration `iteration`, data included."""
 
 
+class AfterStep(Protocol):
+    """Something that follows some of the steps: a save, an evaluation. Every rank calls every method."""
+
+    def due(self, iteration: int, *, last: bool) -> bool:
+        """Return whether it follows the step of `iteration`, so that the host waits for the step's numbers first."""
+
+    def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
+        """Do it if it is due; called after every step, `last` after the run's last one."""
+
+
+class Synchronize(Protocol):
+    """The meeting of models that train apart, between a step and its record."""
+
+    def __call__(self, launched: LaunchedStep, iteration: int, *, last: bool) -> bool:
+        """Return whether all of them have waited for each other."""
+
+
 def train(
     step: TrainStep,
     loader: Loader,
@@ -77,20 +92,17 @@ def train(
     stops: StopConditions,
     observers: Sequence[Observer] = (),
     *,
-    eval_interval: int,
-    evaluate: Validation | None,
     start: TrainingProgress,
-    checkpoints: Checkpoints | None = None,
-    islands: LocalSteps | None = None,
+    after: Sequence[AfterStep] = (),
+    synchronize: Synchronize | None = None,
 ) -> TrainingProgress:
     """Train until `plan` is fulfilled or `stops` says so.
 
     Args:
         observers: entered around each step, in this order.
-        evaluate: the validation, called every `eval_interval` iterations; None for no evaluation.
         start: where to begin.
-        checkpoints: saves when it is time and after the last step.
-        islands: synchronizes them; None where every step is synchronized.
+        after: what follows steps, in this order.
+        synchronize: of models that train apart, which skip steps on their own but share a schedule.
     """
     progress = start
     if progress.iteration >= plan.total_iterations:
@@ -113,22 +125,19 @@ def train(
                     iteration=iteration,
                 )
                 final = iteration == plan.total_iterations
-                met = islands is None or islands.after_step(launched, iteration, last=final)
+                met = synchronize is None or synchronize(launched, iteration, last=final)
             collect_garbage(iteration)
             micro_batches = plan.num_micro_batches_at(progress.consumed_samples)
             progress = progress._replace(
                 iteration=iteration,
                 consumed_samples=progress.consumed_samples + batch_size,
-                # islands skip steps on their own, but share a schedule
                 scheduled_samples=progress.scheduled_samples
-                + (0 if islands is None and launched.skipped else batch_size),
+                + (0 if synchronize is None and launched.skipped else batch_size),
                 micro_batches=progress.micro_batches + micro_batches,
-                stop_reason=stops.reason(iteration, step.dims, agree=met, at_once=islands is not None),
+                stop_reason=stops.reason(iteration, step.dims, agree=met, at_once=synchronize is not None),
             )
             last = progress.stop_reason is not None or final
-            evaluates = evaluate is not None and iteration % eval_interval == 0 and not stops.hurried
-            saves = checkpoints is not None and checkpoints.due(iteration, last=last)
-            at_once = last or evaluates or saves or recorder.logs(iteration)
+            at_once = last or recorder.logs(iteration) or any(each.due(iteration, last=last) for each in after)
             if at_once:
                 launched.check()
             finished = functools.partial(
@@ -147,12 +156,27 @@ def train(
             if at_once:
                 recorder.step(finished(), last=last)
             before = None if at_once else finished
-            if checkpoints is not None:
-                checkpoints.after_step(progress, last=last)
-            if evaluate is not None and evaluates:
-                recorder.validate(evaluate, progress)
+            for each in after:
+                each.after_step(progress, last=last)
     recorder.run.console.stop_bar()
     return progress
+
+
+@dataclass
+class Evaluations:
+    """A validation every `interval` iterations, unless a signal ends the run."""
+
+    recorder: MetricsRecorder
+    evaluate: Validation
+    interval: int
+    stops: StopConditions
+
+    def due(self, iteration: int, *, last: bool) -> bool:
+        return iteration % self.interval == 0 and not self.stops.hurried
+
+    def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
+        if self.due(progress.iteration, last=last):
+            self.recorder.validate(self.evaluate, progress)
 
 
 def _finished(launched: LaunchedStep, **of_loop: Any) -> StepRecord:

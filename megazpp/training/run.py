@@ -34,12 +34,12 @@ from megazpp.training.flops import device_name, mfu_convention
 from megazpp.training.loop import StopConditions
 from megazpp.training.run_folder import RunFolder, default_run_dir
 from megazpp.training.tracking import Tracker, open_sinks, run_tags
-from megazpp.training.trainer import Trainer
+from megazpp.training.trainer import BuildParts, Trainer
 from megazpp.zero.config import wire_backends
 
 
 def run_training(
-    trainer_class: type[Trainer],
+    build_parts: BuildParts,
     parsed: ParsedRun,
     plan: RunPlan,
     source: LoadSource | None,
@@ -49,6 +49,7 @@ def run_training(
     """One worker's whole run; rank 0 records it, where the run that it continues was recorded.
 
     Args:
+        build_parts: makes the parts of this training; see `TrainingParts`.
         source: what it begins with, or goes on from.
         earlier: the record of that.
     """
@@ -62,7 +63,7 @@ def run_training(
         run, plan = open_context(parsed, plan, worker, tracker)
         parsed = _with_folder_to_save_to(parsed, run)
         introduce(run, parsed, plan)
-        trainer = trainer_class(parsed, plan, run, tracker)
+        trainer = Trainer(build_parts, parsed, plan, run, tracker)
         resumed = trainer.load(source)
         progress, schedule = (resumed.progress, resumed.schedule) if resumed else (TrainingProgress(), plan.schedule)
         shape = trainer.recorder.meter.shape
@@ -78,7 +79,7 @@ def run_training(
             run.log(f"records of this run: {run.folder.path}")
             run.log(f"tokenizer and data indices: {cache_dir(parsed.config.data)}", short="")
             stopped = progress.stop_reason is not None
-            run.log(what_next(parsed, run.folder.path, stopped=stopped, generates=trainer.generates))
+            run.log(what_next(parsed, run.folder.path, stopped=stopped, generates=trainer.parts.generates))
 
 
 def _with_folder_to_save_to(parsed: ParsedRun, run: RunContext) -> ParsedRun:
@@ -137,8 +138,8 @@ def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
     if layout.cluster.links is not None:
         run.log(layout.cluster.links.describe())
     run.log(plan.wire.describe(), short=None if plan.wire.gather or plan.wire.reduce else "")
-    if plan.diloco is not None:
-        run.log(plan.diloco.describe())
+    if plan.islands is not None:
+        run.log(plan.islands.describe())
     device_type = run.device.type
     with user_errors():
         model = model_backends(

@@ -1,21 +1,21 @@
-"""Build the large parts of a run in the order they depend on each other: model, shards, data, checkpoints."""
+"""Build the model of a run, in shards, and open its checkpoints."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.base.formatting import GIGA
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.record import RunRecord, TrainingProgress, found_from_anywhere
-from megazpp.checkpoint.state import TrainState
+from megazpp.checkpoint.state import StatePart, TrainState
 from megazpp.checkpoint.together import open_axis
-from megazpp.data.dataset import DataConfig, Dataset, Splits, batch_options, build_datasets
+from megazpp.data.dataset import DataConfig, Dataset, batch_options
 from megazpp.data.loader import BatchLoader, make_micro_batch
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.backends import compiles_layers, find_document_kernel
@@ -29,9 +29,10 @@ from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_, share_parameters_
 from megazpp.training.batches import BatchPlan
 from megazpp.training.context import RunContext
-from megazpp.training.evaluate import EvalConfig
+from megazpp.training.loop import Loader, Observer
+from megazpp.training.objective import Objective
+from megazpp.training.recorder import Validation
 from megazpp.zero.config import PrecisionConfig, WirePlan, ZeroConfig
-from megazpp.zero.diloco_config import DilocoPlan
 from megazpp.zero.sharding import Sharding, materialize, shard_model
 
 
@@ -70,30 +71,49 @@ class Built(NamedTuple):
     sharding: Sharding
 
 
+@dataclass(kw_only=True)
+class TrainingParts:
+    """The parts in which trainings differ; `Trainer` makes the others from the flags.
+
+    Attributes:
+        tokenizer: of the model.
+        built: the model that is trained.
+        objective: what is minimised.
+        batches: this rank's batches of the training data, to be entered; None without training data.
+        validation, test: evaluations of held-out data; None without.
+        validation_metric: what they measure.
+        flags: values that checkpoints keep beside, or in the place of, those of the command line.
+        states: more that checkpoints keep.
+        observers: see steps.
+        generates: whether the model continues texts.
+        has_weights: where a training begins with a checkpoint's weights, the model has them already.
+        weights_taken: called when it has begun so.
+        evaluates_first: validate before the first step.
+        finish: called after the last evaluation.
+        held_out_entropy: nats per token of the validation text to a model blind to context; None if there is no text.
+    """
+
+    tokenizer: Tokenizer
+    built: Built
+    objective: Objective
+    batches: AbstractContextManager[Loader] | None
+    validation: Validation | None = None
+    test: Validation | None = None
+    validation_metric: str = "lm_loss"
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    states: Sequence[StatePart] = ()
+    observers: Sequence[Observer] = ()
+    generates: bool = True
+    has_weights: bool = False
+    weights_taken: Callable[[], None] = lambda: None
+    evaluates_first: bool = False
+    finish: Callable[[], None] = lambda: None
+    held_out_entropy: Callable[[], float | None] = lambda: None
+
+
 def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:
     """Build on the meta device, shard, then allocate and initialise this rank's shards only; copies are equal."""
     return fill(shard_on_meta(spec, dims, device), spec, dims, device)
-
-
-def check_island_holds(spec: ModelSpec, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:
-    """Raises ValueError where the states of an island's model are larger than a GPU's memory; of a CPU nobody knows."""
-    available = device_bytes(device)
-    if available is None:
-        return
-    parameters = sum(parameter.numel() for parameter in model_on_meta(spec, dims, device).parameters())
-    needed = plan.state_bytes(parameters, dims.shard.size, dims.island.size)
-    if needed > available:
-        ranks = dims.shard.size * dims.tp.size
-        raise ValueError(
-            f"--diloco-steps {plan.steps}: each of the {dims.island.size} islands has a whole model on its {ranks} "
-            f"ranks, whose states take {needed / GIGA:.1f} GB of a rank's {available / GIGA:.1f} GB; fewer "
-            "--diloco-islands are larger ones"
-        )
-
-
-def device_bytes(device: torch.device) -> int | None:
-    """Memory of a GPU; None of a CPU, which ranks share."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def fill(built: Built, spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:
@@ -136,21 +156,6 @@ def shard_built(model: GPTModel, spec: ModelSpec, dims: ParallelDims) -> Built:
     units = [unit for unit in model.sharding_units() if any(True for module in unit for _ in module.parameters())]
     sharding = shard_model(model, units, dims, zero=spec.zero, precision=spec.precision, wire=spec.wire)
     return Built(model, sharding)
-
-
-def open_datasets(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    plan: BatchPlan,
-    evaluation: EvalConfig,
-    *,
-    seed: int,
-    log: Callable[[str], None],
-) -> Splits[Dataset | None]:
-    """Datasets with as many samples as the run will ask for."""
-    held_out = evaluation.eval_iters * plan.global_batch_size
-    wanted = Splits(train=plan.total_samples, valid=held_out, test=held_out)
-    return build_datasets(config, tokenizer, num_samples=wanted, seed=seed, log=log)
 
 
 def open_loader(

@@ -117,7 +117,7 @@ def test_without_flag_file_and_model_the_tiny_config_comes_first() -> None:
 def test_the_args_txt_of_4e7c419_still_repeats_its_run():
     """With a line for each flag that had an effect then and has none now."""
     parsed = parse(f"@{ROOT / 'tests' / 'fixtures' / 'args_4e7c419.txt'}")
-    assert (parsed.config.diloco.diloco_steps, parsed.config.model.hidden_size) == (2, 16)
+    assert (parsed.config.islands.diloco_steps, parsed.config.model.hidden_size) == (2, 16)
     assert parsed.config.stop.exit_interval is None
     ignored = {notice.split()[1] for notice in parsed.notices}
     assert {"--manual-gc", "--no-use-flash-attn", "--timing-log-option"} <= ignored

@@ -154,12 +154,12 @@ def outer_rates(*argv: str, **flags: Any) -> ParsedRun:
 def test_what_was_chosen_for_the_outer_optimizer_stays_unless_flags_say_otherwise():
     chosen = {"diloco_outer_lr": 1.0, "diloco_outer_momentum": 0.0}
     kept = outer_rates("--diloco-steps", "10", **chosen)
-    assert (kept.config.diloco.diloco_outer_lr, kept.config.diloco.diloco_outer_momentum) == (1.0, 0.0)
+    assert (kept.config.islands.diloco_outer_lr, kept.config.islands.diloco_outer_momentum) == (1.0, 0.0)
     assert kept.origins["diloco_outer_lr"] == "checkpoint"
-    given = outer_rates("--diloco-steps", "10", "--diloco-outer-momentum", "0.5", **chosen).config.diloco
+    given = outer_rates("--diloco-steps", "10", "--diloco-outer-momentum", "0.5", **chosen).config.islands
     assert (given.diloco_outer_lr, given.diloco_outer_momentum) == (1.0, 0.5)
     for parsed in (outer_rates(**chosen), outer_rates("--diloco-steps", "10")):  # no islands now, or none before
-        assert (parsed.config.diloco.diloco_outer_lr, parsed.config.diloco.diloco_outer_momentum) == (None, None)
+        assert (parsed.config.islands.diloco_outer_lr, parsed.config.islands.diloco_outer_momentum) == (None, None)
 
 
 def test_damaged_rates_of_a_checkpoint_are_named():

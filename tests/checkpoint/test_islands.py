@@ -14,11 +14,11 @@ from helpers.training import Case
 from torch.distributed.tensor import DTensor
 
 from megazpp.checkpoint.checksums import DamagedError
-from megazpp.zero.diloco_config import DilocoConfig
+from megazpp.islands.config import IslandsConfig
 
-TWO = DilocoConfig(diloco_steps=2, diloco_islands=2, diloco_outer_lr=0.7, diloco_outer_momentum=0.9, diloco_delay=1)
+TWO = IslandsConfig(diloco_steps=2, diloco_islands=2, diloco_outer_lr=0.7, diloco_outer_momentum=0.9, diloco_delay=1)
 FOUR = dataclasses.replace(TWO, diloco_islands=4)
-NONE = DilocoConfig()
+NONE = IslandsConfig()
 BEGIN = "note: islands begin at the outer weights: the checkpoint has other islands' own, or none"
 
 
@@ -44,7 +44,7 @@ def part(found: dict[str, str], prefix: str) -> dict[str, str]:
     return {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
 
 
-def run(case: Case, diloco: DilocoConfig, steps: int, **flags: Any) -> list[dict[str, Any]]:
+def run(case: Case, diloco: IslandsConfig, steps: int, **flags: Any) -> list[dict[str, Any]]:
     return ranks(4).run(train_and_tell, Job(case=dataclasses.replace(case, diloco=diloco), steps=steps, flags=flags))
 
 
@@ -58,7 +58,7 @@ CASES = [Case(nodes=4), slow(Case(nodes=4, stage=1))]
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("before", "after"), [(TWO, FOUR), slow(FOUR, TWO)])
 def test_another_number_of_islands_keeps_the_outer_weights_and_their_momentum(
-    tmp_path: Path, case: Case, before: DilocoConfig, after: DilocoConfig
+    tmp_path: Path, case: Case, before: IslandsConfig, after: IslandsConfig
 ):
     first = run(case, before, 4, save=str(tmp_path))  # a message is under way
     second = run(case, after, 4, load=str(tmp_path))
@@ -141,7 +141,7 @@ def accept_without(case: Case, gone: str | None) -> str:
     else:
         del found[gone.replace("island.", own)]
     try:
-        attempt.state._accept_islands(attempt.diloco, found, optimizer=True)
+        attempt.state.accept(found, optimizer=True, rng=False, iteration=1)
     except DamagedError as error:
         return str(error)
     return ""

@@ -13,8 +13,8 @@ from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
 
+from megazpp.islands.config import IslandsConfig
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
-from megazpp.zero.diloco_config import DilocoConfig
 
 DROPOUT = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.1, attention_dropout=0.1)
 ZEROPP = ZeroConfig(zeropp=True)
@@ -43,22 +43,22 @@ CASES = {
         zero=ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)),
         precision=PrecisionConfig(fp16=True),
     ),
-    "islands, two steps": Case(model=DROPOUT, nodes=2, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9)),
+    "islands, two steps": Case(model=DROPOUT, nodes=2, diloco=IslandsConfig(diloco_steps=2, diloco_outer_momentum=0.9)),
     "islands, fragments, between two": Case(
         model=DROPOUT,
         nodes=2,
         tp=2,
         precision=PrecisionConfig(bf16=True),
-        diloco=DilocoConfig(diloco_steps=4, diloco_fragments=2, diloco_outer_momentum=0.5),
+        diloco=IslandsConfig(diloco_steps=4, diloco_fragments=2, diloco_outer_momentum=0.5),
     ),
     "islands, messages under way, async": Case(
-        model=LLAMA_STYLE, nodes=2, diloco=DilocoConfig(diloco_steps=2, diloco_delay=1)
+        model=LLAMA_STYLE, nodes=2, diloco=IslandsConfig(diloco_steps=2, diloco_delay=1)
     ),
     "islands of two nodes, differences": Case(
-        model=DROPOUT, nodes=4, zero=DIFFERENCES, diloco=DilocoConfig(diloco_steps=2, diloco_islands=2, diloco_delay=1)
+        model=DROPOUT, nodes=4, zero=DIFFERENCES, diloco=IslandsConfig(diloco_steps=2, diloco_islands=2, diloco_delay=1)
     ),
     "islands, fp16": Case(
-        model=LLAMA_STYLE, nodes=2, precision=PrecisionConfig(fp16=True), diloco=DilocoConfig(diloco_steps=3)
+        model=LLAMA_STYLE, nodes=2, precision=PrecisionConfig(fp16=True), diloco=IslandsConfig(diloco_steps=3)
     ),
 }
 

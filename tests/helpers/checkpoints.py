@@ -17,11 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import choose_source
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
-from megazpp.checkpoint.state import TrainState
+from megazpp.checkpoint.state import RunValues, TrainState
 from megazpp.checkpoint.together import open_axis
 from megazpp.data.loader import MicroBatch
+from megazpp.islands.state import island_parts
 from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
@@ -57,10 +59,14 @@ class Attempt:
         self.job, case = job, job.case
         self.step, self.dims = build_step(case)
         self.lines: list[str] = []
-        parts = (self.step.model, self.step.sharding, self.step.optimizer, self.step.scaler, self.dims)
         self.diloco = build_diloco(case, self.step, self.dims)
         self.losses = LossHistory()
-        self.state = TrainState(*parts, seed=case.seed, guard=self.losses, diloco=self.diloco)
+        model, sharding, optimizer = self.step.model, self.step.sharding, self.step.optimizer
+        values = RunValues(optimizer, self.step.scaler, self.losses)
+        self.parts = training_parts(model, sharding, optimizer, self.dims, values, seed=case.seed)
+        if self.diloco is not None:
+            self.parts = island_parts(self.parts, self.diloco, model, values)
+        self.state = TrainState(model, sharding, values, self.parts)
         self.checkpoints = Checkpoints(job.config, self.state, template(job), shared_axis(self.dims), self.lines.append)
 
     def load(self, *, restarted: bool = False) -> TrainingProgress:

@@ -18,7 +18,7 @@ from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.training.batches import BatchConfig, plan_batches
 from megazpp.training.context import Console, RunContext
-from megazpp.training.loop import StopConditions, StopConfig, train
+from megazpp.training.loop import Evaluations, StopConditions, StopConfig, train
 from megazpp.training.metrics import RunShape, StepRecord
 from megazpp.training.recorder import MetricsRecorder
 from megazpp.training.tracking import TrackingConfig
@@ -109,18 +109,18 @@ class Run:
             tracking, run, shape, model=torch.nn.Module(), zero3=self.zero3_asked.append, tracker=tracker
         )
         self.recorder = recorder
+        stops = StopConditions(StopConfig(**loop))
+        evaluations = Evaluations(recorder, self.evaluate, eval_interval, stops)
         self.progress = train(
             self.fake,
             FakeLoader(),
             self.plan,
             schedule,
             recorder,
-            StopConditions(StopConfig(**loop)),
+            stops,
             [self],  # observes
-            eval_interval=eval_interval,
-            evaluate=self.evaluate,
             start=start,
-            checkpoints=checkpoints,
+            after=[evaluations] if checkpoints is None else [checkpoints, evaluations],
         )
 
     @contextlib.contextmanager

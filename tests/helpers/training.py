@@ -9,6 +9,8 @@ import torch
 from torch.distributed.tensor import Shard
 
 from megazpp.data.loader import MicroBatch, make_micro_batch
+from megazpp.islands.config import IslandsConfig, IslandsPlan, plan_islands
+from megazpp.islands.outer import Islands
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import Float8Format, float8_product
 from megazpp.model.gpt import GPTModel
@@ -23,8 +25,6 @@ from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec, build_model
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
-from megazpp.zero.diloco import DiLoCo
-from megazpp.zero.diloco_config import DilocoConfig, DilocoPlan, plan_diloco
 
 EOD = 3
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ class Case:
     zero: ZeroConfig | None = None
     float8: Float8Format | None = None  # emulated
     scalar_head: bool = False
-    diloco: DilocoConfig = field(default_factory=DilocoConfig)
+    diloco: IslandsConfig = field(default_factory=IslandsConfig)
 
     @property
     def islands(self) -> int:
@@ -184,10 +184,10 @@ def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:
     return TrainStep(model, sharding, optimizer, scaler, dims, clip_grad=CLIP), dims
 
 
-def diloco_plan(case: Case) -> DilocoPlan | None:
+def diloco_plan(case: Case) -> IslandsPlan | None:
     """None where every step is synchronized."""
     assert case.model.num_layers is not None
-    return plan_diloco(
+    return plan_islands(
         case.diloco,
         case.zero or ZeroConfig(),
         iterations=case.steps,
@@ -196,10 +196,10 @@ def diloco_plan(case: Case) -> DilocoPlan | None:
     )
 
 
-def build_diloco(case: Case, step: TrainStep, dims: ParallelDims) -> DiLoCo | None:
+def build_diloco(case: Case, step: TrainStep, dims: ParallelDims) -> Islands | None:
     """The islands of a model; None where every step is synchronized."""
     plan = diloco_plan(case)
-    return None if plan is None else DiLoCo(step.sharding, dims, plan, case.precision)
+    return None if plan is None else Islands(step.sharding, dims, plan, case.precision)
 
 
 def train_on_ranks(case: Case) -> dict[str, Any]:

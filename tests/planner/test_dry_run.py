@@ -61,7 +61,7 @@ def test_first_middle_and_last_ranks_send_what_is_planned(run: RunConfig, cluste
         assert dry.counted == dry.planned
         step, synchronization = dry.counted
         assert step
-        assert bool(synchronization) == (run.diloco.diloco_steps is not None)
+        assert bool(synchronization) == (run.islands.diloco_steps is not None)
         text = dry.describe()
         assert text.count("as planned") == (2 if synchronization else 1)
     assert not dist.is_initialized()

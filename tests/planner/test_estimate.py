@@ -95,7 +95,7 @@ def test_bytes_between_islands_are_those_of_4_bits_twice_and_means_over_steps():
     parameters = own.memory[Memory.PARAMETERS] / 4 * 4  # of four ranks of an island
     per_node = 2 * (0.5 + 2 / 128) * parameters * (2 - 1) / 2 / 2  # two hops; two islands, of two nodes each
     assert own.node_island_bytes == pytest.approx(per_node, rel=0.05)  # 1-D parameters travel exact
-    alone = estimator(cluster).estimate(changed(run, diloco={"diloco_steps": 8}))
+    alone = estimator(cluster).estimate(changed(run, islands={"diloco_steps": 8}))
     assert alone.node_island_bytes == own.node_island_bytes
     each_step = own.node_cross_bytes - own.node_island_bytes / 4  # the ring of an island's two nodes
     assert each_step == pytest.approx(alone.node_cross_bytes - own.node_island_bytes / 8)
@@ -128,12 +128,12 @@ def test_local_steps_are_planned_beside_the_schemes_which_have_none():
     flags = ["--diloco-steps", "8", "--diloco-delay", "3", "--diloco-islands", "2"]
     assert local_steps(config(*flags), alone) == {}
     ((name, usual),) = local_steps(config("--zeropp"), pairs).items()
-    assert (name, usual.diloco.diloco_steps, usual.zero.zeropp) == ("--diloco-steps 30", 30, False)
+    assert (name, usual.islands.diloco_steps, usual.zero.zeropp) == ("--diloco-steps 30", 30, False)
     ((name, own),) = local_steps(config(*flags, "--zeropp"), pairs).items()
     assert (name, own) == ("--diloco-steps 8", config(*flags, "--zeropp"))
     assert not local_steps(config(*flags), pairs)[name].zero.zeropp
     for other in schemes(own).values():
-        assert other.diloco.diloco_steps is None
+        assert other.islands.diloco_steps is None
 
 
 def test_beside_differences_of_weights_qwz_which_keeps_none_is_planned_with_8_bits():

@@ -17,6 +17,8 @@ from planner.test_step import plan
 
 import megazpp.planner.dry_run as dry_run_module
 from megazpp.base.arguments import RunConfig, parse_run_config
+from megazpp.islands.config import IslandsConfig
+from megazpp.islands.outer import Islands, OuterUnit
 from megazpp.model.config import GPTConfig
 from megazpp.planner.dry_run import PeakBytes, dry_run
 from megazpp.planner.paper import own_shapes
@@ -24,8 +26,6 @@ from megazpp.planner.simulation import Ledger, Memory
 from megazpp.topology.cluster import Cluster
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import GRADIENT_BLOCK, PrecisionConfig, ZeroConfig
-from megazpp.zero.diloco import DiLoCo, OuterUnit
-from megazpp.zero.diloco_config import DilocoConfig
 from megazpp.zero.secondary import Resident, Secondary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +95,7 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dry_run_module, "TrainStep", self._step)
         monkeypatch.setattr(dry_run_module, "PeakBytes", self._live)
-        monkeypatch.setattr(dry_run_module, "DiLoCo", self._diloco)
+        monkeypatch.setattr(dry_run_module, "Islands", self._diloco)
         self._send = dry_run_module._send_what_is_under_way
         monkeypatch.setattr(dry_run_module, "_send_what_is_under_way", self._sending)
         self.outer: list[OuterUnit] = []
@@ -109,12 +109,12 @@ class Seen:
         self.live = PeakBytes()
         return self.live
 
-    def _diloco(self, *args: Any) -> DiLoCo:
-        diloco = DiLoCo(*args)
+    def _diloco(self, *args: Any) -> Islands:
+        diloco = Islands(*args)
         self.outer = diloco.units
         return diloco
 
-    def _sending(self, diloco: DiLoCo) -> None:
+    def _sending(self, diloco: Islands) -> None:
         self._send(diloco)
         self.sent = [unit._sent.untyped_storage()._cdata for unit in diloco.units if unit._sent is not None]
 
@@ -170,7 +170,7 @@ def test_on_islands_of_one_rank_a_step_is_the_fullest_moment_or_a_synchronizatio
 def test_local_steps_take_what_their_formulas_say():
     """P parameters on L ranks of an island and W in all: R 4 P/L, feedback P/L, outer weights and momentum 8 P/W."""
     wide = dataclasses.replace(GPT, hidden_size=512)
-    case = Case(model=wide, diloco=DilocoConfig(diloco_steps=4, diloco_outer_momentum=0.9), **BF16)
+    case = Case(model=wide, diloco=IslandsConfig(diloco_steps=4, diloco_outer_momentum=0.9), **BF16)
     step = plan(case, 4)
     step.run(1)
     kinds, parameters = step.ledger.peak, sum(unit.elements for unit in step.units)

@@ -124,7 +124,7 @@ def test_one_node_has_no_islands():
     alone = Cluster(num_nodes=1, ranks_per_node=4, links=SLOW, device=SMALL)
     assert "diloco" not in plan_report(run, alone, device_type="cpu")
     with pytest.raises(ValueError, match="--diloco-steps 4: islands are whole nodes, and there is one node"):
-        plan_report(changed(run, diloco={"diloco_steps": 4}), alone, device_type="cpu")
+        plan_report(changed(run, islands={"diloco_steps": 4}), alone, device_type="cpu")
 
 
 @pytest.mark.slow

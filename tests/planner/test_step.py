@@ -10,6 +10,7 @@ from helpers.ranks import ranks
 from helpers.tiers import chosen
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_diloco, build_step, diloco_plan
 
+from megazpp.islands.config import IslandsConfig
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelConfig, plan_dims
 from megazpp.planner.simulation import SimulatedQueue
@@ -17,7 +18,6 @@ from megazpp.planner.step import PaperStep, TrafficTable, measure, traffic_betwe
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
-from megazpp.zero.diloco_config import DilocoConfig
 
 ALL = ZeroConfig(zeropp=True)
 
@@ -41,7 +41,7 @@ def plan(case: Case, world: int, rank: int = 0) -> PaperStep:
         micro_batch_size=case.global_batch // layout.data // case.micro_batches,
         rank=rank,
         on_cpu=True,
-        diloco=diloco_plan(case),
+        islands=diloco_plan(case),
     )
 
 
@@ -101,17 +101,17 @@ def test_planned_bytes_and_calls_are_the_counted_ones_exactly(case: Case):
 
 EVERY = {"diloco_steps": 4}
 ISLANDS = {
-    "quantized": Case(nodes=2, diloco=DilocoConfig(**EVERY)),
+    "quantized": Case(nodes=2, diloco=IslandsConfig(**EVERY)),
     "tp, late fragments": Case(
         nodes=2,
         tp=2,
         model=LLAMA_STYLE,
         precision=PrecisionConfig(bf16=True),
-        diloco=DilocoConfig(**EVERY, diloco_fragments=2, diloco_delay=3, diloco_outer_momentum=0.9),
+        diloco=IslandsConfig(**EVERY, diloco_fragments=2, diloco_delay=3, diloco_outer_momentum=0.9),
     ),
-    "zeropp inside": Case(nodes=4, zero=ALL, micro_batches=2, diloco=DilocoConfig(**EVERY, diloco_islands=2)),
+    "zeropp inside": Case(nodes=4, zero=ALL, micro_batches=2, diloco=IslandsConfig(**EVERY, diloco_islands=2)),
     "not quantized": Case(
-        nodes=4, order=(0, 2, 1, 3), diloco=DilocoConfig(**EVERY, diloco_weight_bits=16, diloco_gradient_bits=16)
+        nodes=4, order=(0, 2, 1, 3), diloco=IslandsConfig(**EVERY, diloco_weight_bits=16, diloco_gradient_bits=16)
     ),
 }
 

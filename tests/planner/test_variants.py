@@ -54,7 +54,7 @@ def test_local_steps_are_kept_and_not_chosen():
     assert choices[0].fits
     for choice in choices:
         assert choice.estimate is not None
-        assert choice.estimate.plan.diloco is not None
+        assert choice.estimate.plan.islands is not None
         assert choice.estimate.node_island_bytes > 0
 
 

@@ -11,15 +11,14 @@ from helpers.tiers import slow
 from helpers.training import CPU, Case, build_diloco, build_step, spec_of
 from training.test_anomalies_not_finite import guarded, poison_gradient
 
+from megazpp.islands import loop
+from megazpp.islands.config import IslandsConfig
+from megazpp.islands.loop import LocalSteps, check_island_holds
 from megazpp.parallel.axis import MeshAxis
-from megazpp.training import setup
 from megazpp.training.anomalies import NotFiniteError
-from megazpp.training.local_steps import LocalSteps
 from megazpp.training.loop import StopConditions, StopConfig
 from megazpp.training.objective import LanguageModelLoss
-from megazpp.training.setup import check_island_holds
 from megazpp.zero.config import ZeroConfig
-from megazpp.zero.diloco_config import DilocoConfig
 
 
 class Met(NamedTuple):
@@ -100,9 +99,9 @@ class Counted:
         self.calls += 1
 
 
-PLAIN = Case(nodes=2, steps=8, diloco=DilocoConfig(diloco_steps=3))
-LATE = Case(nodes=2, steps=8, diloco=DilocoConfig(diloco_steps=3, diloco_delay=2))
-LARGE = Case(nodes=4, steps=8, zero=ZeroConfig(zeropp=True), diloco=DilocoConfig(diloco_steps=3, diloco_islands=2))
+PLAIN = Case(nodes=2, steps=8, diloco=IslandsConfig(diloco_steps=3))
+LATE = Case(nodes=2, steps=8, diloco=IslandsConfig(diloco_steps=3, diloco_delay=2))
+LARGE = Case(nodes=4, steps=8, zero=ZeroConfig(zeropp=True), diloco=IslandsConfig(diloco_steps=3, diloco_islands=2))
 
 
 @pytest.mark.parametrize(("case", "met"), [(PLAIN, [3, 6, 8]), (LATE, [5, 8]), slow(LARGE, [3, 6, 8])])
@@ -151,12 +150,12 @@ def test_what_every_rank_knows_stops_at_once():
 
 
 def check_against(available: int) -> str:
-    case = Case(nodes=2, tp=2, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9))
+    case = Case(nodes=2, tp=2, diloco=IslandsConfig(diloco_steps=2, diloco_outer_momentum=0.9))
     step, dims = build_step(case)
     diloco = build_diloco(case, step, dims)
     assert diloco is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "device_bytes", lambda device: available)
+        patch.setattr(loop, "device_bytes", lambda device: available)
         try:
             check_island_holds(spec_of(case), dims, CPU, diloco.plan)
         except ValueError as error:

@@ -17,14 +17,14 @@ from helpers.tiers import slow
 from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_diloco, build_step
 
 from kernels.formats import BlockFormat
+from megazpp.islands.config import IslandsConfig, plan_islands
+from megazpp.islands.outer import send_fragment
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
-from megazpp.zero.diloco import send_fragment
-from megazpp.zero.diloco_config import DilocoConfig, plan_diloco
 from megazpp.zero.layout import plan_message
 
 BF16 = PrecisionConfig(bf16=True)
@@ -33,11 +33,11 @@ SGD = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0)
 ADAM = OptimizerConfig(adam_eps=1e-4)  # of gradients near 0 the rest is rounding, which Adam would make a step of
 
 
-def local_steps(steps: int, **flags: Any) -> DilocoConfig:
+def local_steps(steps: int, **flags: Any) -> IslandsConfig:
     """Not quantized, unless flags say so."""
     bits = {"diloco_weight_bits": 16, "diloco_gradient_bits": 16}
     given = {f"diloco_{name}": value for name, value in flags.items()}
-    return DilocoConfig(diloco_steps=steps, **{**bits, **given})
+    return IslandsConfig(diloco_steps=steps, **{**bits, **given})
 
 
 class Trained(NamedTuple):
@@ -107,7 +107,7 @@ def simulate(case: Case, fragments: list[list[str]]) -> tuple[list[dict[str, tor
     count = case.islands
     models = [first, *(copy.deepcopy(first) for _ in range(count - 1))]
     optimizers = [build_optimizer(list(model.named_parameters()), ADAM, CPU) for model in models]
-    plan = plan_diloco(case.diloco, ZeroConfig(), iterations=case.steps, num_layers=9, tokens_per_step=1.0)
+    plan = plan_islands(case.diloco, ZeroConfig(), iterations=case.steps, num_layers=9, tokens_per_step=1.0)
     assert plan is not None
     settings = OuterRule(
         steps=plan.steps,
@@ -236,9 +236,9 @@ def test_it_is_the_simulator_of_islands(name: str):
 @pytest.mark.parametrize(
     ("world", "case"),
     [
-        (4, Case(nodes=2, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9, diloco_outer_lr=0.7))),
-        slow(4, Case(nodes=4, model=LLAMA_STYLE, precision=BF16, diloco=DilocoConfig(diloco_steps=2, diloco_delay=1))),
-        slow(8, Case(nodes=4, tp=2, precision=BF16, diloco=DilocoConfig(diloco_steps=2, diloco_islands=2))),
+        (4, Case(nodes=2, diloco=IslandsConfig(diloco_steps=2, diloco_outer_momentum=0.9, diloco_outer_lr=0.7))),
+        slow(4, Case(nodes=4, model=LLAMA_STYLE, precision=BF16, diloco=IslandsConfig(diloco_steps=2, diloco_delay=1))),
+        slow(8, Case(nodes=4, tp=2, precision=BF16, diloco=IslandsConfig(diloco_steps=2, diloco_islands=2))),
     ],
 )
 def test_four_bits_leave_the_same_bits_on_all_islands_close_to_the_outer_weights(world: int, case: Case):
@@ -273,7 +273,7 @@ def test_islands_with_no_tokens_send_finite_numbers():
 
 @pytest.mark.parametrize(("bits", "size"), [(16, 3), slow(8, 3), (4, 2)])
 def test_each_synchronization_sends_two_messages_of_each_unit_and_the_tokens(bits: int, size: int):
-    config = DilocoConfig(diloco_steps=3, diloco_weight_bits=bits, diloco_gradient_bits=bits)  # type: ignore[arg-type]
+    config = IslandsConfig(diloco_steps=3, diloco_weight_bits=bits, diloco_gradient_bits=bits)  # type: ignore[arg-type]
     case = Case(model=WIDE, nodes=size + 1, global_batch=12, steps=6, diloco=config)
     fmt = None if bits == 16 else BlockFormat(bits, 128)  # type: ignore[arg-type]
     for result in ranks(size + 1).run(train_islands, case):
@@ -325,7 +325,7 @@ def _shard(x: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", [Case(nodes=2), slow(Case(nodes=2, tp=2, precision=BF16))])
 def test_an_evaluation_sees_the_islands_common_weights_and_leaves_their_own(case: Case):
-    flags = DilocoConfig(diloco_steps=2, diloco_delay=1)
+    flags = IslandsConfig(diloco_steps=2, diloco_delay=1)
     results = ranks(4).run(look_at_outer_weights, dataclasses.replace(case, diloco=flags))
     assert all(result.common and result.own for result in results)
     assert len({result.loss for result in results}) == 1
@@ -340,8 +340,8 @@ def train_on_streams(case: Case) -> list[str]:
 @pytest.mark.parametrize(
     "case",
     [
-        slow(Case(nodes=2, diloco=DilocoConfig(diloco_steps=2, diloco_delay=1, diloco_outer_momentum=0.9))),
-        slow(Case(nodes=4, zero=ZeroConfig(zeropp=True), diloco=DilocoConfig(diloco_steps=2, diloco_islands=2))),
+        slow(Case(nodes=2, diloco=IslandsConfig(diloco_steps=2, diloco_delay=1, diloco_outer_momentum=0.9))),
+        slow(Case(nodes=4, zero=ZeroConfig(zeropp=True), diloco=IslandsConfig(diloco_steps=2, diloco_islands=2))),
     ],
 )
 def test_no_two_streams_race(case: Case):
@@ -349,8 +349,12 @@ def test_no_two_streams_race(case: Case):
 
 
 def test_fragments_take_turns_and_nobody_waits_for_one_that_has_not_come():
-    plan = plan_diloco(
-        DilocoConfig(diloco_steps=6, diloco_fragments=3), ZeroConfig(), iterations=60, num_layers=3, tokens_per_step=1.0
+    plan = plan_islands(
+        IslandsConfig(diloco_steps=6, diloco_fragments=3),
+        ZeroConfig(),
+        iterations=60,
+        num_layers=3,
+        tokens_per_step=1.0,
     )
     assert plan is not None
     assert [plan.sends_at(t) for t in range(1, 13)] == [None, 0, None, 1, None, 2, None, 0, None, 1, None, 2]
@@ -361,8 +365,8 @@ def test_fragments_take_turns_and_nobody_waits_for_one_that_has_not_come():
 )
 def test_outer_momentum_is_for_many_synchronizations_far_apart(steps: int, iterations: int, lr: float, momentum: float):
     def planned(**flags: Any) -> Any:
-        config = DilocoConfig(diloco_steps=steps, **flags)
-        return plan_diloco(config, ZeroConfig(), iterations=iterations, num_layers=2, tokens_per_step=1.0)
+        config = IslandsConfig(diloco_steps=steps, **flags)
+        return plan_islands(config, ZeroConfig(), iterations=iterations, num_layers=2, tokens_per_step=1.0)
 
     chosen = planned()
     assert (chosen.outer_lr, chosen.outer_momentum, bool(chosen.notices)) == (lr, momentum, momentum == 0.0)
@@ -383,10 +387,10 @@ def test_outer_momentum_is_for_many_synchronizations_far_apart(steps: int, itera
 )
 def test_what_means_nothing_is_refused(flags: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        DilocoConfig(**flags)
+        IslandsConfig(**flags)
 
 
 def test_there_are_no_more_fragments_than_layers():
-    config = DilocoConfig(diloco_steps=6, diloco_fragments=3)
+    config = IslandsConfig(diloco_steps=6, diloco_fragments=3)
     with pytest.raises(ValueError, match="--diloco-fragments 3 is more than --num-layers 2"):
-        plan_diloco(config, ZeroConfig(), iterations=60, num_layers=2, tokens_per_step=1.0)
+        plan_islands(config, ZeroConfig(), iterations=60, num_layers=2, tokens_per_step=1.0)

@@ -24,6 +24,7 @@ from torch.nn import functional
 from megazpp.base.arguments import RunConfig, parse_run_config
 from megazpp.base.checks import check_run_config
 from megazpp.data.loader import make_micro_batch
+from megazpp.islands.outer import Islands
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.axis import MeshAxis
@@ -35,7 +36,6 @@ from megazpp.topology.layout import Layout
 from megazpp.training.metrics import cpu_seconds
 from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep
-from megazpp.zero.diloco import DiLoCo
 
 TIMEOUT_MINUTES = 60  # a step of 8 micro-batches takes minutes on the slowest links
 CPU = torch.device("cpu")
@@ -96,9 +96,9 @@ class VariantRun:
         optimizer = build_optimizer(list(built.model.named_parameters()), config.optimizer, CPU)
         scaler = build_loss_scaler(config.loss_scale, fp16=False)
         self._step = TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
-        self._islands = None if plan.diloco is None else DiLoCo(built.sharding, dims, plan.diloco, config.precision)
-        self.steps = config.diloco.diloco_steps or 1
-        self._iteration, self._lr = config.diloco.diloco_delay, config.schedule.lr or 0.0
+        self._islands = None if plan.islands is None else Islands(built.sharding, dims, plan.islands, config.precision)
+        self.steps = config.islands.steps
+        self._iteration, self._lr = config.islands.delay, config.schedule.lr or 0.0
         self.num_parameters = sum(p.numel() for p in built.model.parameters())
         generator = torch.Generator().manual_seed(config.launch.seed + dims.data_rank)
         size = config.batches.micro_batch_size or 1, (config.data.seq_length or 1) + 1

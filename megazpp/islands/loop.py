@@ -10,27 +10,31 @@ from __future__ import annotations
 
 import torch
 
+from megazpp.base.formatting import GIGA
+from megazpp.islands.config import IslandsPlan
+from megazpp.islands.outer import Islands
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import COMPUTE
 from megazpp.training.anomalies import Guard
 from megazpp.training.metrics import INNER_LOSS
-from megazpp.training.objective import LanguageModelLoss
+from megazpp.training.objective import LanguageModelLoss, Objective
+from megazpp.training.setup import ModelSpec, model_on_meta
 from megazpp.training.step import LaunchedStep
-from megazpp.zero.diloco import DiLoCo
 
 
 class LocalSteps:
     """Synchronizes islands after steps; every rank calls it after every step.
 
     Args:
-        diloco: the islands' weights.
+        islands: the islands' weights.
         objective: knows the tokens of a step.
         guard: finds what must not get into the weights.
         dims: the axes.
     """
 
-    def __init__(self, diloco: DiLoCo, objective: LanguageModelLoss, guard: Guard, dims: ParallelDims) -> None:
-        self.diloco, self._objective, self._guard, self._dims = diloco, objective, guard, dims
+    def __init__(self, islands: Islands, objective: Objective, guard: Guard, dims: ParallelDims) -> None:
+        assert isinstance(objective, LanguageModelLoss), "others are refused by check_post_training"
+        self.islands, self._objective, self._guard, self._dims = islands, objective, guard, dims
         self._losses, self._steps = torch.zeros(()), 0  # since islands met
 
     def after_step(self, launched: LaunchedStep, iteration: int, *, last: bool) -> bool:
@@ -41,17 +45,17 @@ class LocalSteps:
         Raises:
             NotFiniteError: on all ranks, because of a step of some island since they last met.
         """
-        diloco = self.diloco
-        diloco.count(self._objective.tokens)
+        islands = self.islands
+        islands.count(self._objective.tokens)
         self._losses, self._steps = launched.loss + self._losses.to(launched.loss.device), self._steps + 1
-        meets = last or diloco.meets_at(iteration)
+        meets = last or islands.meets_at(iteration)
         if meets and self._meet(launched):
             return True
         with self._dims.timeline.span(COMPUTE, "synchronize"):
             if last:
-                diloco.finish()
+                islands.finish()
             else:
-                diloco.after_step(iteration)
+                islands.after_step(iteration)
         return meets
 
     def _meet(self, launched: LaunchedStep) -> bool:
@@ -64,3 +68,24 @@ class LocalSteps:
         launched.metrics = {**launched.metrics, INNER_LOSS: losses / world.size}
         self._losses, self._steps = torch.zeros(()), 0
         return self._guard.settle(failed=failed > 0, back=back > 0)
+
+
+def check_island_holds(spec: ModelSpec, dims: ParallelDims, device: torch.device, plan: IslandsPlan) -> None:
+    """Raises ValueError where the states of an island's model are larger than a GPU's memory; of a CPU nobody knows."""
+    available = device_bytes(device)
+    if available is None:
+        return
+    parameters = sum(parameter.numel() for parameter in model_on_meta(spec, dims, device).parameters())
+    needed = plan.state_bytes(parameters, dims.shard.size, dims.island.size)
+    if needed > available:
+        ranks = dims.shard.size * dims.tp.size
+        raise ValueError(
+            f"--diloco-steps {plan.steps}: each of the {dims.island.size} islands has a whole model on its {ranks} "
+            f"ranks, whose states take {needed / GIGA:.1f} GB of a rank's {available / GIGA:.1f} GB; fewer "
+            "--diloco-islands are larger ones"
+        )
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU; None of a CPU, which ranks share."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
 from kernels.formats import BlockFormat
-from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.flags import as_written, check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import local_domains, numbers
 from megazpp.zero.config import DIFFERENCE_BLOCK, GRADIENT_BLOCK, ZeroConfig, block_format
 
 T = TypeVar("T")
 
-CHOSEN = ("diloco_outer_lr", "diloco_outer_momentum")  # flags whose defaults depend on the run
+RUN_DEPENDENT = ("diloco_outer_lr", "diloco_outer_momentum")  # flags whose defaults depend on the run
 FEWEST, SHORTEST = 200, 10  # synchronizations, and steps between two, from which on outer momentum is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
-class DilocoConfig:
+class IslandsConfig:
     """Local steps between islands (DiLoCo): another algorithm, for links too slow for a synchronization per step
 
     An island is a node or several; inside it training is as ever, between islands weights meet every --diloco-steps
@@ -66,9 +69,33 @@ class DilocoConfig:
         if steps % self.diloco_fragments:
             raise ValueError(f"--diloco-steps {steps} is not divisible by --diloco-fragments {self.diloco_fragments}")
 
+    @property
+    def asked(self) -> str:
+        """The flag that asks for islands, with its value; "" where every step is synchronized."""
+        return "" if self.diloco_steps is None else f"--diloco-steps {self.diloco_steps}"
 
-class DilocoPlan(NamedTuple):
-    """The plan that `plan_diloco` has made of the flags.
+    @property
+    def steps(self) -> int:
+        """Optimizer steps from one synchronization of a weight to the next."""
+        return self.diloco_steps or 1
+
+    @property
+    def delay(self) -> int:
+        """Steps under which messages travel."""
+        return self.diloco_delay
+
+    def number(self, cluster: Cluster) -> int:
+        """The islands of a cluster; 1 where every step is synchronized."""
+        return (self.diloco_islands or cluster.num_local_domains) if self.asked else 1
+
+
+def islands_every(steps: int, *, delay: int = 0, outer_momentum: float | None = None) -> IslandsConfig:
+    """Islands that synchronize every so many steps, and else by the defaults."""
+    return IslandsConfig(diloco_steps=steps, diloco_delay=delay, diloco_outer_momentum=outer_momentum)
+
+
+class IslandsPlan(NamedTuple):
+    """The plan that `plan_islands` has made of the flags.
 
     Attributes:
         steps: H.
@@ -117,6 +144,10 @@ class DilocoPlan(NamedTuple):
         """Steps under which the messages of a fragment travel, before those of the next one do."""
         return min(self.delay, self.steps // self.fragments)
 
+    def chosen_flags(self) -> dict[str, float]:
+        """The values of RUN_DEPENDENT."""
+        return dict(zip(RUN_DEPENDENT, (self.outer_lr, self.outer_momentum), strict=True))
+
     def describe(self) -> str:
         """One line for the log."""
         parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""
@@ -131,9 +162,41 @@ def _spell(fmt: BlockFormat | None) -> str:
     return "not quantized" if fmt is None else f"int{fmt.bits}"
 
 
-def plan_diloco(
-    config: DilocoConfig, zero: ZeroConfig, *, iterations: int, num_layers: int, tokens_per_step: float
-) -> DilocoPlan | None:
+def count_islands(config: IslandsConfig, cluster: Cluster, *, verify_interval: int | None) -> int:
+    """Check the flags against the cluster and --zero-verify-interval; return `config.number`.
+
+    Raises:
+        ValueError: there is one node, weights are to be compared over all ranks, or islands are not whole nodes.
+    """
+    if config.asked and cluster.num_local_domains == 1:
+        raise ValueError(f"{config.asked}: islands are whole nodes, and there is one node (--emulate-nodes 2)")
+    if config.asked and verify_interval is not None:
+        raise ValueError(
+            f"--zero-verify-interval {verify_interval} compares weights over all ranks, and with --diloco-steps "
+            "islands have different ones"
+        )
+    islands, domains = config.number(cluster), cluster.num_local_domains
+    if domains % islands:
+        fitting = [count for count in range(2, domains + 1) if not domains % count]
+        raise ValueError(
+            f"--diloco-islands {islands} does not divide the {domains} {local_domains(cluster)}; {numbers(fitting)} "
+            "would fit"
+        )
+    return islands
+
+
+def ignored_flags(config: IslandsConfig) -> tuple[str, ...]:
+    """Return a line for each flag that was set although there are no islands."""
+    return tuple(
+        f"{as_written(config, field)} is ignored: islands synchronize every step (--diloco-steps)"
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != field.default
+    )
+
+
+def plan_islands(
+    config: IslandsConfig, zero: ZeroConfig, *, iterations: int, num_layers: int, tokens_per_step: float
+) -> IslandsPlan | None:
     """Plan what the flags ask for; None without --diloco-steps.
 
     Args:
@@ -158,7 +221,7 @@ def plan_diloco(
             why = f"islands synchronize after fewer than {SHORTEST} steps (--diloco-steps {steps})"
         notices.append(f"{why}: outer momentum is 0" + (" and the outer learning rate 1" if lr is None else ""))
     alpha = config.diloco_merge_alpha
-    return DilocoPlan(
+    return IslandsPlan(
         steps=steps,
         fragments=config.diloco_fragments,
         delay=config.diloco_delay,

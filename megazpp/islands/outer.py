@@ -36,11 +36,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from kernels.block_quant import Feedback
 from kernels.formats import BlockFormat, MessageLayout
+from megazpp.islands.config import IslandsPlan
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.config import PrecisionConfig
-from megazpp.zero.diloco_config import DilocoPlan
 from megazpp.zero.layout import own_rows, plan_message, plan_segments
 from megazpp.zero.secondary import Resident
 from megazpp.zero.sharding import Sharding
@@ -70,7 +70,7 @@ class OuterUnit:
         shapes: Sequence[tuple[int, ...]],
         axis: MeshAxis,
         *,
-        plan: DilocoPlan,
+        plan: IslandsPlan,
         precision: PrecisionConfig,
         queue: CommQueue,
         codec: Callable[[MessageLayout, torch.dtype], Codec] = Codec,
@@ -209,7 +209,7 @@ class OuterUnit:
         self.common.take_in(self.common.messages, self.outer, keyframe=False)
 
 
-def send_fragment(units: Sequence[OuterUnit], axis: MeshAxis, plan: DilocoPlan, tokens: torch.Tensor) -> None:
+def send_fragment(units: Sequence[OuterUnit], axis: MeshAxis, plan: IslandsPlan, tokens: torch.Tensor) -> None:
     """Start the messages of a fragment.
 
     Args:
@@ -226,23 +226,24 @@ def send_fragment(units: Sequence[OuterUnit], axis: MeshAxis, plan: DilocoPlan, 
             unit.send(weight, correction)
 
 
-class DiLoCo:
+class Islands:
     """The islands' side of a sharded model. Every rank of every island calls every method, at the same iterations.
 
     Args:
         sharding: the model, which the outer weights start from.
         dims: its axes, with two islands at least.
-        plan: what `plan_diloco` has made of the flags.
+        plan: what `plan_islands` has made of the flags.
         precision: of the model.
     Attributes:
-        plan: as given.
+        plan, sharding: as given.
+        axis: the islands.
         units: in the order of `Sharding.units`.
         fragments: the units of each.
         merge_at: of each fragment the iteration at which its messages have arrived; 0 where none are under way.
     """
 
-    def __init__(self, sharding: Sharding, dims: ParallelDims, plan: DilocoPlan, precision: PrecisionConfig) -> None:
-        self.plan, self._sharding, self._dims, self._axis = plan, sharding, dims, dims.island
+    def __init__(self, sharding: Sharding, dims: ParallelDims, plan: IslandsPlan, precision: PrecisionConfig) -> None:
+        self.plan, self.sharding, self._dims, self.axis = plan, sharding, dims, dims.island
         sharding.free_gathered()
         device = next(sharding.model.parameters()).device
         self.units = []
@@ -271,7 +272,7 @@ class DiLoCo:
         plan, merging = self.plan, self._due(iteration)
         sends = plan.sends_at(iteration)
         if merging or sends is not None:
-            self._sharding.free_gathered()
+            self.sharding.free_gathered()
         for fragment in merging:
             self._merge(fragment, plan.merge_alpha)
         if sends is not None:
@@ -282,7 +283,7 @@ class DiLoCo:
 
     def finish(self) -> None:
         """Synchronize everything, and have every island go on from R; call after the last step, not `after_step`."""
-        self._sharding.free_gathered()
+        self.sharding.free_gathered()
         for fragment in self._due():
             self._merge(fragment, self.plan.merge_alpha)
         for fragment in range(self.plan.fragments):
@@ -355,7 +356,7 @@ class DiLoCo:
 
     def restore(self, common: Mapping[str, torch.Tensor], counts: torch.Tensor) -> None:
         """Go on from what was saved as `common` and `counts`; weights and momentum are loaded already."""
-        self._sharding.free_gathered()
+        self.sharding.free_gathered()
         merge_at, tokens = counts
         self.merge_at = [int(due) for due in merge_at.tolist()]
         self._tokens.copy_(tokens)
@@ -367,7 +368,7 @@ class DiLoCo:
 
     def begin_at_outer_weights(self) -> None:
         """Have R and the inner weights be the outer weights, which are loaded; call on all ranks of all islands."""
-        self._sharding.free_gathered()
+        self.sharding.free_gathered()
         self.merge_at = [0] * self.plan.fragments
         self._tokens.zero_()
         with torch.no_grad(), self._dims.counter.paused():
@@ -381,7 +382,7 @@ class DiLoCo:
 
     def _send(self, fragment: int) -> None:
         tokens = self._told[fragment] = self._tokens[fragment].clone()
-        send_fragment(self.fragments[fragment], self._axis, self.plan, tokens)
+        send_fragment(self.fragments[fragment], self.axis, self.plan, tokens)
         self._tokens[fragment] = 0.0
 
     def _merge(self, fragment: int, alpha: float) -> None:
@@ -391,7 +392,7 @@ class DiLoCo:
         self.merge_at[fragment] = 0
 
     def _swap(self) -> None:
-        self._sharding.free_gathered()
+        self.sharding.free_gathered()
         with torch.no_grad():
             for unit in self.units:
                 unit.swap()
@@ -399,7 +400,7 @@ class DiLoCo:
     def _as_owned(self, unit: OuterUnit, owned: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of [S] as DTensors, each parameter's rows on this rank split once more, over islands."""
         unit.wait()
-        islands, index, shards = self._axis.size, self._axis.rank, unit.unit.shards()
+        islands, index, shards = self.axis.size, self.axis.rank, unit.unit.shards()
         parameters = unit.unit.as_dtensors(shards).values()
         for segment, shard, parameter in zip(unit.segments, shards, parameters, strict=True):
             own = own_rows(shard.shape[0], islands, index)

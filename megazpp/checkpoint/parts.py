@@ -1,0 +1,296 @@
+"""The parts of every training's state: weights, moments, error feedback, kept weights, random generators."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megazpp.checkpoint.state import (
+    MODEL,
+    OPTIMIZER,
+    SCALAR_HEAD,
+    SECONDARY,
+    Group,
+    RunValues,
+    Saved,
+    StatePart,
+    Tensors,
+    under,
+)
+from megazpp.model.dropout import SharedGenerator
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.worker import seed_everything
+from megazpp.tensor_parallel.parameters import seed_for
+from megazpp.zero.sharding import Sharding
+
+
+def training_parts(
+    model: GPTModel,
+    sharding: Sharding,
+    optimizer: torch.optim.Optimizer,
+    dims: ParallelDims,
+    values: RunValues,
+    *,
+    seed: int,
+) -> list[StatePart]:
+    """The parts that every training has."""
+    return [
+        Weights(model, sharding),
+        Moments(model, optimizer),
+        ErrorFeedback(sharding, dims, values),
+        SecondaryPartition(sharding, dims),
+        RandomGenerators(model.shared_generator, next(model.parameters()).device, dims, seed=seed),
+    ]
+
+
+class Weights:
+    """The parameters."""
+
+    prefix = MODEL
+    group: Group = "weights"
+
+    def __init__(self, model: GPTModel, sharding: Sharding) -> None:
+        self._model, self._sharding = model, sharding
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        own = {MODEL + name: x for name, x in self.tensors().items()}
+        return under(MODEL, {key: x for key, x in own.items() if key in saved or not key.startswith(SCALAR_HEAD)})
+
+    def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        self._sharding.weights_changed()
+        if all(name in loaded for name, _ in self._model.named_parameters()):
+            return []
+        return ["the scalar head begins with random weights: the checkpoint has none"]
+
+    def estimate_bytes(self) -> int:
+        return weights_bytes(self._model)
+
+
+class Moments:
+    """The optimizer's state per parameter."""
+
+    prefix = OPTIMIZER
+    group: Group = "optimizer"
+
+    def __init__(self, model: GPTModel, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}.{moment}": value
+            for name, parameter in self._model.named_parameters()
+            for moment, value in self._optimizer.state.get(parameter, {}).items()
+        }
+
+    def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        parameters, targets = dict(self._model.named_parameters()), {}
+        for key, entry in under(OPTIMIZER, saved).items():
+            name, _, moment = key.rpartition(".")
+            if name in parameters:
+                own = self._optimizer.state.get(parameters[name], {})
+                targets[key] = own[moment] if moment in own else _like(entry, parameters[name])
+        return targets
+
+    def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        """Through the optimizer's own method, which puts each tensor on the device where it is used."""
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        indices = {names[parameter]: index for index, parameter in enumerate(parameters)}
+        moments: dict[int, dict[str, torch.Tensor]] = {}
+        for key, value in loaded.items():
+            name, _, moment = key.rpartition(".")
+            moments.setdefault(indices[name], {})[moment] = value
+        self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": moments})
+        return []
+
+    def estimate_bytes(self) -> int:
+        return (2 if "betas" in self._optimizer.defaults else 1) * weights_bytes(self._model)
+
+
+class ErrorFeedback:
+    """The errors of rounding gradients: a rank of one layout has its own, a run on another layout begins with zeros.
+
+    Attributes:
+        sources: give this rank's buffers by name.
+    """
+
+    group: Group = "optimizer"
+
+    def __init__(self, sharding: Sharding, dims: ParallelDims, values: RunValues) -> None:
+        axes = [getattr(dims, name) for name in dims.layout.coordinates]
+        layout, place = ("x".join(str(getattr(axis, part)) for axis in axes) for part in ("size", "rank"))
+        self.prefix, self._sharding, self._dims, self._values = f"feedback.{layout}.{place}.", sharding, dims, values
+        self.sources: list[Callable[[], dict[str, torch.Tensor]]] = [sharding.error_feedback]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: x for source in self.sources for name, x in source().items()}
+
+    def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        there = under(self.prefix, saved)
+        return {name: x for name, x in self.tensors().items() if name in there and there[name].size == x.shape}
+
+    def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        missing = [x for name, x in self.tensors().items() if name not in loaded]
+        for x in missing:
+            x.zero_()
+        self._sharding.rescale_feedback(self._values.scaler.scale / self._values.saved_scale)
+        return ["error feedback begins at zero: the checkpoint has none of this layout"] if missing else []
+
+    def estimate_bytes(self) -> int:
+        return sum(x.nbytes for x in self.tensors().values()) * self._dims.world.size
+
+
+class SecondaryPartition:
+    """The weights that nodes keep, where differences are added to them."""
+
+    prefix = SECONDARY
+    group: Group = "optimizer"
+
+    def __init__(self, sharding: Sharding, dims: ParallelDims) -> None:
+        self._sharding, self._ranks = sharding, dims.shard.size * dims.tp.size
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self._sharding.secondary_state()
+
+    def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        if any(key.startswith("island.") for key in saved):
+            return {}  # they belong to the weights of one island, which `model.` are not
+        own, there = self._sharding.secondary_targets(), under(SECONDARY, saved)
+        return {name: x for name, x in own.items() if name in there and there[name].properties.dtype == x.dtype}
+
+    def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        if self._sharding.load_secondary_state(loaded):
+            return []
+        return ["weights cross nodes whole at first: the checkpoint has no weights that nodes keep"]
+
+    def estimate_bytes(self) -> int:
+        return self._sharding.secondary_state_bytes * self._ranks
+
+
+class RandomGenerators:
+    """Python's, numpy's and torch's default generators, the device's, and the one that tp ranks share; uint8.
+
+    Args:
+        shared: the last one.
+        seed: of the run: a layout that finds no states seeds them anew by this and the iteration.
+    """
+
+    group: Group = "rng"
+
+    def __init__(self, shared: SharedGenerator | None, device: torch.device, dims: ParallelDims, *, seed: int) -> None:
+        self.prefix = f"rng.{dims.data_size}x{dims.tp.size}.{dims.data_rank}x{dims.tp.rank}."
+        self._shared, self._device, self._dims, self._seed = shared, device, dims, seed
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        kind, keys, *rest = np.random.get_state()
+        assert isinstance(keys, np.ndarray)
+        states = {
+            "python": as_tensor(random.getstate()),
+            "numpy": as_tensor([kind, keys.tolist(), *rest]),
+            "torch": torch.get_rng_state(),
+        }
+        if self._device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self._device)
+        if self._shared is not None:
+            states["shared"] = self._shared.generator.get_state()
+        return states
+
+    def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        return empty_as_saved(under(self.prefix, saved))
+
+    def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        """Undo everything that was drawn since `tensors`; generators without a state are left alone."""
+        if not loaded:
+            return [self._seed_anew(iteration)]
+        if "python" in loaded:
+            version, internal, gauss_next = from_tensor(loaded["python"])
+            random.setstate((version, tuple(internal), gauss_next))
+        if "numpy" in loaded:
+            kind, keys, *rest = from_tensor(loaded["numpy"])
+            np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+        if "torch" in loaded:
+            torch.set_rng_state(loaded["torch"])
+        if "cuda" in loaded and self._device.type == "cuda":
+            torch.cuda.set_rng_state(loaded["cuda"], self._device)
+        if "shared" in loaded and self._shared is not None:
+            self._shared.generator.set_state(loaded["shared"])
+        return []
+
+    def estimate_bytes(self) -> int:
+        return 0
+
+    def _seed_anew(self, iteration: int) -> str:
+        # by the iteration, too: the masks of the run's first steps must not come again
+        dims = self._dims
+        seed = seed_for(f"iteration {iteration} on {dims.data_size} data ranks", seed=self._seed)
+        seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+        if self._shared is not None:
+            self._shared.generator.manual_seed(seed_for(f"dropout on data rank {dims.data_rank}", seed=seed))
+        return "random generators are seeded anew: the checkpoint has no states of this layout"
+
+
+class ExtraState(Protocol):
+    """The state of a training between steps: small tensors that no layout splits."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's, by name; tp ranks give the same ones. They are not written to later."""
+
+    def load(self, tensors: Tensors) -> None:
+        """Go on from what all ranks of a run, of any layout, gave together; {} begins anew."""
+
+
+class Extra:
+    """An `ExtraState` as a part."""
+
+    prefix = "extra."
+    group: Group = "optimizer"
+
+    def __init__(self, state: ExtraState) -> None:
+        self.tensors, self._load = state.tensors, state.load
+
+    def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        return empty_as_saved(under(self.prefix, saved))
+
+    def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        self._load(loaded)
+        return []
+
+    def estimate_bytes(self) -> int:
+        return 0
+
+
+def weights_bytes(model: GPTModel) -> int:
+    """The bytes of all weights in fp32."""
+    return 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def empty_as_saved(saved: Saved) -> dict[str, torch.Tensor]:
+    """Tensors for all of `saved`, on the CPU."""
+    return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.items()}
+
+
+def _like(entry: TensorStorageMetadata, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Zeros for a saved scalar, or for a saved moment, placed like its parameter."""
+    if len(entry.size) == 0:
+        return torch.zeros((), dtype=entry.properties.dtype)
+    return torch.zeros_like(parameter.detach(), dtype=entry.properties.dtype)
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """JSON as uint8."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def from_tensor(state: torch.Tensor) -> Any:
+    """Undo `as_tensor`."""
+    return json.loads(bytes(state.tolist()))
