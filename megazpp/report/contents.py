@@ -123,12 +123,13 @@ def thin(values: np.ndarray, max_points: int) -> np.ndarray:
 
 def _curve(rows: Sequence[Row], key: str, at: np.ndarray, max_points: int, factor: float = 1.0) -> list[Segment]:
     has = np.array([i for i, row in enumerate(rows) if number(row.get(key)) is not None], dtype=np.int64)
-    segments = []
+    segments: list[Segment] = []
     for index in np.split(has, np.flatnonzero(np.diff(at[0, has]) <= 0) + 1) if len(has) else ():
         values = np.array([float(rows[i][key]) * factor for i in index], dtype=np.float64)
         kept = thin(values, max_points * len(index) // len(has))
         steps, *others = at[:, index[kept]]
-        segments.append([[int(x) for x in steps], *([_short(x) for x in column] for column in (*others, values[kept]))])
+        exact: list[float | None] = [int(step) for step in steps]
+        segments.append([exact, *([_short(x) for x in column] for column in (*others, values[kept]))])
     return segments
 
 
