@@ -10,7 +10,7 @@ import dataclasses
 from typing import NamedTuple
 
 from megazpp.base.arguments import RunConfig
-from megazpp.islands.config import IslandsPlan, count_islands, ignored_flags, plan_islands
+from megazpp.islands.config import IslandsPlan, count_islands, plan_islands
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import MULTIPLE
 from megazpp.optim.apex import check_apex
@@ -93,7 +93,7 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
         num_layers=config.model.num_layers,
         tokens_per_step=batches.global_batch_size * config.data.seq_length / layout.island,
     )
-    notices = (*notices, *(islands.notices if islands is not None else ignored_flags(config.islands)))
+    notices = (*notices, *(() if islands is None else islands.notices))
     return RunPlan(layout, wire, batches, schedule, islands, notices)
 
 
@@ -189,13 +189,12 @@ def _check_observers(config: RunConfig, total_iterations: int, world_size: int, 
     """Refuse what would record nothing: steps, ranks or devices that the run does not have."""
     timeline, profiler, start = config.timing.timeline_step, config.profiler, config.profiler.profile_step_start
     last = min(total_iterations, config.stop.exit_interval or total_iterations)
-    if timeline is not None:
-        if config.stop.skip_train:
-            raise ValueError(f"--timeline-step {timeline}: --skip-train takes no step")
-        if timeline > total_iterations:
-            raise ValueError(f"--timeline-step {timeline} is beyond the run's {total_iterations} iterations")
-        if timeline > last:
-            raise ValueError(f"--timeline-step {timeline} is beyond --exit-interval {last}, where the run ends")
+    for flag, given in ((f"--timeline-step {timeline}", timeline), ("--profile", profiler.profile)):
+        if given and config.stop.skip_train:
+            raise ValueError(f"{flag}: --skip-train takes no step")
+    if timeline is not None and timeline > last:
+        end = f"the run's {last} iterations" if last == total_iterations else f"--exit-interval {last}"
+        raise ValueError(f"--timeline-step {timeline} is beyond {end}")
     if profiler.record_memory_history and device_type != "cuda":
         raise ValueError(
             f"--record-memory-history records CUDA's allocator, and this run is on {device_type}: --profile works"
@@ -203,7 +202,5 @@ def _check_observers(config: RunConfig, total_iterations: int, world_size: int, 
     for rank in profiler.profile_ranks if profiler.profile or profiler.record_memory_history else ():
         if not 0 <= rank < world_size:
             raise ValueError(f"--profile-ranks {rank}: the ranks are 0 to {world_size - 1}")
-    if profiler.profile and config.stop.skip_train:
-        raise ValueError("--profile: --skip-train takes no step")
     if profiler.profile and start >= last:
         raise ValueError(f"--profile-step-start {start}: the run ends with iteration {last}, so nothing is recorded")

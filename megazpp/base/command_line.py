@@ -113,33 +113,22 @@ class FlagParser:
             ValueError: one line per problem, each with the place where the flag was written; or a config's own.
             SystemExit: after --help.
         """
-        given = split_into_flags(expand_flag_files(argv, script_dir))
-        flags, notices, refused = sift_flags(given, self.spellings, megatron_flags)
-        parsed = self.parse(flags, refused)
-        return parsed._replace(notices=(*notices, *parsed.notices))
-
-    def parse(self, flags: Sequence[Given], refused: Sequence[str] = ()) -> Parsed:
-        """Take the last step, for flags whose names are in `spellings`; errors as of `read`.
-
-        Args:
-            refused: problems that there are already; all that can be found are raised together.
-        """
+        flags = split_into_flags(expand_flag_files(argv, script_dir))
+        kept, notices, problems = sift_flags(flags, self.spellings, megatron_flags)
         values: dict[str, Any] = {}
         words: dict[str, Given] = {}
-        problems = list(refused)
-        for given in flags:
+        for given in kept:
             try:
-                read = self._read(given)
+                found = self._read(given)
             except ValueError as error:
                 problems.append(f"{given.origin}: {error}")
                 continue
-            for name in read:
+            for name in found:
                 words.pop(name, None)  # the order is that of the last place
-            values |= read
-            words |= dict.fromkeys(read, given)
+            values |= found
+            words |= dict.fromkeys(found, given)
         rank = {name: (given.origin == COMMAND_LINE, at) for at, (name, given) in enumerate(words.items())}
         file = {name: given.origin.rpartition(":")[0] for name, given in words.items()}
-        notices = []
         for one, other in self._rivals:
             both = asks(values.get(one)) and asks(values.get(other))
             if both and file[one] != file[other] and rank[one] > rank[other]:
@@ -148,10 +137,9 @@ class FlagParser:
                 notices.append(f"{words[other].origin}: {goes} gives way to {stays} ({words[one].origin})")
         configs = []
         for config in self.configs:
+            own = {field.name: values[field.name] for field in dataclasses.fields(config) if field.name in values}
             try:
-                configs.append(
-                    config(**{f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values})
-                )
+                configs.append(config(**own))
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -281,14 +269,14 @@ def read_megatron_flags() -> dict[str, MegatronFlag]:
 
 def sift_flags(
     flags: Sequence[Given], supported: Collection[str], known: Mapping[str, MegatronFlag]
-) -> tuple[tuple[Given, ...], tuple[str, ...], tuple[str, ...]]:
+) -> tuple[list[Given], list[str], list[str]]:
     """Take out Megatron's flags that have no effect here.
 
     Returns:
         Our flags; a line for each one that is ignored; one for each that is refused or neither `supported` nor
         `known`, and where several of Megatron's are among them a table of all.
     """
-    kept, ignored, notices, missing, problems = [], [], [], [], []
+    kept, ignored, notices, missing, problems = list[Given](), list[str](), list[str](), list[str](), list[str]()
     for given in flags:
         flag = known.get(given.name)
         if flag is None and given.name.startswith("--no-"):
@@ -311,7 +299,7 @@ def sift_flags(
     if len(missing) > 1:  # a command line of Megatron's
         table = {"taken": [given.name for given in kept], "ignored": ignored, "not here, see above": missing}
         problems += [f"{verdict}: {' '.join(dict.fromkeys(names))}" for verdict, names in table.items() if names]
-    return tuple(kept), tuple(notices), tuple(problems)
+    return kept, notices, problems
 
 
 def _refusal(given: Given, flag: MegatronFlag) -> str | None:

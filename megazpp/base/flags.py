@@ -157,11 +157,13 @@ def render_flags(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
     """
     groups = [[(as_written(c, f), origins.get(f.name, DEFAULT)) for f in dataclasses.fields(c)] for c in configs]
     width = max((len(text) for lines in groups for text, _ in lines), default=0)
-    blocks = (
-        [f"# {config_title(type(config))}", *(f"{text:<{width}}  # {origin}" for text, origin in lines)]
-        for config, lines in zip(configs, groups, strict=True)
+    return (
+        "\n\n".join(
+            "\n".join([f"# {config_title(type(config))}", *(f"{text:<{width}}  # {origin}" for text, origin in lines)])
+            for config, lines in zip(configs, groups, strict=True)
+        )
+        + "\n"
     )
-    return "\n\n".join(map("\n".join, blocks)) + "\n"
 
 
 def render_arguments_block(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
@@ -170,14 +172,10 @@ def render_arguments_block(configs: Sequence[Any], origins: Mapping[str, str]) -
     changed = [(config, field) for config, field in fields if getattr(config, field.name) != field.default]
     lines = [(as_written(config, field), origins.get(field.name, DEFAULT)) for config, field in changed]
     width = min(max((len(text) for text, _ in lines), default=0), _WIDEST)
-    return "\n".join(
-        [
-            "------------------------ arguments ------------------------",
-            *(f"  {text:<{width}}  # {origin}" for text, origin in lines),
-            f"  and {len(fields) - len(lines)} flags at their defaults: --print-config shows all",
-            "-------------------- end of arguments ---------------------",
-        ]
-    )
+    shown = [f"  {text:<{width}}  # {origin}" for text, origin in lines]
+    shown.append(f"  and {len(fields) - len(lines)} flags at their defaults: --print-config shows all")
+    title = "------------------------ arguments ------------------------"
+    return "\n".join([title, *shown, "-------------------- end of arguments ---------------------"])
 
 
 def as_written(config: Any, field: dataclasses.Field[Any]) -> str:

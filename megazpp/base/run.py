@@ -91,11 +91,6 @@ def announced_cluster(config: RunConfig, place: Place) -> Cluster:
     return detect_cluster(place.world_size, config.cluster, launcher_env, tp=tp)
 
 
-def found_cluster(config: RunConfig, announced: Cluster, worker: Worker) -> Cluster:
-    """The cluster as its ranks find it, which may be another than was announced; on all ranks."""
-    return settle_cluster(worker, config.cluster, announced, tp=config.parallel.tensor_model_parallel_size)
-
-
 def planned_cluster(config: RunConfig) -> Cluster:
     """The cluster of --cluster-file, or this machine's ranks: for programs that start no workers."""
     path = config.cluster.cluster_file
@@ -185,7 +180,8 @@ def _load_and_work(
     config, device, seed = parsed.config, worker.device, parsed.config.launch.seed
     say = Console(enabled=worker.rank == 0, out=sys.stderr).log
     with user_errors():
-        cluster = found_cluster(config, plan.layout.cluster, worker)
+        tp = config.parallel.tensor_model_parallel_size
+        cluster = settle_cluster(worker, config.cluster, plan.layout.cluster, tp=tp)
         plan = check_model_config(config, cluster, device_type=device.type)
         dims = ParallelDims(plan.layout, device_type=device.type, nccl=config.nccl, timeout=worker.timeout)
         seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
 from kernels.formats import BlockFormat
-from megazpp.base.flags import as_written, check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import local_domains, numbers
 from megazpp.zero.config import DIFFERENCE_BLOCK, GRADIENT_BLOCK, ZeroConfig, block_format
@@ -183,15 +182,6 @@ def count_islands(config: IslandsConfig, cluster: Cluster, *, verify_interval: i
             "would fit"
         )
     return islands
-
-
-def ignored_flags(config: IslandsConfig) -> tuple[str, ...]:
-    """Return a line for each flag that was set although there are no islands."""
-    return tuple(
-        f"{as_written(config, field)} is ignored: islands synchronize every step (--diloco-steps)"
-        for field in dataclasses.fields(config)
-        if getattr(config, field.name) != field.default
-    )
 
 
 def plan_islands(

@@ -16,7 +16,6 @@ from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.base.errors import user_errors
 from megazpp.base.flags import render_arguments_block
 from megazpp.base.formatting import aligned
-from megazpp.base.run import found_cluster
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.data.dataset import cache_dir
@@ -26,6 +25,7 @@ from megazpp.model.float8 import find_product
 from megazpp.optim.optimizer import optimizer_backends
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.measure_links import measure_links
+from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import Worker, seed_everything
 from megazpp.topology.cluster_file import cluster_text
 from megazpp.topology.layout import layout_record
@@ -54,7 +54,8 @@ def run_training(
         earlier: the record of that.
     """
     with user_errors():
-        cluster = found_cluster(parsed.config, plan.layout.cluster, worker)
+        tp = parsed.config.parallel.tensor_model_parallel_size
+        cluster = settle_cluster(worker, parsed.config.cluster, plan.layout.cluster, tp=tp)
         plan = check_run_config(parsed.config, cluster, device_type=worker.device.type)
         find_product(parsed.config.model, worker.device)  # refuses a device without float8
         continued = earlier if source is not None and source.continues else None

@@ -11,15 +11,12 @@ import pytest
 from helpers.refusals import not_refused, table
 
 from megazpp.base.command_line import (
-    COMMAND_LINE,
     MEGATRON_TABLE,
     FlagParser,
     Given,
-    Word,
     expand_flag_files,
     read_megatron_flags,
     sift_flags,
-    split_into_flags,
 )
 from megazpp.base.flags import flag
 from megazpp.checkpoint.config import CheckpointConfig
@@ -55,8 +52,7 @@ PARSER = FlagParser([PumpConfig, PipeConfig], program="pump")
 
 
 def parse(*argv: str) -> tuple[PumpConfig, PipeConfig]:
-    given = split_into_flags([Word(text, COMMAND_LINE) for text in argv])
-    return PARSER.parse(given).configs  # type: ignore[return-value]
+    return PARSER.read(argv, Path(), {}).configs  # type: ignore[return-value]
 
 
 READ = [
@@ -120,38 +116,36 @@ def test_a_value_that_does_not_fit_is_refused_with_its_origin() -> None:
     assert not not_refused(rows, lambda argv: parse(*argv.split()))
 
 
-def test_abbreviations_are_not_accepted() -> None:
-    assert "--dep" not in PARSER.spellings
-    assert {"--depth", "--velocity", "--no-loud", "--no-show_lights", "--help"} <= PARSER.spellings
+@dataclass(frozen=True, kw_only=True)
+class HeaterConfig:
+    """Heater."""
+
+    heat: int | None = flag(None, "watts")
+    fan: str = flag("slow", "which speed", needs="--heat")
+    noise: float = flag(0.5, "how loud", needs="--mode pull")
 
 
-def test_a_flag_of_what_is_off_is_refused_unless_it_is_left_of_a_file_whose_feature_was_turned_off() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class HeaterConfig:
-        """Heater."""
-
-        heat: int | None = flag(None, "watts")
-        fan: str = flag("slow", "which speed", needs="--heat")
-        noise: float = flag(0.5, "how loud", needs="--mode pull")
-
-    parser = FlagParser([PumpConfig, HeaterConfig], program="pump")
-
-    def refused(text: str, origin: str = COMMAND_LINE, then: str = "") -> str | None:
-        words = [*(Word(w, origin) for w in text.split()), *(Word(w, COMMAND_LINE) for w in then.split())]
-        try:
-            parser.parse(split_into_flags(words))
-        except ValueError as error:
-            return str(error)
-        return None
-
-    assert refused("--fan slow") == "command line: --fan slow needs --heat"
-    assert refused("--noise 1 --fan fast") == (
-        "command line: --fan fast needs --heat\ncommand line: --noise 1.0 needs --mode pull, not push"
-    )
-    assert refused("--fan fast", "a.args:1") == "a.args:1: --fan fast needs --heat"
-    assert refused("--heat 3 --fan fast --mode pull --noise 1") is None
-    assert refused("--heat none --fan slow", "args.txt:1") is None  # what a run has written down
-    assert refused("--heat 3 --fan fast", "a.args:1", then="--heat none") is None
+@pytest.mark.parametrize(
+    ("file", "hand", "refused"),
+    [
+        ("", "--fan slow", "command line: --fan slow needs --heat"),
+        ("", "--noise 1", "command line: --noise 1.0 needs --mode pull, not push"),
+        ("--fan fast", "", "a.args:1: --fan fast needs --heat"),
+        ("", "--heat 3 --fan fast --mode pull --noise 1", None),
+        ("--heat none --fan slow", "", None),  # what a run has written down
+        ("--heat 3 --fan fast", "--heat none", None),
+    ],
+)
+def test_a_flag_of_what_is_off_is_refused_unless_it_is_left_of_a_file_whose_feature_was_turned_off(
+    folder: Path, file: str, hand: str, refused: str | None
+) -> None:
+    (folder / "a.args").write_text(file)
+    try:
+        FlagParser([PumpConfig, HeaterConfig], program="pump").read(["@a.args", *hand.split()], folder, {})
+        said = None
+    except ValueError as error:
+        said = str(error)
+    assert said == refused
 
 
 def test_help_is_grouped_by_dataclass(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,6 +160,8 @@ def test_help_is_grouped_by_dataclass(capsys: pytest.CaptureFixture[str]) -> Non
     assert "100% is full speed (default 0.5)" in " ".join(text.split())
     assert "--level {0,1,2,none}" in text
     assert "--valves {INT,auto}" in text
+    assert "--dep" not in PARSER.spellings  # no abbreviations
+    assert {"--depth", "--velocity", "--no-loud", "--no-show_lights", "--help"} <= PARSER.spellings
 
 
 # ---- flag files ----
@@ -231,7 +227,7 @@ KNOWN = read_megatron_flags()
 OURS = frozenset({"--num-layers", "--micro-batch-size", "--zero-stage", "--lr"})
 
 
-def sift(text: str) -> tuple[tuple[Given, ...], tuple[str, ...]]:
+def sift(text: str) -> tuple[list[Given], list[str]]:
     """Our flags and the lines of ignored ones; raises ValueError for what is refused."""
     name, *values = text.split()
     kept, notices, refused = sift_flags([Given(name, tuple(values), "a.sh:3")], OURS, KNOWN)
@@ -265,14 +261,11 @@ MEGATRON_REFUSED = """
 """
 
 
-def test_our_own_flags_pass() -> None:
-    assert sift("--lr 3e-4") == ((Given("--lr", ("3e-4",), "a.sh:3"),), ())
-
-
-def test_a_flag_without_effect_here_is_dropped_with_its_values_and_one_notice() -> None:
+def test_our_own_flags_pass_and_one_without_effect_is_dropped_with_its_values_and_a_notice() -> None:
+    assert sift("--lr 3e-4") == ([Given("--lr", ("3e-4",), "a.sh:3")], [])
     for flag_ in IGNORED.strip().splitlines():
         flags, (notice,) = sift(flag_)
-        assert flags == ()
+        assert flags == []
         assert notice.startswith(f"a.sh:3: {flag_.split()[0]} is ignored: ")
 
 
