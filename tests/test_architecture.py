@@ -191,9 +191,9 @@ def test_no_two_classes_of_the_product_share_a_name():
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
-# Methods that torch, transformers and Python's files call on what we give them.
+# Methods that torch, transformers, Jinja and Python's files call on what we give them.
 CALLED_BY_LIBRARIES = {
-    *("get_extra_state", "set_extra_state", "on_train_begin", "post_train"),
+    *("get_extra_state", "set_extra_state", "on_train_begin", "post_train", "parse"),
     *("read_data", "load_bytes", "lookup_tensor", "lookup_object", "create_stream", "readable", "seekable"),
 }
 
