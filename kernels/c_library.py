@@ -3,7 +3,7 @@
 The shared library is kept in $XDG_CACHE_HOME/megazpp/libraries (~/.cache/megazpp/libraries) under a hash of the source,
 the flags and the compiler's predefined macros, which name its version and every instruction set that -march=native
 stands for: a home that another CPU shares gets a library of its own. Processes that compile at the same time each write
-a file of their own and rename it, so that none ever loads half a library.
+in a folder of their own and rename the file, so that none ever loads half a library.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def load_c_library(source: Path) -> CLibrary:
     """
     compiler = find_compiler()
     try:
-        with tempfile.TemporaryDirectory(prefix="megazpp-") as folder:
+        cache = _cache_folder()
+        with tempfile.TemporaryDirectory(prefix=".compiling-", dir=cache) as folder:
             macros = _run([*compiler, *FLAGS, "-dM", "-E", "-x", "c", os.devnull], Path(folder) / "macros.h")
             key = hashlib.sha256(source.read_bytes() + repr(FLAGS).encode() + macros.read_bytes()).hexdigest()[:32]
-            library = _cache_folder() / f"{source.stem}-{key}.so"
+            library = cache / f"{source.stem}-{key}.so"
             if not library.exists():
-                compiled = _run([*compiler, *FLAGS, "-shared", "-fPIC", str(source)], Path(folder) / "library.so")
-                _install(compiled, library)
+                os.replace(_run([*compiler, *FLAGS, "-shared", "-fPIC", str(source)], Path(folder) / "new.so"), library)
             return CLibrary(ctypes.CDLL(str(library)), _name(macros.read_text()))
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         raise CLibraryError(f"{source.name}: {error}") from error
@@ -93,18 +93,6 @@ def _cache_folder() -> Path:
     folder = (Path(base) if base else Path.home() / ".cache") / "megazpp" / "libraries"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
-
-
-def _install(compiled: Path, library: Path) -> None:
-    """Copy across file systems under a name of our own, then rename, which is atomic."""
-    handle, partial = tempfile.mkstemp(dir=library.parent, prefix=library.stem, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(compiled.read_bytes())
-        os.replace(partial, library)
-    except OSError:
-        Path(partial).unlink(missing_ok=True)
-        raise
 
 
 def _name(macros: str) -> str:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,18 +33,7 @@ from kernels.c_library import CLibraryError
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 TRITON: ModuleType | None = importlib.import_module("kernels.block_quant.triton") if HAS_TRITON else None
 
-__all__ = [
-    "Feedback",
-    "KernelBackend",
-    "RangeTable",
-    "backend",
-    "pack",
-    "range_table",
-    "rescale_",
-    "unpack",
-    "unpack_onto",
-    "unpack_sum",
-]
+__all__ = ["Feedback", "backend", "pack", "range_table", "rescale_", "unpack", "unpack_onto", "unpack_sum"]
 
 MESSAGE_ALIGNMENT = 4  # bytes: of the widest element that travels as it is
 DATA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -148,31 +136,22 @@ def _unpack(messages: Tensor, table: RangeTable, out: Tensor, **onto: bool) -> N
         implementation.unpack_sum(_two_leads(messages, after=1), table, _two_leads(out), **onto)
 
 
-class KernelBackend(NamedTuple):
-    """A row of the table of back ends."""
-
-    piece: str
-    implementation: str
-    why: str
-
-
-def backend(device_type: str) -> KernelBackend:
-    """Name the implementation that block quantization uses on tensors of this device type ("cpu", "cuda").
+def backend(device_type: str) -> tuple[str, str, str]:
+    """Piece, implementation and why: block quantization's row of the table of back ends for a device ("cpu", "cuda").
 
     For the CPU, this compiles native.c unless it was compiled before.
 
     Raises:
         ValueError: there is none.
     """
+    piece = "block quantization"
     if device_type == "cpu":
         library = native.library()
         if isinstance(library, CLibraryError):
-            return KernelBackend(
-                "block quantization", "the reference in torch", f"{library}; compiled C is 3 to 11 times as fast"
-            )
-        return KernelBackend("block quantization", f"C, compiled by {library.compiler}", "CPU tensors")
+            return piece, "the reference in torch", f"{library}; compiled C is 3 to 11 times as fast"
+        return piece, f"C, compiled by {library.compiler}", "CPU tensors"
     if device_type == "cuda" and TRITON is not None:
-        return KernelBackend("block quantization", f"Triton {TRITON.VERSION}", "CUDA tensors")
+        return piece, f"Triton {TRITON.VERSION}", "CUDA tensors"
     if device_type == "cuda":
         raise ValueError("block quantization of CUDA tensors needs Triton: pip install triton")
     raise ValueError(f"block quantization has no implementation for {device_type} tensors")

@@ -122,7 +122,7 @@ class TrainState:
 
     def padded(self, tensors: Tensors) -> set[str]:
         """Keys of those of `tensors` that end in rows of padding: sharded like a parameter that has some."""
-        names = [re.escape(owned.name) for owned in owned_parameters(self.model) if owned.spec.rows is not None]
+        names = [re.escape(name) for name, _, _, spec in owned_parameters(self.model) if spec.rows is not None]
         ends = re.compile(rf"\.({'|'.join(names)})(\.[^.]+)?")  # of a parameter, or of its moment
         sharded = (key for key, x in tensors.items() if isinstance(x, DTensor) and x.ndim > 0)
         return {key for key in sharded if names and (found := ends.search(key)) and found.end() == len(key)}

@@ -118,7 +118,7 @@ class PaperUnit(Unit):
             UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape, mesh_dims=1, requires_grad=True)
             for name, shape in parameters
         )
-        super().__init__(modules=(_NOWHERE,), parameters=found, segments=segments, trained_segments=segments)
+        super().__init__(modules=(), parameters=found, segments=segments, trained_segments=segments)
         self.size = segments[-1].stop if segments else 0  # of nothing, where all of a unit is frozen
         self.elements = sum(math.prod(shape) for _, shape in parameters)
         self.shapes = tuple(own_shapes(parameters, num_ranks, rank))

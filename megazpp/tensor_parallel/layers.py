@@ -29,12 +29,16 @@ from megazpp.tensor_parallel.regions import enter_region, leave_region
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the rows of W split: [S, B, in] ([S/T, B, in] with sequence parallelism) -> [S, B, out/T].
+class _SplitLinear(nn.Module):
+    """A linear layer of which each tp rank has some rows (split 0) or columns (split 1) of the weight, [out, in].
 
-    Collectives on tp: backward all-reduce; with sequence parallelism all-gather forward, and all-gather and
-    reduce-scatter backward. Layers of one input share them: see `column_parallel`.
+    Args:
+        std: standard deviation of the weight's initial values.
+        product: multiplies in the place of F.linear.
     """
+
+    split: int
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -48,16 +52,28 @@ class ColumnParallelLinear(nn.Module):
         product: Product | None = None,
     ) -> None:
         super().__init__()
-        assert out_features % tp.size == 0, f"{out_features} outputs over {tp.size} ranks"
+        whole = (out_features, in_features)
+        assert whole[self.split] % tp.size == 0, (
+            f"{whole[self.split]} {('outputs', 'inputs')[self.split]} over {tp.size} ranks"
+        )
+        rows, columns = (size // tp.size if dim == self.split else size for dim, size in enumerate(whole))
         self.tp, self.sequence_parallel, self.product = tp, sequence_parallel, product
         self.adapter: Adapter | None = None
-        self.weight = nn.Parameter(torch.empty(out_features // tp.size, in_features))
-        self.specs = {"weight": ParameterSpec(split=0, std=std)}
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+        self.specs = {"weight": ParameterSpec(split=self.split, std=std)}
+        self.register_parameter("bias", nn.Parameter(torch.empty(rows)) if bias else None)
         if bias:
-            self.bias = nn.Parameter(torch.empty(out_features // tp.size))
-            self.specs["bias"] = ParameterSpec(split=0)
-        else:
-            self.register_parameter("bias", None)
+            self.specs["bias"] = ParameterSpec(split=0) if self.split == 0 else ParameterSpec(partial=sequence_parallel)
+
+
+class ColumnParallelLinear(_SplitLinear):
+    """y = x W^T + b with the rows of W split: [S, B, in] ([S/T, B, in] with sequence parallelism) -> [S, B, out/T].
+
+    Collectives on tp: backward all-reduce; with sequence parallelism all-gather forward, and all-gather and
+    reduce-scatter backward. Layers of one input share them: see `column_parallel`.
+    """
+
+    split = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return column_parallel(x, [self])[0]
@@ -83,32 +99,22 @@ def _enter_and_multiply(
 ) -> tuple[torch.Tensor, ...]:
     if torch.compiler.is_compiling():
         return tuple(_column_parallel_operator(x, weights, [b for b in biases if b is not None], split, tp.key))
-    kept = _Kept()
+    kept: list[Any] = []
     x = _Keep.apply(x, kept, *[weight.detach() for weight in weights])
     return _ColumnParallel.apply(x, tp, split, kept, *weights, *biases)
 
 
-class _Kept:
-    """The tensors that `_Keep` has saved for the backward of another function."""
-
-    by: Any
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        saved: tuple[torch.Tensor, ...] = self.by.saved_tensors
-        return saved
-
-
 class _Keep(torch.autograd.Function):
-    """x, which is saved with the weights before it is gathered and multiplied.
+    """x, which is saved with the weights before it is gathered and multiplied; `kept` gets the context that has them.
 
     A function saves its inputs when it is done, and a recomputation goes on until all that was saved is there again: it
     would gather and multiply once more.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kept: _Kept, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, kept: list[Any], *weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, *weights)
-        kept.by = ctx
+        kept.append(ctx)
         return x.view_as(x)
 
     @staticmethod
@@ -121,7 +127,7 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, tp: MeshAxis, split: bool, kept: _Kept, *parameters: Any
+        ctx: Any, x: torch.Tensor, tp: MeshAxis, split: bool, kept: list[Any], *parameters: Any
     ) -> tuple[torch.Tensor, ...]:
         count = len(parameters) // 2
         ctx.tp, ctx.split, ctx.kept = tp, split, kept
@@ -129,7 +135,7 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.kept.tensors()
+        x, *weights = ctx.kept[0].saved_tensors
         x_grad, *others = _gradients(grads, x, weights, ctx.needs_input_grad[4:], ctx.split, ctx.tp)
         return x_grad, None, None, None, *others
 
@@ -219,35 +225,14 @@ def _backward_of_products(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...
 _column_parallel_operator.register_autograd(_backward_of_products, setup_context=_save_for_backward)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_SplitLinear):
     """y = x W^T + b with the columns of W split: [S, B, in/T] -> [S, B, out] ([S/T, B, out] with sequence parallelism).
 
     Collectives on tp: forward all-reduce; or forward reduce-scatter and backward all-gather with sequence parallelism,
     where each rank has its slice's part of the bias's gradient.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        tp: MeshAxis,
-        std: float,
-        bias: bool,
-        sequence_parallel: bool,
-        product: Product | None = None,
-    ) -> None:
-        super().__init__()
-        assert in_features % tp.size == 0, f"{in_features} inputs over {tp.size} ranks"
-        self.tp, self.sequence_parallel, self.product = tp, sequence_parallel, product
-        self.adapter: Adapter | None = None
-        self.weight = nn.Parameter(torch.empty(out_features, in_features // tp.size))
-        self.specs = {"weight": ParameterSpec(split=1, std=std)}
-        if bias:
-            self.bias = nn.Parameter(torch.empty(out_features))
-            self.specs["bias"] = ParameterSpec(partial=sequence_parallel)
-        else:
-            self.register_parameter("bias", None)
+    split = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         product = self.product or F.linear

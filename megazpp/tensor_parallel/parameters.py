@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,15 +44,6 @@ class ParameterSpec:
     partial: bool = False
 
 
-class OwnedParameter(NamedTuple):
-    """A parameter with where it lives and what it is."""
-
-    name: str
-    module: nn.Module
-    attribute: str
-    spec: ParameterSpec
-
-
 def local(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter inside forward: the local tensor of a DTensor.
 
@@ -79,15 +70,15 @@ class _Local(torch.autograd.Function):
         return DTensor.__new__(DTensor, grads[0].contiguous(), ctx.spec, requires_grad=False)
 
 
-def owned_parameters(model: nn.Module) -> Iterator[OwnedParameter]:
-    """All parameters of `model` with their specs; a module with parameters and no spec for one is an error."""
+def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, ParameterSpec]]:
+    """Name, module, attribute and spec of all parameters of `model`; one without a spec is an error."""
     for prefix, module in model.named_modules():
         for attribute, _ in module.named_parameters(recurse=False):
             name = f"{prefix}.{attribute}" if prefix else attribute
             specs: dict[str, ParameterSpec] = getattr(module, "specs", {})
             if attribute not in specs:
                 raise TypeError(f"{type(module).__name__} has no ParameterSpec for {name}")
-            yield OwnedParameter(name, module, attribute, specs[attribute])
+            yield name, module, attribute, specs[attribute]
 
 
 def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh) -> None:

@@ -184,15 +184,6 @@ class CountedReduce(SummingReduce):
         return work
 
 
-def count_all_reduce(axis: MeshAxis) -> Callable[[torch.Tensor], None]:
-    """A hook for `set_all_reduce_hook` that counts FSDP2's all-reduce between replicas."""
-
-    def hook(reduced: torch.Tensor) -> None:
-        axis.count("all_reduce", 2 * axis.ring_bytes(reduced))
-
-    return hook
-
-
 def _divisor(unit: Unit, group: dist.ProcessGroup, reduced: torch.Tensor) -> float:
     """The number by which FSDP2 divides the sum over the ranks of `group`."""
     factor, device = unit.gradient_divide_factor, reduced.device.type

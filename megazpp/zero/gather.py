@@ -142,6 +142,11 @@ class TwoHopGather(FreshBuffers, AllGather):
 
         With differences whether this unit is used or not, overlap or not: what the resident weights hold follows from
         the optimizer's steps, not from what happened to be used in between.
+
+        Args:
+            since: a moment after the last step; enough to wait for, unless the weights were written to later.
+        Returns:
+            Whether it was started.
         """
         wanted = self.secondary.sends_differences or (self._schedule.overlap and self._used)
         messages = self.secondary.messages if wanted else None

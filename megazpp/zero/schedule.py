@@ -59,13 +59,7 @@ class Startable(Protocol):
     """The part of a unit's gather that its schedule calls."""
 
     def start_early(self, since: Moment) -> bool:
-        """Start the cross hop ahead of use if that is wanted, the weights have changed, and the modules hold them.
-
-        Args:
-            since: a moment after the last step; enough to wait for, unless the weights were written to later.
-        Returns:
-            Whether it was started.
-        """
+        """Start the cross hop ahead of use if that is wanted and possible; returns whether it was started."""
 
     def prefetch(self) -> None:
         """Start the next use's local hop."""

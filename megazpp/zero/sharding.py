@@ -24,13 +24,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from kernels.block_quant import rescale_
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.comms import CommContext, CountedGather, CountedReduce, count_all_reduce
+from megazpp.zero.comms import CommContext, CountedGather, CountedReduce
 from megazpp.zero.config import Dtypes, PrecisionConfig, WirePlan, ZeroConfig, plan_wire
 from megazpp.zero.gather import Crossing, TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
@@ -82,7 +82,7 @@ class Sharding:
         self.counter = counter or TrafficCounter()
         self.model, self.units, self.stage, self._zero = model, units, stage, zero or ZeroConfig()
         self._iteration: int | None = None
-        self._modules = [_as_fsdp(module) for unit in units for module in unit.modules]
+        self._modules = [module for unit in units for module in unit.modules]
         self._gathers = [gather for gather, _ in comms if isinstance(gather, TwoHopGather)]
         self._reduces = [reduce for _, reduce in comms if isinstance(reduce, TwoHopReduce)]
         self._watchable = [reduce for _, reduce in comms]
@@ -345,16 +345,22 @@ def install_comms(
         means: whether gradients are divided as FSDP2 does it by itself: by the data ranks, or by what
             `set_gradient_divide_factor` has said; else they are sums.
     """
+    replicate = dims.replicate
+
+    def count_all_reduce(reduced: torch.Tensor) -> None:
+        """Count FSDP2's own all-reduce between replicas."""
+        replicate.count("all_reduce", 2 * replicate.ring_bytes(reduced))
+
     context = CommContext(dims.cross, dims.local, dims.shard, plan=wire, zero=zero, precision=precision)
     # FSDP2 calls no collectives for one rank
     comms = [make_comms(unit, context) for unit in units] if dims.shard.size > 1 else []
     for index, unit in enumerate(units):
-        for module in map(_as_fsdp, unit.modules):
-            if dims.shard.size * dims.replicate.size > 1 and not means:  # for one rank FSDP2 divides by nothing
+        for module in unit.modules:
+            if dims.shard.size * replicate.size > 1 and not means:  # for one rank FSDP2 divides by nothing
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if dims.replicate.size > 1:
-                module.set_all_reduce_hook(count_all_reduce(dims.replicate))
+            if replicate.size > 1:
+                module.set_all_reduce_hook(count_all_reduce)
             if not comms:
                 continue
             gather, reduce = comms[index]
@@ -385,11 +391,6 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 def _crossing_key(unit: Unit) -> str:
     """The key of what the next use of a unit sends."""
     return f"{unit.key}.crossing"
-
-
-def _as_fsdp(module: nn.Module) -> FSDPModule:
-    assert isinstance(module, FSDPModule)
-    return module
 
 
 def _notice_steps(sharding: weakref.ref[Sharding]) -> None:

@@ -50,7 +50,7 @@ class Unit:
     """
 
     name: str = ""
-    modules: tuple[nn.Module, ...]
+    modules: tuple[FSDPModule, ...]
     parameters: tuple[UnitParameter, ...]
     segments: tuple[Segment, ...]
     trained_segments: tuple[Segment, ...]
@@ -69,28 +69,27 @@ class Unit:
     @property
     def in_last_backward(self) -> bool:
         """True if the backward that runs is a step's last one, as `FSDPModule.set_is_last_backward` has said."""
-        return all(_state(module)._state_ctx.is_last_backward for module in self.modules)
+        return all(module._get_fsdp_state()._state_ctx.is_last_backward for module in self.modules)
 
     @property
     def gradient_divide_factor(self) -> float | None:
         """The number that `FSDPModule.set_gradient_divide_factor` was given; None: the data ranks."""
-        factor: float | None = _state(self.modules[0])._fsdp_param_group.gradient_divide_factor
+        factor: float | None = self._group.gradient_divide_factor
         return factor
 
     @property
     def reshards_elsewhere(self) -> bool:
         """True if its weights are kept over fewer ranks between forward and backward (an integer as FSDP2's switch)."""
-        group = _state(self.modules[0])._fsdp_param_group
-        return group.post_forward_mesh_info not in (None, group.mesh_info)
+        return self._group.post_forward_mesh_info not in (None, self._group.mesh_info)
 
     @property
     def is_offloaded(self) -> bool:
         """True if its shards are in the host's memory between uses (FSDP2's CPUOffloadPolicy)."""
-        return isinstance(_state(self.modules[0])._fsdp_param_group.offload_policy, CPUOffloadPolicy)
+        return isinstance(self._group.offload_policy, CPUOffloadPolicy)
 
     def dtypes(self) -> set[Dtypes]:
         """The dtypes in which FSDP2 gathers weights and reduces gradients; several if weights are gathered as bytes."""
-        policy = _state(self.modules[0])._mp_policy
+        policy = self._group.mp_policy
         found = {policy.param_dtype or tensor.dtype for tensor in self._tensors()}
         return {Dtypes(dtype, policy.reduce_dtype or dtype) for dtype in found}
 
@@ -167,6 +166,11 @@ class Unit:
                     "it needs --no-overlap-grad-reduce"
                 )
 
+    @property
+    def _group(self) -> Any:
+        """FSDP2's own object for the unit."""
+        return self.modules[0]._get_fsdp_state()._fsdp_param_group
+
     def _tensors(self) -> list[Any]:
         return [p.module._parameters[p.attribute] for p in self.parameters]  # half of the time of `getattr`
 
@@ -183,10 +187,10 @@ def find_units(model: nn.Module, num_shards: int, *, data_dims: int = 1) -> list
     if not isinstance(model, FSDPModule):
         raise TypeError(f"{type(model).__name__} has not been wrapped by fully_shard")
     names = {module: name for name, module in model.named_modules()}
-    states: dict[object, list[nn.Module]] = {}
+    states: dict[object, list[Any]] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            states.setdefault(_state(module), []).append(module)
+            states.setdefault(module._get_fsdp_state(), []).append(module)
     units = []
     for modules in states.values():
         seen: set[object] = set()
@@ -202,12 +206,6 @@ def find_units(model: nn.Module, num_shards: int, *, data_dims: int = 1) -> list
                 )
             )
     return units
-
-
-def _state(module: nn.Module) -> Any:
-    """FSDP2's state of a module that `fully_shard` has wrapped."""
-    assert isinstance(module, FSDPModule)
-    return module._get_fsdp_state()
 
 
 def _parts_of(flat: torch.Tensor, segments: Sequence[Segment], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

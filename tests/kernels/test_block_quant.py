@@ -147,7 +147,7 @@ def test_tensors_without_memory_are_checked_and_nothing_else():
 
 def test_the_table_of_back_ends_names_what_runs_and_refuses_what_cannot(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "library", lambda: CLibrary(ctypes.CDLL(None), "gcc 12.2.0"))
-    assert backend("cpu").implementation == "C, compiled by gcc 12.2.0"
+    assert backend("cpu")[1] == "C, compiled by gcc 12.2.0"
     with pytest.raises(ValueError, match="no implementation for mps"):
         backend("mps")
     monkeypatch.setattr(block_quant, "TRITON", None)

@@ -158,7 +158,7 @@ def test_every_parameter_has_a_spec_and_lives_on_a_leaf_module(style: str):
     """Only then is FSDP2's flat order that of `named_parameters()`."""
     model = GPTModel(STYLES[style], vocab_size=VOCAB, tp=MeshAxis("tp"))
     owned = list(owned_parameters(model))
-    assert [entry.name for entry in owned] == [name for name, _ in model.named_parameters()]
+    assert [name for name, *_ in owned] == [name for name, _ in model.named_parameters()]
     for name, module, attribute, spec in owned:
         assert model.get_parameter(name) is getattr(module, attribute)
         assert not list(module.children()), f"{name} is on a module with children"

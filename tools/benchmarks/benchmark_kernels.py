@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
 
     torch.set_num_threads(args.threads)
-    print(f"torch {torch.__version__}, {args.device}, {args.threads} thread(s): {backend(args.device).implementation}")
+    print(f"torch {torch.__version__}, {args.device}, {args.threads} thread(s): {backend(args.device)[1]}")
     pieces = build_pieces(args.elements, args.block_size, args.peers, args.device)
     show(pieces, time_on(args.device, pieces, args.rounds, args.threads))
 
