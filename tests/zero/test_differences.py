@@ -184,14 +184,9 @@ def test_resident_weights_follow_the_rule_of_one_process_and_are_what_every_rank
     assert differences < (0.6 if itemsize == 2 else 0.4) * whole
 
 
-def tp_ranks(runs: list[Run], case: Case) -> list[tuple[Any, Run]]:
+def tp_ranks(runs: list[Run], case: Case) -> list[tuple[int, Run]]:
     """Each rank's run with what sets it apart from those that are at the same place: tensor-parallel index, copy."""
-    counts: dict[Any, int] = {}
-    found = []
-    for run in runs:
-        counts[run.place] = counts.get(run.place, -1) + 1
-        found.append((counts[run.place], run))
-    return found
+    return [(sum(other.place == run.place for other in runs[:index]), run) for index, run in enumerate(runs)]
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -212,74 +207,49 @@ def test_evaluations_send_nothing_of_their_own_and_change_nothing():
 # ---- what crosses when ----------------------------------------------------------------------------------------------
 
 
-def crossings_after(case: Case) -> dict[str, Any]:
-    """What the next use of each unit would send, after this and that; and whether the check finds what nothing sees."""
+def crossings_after(case: Case) -> dict[str, set[Crossing]]:
+    """What the next use of each unit would send, after this and that."""
     step, dims = build_step(case)
     gathers, parameters = step.sharding._gathers, list(step.model.parameters())
-    found: dict[str, Any] = {}
 
-    def note(what: str) -> None:
-        found[what] = {gather.next_crossing() for gather in gathers}
+    def take_step(**settings: Any) -> None:
+        torch.optim.AdamW(parameters, lr=1e-3, **settings).step()
 
-    def settle(index: int) -> None:
+    def write(first: int = 0, past_counters: bool = False) -> None:
+        for parameter in parameters[: first or None]:
+            (parameter.data if past_counters else parameter).mul_(1.5)
+
+    actions = {
+        "a use": lambda: None,
+        "a change of mode": lambda: (step.model.eval(), step.model.train()),
+        "a step, fused": lambda: take_step(fused=True),
+        "a step, foreach": lambda: take_step(foreach=True),
+        "a step, loop": lambda: take_step(foreach=False),
+        "a step of another optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0).step,
+        "a write": write,
+        "a write, then a step": lambda: (write(), step.optimizer.step()),
+        "a step, then a write to the first unit": lambda: (step.optimizer.step(), write(first=1)),
+        "weights_changed": step.sharding.weights_changed,
+        "a load": lambda: step.model.load_state_dict(step.model.state_dict()),
+        "a write past all counters": lambda: write(past_counters=True),
+    }
+    found = {"nothing was ever sent": {gather.next_crossing() for gather in gathers}}
+    for index, (what, action) in enumerate(actions.items()):
         step._forward_backward(case.batches(index, dims))
-
-    note("nothing was ever sent")
-    settle(0)
-    note("a use")
-    step.model.eval()
-    note("a change of mode")
-    step.model.train()
-    for name, settings in {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}.items():
-        optimizer = torch.optim.AdamW(parameters, lr=1e-3, **settings)
-        optimizer.step()
-        note(f"a step, {name}")
-        settle(1)
-        note(f"a use after it, {name}")
-    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0).step()
-    note("a step of another optimizer")
-    settle(2)
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.mul_(1.5)
-    note("a write")
-    settle(3)
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.mul_(1.5)
-    step.optimizer.step()
-    note("a write, then a step")
-    settle(3)
-    step.optimizer.step()
-    with torch.no_grad():
-        parameters[0].mul_(1.5)
-    found["a step, then a write to one unit"] = [gather.next_crossing() for gather in gathers]
-    settle(3)
-    step.sharding.weights_changed()
-    note("weights_changed")
-    settle(3)
-    step.model.load_state_dict(step.model.state_dict())
-    note("a load")
-    settle(3)
-    for parameter in parameters:
-        parameter.data.mul_(2.0)
-    note("a write past all counters")
+        with torch.no_grad():
+            action()
+        found[what] = {gather.next_crossing() for gather in gathers}
     return found
 
 
 def test_a_step_sends_a_difference_any_other_write_whole_weights_and_nothing_else_anything():
-    zero = with_bits(16, 4)
     nothing, difference, keyframe = ({crossing} for crossing in Crossing)
-    for found in ranks(4).run(crossings_after, Case(nodes=2, zero=zero, model=LLAMA_STYLE)):
-        one, *others = found.pop("a step, then a write to one unit")
-        assert (one, {*others}) == (Crossing.KEYFRAME, difference)
+    others = {"a use": nothing, "a change of mode": nothing, "a write past all counters": nothing}
+    others["a step, then a write to the first unit"] = difference | keyframe
+    for found in ranks(4).run(crossings_after, Case(nodes=2, zero=with_bits(16, 4), model=LLAMA_STYLE)):
         for what, crossing in found.items():
-            if what.startswith("a step"):
-                assert crossing == difference, what
-            elif "use" in what or what in ("a change of mode", "a write past all counters"):
-                assert crossing == nothing, what
-            else:
-                assert crossing == keyframe, what
+            expected = others.get(what, difference if what.startswith("a step") else keyframe)
+            assert crossing == expected, what
 
 
 def with_a_bad_weight(case: Case, bad: float) -> list[list[bool]]:
@@ -388,18 +358,14 @@ def test_restored_resident_weights_are_sent_inside_a_node_as_before():
     assert all(all(same) for same in ranks(4).run(restored, Case(nodes=2, zero=with_bits(8, 4), precision=BF16)))
 
 
-def without_begin_step(case: Case) -> str:
+def without_begin_step(case: Case) -> None:
     step, _ = build_step(case)
-    try:
+    with pytest.raises(RuntimeError, match=r"--zero-weight-keyframe-interval 9 needs Sharding.begin_step\(iteration\)"):
         step.optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def test_a_keyframe_interval_needs_to_know_the_iteration():
-    said = ranks(2).run(without_begin_step, Case(nodes=2, zero=with_bits(16, 4, zero_weight_keyframe_interval=9)))
-    assert said == ["--zero-weight-keyframe-interval 9 needs Sharding.begin_step(iteration)"] * 2
+    ranks(2).run(without_begin_step, Case(nodes=2, zero=with_bits(16, 4, zero_weight_keyframe_interval=9)))
 
 
 # ---- how close ------------------------------------------------------------------------------------------------------
