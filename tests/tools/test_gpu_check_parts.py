@@ -74,17 +74,13 @@ def test_without_a_limited_link_the_reason_is_said_and_ranks_use_the_loopback(
     def refuse(**shape: Any) -> None:
         raise UserError("it needs root")
 
+    assert parse_run_config(f"@configs/gpt_125m.args {parts.TEXT}".split(), ROOT).config.model.compile is False
     launches = []
     monkeypatch.setattr(parts, "EmulatedCluster", refuse)
     monkeypatch.setattr(parts, "on_two_nodes", lambda check, program, ways, launch: launches.append(launch))
     parts.link(check)
     assert launches == [LOOPBACK]
     assert "it needs root" in check.found["notes"][0]
-
-
-def test_ranks_that_share_a_gpu_do_not_compile():
-    flags = f"@configs/gpt_125m.args {parts.TEXT}".split()
-    assert parse_run_config(flags, ROOT).config.model.compile is False
 
 
 @pytest.mark.parametrize("name", ["gpt_125m", "llama_1b", "llama_8b"])

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.program import ROOT
@@ -16,43 +17,32 @@ from megazpp.base.errors import JobError
 from megazpp.base.program import program
 
 
-@pytest.mark.parametrize("returned", [0, None, 2])
-def test_a_program_ends_with_the_status_of_its_main(returned: int | None):
-    assert program(lambda argv: returned)([]) == (returned or 0)
-
-
 @pytest.mark.parametrize(
-    ("error", "status"), [(ValueError("no"), 2), (OSError(2, "no"), 2), (JobError("no"), 1), (KeyboardInterrupt(), 130)]
-)
-def test_a_mistake_and_an_interrupt_are_one_line(error: BaseException, status: int, capsys: pytest.CaptureFixture[str]):
-    @program
-    def main(argv: list[str]) -> None:
-        raise error
-
-    assert main([]) == status
-    line = capsys.readouterr().err
-    assert line.startswith("test_program.py: ")
-    assert line.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
+    ("argv", "end", "status", "said"),
     [
-        (["--to", "/proc/x"], "--to /proc/x: "),
-        (["--to=/proc/x/y"], "--to /proc/x/y: "),
-        (["--many", "a", "/proc", "--to", "b"], "--many /proc: "),
-        (["--to", "b"], ""),
+        ([], None, 0, ""),
+        ([], 2, 2, ""),
+        ([], ValueError("no"), 2, "error: no"),
+        ([], JobError("no"), 1, "error: no"),
+        ([], KeyboardInterrupt(), 130, "interrupted"),
+        # a file that cannot be made is named with its flag
+        (["--to", "/proc/x"], OSError(2, "no", "/proc/x"), 2, "error: --to /proc/x: /proc/x: no"),
+        (["--to=/proc/x/y"], OSError(2, "no", "/proc/x"), 2, "error: --to /proc/x/y: /proc/x: no"),
+        (["--many", "a", "/proc", "--to", "b"], OSError(2, "no", "/proc/x"), 2, "error: --many /proc: /proc/x: no"),
+        (["--to", "b"], OSError(2, "no", "/proc/x"), 2, "error: /proc/x: no"),
     ],
 )
-def test_a_file_that_cannot_be_made_is_named_with_its_flag(
-    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+def test_a_program_ends_with_the_status_of_its_main_and_a_mistake_or_an_interrupt_is_one_line(
+    argv: list[str], end: Any, status: int, said: str, capsys: pytest.CaptureFixture[str]
 ):
     @program
-    def main(argv: list[str]) -> None:
-        Path("/proc/x").mkdir()
+    def main(argv: list[str]) -> int | None:
+        if isinstance(end, BaseException):
+            raise end
+        return end
 
-    assert main(flags) == 2
-    assert capsys.readouterr().err == f"test_program.py: error: {named}/proc/x: No such file or directory\n"
+    assert main(argv) == status
+    assert capsys.readouterr().err == (f"test_program.py: {said}\n" if said else "")
 
 
 def unread(*command: str, folder: Path) -> tuple[int, str]:
