@@ -37,7 +37,7 @@ from megazpp.islands.outer import Islands
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims
-from megazpp.planner.estimate import Estimator
+from megazpp.planner.estimate import paper_step
 from megazpp.planner.report import describe_plan
 from megazpp.planner.simulation import Memory
 from megazpp.planner.step import (
@@ -62,11 +62,22 @@ LOSS_BYTES = 4  # of each micro-batch, until the step ends
 
 
 class DryTask(NamedTuple):
-    """The batch of every micro-batch, the objective (None: the language model's), and a call before each step."""
+    """The part of a dry run in which trainings differ; `count_step` does the rest.
 
+    Attributes:
+        built: the model that is trained, on fake tensors.
+        batch: of every micro-batch.
+        objective: None: the language model's loss. Its metrics are not asked for: no tensor has values.
+        before_step: is called before each step, for forwards of other models.
+    """
+
+    built: Built
     batch: Any
     objective: Objective | None = None
     before_step: Callable[[], object] = lambda: None
+
+
+MakeTask = Callable[[ModelSpec, ParallelDims, FakeTensorMode], DryTask]
 
 
 class DryRun(NamedTuple):
@@ -128,18 +139,31 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
     Raises:
         ValueError: flags that do not fit each other or the cluster, a rank that it does not have, or no --vocab-size.
     """
+    config, plan = plan_dry_run(config, cluster, rank)
+    paper = paper_step(config, plan, device_type=CPU.type, rank=rank, on_cpu=True)
+    count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
+    planned = measure(paper, count).traffic, paper.synchronize().traffic
+
+    def language_model(spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> DryTask:
+        built = shard_on_meta(spec, dims, CPU)
+        with fake:
+            materialize(built.model, CPU)
+            return language_model_task(config, plan, built)
+
+    counted, live_bytes = count_step(config, plan, rank, language_model)
+    return DryRun(plan, rank, count, planned, counted, paper.ledger.peak, live_bytes)
+
+
+def plan_dry_run(config: RunConfig, cluster: Cluster, rank: int) -> tuple[RunConfig, RunPlan]:
+    """The run that a dry run takes a step of, and its plan on CPUs.
+
+    Raises:
+        ValueError: see `dry_run`.
+    """
     config = for_planning(config, "--dry-run")
     if not 0 <= rank < cluster.world_size:
         raise ValueError(f"--dry-run-rank {rank} is not a rank of the cluster: it has 0 to {cluster.world_size - 1}")
-    plan = check_run_config(config, cluster, device_type=CPU.type)
-    count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
-    paper = Estimator(cluster, device_type=CPU.type).paper_step(config, plan, rank=rank, on_cpu=True)
-    planned = measure(paper, count).traffic, paper.synchronize().traffic
-    with fake_ranks(rank, cluster.world_size):
-        # a thread would not see the modes that make its tensors fake
-        dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
-        counted, live_bytes = count_step(config, plan, dims, count)
-    return DryRun(plan, rank, count, planned, counted, paper.ledger.peak, live_bytes)
+    return config, check_run_config(config, cluster, device_type=CPU.type)
 
 
 @contextmanager
@@ -154,14 +178,6 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def sharded_model(spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> Built:
-    """Pretraining's model."""
-    built = shard_on_meta(spec, dims, CPU)
-    with fake:
-        materialize(built.model, CPU)
-    return built
-
-
 def language_model_task(config: RunConfig, plan: RunPlan, built: Built) -> DryTask:
     """Pretraining's."""
     seq_length = config.data.seq_length
@@ -171,58 +187,57 @@ def language_model_task(config: RunConfig, plan: RunPlan, built: Built) -> DryTa
     if config.data.reset_attention_mask:
         ends = torch.arange(0, samples.shape[0] * seq_length + 1, seq_length, dtype=torch.int32)
         batch = batch._replace(document_starts=ends)
-    return DryTask(batch)
+    return DryTask(built, batch)
 
 
 def count_step(
-    config: RunConfig,
-    plan: RunPlan,
-    dims: ParallelDims,
-    micro_batches: int,
-    build: Callable[[ModelSpec, ParallelDims, FakeTensorMode], Built] = sharded_model,
-    make_task: Callable[[RunConfig, RunPlan, Built], DryTask] = language_model_task,
+    config: RunConfig, plan: RunPlan, rank: int, make_task: MakeTask
 ) -> tuple[tuple[TrafficTable, TrafficTable], int]:
-    """Build a model, take a short step (for moments, error feedback, the order of use) and then a whole one.
+    """Take a short step (for moments, error feedback, the order of use) and then a whole one.
 
     Returns:
         The traffic of a step, that of a synchronization of islands, and the most bytes that live.
     """
     vocab_size = config.tokenizer.vocab_size
     assert vocab_size is not None
-    eager = changed(config, model={"compile": False})
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    spec = eager.model_spec(vocab_size, plan.wire)
+    spec = changed(config, model={"compile": False}).model_spec(vocab_size, plan.wire)
     if config.model.fp8_format is not None:
         spec = dataclasses.replace(spec, product=FLOAT8_ON_PAPER)
-    built = build(spec, dims, fake)
-    with fake, FusedNorm(), FakeScalars(), PeakBytes() as live:
-        islands = None
-        if plan.islands is not None:
-            islands = Islands(built.sharding, dims, plan.islands, config.precision)
-        task = make_task(config, plan, built)
-        step = TrainStep(
-            *built,
-            build_optimizer(list(built.model.named_parameters()), config.optimizer, CPU),
-            build_loss_scaler(config.loss_scale, fp16=config.precision.fp16),
-            dims,
-            clip_grad=config.optimizer.clip_grad,
-            objective=task.objective,
-        )
-        step([task.batch], learning_rate=1.0, weight_decay=0.0)
-        if islands is not None:
-            _send_what_is_under_way(islands)
-        rest, sent = max(micro_batches - SIMULATED_MICRO_BATCHES, 0), []
-        for count in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES) if rest else (micro_batches,):
+    with fake_ranks(rank, plan.layout.cluster.world_size):
+        # a thread would not see the modes that make its tensors fake
+        dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
+        task = make_task(spec, dims, fake)
+        if task.objective is not None:
+            task.objective.metrics = dict  # type: ignore[method-assign]
+        with fake, FusedNorm(), FakeScalars(), PeakBytes() as live:
+            islands = None
+            if plan.islands is not None:
+                islands = Islands(task.built.sharding, dims, plan.islands, config.precision)
+            step = TrainStep(
+                *task.built,
+                build_optimizer(list(task.built.model.named_parameters()), config.optimizer, CPU),
+                build_loss_scaler(config.loss_scale, fp16=config.precision.fp16),
+                dims,
+                clip_grad=config.optimizer.clip_grad,
+                objective=task.objective,
+            )
+            step([task.batch], learning_rate=1.0, weight_decay=0.0)
+            if islands is not None:
+                _send_what_is_under_way(islands)
+            micro_batches = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
+            rest, sent = max(micro_batches - SIMULATED_MICRO_BATCHES, 0), []
+            for count in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES) if rest else (micro_batches,):
+                before = dims.counter.table()
+                gc.collect()  # building a model leaves cycles
+                live.peak = 0
+                task.before_step()
+                step([task.batch] * count, learning_rate=1.0, weight_decay=0.0)
+                sent.append(traffic_between(before, dims.counter.table()))
             before = dims.counter.table()
-            gc.collect()  # building a model leaves cycles
-            live.mark()
-            task.before_step()
-            step([task.batch] * count, learning_rate=1.0, weight_decay=0.0)
-            sent.append(traffic_between(before, dims.counter.table()))
-        before = dims.counter.table()
-        if islands is not None:
-            islands.finish()
-        synchronization = traffic_between(before, dims.counter.table())
+            if islands is not None:
+                islands.finish()
+            synchronization = traffic_between(before, dims.counter.table())
     return (extended(sent[0], sent[-1], rest), synchronization), live.peak + rest * LOSS_BYTES
 
 
@@ -253,7 +268,7 @@ class PeakBytes(TorchDispatchMode):
     be a new peak: then all sizes are read anew.
 
     Attributes:
-        peak: since `mark`.
+        peak: since it was set to 0.
         fullest: bytes of each storage at that moment, by its `_cdata`.
     """
 
@@ -262,10 +277,6 @@ class PeakBytes(TorchDispatchMode):
         self.peak = self._at_most = 0
         self.fullest: dict[int, int] = {}
         self._sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-    def mark(self) -> None:
-        """Forget the peak."""
-        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -279,12 +290,9 @@ class PeakBytes(TorchDispatchMode):
                     self._sizes[storage] = storage.nbytes()
                     self._at_most += grown
         if self._at_most > self.peak:
-            self._read_anew()
+            sizes = [(storage, storage.nbytes()) for storage in list(self._sizes)]
+            self._sizes.update(sizes)
+            self._at_most = sum(size for _, size in sizes)
+            if self._at_most > self.peak:
+                self.peak, self.fullest = self._at_most, {storage._cdata: size for storage, size in sizes}
         return result
-
-    def _read_anew(self) -> None:
-        sizes = [(storage, storage.nbytes()) for storage in list(self._sizes)]
-        self._sizes.update(sizes)
-        self._at_most = sum(size for _, size in sizes)
-        if self._at_most > self.peak:
-            self.peak, self.fullest = self._at_most, {storage._cdata: size for storage, size in sizes}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,9 +14,9 @@ from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.model.backends import FIRST_CAPABILITY, capability, mask_reason
 from megazpp.planner.cost import ClusterCosts, Costs, calibration_for
 from megazpp.planner.simulation import Memory
-from megazpp.planner.step import PaperStep, SimulatedStep, TrafficTable, measure
+from megazpp.planner.step import PaperStep, SimulatedStep, TrafficTable, measure, sent_on
 from megazpp.planner.trace import Documents
-from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster import Cluster, Device
 from megazpp.topology.layout import WIRES, Layout
 from megazpp.training.flops import model_flops_per_token
 
@@ -139,19 +140,19 @@ class Estimator:
             meeting = paper.synchronize(step.seconds)
             return step, meeting, step.seconds + meeting.seconds / every
 
-        paper = self.paper_step(config, plan, ClusterCosts(layout, shares) if timed else None)
+        make = functools.partial(paper_step, config, plan, device_type=self._device_type)
+        paper = make(ClusterCosts(layout, shares) if timed else None)
         step, meeting, seconds = mean_seconds(paper)
         hidden = {}
         if exposed and timed:
             for axis in sorted({axis for _, axis, _ in step.traffic | meeting.traffic}):
-                free = self.paper_step(config, plan, ClusterCosts(layout, shares, free=(axis,)))
-                hidden[axis] = seconds - mean_seconds(free)[2]
+                hidden[axis] = seconds - mean_seconds(make(ClusterCosts(layout, shares, free=(axis,))))[2]
         busy = {key: step.busy.get(key, 0.0) + meeting.busy.get(key, 0.0) / every for key in step.busy | meeting.busy}
         return Estimate(
             config=config,
             plan=plan,
             memory=paper.ledger.peak,
-            wires={wire: _sent_on(step.traffic, wire) + _sent_on(meeting.traffic, wire) / every for wire in WIRES},
+            wires={wire: sent_on(step.traffic, wire) + sent_on(meeting.traffic, wire) / every for wire in WIRES},
             node_cross_bytes=_of_node(step.traffic, layout) + _of_node(meeting.traffic, layout) / every,
             node_island_bytes=_of_node(meeting.traffic, layout),
             micro_batches=count,
@@ -161,42 +162,44 @@ class Estimator:
             exposed=hidden,
         )
 
-    def paper_step(
-        self, config: RunConfig, plan: RunPlan, costs: Costs | None = None, *, rank: int = 0, on_cpu: bool = False
-    ) -> PaperStep:
-        """The run's step on one rank; `on_cpu` whatever is planned for."""
-        assert config.data.seq_length is not None
-        assert config.tokenizer.vocab_size is not None
-        return PaperStep(
-            config.model_spec(config.tokenizer.vocab_size, plan.wire),
-            plan.layout,
-            seq_length=config.data.seq_length,
-            micro_batch_size=plan.batches.micro_batch_size,
-            documents=self._documents(config, on_cpu=on_cpu),
-            costs=costs,
-            rank=rank,
-            on_cpu=on_cpu,
-            moments=2 if config.optimizer.optimizer == "adam" else 1,
-            islands=plan.islands,
-        )
 
-    def _documents(self, config: RunConfig, *, on_cpu: bool) -> Documents | None:
-        """The way to keep attention inside documents on the device that is planned for."""
-        if not config.data.reset_attention_mask:
-            return None
-        device, found = self.cluster.device, None
-        on_cpu = on_cpu or (device is None and self._device_type == "cpu")
-        if device is not None and not on_cpu:
-            found = (7, 0) if device.name.startswith(BEFORE_AMPERE) else FIRST_CAPABILITY
-        elif not on_cpu:
-            found = capability(torch.device("cuda"))
-        if not mask_reason(config.model, capability=found, dtype=config.precision.param_dtype):
-            return "kernel"
-        return "CPU's mask" if on_cpu else "mask"
+def paper_step(
+    config: RunConfig,
+    plan: RunPlan,
+    costs: Costs | None = None,
+    *,
+    device_type: str,
+    rank: int = 0,
+    on_cpu: bool = False,
+    **others: Any,
+) -> PaperStep:
+    """The run's step on one rank; `on_cpu` whatever is planned for. `others` are arguments of `PaperStep`."""
+    assert config.data.seq_length is not None
+    assert config.tokenizer.vocab_size is not None
+    arguments: dict[str, Any] = {
+        "seq_length": config.data.seq_length,
+        "micro_batch_size": plan.batches.micro_batch_size,
+        "documents": _documents(config, plan.layout.cluster.device, device_type, on_cpu=on_cpu),
+        "moments": 2 if config.optimizer.optimizer == "adam" else 1,
+        "islands": plan.islands,
+    }
+    spec = config.model_spec(config.tokenizer.vocab_size, plan.wire)
+    return PaperStep(spec, plan.layout, costs=costs, rank=rank, on_cpu=on_cpu, **arguments | others)
 
 
-def _sent_on(table: TrafficTable, wire: str) -> int:
-    return sum(t.sent_bytes for key, t in table.items() if key[0] == wire)
+def _documents(config: RunConfig, device: Device | None, device_type: str, *, on_cpu: bool) -> Documents | None:
+    """The way to keep attention inside documents on the device that is planned for."""
+    if not config.data.reset_attention_mask:
+        return None
+    found = None
+    on_cpu = on_cpu or (device is None and device_type == "cpu")
+    if device is not None and not on_cpu:
+        found = (7, 0) if device.name.startswith(BEFORE_AMPERE) else FIRST_CAPABILITY
+    elif not on_cpu:
+        found = capability(torch.device("cuda"))
+    if not mask_reason(config.model, capability=found, dtype=config.precision.param_dtype):
+        return "kernel"
+    return "CPU's mask" if on_cpu else "mask"
 
 
 def _of_node(table: TrafficTable, layout: Layout) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import RunPlan
@@ -58,16 +59,20 @@ def describe_plan(plan: RunPlan, micro_batches: int) -> Iterator[str]:
     )
 
 
+def memory_rows(title: str, columns: Mapping[str, Counter[Memory]]) -> list[tuple[str, ...]]:
+    """GB by kind, and their sums; kinds of which no column has any are left out."""
+    found = list(columns.values())
+    rows = [(title, *columns)]
+    rows += [(kind, *(f"{c[kind] / GIGA:.3f}" for c in found)) for kind in Memory if any(c[kind] for c in found)]
+    return [*rows, ("total", *(f"{c.total() / GIGA:.3f}" for c in found))]
+
+
 def _memory(estimator: Estimator, own: Estimate) -> Iterator[str]:
-    estimates = [estimator.estimate(with_recompute(own.config, recompute)) for recompute in RECOMPUTE]
-    rows = [("GB on rank 0 at the fullest moment", *(f"recompute {r or 'none'}" for r in RECOMPUTE))]
-    for kind in Memory:
-        if any(e.memory[kind] for e in estimates):
-            rows.append((kind, *(f"{e.memory[kind] / GIGA:.3f}" for e in estimates)))
-    rows.append(("total", *(f"{estimate.gigabytes:.3f}" for estimate in estimates)))
+    estimates = {f"recompute {r or 'none'}": estimator.estimate(with_recompute(own.config, r)) for r in RECOMPUTE}
+    rows = memory_rows("GB on rank 0 at the fullest moment", {name: e.memory for name, e in estimates.items()})
     if estimator.cluster.device is not None:
         usable = f"into {own.usable_gigabytes:.1f} GB"
-        rows.append((usable, *("fits" if e.fits else "does not fit" for e in estimates)))
+        rows.append((usable, *("fits" if e.fits else "does not fit" for e in estimates.values())))
     yield from aligned(rows)
     if not own.fits and own.plan.wire.reduce is not None:
         yield (

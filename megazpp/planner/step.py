@@ -462,3 +462,8 @@ def extended(fewer: TrafficTable, more: TrafficTable, times: int) -> TrafficTabl
         key: Traffic(*(b + times * (b - a) for a, b in zip(fewer.get(key, NOTHING), counted, strict=True)))
         for key, counted in more.items()
     }
+
+
+def sent_on(table: TrafficTable, wire: str) -> int:
+    """Bytes that this rank sends over a wire."""
+    return sum(traffic.sent_bytes for key, traffic in table.items() if key[0] == wire)

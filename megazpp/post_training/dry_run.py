@@ -8,26 +8,23 @@ weights is taken too, to compare.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazpp.base.arguments import RunConfig
-from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.base.formatting import MEGA, aligned
 from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
-from megazpp.planner.dry_run import CPU, DryTask, count_step, fake_ranks, language_model_task
-from megazpp.planner.step import TrafficTable
-from megazpp.planner.variants import for_planning
+from megazpp.planner.dry_run import CPU, DryTask, count_step, language_model_task, plan_dry_run
+from megazpp.planner.step import TrafficTable, sent_on
 from megazpp.post_training.batch import PairBatch, RolloutBatch
 from megazpp.post_training.lora import LoraConfig, add_adapters
 from megazpp.post_training.memory import ModelsMemory, plan_models, rows_of
-from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss
+from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss, Scorer
 from megazpp.post_training.reference import BaseModel, FrozenModel
 from megazpp.post_training.start import PostConfigs
 from megazpp.stored.freeze import freeze, frozen_axis
@@ -35,7 +32,7 @@ from megazpp.stored.frozen import FrozenUnits
 from megazpp.stored.packed import Bits
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
-from megazpp.training.setup import Built, ModelSpec, model_on_meta, shard_built
+from megazpp.training.setup import Built, ModelSpec, model_on_meta, shard_built, shard_on_meta
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.sharding import materialize
 
@@ -94,11 +91,6 @@ class PostDryRun(NamedTuple):
         )
 
 
-def sent_on(table: TrafficTable, wire: str) -> int:
-    """Bytes."""
-    return sum(traffic.sent_bytes for key, traffic in table.items() if key[0] == wire)
-
-
 def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *, rank: int) -> PostDryRun:
     """Plan the step of `rank`, and take it.
 
@@ -107,110 +99,89 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
     """
     if configs.weights.packs:
         raise ValueError("--dry-run reads no weights: --weights-on and --weight-bits are for --plan")
-    config = for_planning(config, "--dry-run")
-    if not 0 <= rank < cluster.world_size:
-        raise ValueError(f"--dry-run-rank {rank} is not a rank of the cluster: it has 0 to {cluster.world_size - 1}")
-    plan = check_run_config(config, cluster, device_type=CPU.type)
+    config, plan = plan_dry_run(config, cluster, rank)
     planned = plan_models(config, configs, plan, rank=rank, on_cpu=True)
-    count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
+    bases, trained = list[FrozenUnits](), list[int]()
 
-    def run(models: _DryModels) -> tuple[TrafficTable, int]:
-        with fake_ranks(rank, cluster.world_size):
-            # a thread would not see the modes that make its tensors fake
-            dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
-            sent, live_bytes = count_step(config, plan, dims, count, models.build, models.task)
-            return sent[0], live_bytes
+    def run(configs: PostConfigs) -> tuple[TrafficTable, int]:
+        def make_task(spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> DryTask:
+            models = _make_models(configs, spec, dims, fake)
+            bases.extend([] if models.base is None else [models.base])
+            trained.append(sum(parameter.numel() for parameter in models.policy.parameters()))
+            built = shard_built(models.policy, spec, dims)
+            with fake:
+                materialize(built.model, CPU)
+                if configs.training.objective == "sft":
+                    return language_model_task(config, plan, built)
+                rows = rows_of(configs.training, plan.batches.micro_batch_size)
+                return _task(configs, models, built, dims, (rows, config.data.seq_length or 0))
 
-    models, all_weights = _DryModels(configs), None
-    counted = run(models)
+        sent, live_bytes = count_step(config, plan, rank, make_task)
+        return sent[0], live_bytes
+
+    counted, all_weights = run(configs), None
     if configs.lora.lora_r is not None:
-        all_weights = run(_DryModels(configs._replace(lora=LoraConfig())))
-    base_bytes = 0 if models.base is None else models.base.kept_bytes
-    return PostDryRun(*counted, planned, all_weights, base_bytes, models.trained, configs.lora.base_weight_bits)
+        all_weights = run(configs._replace(lora=LoraConfig()))
+    base_bytes = sum(base.kept_bytes for base in bases)
+    return PostDryRun(*counted, planned, all_weights, base_bytes, trained[0], configs.lora.base_weight_bits)
 
 
-class _DryModels:
-    """All models of a run, on fake tensors.
+class _Models(NamedTuple):
+    """All models of a run, on fake tensors; `base` is the frozen weights below the policy's adapters."""
 
-    Attributes:
-        base: the frozen weights of a policy with adapters.
-        trained: parameters of the policy.
-    """
+    policy: GPTModel
+    base: FrozenUnits | None
+    reference: FrozenModel | None
+    reward: FrozenModel | None
 
-    def __init__(self, configs: PostConfigs) -> None:
-        self.post, self.lora = configs.training, configs.lora
-        self.base: FrozenUnits | None = None
-        self.trained = 0
 
-    def build(self, spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> Built:
-        post, self._dims = self.post, dims
-        axis = frozen_axis(dims)
-        self._reference = self._reward = None
-        if post.needs_reference and self.lora.lora_r is None and not post.precompute_ref_log_probs:
-            if post.sync_ref_model:
-                exact = dataclasses.replace(spec, zero=ZeroConfig(), wire=None)
-                reference = shard_built(model_on_meta(exact, dims, CPU), exact, dims).model
-                with fake:
-                    materialize(reference, CPU)
-            else:
-                reference = _frozen(spec, dims, axis, fake)[0]
-            self._reference = FrozenModel(reference)
-        if post.reward_load is not None:
-            self._reward = FrozenModel(_frozen(_with_head(spec, True), dims, axis, fake)[0])
-        spec = _with_head(spec, post.objective in ("reward", "ppo"))
-        if self.lora.lora_r is None:
-            model = model_on_meta(spec, dims, CPU)
+def _make_models(configs: PostConfigs, spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> _Models:
+    post, lora, axis = configs.training, configs.lora, frozen_axis(dims)
+    headed, base, reference, reward = dataclasses.replace(spec, scalar_head=True), None, None, None
+    if post.needs_reference and lora.lora_r is None and not post.precompute_ref_log_probs:
+        if post.sync_ref_model:
+            exact = dataclasses.replace(spec, zero=ZeroConfig(), wire=None)
+            model = shard_on_meta(exact, dims, CPU).model
+            with fake:
+                materialize(model, CPU)
         else:
-            bits = self.lora.base_weight_bits
-            model, self.base = _frozen(spec, dims, axis, fake, trained="scalar_head.", bits=bits)
-            shared = SharedGenerator(CPU, seed=spec.seed, data_rank=dims.data_rank)
-            add_adapters(model, self.lora.settings(spec.config), shared)
-        self.trained = sum(parameter.numel() for parameter in model.parameters())
-        built = shard_built(model, spec, dims)
-        with fake:
-            materialize(built.model, CPU)
-        return built
-
-    def task(self, config: RunConfig, plan: RunPlan, built: Built) -> DryTask:
-        post, seq_length = self.post, config.data.seq_length
-        assert seq_length is not None
-        if post.objective == "sft":
-            return language_model_task(config, plan, built)
-        rows = rows_of(post, plan.batches.micro_batch_size)
-        tokens = torch.zeros(rows, seq_length, dtype=torch.int64)
-        numbers = torch.ones(rows, seq_length)
-        inputs = (tokens, tokens, numbers, tokens, None)
-        if not post.draws:
-            known = numbers[:, 0] if post.precompute_ref_log_probs else None
-            asked = BaseModel(built.model) if self.base is not None and known is None else self._reference
-            return DryTask(PairBatch(*inputs, known), _QuietPreferenceLoss(post, self._dims, asked))
-        ppo = post.objective == "ppo"
-        advantages = numbers if ppo else numbers[:, 0]
-        values = (numbers, numbers, numbers) if ppo else (None, None, None)
-        batch = RolloutBatch(*inputs, advantages, numbers, numbers if post.needs_reference else None, numbers, *values)
-        reference = BaseModel(built.model) if self.base is not None and post.needs_reference else self._reference
-
-        def ask() -> None:
-            if self._reward is not None:
-                self._reward.scores(batch)
-            if reference is not None:
-                reference.logps(batch)
-
-        return DryTask(batch, _QuietPolicyLoss(post, self._dims, temperature=1.0), ask)
+            model = _frozen(spec, dims, axis, fake)[0]
+        reference = FrozenModel(model)
+    if post.reward_load is not None:
+        reward = FrozenModel(_frozen(headed, dims, axis, fake)[0])
+    spec = headed if post.objective in ("reward", "ppo") else spec
+    if lora.lora_r is None:
+        policy = model_on_meta(spec, dims, CPU)
+    else:
+        policy, base = _frozen(spec, dims, axis, fake, trained="scalar_head.", bits=lora.base_weight_bits)
+        shared = SharedGenerator(CPU, seed=spec.seed, data_rank=dims.data_rank)
+        add_adapters(policy, lora.settings(spec.config), shared)
+    return _Models(policy, base, reference, reward)
 
 
-class _QuietPreferenceLoss(PreferenceLoss):
-    """There are no values that the host could have."""
+def _task(configs: PostConfigs, models: _Models, built: Built, dims: ParallelDims, shape: tuple[int, int]) -> DryTask:
+    """A batch [rows, tokens] of preferences or rollouts, its objective, and what other models are asked before."""
+    post, reference = configs.training, models.reference
+    tokens, numbers = torch.zeros(shape, dtype=torch.int64), torch.ones(shape)
+    inputs = (tokens, tokens, numbers, tokens, None)
+    known = numbers[:, 0] if post.precompute_ref_log_probs else None
+    scorer: Scorer | None = reference
+    if models.base is not None and post.needs_reference and known is None:
+        scorer = BaseModel(built.model)
+    if not post.draws:
+        return DryTask(built, PairBatch(*inputs, known), PreferenceLoss(post, dims, scorer))
+    ppo = post.objective == "ppo"
+    advantages = numbers if ppo else numbers[:, 0]
+    values = (numbers, numbers, numbers) if ppo else (None, None, None)
+    batch = RolloutBatch(*inputs, advantages, numbers, numbers if post.needs_reference else None, numbers, *values)
 
-    def metrics(self) -> Mapping[str, float]:
-        return {}
+    def ask() -> None:
+        if models.reward is not None:
+            models.reward.scores(batch)
+        if scorer is not None:
+            scorer.logps(batch)
 
-
-class _QuietPolicyLoss(PolicyLoss):
-    """The same."""
-
-    def metrics(self) -> Mapping[str, float]:
-        return {}
+    return DryTask(built, batch, PolicyLoss(post, dims, temperature=1.0), ask)
 
 
 def _frozen(
@@ -235,7 +206,3 @@ def _frozen(
     place: dict[str, Any] = {"device": CPU, "dtype": spec.precision.param_dtype}
     with fake:
         return model, freeze(model, model.sharding_units(), axis, load, **place, bits=bits, trained=is_trained)
-
-
-def _with_head(spec: ModelSpec, scalar_head: bool) -> ModelSpec:
-    return dataclasses.replace(spec, scalar_head=scalar_head)

@@ -19,10 +19,12 @@ import torch
 
 from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import RunPlan
-from megazpp.base.formatting import GIGA, aligned
+from megazpp.base.formatting import aligned
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import TrafficCounter
+from megazpp.planner.estimate import paper_step
 from megazpp.planner.paper import PaperAxis
+from megazpp.planner.report import memory_rows
 from megazpp.planner.simulation import Memory
 from megazpp.planner.step import MASTER_BYTES, PaperStep, measure
 from megazpp.post_training.config import PostTrainingConfig
@@ -45,12 +47,7 @@ class ModelsMemory(NamedTuple):
 
     def describe(self) -> Iterator[str]:
         """A table."""
-        rows: list[tuple[str, ...]] = [("GB of a rank at the fullest moment of", *self.phases)]
-        for kind in Memory:
-            if any(kinds[kind] for kinds in self.phases.values()):
-                rows.append((kind, *(f"{kinds[kind] / GIGA:.3f}" for kinds in self.phases.values())))
-        rows.append(("total", *(f"{kinds.total() / GIGA:.3f}" for kinds in self.phases.values())))
-        yield from aligned(rows)
+        yield from aligned(memory_rows("GB of a rank at the fullest moment of", self.phases))
 
 
 def plan_models(
@@ -65,23 +62,21 @@ def plan_models(
         ValueError: --lora-target-modules names no layers of the model.
     """
     post, lora, weights = configs.training, configs.lora, configs.weights
-    seq_length, vocab_size = config.data.seq_length, config.tokenizer.vocab_size
-    assert seq_length is not None
-    assert vocab_size is not None
-    spec = config.model_spec(vocab_size, plan.wire)
     make = functools.partial(
-        PaperStep,
-        spec,
-        plan.layout,
-        seq_length=seq_length,
-        micro_batch_size=rows_of(post, plan.batches.micro_batch_size),
+        paper_step,
+        config,
+        plan,
+        device_type="cpu",
         rank=rank,
         on_cpu=on_cpu,
+        micro_batch_size=rows_of(post, plan.batches.micro_batch_size),
+        documents=None,
+        islands=None,
     )
     moments = 2 if config.optimizer.optimizer == "adam" else 1
     values = config.model.hidden if post.objective in ("reward", "ppo") else 0
     prepare, bits = _prepared(config, lora), lora.base_weight_bits
-    policy = make(moments=moments, with_entropy=post.draws, prepare=prepare, frozen_bits=bits)
+    policy = make(with_entropy=post.draws, prepare=prepare, frozen_bits=bits)
     measure(policy, plan.batches.num_micro_batches_at(plan.batches.rampup_samples))
     training = policy.ledger.peak.copy()
     training += Counter({Memory.PARAMETERS: MASTER_BYTES * values, Memory.MOMENTS: moments * MASTER_BYTES * values})

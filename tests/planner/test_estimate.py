@@ -9,7 +9,7 @@ import pytest
 
 from megazpp.base.arguments import RunConfig, parse_run_config
 from megazpp.base.checks import check_run_config
-from megazpp.planner.estimate import Estimate, Estimator
+from megazpp.planner.estimate import Estimate, Estimator, paper_step
 from megazpp.planner.simulation import Memory
 from megazpp.planner.step import measure
 from megazpp.planner.trace import trace_model
@@ -38,7 +38,7 @@ def test_a_node_sends_to_others_what_its_ranks_send_together(flags: list[str]):
     plan, own = check_run_config(run, cluster, device_type="cpu"), made.estimate(run)
     crossing = 0
     for rank in range(cluster.world_size):
-        traffic = measure(made.paper_step(run, plan, rank=rank), own.micro_batches).traffic
+        traffic = measure(paper_step(run, plan, device_type="cpu", rank=rank), own.micro_batches).traffic
         crossing += sum(counted.sent_bytes for (wire, _, _), counted in traffic.items() if wire == "cross")
     assert own.node_cross_bytes == round(crossing / cluster.num_nodes)
 

@@ -217,7 +217,7 @@ def live_bytes(case: Case) -> int:
             batches = [
                 case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(case.micro_batches)
             ]
-            live.mark()
+            live.peak = 0
             step(batches, learning_rate=1e-3, weight_decay=0.0)
     return live.peak
 

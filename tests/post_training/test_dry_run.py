@@ -18,8 +18,9 @@ from megazpp.inference.sample import SampleConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.dry_run import PeakBytes
 from megazpp.planner.simulation import Memory
+from megazpp.planner.step import sent_on
 from megazpp.post_training.config import ROLLOUTS, PostTrainingConfig
-from megazpp.post_training.dry_run import PostDryRun, dry_run_models, sent_on
+from megazpp.post_training.dry_run import PostDryRun, dry_run_models
 from megazpp.post_training.examples import DataFormatConfig, Prompt
 from megazpp.post_training.lora import LoraConfig
 from megazpp.post_training.memory import plan_models
@@ -144,7 +145,7 @@ def drawn(config: RunConfig, chosen: PostConfigs, cluster: Cluster) -> tuple[int
         gc.collect()
         config_16 = SampleConfig(sample_tokens=16, sample_temperature=1.0)
         sampler = PolicySampler(*built, dims, ByteTokenizer(), config=config_16, functions=[], seed=1)
-        live.mark()
+        live.peak = 0
         sampler.draw(prompts, [str(number) for number in range(count)])
     kinds = plan_models(config, chosen, plan, rank=dims.world.rank, on_cpu=True).phases["drawing"]
     return live.peak, kinds.total() - kinds[Memory.MOMENTS]
