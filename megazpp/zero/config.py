@@ -57,9 +57,6 @@ class ZeroConfig:
     zero_gradient_bits: tuple[int, ...] = flag(
         (8, 4), "bits of a gradient inside a node and across nodes: 4, 8, or 16 for the reduction format", nargs=2
     )
-    zero_block_size: int | None = flag(
-        None, "elements that share a scale, a power of two from 32 to 2048 (default: weights 256, gradients 128)"
-    )
     zero_error_feedback: bool = flag(
         True,
         "add what the cross-node quantization of gradients has lost to the next step, as a moving average (LoCo); 1 "
@@ -278,16 +275,16 @@ def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
                 f"--zero-weight-bits 8 {across} is 16 {across} here: nothing travels inside nodes of one data rank"
             )
         gather = GatherPlan(
-            block_format(inside, config.zero_block_size or WEIGHT_BLOCK),
+            block_format(inside, WEIGHT_BLOCK),
             keep,
-            block_format(across, config.zero_block_size or DIFFERENCE_BLOCK) if across < 8 else None,
+            block_format(across, DIFFERENCE_BLOCK) if across < 8 else None,
         )
     reduce = None
     if quantized_gradients:
-        block = config.zero_block_size or GRADIENT_BLOCK
         local, across = config.zero_gradient_bits
         reduce = ReducePlan(
-            block_format(local, block), block_format(across, block, clip=across == 4 and config.zero_error_feedback)
+            block_format(local, GRADIENT_BLOCK),
+            block_format(across, GRADIENT_BLOCK, clip=across == 4 and config.zero_error_feedback),
         )
     notices += _without_effect(config, gather, reduce)
     return WirePlan(gather, reduce, overlap_gather, overlap_reduce, tuple(notices))
@@ -323,7 +320,7 @@ def _check_values(config: ZeroConfig) -> None:
             f"--zero-weight-bits {as_words(config.zero_weight_bits)} is not one of "
             f"{', '.join(map(as_words, WEIGHT_BITS))}"
         )
-    bits, size = config.zero_gradient_bits, config.zero_block_size
+    bits = config.zero_gradient_bits
     if len(bits) != 2 or any(b not in (4, 8, 16) for b in bits):
         raise ValueError(f"--zero-gradient-bits {as_words(bits)} is not two of 4, 8 and 16")
     beta, reset = config.zero_error_feedback_beta, config.zero_error_feedback_reset
@@ -331,39 +328,30 @@ def _check_values(config: ZeroConfig) -> None:
         raise ValueError(f"--zero-error-feedback-beta {beta} is not from 0 to below 1")
     if reset is not None and reset < 1:
         raise ValueError(f"--zero-error-feedback-reset {reset} is not a positive number of iterations")
-    if size is not None and (size < 32 or size > 2048 or size & (size - 1)):
-        raise ValueError(f"--zero-block-size {size} is not a power of two from 32 to 2048")
 
 
 def _without_effect(config: ZeroConfig, gather: GatherPlan | None, reduce: ReducePlan | None) -> list[str]:
     """A line for each flag that was set and changes nothing of what travels."""
     weights = _default(config.zero_quantized_weights, config.zeropp)
-    differences = None if gather is None else gather.differences
-    formats = [gather and gather.fmt, differences, reduce and reduce.local, reduce and reduce.cross]
-    quantized, crossing = any(formats), formats[-1] is not None
-    fed_back, no_feedback = crossing and config.zero_error_feedback, "no error is fed back (--zero-error-feedback)"
-    one_by_one = "gradients are not reduced in two hops (--zero-quantized-gradients, --zeropp)"
-    unused = (
-        ("zero_quantized_weights", weights and config.weight_bits == (16, 16), "--zero-weight-bits 16"),
-        ("zero_weight_bits", not weights, "weights are not quantized (--zero-quantized-weights, --zeropp)"),
-        (
-            "zero_weight_keyframe_interval",
-            differences is None,
-            "whole weights cross nodes in every step (--zero-weight-bits 16 4)",
-        ),
-        ("zero_gradient_bits", reduce is None, one_by_one),
-        ("zero_block_size", not quantized, "nothing is quantized (--zeropp)"),
-        ("zero_error_feedback", not crossing, "gradients are not quantized across nodes (--zeropp)"),
-        ("zero_error_feedback_beta", not fed_back, no_feedback),
-        ("zero_error_feedback_reset", not fed_back, no_feedback),
-        ("zero_accumulate_in_bf16", reduce is None, one_by_one),
-        ("zero_cross_every_microbatch", reduce is None, one_by_one),
-    )
-    fields = {field.name: field for field in dataclasses.fields(config)}
+    crossing = reduce is not None and reduce.cross is not None
+    no_feedback = None if crossing and config.zero_error_feedback else "no error is fed back (--zero-error-feedback)"
+    one_hop = None if reduce else "gradients are not reduced in two hops (--zero-quantized-gradients, --zeropp)"
+    whole = "whole weights cross nodes in every step (--zero-weight-bits 16 4)"
+    unused = {
+        "zero_quantized_weights": "--zero-weight-bits 16" if weights and config.weight_bits == (16, 16) else None,
+        "zero_weight_bits": None if weights else "weights are not quantized (--zero-quantized-weights, --zeropp)",
+        "zero_weight_keyframe_interval": None if gather and gather.differences else whole,
+        "zero_gradient_bits": one_hop,
+        "zero_error_feedback": None if crossing else "gradients are not quantized across nodes (--zeropp)",
+        "zero_error_feedback_beta": no_feedback,
+        "zero_error_feedback_reset": no_feedback,
+        "zero_accumulate_in_bf16": one_hop,
+        "zero_cross_every_microbatch": one_hop,
+    }
     return [
-        f"{as_written(config, fields[name])} is ignored: {why}"
-        for name, applies, why in unused
-        if applies and getattr(config, name) != fields[name].default
+        f"{as_written(config, field)} is ignored: {unused[field.name]}"
+        for field in dataclasses.fields(config)
+        if unused.get(field.name) and getattr(config, field.name) != field.default
     ]
 
 

@@ -59,7 +59,6 @@ OTHERS_REFUSED = """
 --distributed-timeout-seconds-after-init 1e12 | 1000000000000.0 is more than a year
 --sgd-momentum 1 | --sgd-momentum 1.0 is not in [0, 1)
 --lr -1 --min-lr 1e-4 | --lr -1.0 is negative
---zero-block-size 33 | --zero-block-size 33 is not a power of two from 32 to 2048
 --zero-gradient-bits 3 4 | --zero-gradient-bits 3 4 is not two of 4, 8 and 16
 """
 NOT_USED = dict(  # flags that no test uses, and the reason

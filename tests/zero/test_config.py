@@ -34,11 +34,6 @@ CLIPPED = BlockFormat(4, 128, clip=True)
             GatherPlan(None, True, INT4),
             None,
         ),
-        (
-            {"zeropp": True, "zero_weight_bits": (8, 4), "zero_block_size": 64, "zero_quantized_gradients": False},
-            GatherPlan(BlockFormat(8, 64), True, BlockFormat(4, 64)),
-            None,
-        ),
         ({"zeropp": True, "zero_hpz_partition_size": "1"}, GatherPlan(WEIGHTS, False), ReducePlan(INT8, CLIPPED)),
         ({"zeropp": True, "zero_quantized_gradients": False}, GatherPlan(WEIGHTS, True), None),
         ({"zero_quantized_weights": True}, GatherPlan(WEIGHTS, False), None),
@@ -46,11 +41,6 @@ CLIPPED = BlockFormat(4, 128, clip=True)
         ({"zero_quantized_gradients": True, "zero_error_feedback": False}, None, ReducePlan(INT8, INT4)),
         ({"zero_quantized_gradients": True, "zero_gradient_bits": (4, 4)}, None, ReducePlan(INT4, CLIPPED)),
         ({"zero_quantized_gradients": True, "zero_gradient_bits": (16, 8)}, None, ReducePlan(None, INT8)),
-        (
-            {"zeropp": True, "zero_block_size": 64},
-            GatherPlan(BlockFormat(8, 64), True),
-            ReducePlan(BlockFormat(8, 64), BlockFormat(4, 64, clip=True)),
-        ),
     ],
 )
 def test_each_switch_can_be_set_or_unset_alone(flags, gather, reduce):
@@ -67,10 +57,6 @@ def test_each_switch_can_be_set_or_unset_alone(flags, gather, reduce):
         ({"zero_hpz_partition_size": "3"}, "--zero-hpz-partition-size 3 is neither auto, 1 .* nor 4"),
         ({"zero_hpz_partition_size": "all"}, "--zero-hpz-partition-size all"),
         ({"zeropp": True, "zero_gradient_bits": (8, 5)}, "--zero-gradient-bits 8 5"),
-        ({"zeropp": True, "zero_block_size": 100}, "--zero-block-size 100"),
-        ({"zeropp": True, "zero_block_size": 4096}, "--zero-block-size 4096"),
-        ({"zeropp": True, "zero_block_size": 0}, "--zero-block-size 0 is not a power of two"),
-        ({"zero_block_size": 0}, "--zero-block-size 0 is not a power of two"),
         ({"zero_gradient_bits": (3, 4)}, "--zero-gradient-bits 3 4 is not two of 4, 8 and 16"),
         ({"zero_weight_bits": 4}, "--zero-weight-bits 4 is not one of 8 8, 16 16, 16 4, 8 4"),
         ({"zeropp": True, "zero_weight_bits": (4, 4)}, "--zero-weight-bits 4 4 is not one of"),
@@ -95,7 +81,6 @@ UNUSED = {
     "zero_weight_bits": (16, "--zero-weight-bits 16 is ignored: weights are not quantized"),
     "zero_weight_keyframe_interval": (9, "--zero-weight-keyframe-interval 9 is ignored: whole weights cross nodes in"),
     "zero_gradient_bits": ((4, 4), "--zero-gradient-bits 4 4 is ignored: gradients are not reduced in two hops"),
-    "zero_block_size": (64, "--zero-block-size 64 is ignored: nothing is quantized"),
     "zero_error_feedback": (False, "--no-zero-error-feedback is ignored: gradients are not quantized across nodes"),
     "zero_error_feedback_beta": (0.5, "--zero-error-feedback-beta 0.5 is ignored: no error is fed back"),
     "zero_error_feedback_reset": (9, "--zero-error-feedback-reset 9 is ignored: no error is fed back"),
@@ -126,12 +111,10 @@ def test_with_zeropp_each_of_them_has_its_effect(name):
         ({"zero_quantized_weights": True, "zero_weight_bits": 16}, ["--zero-quantized-weights"]),
         ({"zeropp": True, "zero_weight_keyframe_interval": 9}, ["--zero-weight-keyframe-interval 9"]),
         ({"zero_hpz_partition_size": "auto", "zero_weight_bits": (16, 4)}, ["--zero-weight-bits 16 4"]),
-        ({"zero_hpz_partition_size": "auto", "zero_block_size": 64}, ["--zero-block-size 64"]),
         (
             {"zeropp": True, "zero_gradient_bits": (8, 16), "zero_error_feedback": False},
             ["--no-zero-error-feedback"],
         ),
-        ({"zeropp": True, "zero_quantized_gradients": False, "zero_block_size": 64}, []),
     ],
 )
 def test_what_one_switch_alone_does_not_use_is_noted(flags, names):

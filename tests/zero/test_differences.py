@@ -143,24 +143,24 @@ CASES = {
     "16 4, bf16": (4, Case(nodes=2, zero=with_bits(16, 4), precision=BF16, micro_batches=2)),
     "8 4, fp32": (4, Case(nodes=2, zero=with_bits(8, 4), model=LLAMA_STYLE)),
     "8 4, fp16, tp 2, one rank per node": (4, Case(nodes=2, tp=2, zero=with_bits(8, 4), precision=FP16)),
-    "16 4, 3 nodes, blocks of 32": (3, Case(nodes=3, zero=with_bits(16, 4, zero_block_size=32), global_batch=12)),
+    "16 4, 3 nodes": (3, Case(nodes=3, zero=with_bits(16, 4), global_batch=12)),
     "16 4, 5 nodes": (5, Case(nodes=5, zero=with_bits(16, 4), precision=BF16, global_batch=10)),
     "8 4, tp 2, llama": (8, Case(nodes=2, tp=2, zero=with_bits(8, 4), precision=BF16, model=LLAMA_STYLE)),
     "16 4, copies": (8, Case(nodes=4, replicas=2, zero=with_bits(16, 4), precision=BF16)),
 }
-DEFAULT = ("16 4, bf16", "8 4, fp16, tp 2, one rank per node", "16 4, 3 nodes, blocks of 32")
+DEFAULT = ("16 4, bf16", "8 4, fp16, tp 2, one rank per node", "16 4, 3 nodes")
 
 
 @pytest.mark.parametrize("name", [name if name in DEFAULT else slow(name) for name in CASES])
 def test_resident_weights_follow_the_rule_of_one_process_and_are_what_every_rank_computes_with(name: str):
     world, case = CASES[name]
     runs: list[Run] = ranks(world).run(watch, case)
-    (num_nodes, num_local), block = runs[0].sizes, case.zero.zero_block_size
+    num_nodes, num_local = runs[0].sizes
     itemsize, inside = case.precision.param_dtype.itemsize, case.zero.weight_bits[0]
     whole, differences = 0, 0
     for index, (unit, seen) in enumerate(runs[0].units):
         whole += plan_message(unit.segments, None, exact_itemsize=itemsize).message_bytes
-        fmt = BlockFormat(case.zero.weight_bits[1], block or 128)
+        fmt = BlockFormat(case.zero.weight_bits[1], 128)
         differences += plan_message(unit.segments, fmt, exact_itemsize=itemsize).message_bytes
         shards = {(run.place, tp): run.units[index][1] for tp, run in tp_ranks(runs, case)}
         for (place, tp), mine in shards.items():
