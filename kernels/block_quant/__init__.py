@@ -99,16 +99,10 @@ def unpack(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
 
 
 def unpack_onto(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
-    """Receive differences (`base` of `pack`): add what was quantized, replace what was not.
+    """Receive differences (`base` of `pack`) in `out`: add what was quantized, replace what was not; else as `unpack`.
 
     out = round(float(out) + integer * scale), in one pass. The product is exact, so every receiver that held the same
     bits holds the same bits after it; an element that is NaN, or that a NaN arrives for, stays NaN.
-
-    Args:
-        messages: [..., M] uint8, as `pack` wrote them.
-        out: [..., n] fp32, bf16 or fp16, what it was written from.
-    Raises:
-        ValueError: a shape, dtype, stride or device does not fit.
     """
     _unpack(messages.unsqueeze(0), table, out, onto_quantized=True, onto_exact=False)
 

@@ -1,7 +1,5 @@
 """One process group as an axis of the mesh: the only file that calls collectives.
 
-One file of more than 300 lines: collectives are called, counted and given to compiled graphs in this file alone.
-
 Everything that communicates is handed a `MeshAxis`. An axis of size 1 is the identity and needs no process group,
 so layers and collectives run (and are tested) in one process. Each call counts the bytes this rank puts on the
 wire, by what a bandwidth-optimal ring sends: (n-1)/n of the buffer for a gather or a scatter, twice that for an

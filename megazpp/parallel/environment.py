@@ -56,10 +56,8 @@ class NcclConfig:
     """NCCL: priority and channels of the process groups (no effect on gloo)
 
     A CTA of NCCL's is a channel and occupies an SM for as long as its collective runs; NCCL takes up to 32 or 64 of the
-    132 SMs of an H100. A rank's share of the network is a small part of NVLink's rate (50 GB/s for an adapter of
-    400 Gbit/s, 450 GB/s for NVLink), so the cross axis may need few of them: with --zeropp try
-    --nccl-cross-max-ctas 8, six in a hundred SMs. Nothing is set by default, because no value has been measured;
-    --measure-links shows what the cross axis reaches.
+    132 SMs of an H100. The network is a small part of NVLink's rate, so the cross axis may need few of them (try 8);
+    nothing is set by default, because no value has been measured.
     """
 
     nccl_high_priority: bool = flag(

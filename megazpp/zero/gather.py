@@ -138,15 +138,11 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._unpack(Work(codec.empty(peers, nodes, device=device)), output.view(-1))
 
     def start_early(self, since: Moment) -> bool:
-        """Start the cross hop ahead of use if the weights have changed and the modules hold the shards.
+        """Start the cross hop ahead of use if the weights have changed and the modules hold the shards; True if so.
 
         With differences whether this unit is used or not, overlap or not: what the resident weights hold follows from
-        the optimizer's steps, not from what happened to be used in between.
-
-        Args:
-            since: a moment after the last step; enough to wait for, unless the weights were written to later.
-        Returns:
-            Whether it was started.
+        the optimizer's steps, not from what happened to be used in between. `since` is a moment after the last step,
+        enough to wait for unless the weights were written to later.
         """
         wanted = self.secondary.sends_differences or (self._schedule.overlap and self._used)
         messages = self.secondary.messages if wanted else None

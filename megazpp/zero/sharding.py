@@ -38,19 +38,13 @@ from megazpp.zero.units import Unit, find_units
 
 
 class WeightHandle(Protocol):
-    """The part of a handle on weights that a program needs which only uses a model; `Sharding` or another has it.
+    """The methods of a handle on weights that a program needs which only uses a model: `Sharding`'s, or another's."""
 
-    Attributes:
-        keeps_gathered: whether `kept_gathered` keeps them, so that later forwards need no other data rank.
-    """
+    keeps_gathered: bool  # whether `kept_gathered` keeps them, so that later forwards need no other data rank
 
-    keeps_gathered: bool
+    def kept_gathered(self) -> Any: ...
 
-    def kept_gathered(self) -> Any:
-        """Keep weights after their first use, for the forwards inside, if the handle can; free them afterwards."""
-
-    def free_gathered(self) -> None:
-        """Free what is not kept."""
+    def free_gathered(self) -> None: ...
 
 
 class Sharding:
@@ -63,9 +57,6 @@ class Sharding:
         zero: intervals of whole weights and of error feedback; None: the defaults.
         comms: each unit's all-gather and reduce-scatter, where they are ours.
         counter: of the bytes that this rank sends; None: nothing is sent.
-    Attributes:
-        keeps_gathered: as a `WeightHandle` says it.
-        units, counter: as given.
     """
 
     keeps_gathered = True
@@ -146,7 +137,7 @@ class Sharding:
     def kept_gathered(self) -> Iterator[None]:
         """Keep each weight after its first gather, as stage 2 does, for the forwards inside; afterwards free all.
 
-        For a generation, where every token is a forward. It costs the memory of the whole model in compute precision.
+        It costs the memory of the whole model in compute precision.
         """
         for module in self._modules:
             module.set_reshard_after_forward(False, recurse=False)
@@ -172,7 +163,7 @@ class Sharding:
             gather.before_step()
 
     def after_optimizer_step(self) -> None:
-        """Call after such a step: the next use of the weights sends what the step has changed.
+        """Call after such a step: the next use of the weights sends what it has changed.
 
         Raises:
             RuntimeError: --zero-weight-keyframe-interval is set, and `begin_step` was never called.
@@ -252,11 +243,7 @@ class Sharding:
         }
 
     def error_feedback(self) -> dict[str, torch.Tensor]:
-        """This rank's buffers of error feedback, by name; {} where none is kept.
-
-        With `secondary_state` the only state beside the parameters that outlives a step. It belongs to one layout:
-        others begin with zeros.
-        """
+        """This rank's buffers of error feedback, by name; {} where none is kept. Other layouts begin with zeros."""
         buffers: dict[str, torch.Tensor] = {}
         for reduce in self._reduces:
             errors = reduce.errors(self._device)
@@ -401,14 +388,12 @@ def _notice_steps(sharding: weakref.ref[Sharding]) -> None:
     them away could happen while torch goes through its hooks.
     """
 
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        alive = sharding()
-        if alive is not None:
+    def before_step(*_: Any) -> None:
+        if (alive := sharding()) is not None:
             alive.before_optimizer_step()
 
-    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        alive = sharding()
-        if alive is not None:
+    def after_step(*_: Any) -> None:
+        if (alive := sharding()) is not None:
             alive.after_optimizer_step()
 
     register_optimizer_step_pre_hook(before_step)

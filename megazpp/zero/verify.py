@@ -65,10 +65,12 @@ def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
         residents = sharding.sums_of_residents()
         sums = torch.stack([_sums_of_shards(unit, dims.shard.size) for unit in units])  # [units, shards]
         for index, unit in enumerate(units):
-            if unit.key in residents:
-                sums[index] += _sums_over_node(residents[unit.key], dims)
-        largest, smallest = (s * dims.replicate.max_(dims.shard.max_(s * sums)) for s in (1, -1))
-        differs = largest != smallest
+            if unit.key in residents:  # [N] of what this rank keeps -> [N, L] of what all ranks of the node keep
+                of_node = sums.new_zeros(dims.cross.size, dims.local.size)
+                of_node[:, dims.local.rank] = residents[unit.key]
+                sums[index] += dims.local.all_reduce_(of_node).view(-1)
+        largest, smallest = (dims.replicate.max_(dims.shard.max_(s * sums)) for s in (1, -1))
+        differs = largest != -smallest
         if not int(dims.world.max_(differs.any().int())):
             return
     mine = {(units[u].name, shard): int(sums[u, shard]) for u, shard in differs.nonzero().tolist()}
@@ -104,13 +106,6 @@ def _sums_of_shards(unit: Unit, num_shards: int) -> torch.Tensor:
     for module in unit.modules:
         module.reshard()
     return torch.stack(parts).sum(0)
-
-
-def _sums_over_node(rows: torch.Tensor, dims: ParallelDims) -> torch.Tensor:
-    """[N] sums of what this rank keeps -> [N L] of what all ranks of the node keep, each at the shard that it is of."""
-    sums = rows.new_zeros(dims.cross.size, dims.local.size)
-    sums[:, dims.local.rank] = rows
-    return dims.local.all_reduce_(sums).view(-1)
 
 
 def _sums_of_rows(parameter: Any, num_shards: int) -> torch.Tensor:
