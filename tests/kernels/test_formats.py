@@ -19,18 +19,13 @@ def test_whole_blocks_cost_their_bits_and_one_bf16_scale(bits: int, block_size: 
     assert BlockFormat(bits, block_size).bits_per_element(block_size * 10) == expected
 
 
-def test_a_short_last_block_is_whole_on_the_wire():
-    fmt = BlockFormat(4, 64)
-    assert (fmt.num_blocks(65), fmt.payload_bytes(65), fmt.scale_bytes(65)) == (2, 64, 4)
-    assert (fmt.num_blocks(0), fmt.payload_bytes(0), fmt.scale_bytes(0), fmt.bits_per_element(0)) == (0, 0, 0, 0.0)
-
-
 @given(st.sampled_from([4, 8]), st.sampled_from(BLOCK_SIZES), st.integers(0, 2**40))
 def test_blocks_cover_a_segment_and_no_block_is_without_data(bits: int, block_size: int, n: int):
     fmt = BlockFormat(bits, block_size)
     assert (fmt.num_blocks(n) - 1) * block_size < n <= fmt.num_blocks(n) * block_size or n == 0
     assert fmt.payload_bytes(n) * 8 == fmt.num_blocks(n) * block_size * bits
     assert fmt.scale_bytes(n) == 2 * fmt.num_blocks(n)
+    assert fmt.bits_per_element(0) == 0.0
 
 
 @pytest.mark.parametrize(

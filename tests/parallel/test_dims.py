@@ -70,16 +70,6 @@ def test_training_under_any_order_gives_the_losses_of_block_order(case: Case, or
         assert sum(r["sent"][wire] for r in found) == sum(r["sent"][wire] for r in expected)
 
 
-@needs_any_order
-def test_block_order_under_a_cyclic_layout_would_put_local_traffic_between_nodes():
-    """What the order is for: the same ranks, laid out as if they were numbered node by node, cross the network."""
-    cyclic = Cluster(num_nodes=2, ranks_per_node=2, order=CYCLIC)
-    layout = plan_dims(ParallelConfig(), cluster=Cluster(num_nodes=2, ranks_per_node=2), zero_stage=3)
-    assert cyclic.link_between(*layout.axis_ranks("local", 0)) == "network"
-    layout = plan_dims(ParallelConfig(), cluster=cyclic, zero_stage=3)
-    assert cyclic.link_between(*layout.axis_ranks("local", 0)) == "domain"
-
-
 def test_hsdp_makes_one_copy_per_domain():
     racks = Cluster(num_nodes=4, ranks_per_node=2, domain_size=4)
     layout = plan_dims(ParallelConfig(hsdp=True), racks, zero_stage=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -164,57 +165,50 @@ def test_hpz_is_bit_identical_to_no_hpz(without: ZeroConfig | None, with_hpz: Ze
 # ---- never stale --------------------------------------------------------------------------------------------------
 
 
-def double(parameter: torch.Tensor) -> None:
-    with torch.no_grad():
-        parameter.mul_(2.0)
-
-
-def double_local(parameter: Any) -> None:
-    with torch.no_grad():
-        parameter.to_local().mul_(2.0)
-
-
 def forward(model: torch.nn.Module, case: Case) -> float:
     batch = case.batch(0, 0, 2)
     with torch.no_grad():
         return model(batch.tokens, batch.labels, position_ids=batch.position_ids).mean().item()
 
 
-def write_and_look(case: Case, how: str) -> tuple[float, float]:
-    """The loss after a change of all weights: through the secondary partition that was kept, and gathered anew."""
+def take_step(model: torch.nn.Module, **settings: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **settings)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def double(model: torch.nn.Module, *, local: bool = False) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            (parameter.to_local() if local else parameter).mul_(2.0)
+
+
+CHANGES: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "in place": double,
+    "local": functools.partial(double, local=True),
+    "fused": functools.partial(take_step, fused=True),
+    "foreach": functools.partial(take_step, foreach=True),
+    "loop": functools.partial(take_step, foreach=False),
+    "load": lambda model: model.load_state_dict({name: tensor * 2 for name, tensor in model.state_dict().items()}),
+}
+
+
+def write_and_look(case: Case, how: str) -> tuple[float, float, float]:
+    """The loss before and after a change of all weights, through what was kept, and gathered anew."""
     model, sharding, _ = build_on_ranks(case)
-    forward(model, case)
-    parameters = list(model.parameters())
-    if how in WRITES:
-        for parameter in parameters:
-            WRITES[how](parameter)
-    elif how in STEPS:
-        optimizer = torch.optim.AdamW(parameters, lr=0.1, **STEPS[how])
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-    elif how == "load":
-        model.load_state_dict({name: tensor * 2 for name, tensor in model.state_dict().items()})
+    before = forward(model, case)
+    CHANGES[how](model)
     seen = forward(model, case)
     sharding.weights_changed()
-    return seen, forward(model, case)
+    return before, seen, forward(model, case)
 
 
-WRITES = {"in place": double, "local": double_local}
-STEPS: dict[str, dict[str, Any]] = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
-
-
-@pytest.mark.parametrize("how", [*WRITES, "fused", slow("foreach"), slow("loop"), "load"])
+@pytest.mark.parametrize("how", [slow(how) if how in ("foreach", "loop") else how for how in CHANGES])
 def test_a_change_of_the_weights_is_seen_by_the_next_use(how: str):
     case = Case(nodes=2, zero=QWZ_HPZ, model=LLAMA_STYLE)
-    before = ranks(4).run(loss_before, case)[0]
-    for seen, expected in ranks(4).run(write_and_look, case, how):
-        assert seen == expected
-        assert seen != before
-
-
-def loss_before(case: Case) -> float:
-    return forward(build_on_ranks(case)[0], case)
+    for before, seen, expected in ranks(4).run(write_and_look, case, how):
+        assert seen == expected != before
 
 
 # ---- bytes --------------------------------------------------------------------------------------------------------
