@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megazpp.base.formatting import GIGA, MEGA
+from megazpp.base.formatting import GIGA, MEGA, times_fewer
 from megazpp.report.runs import Row, Run, number
 
 Segment = list[list[float | None]]
@@ -158,8 +158,7 @@ def tiles(run: Run) -> list[tuple[str, str]]:
     """The few numbers that a reader looks for first, each with its name; those that are not known are left out."""
     came_out = _came_out(run)
     cross = sum(number(row.get("sent_bytes")) or 0 for row in _traffic(run) if row.get("wire") == "cross")
-    would = _zero3_bytes(run) or 0
-    fewer = f"{would / cross:.1f} x fewer" if cross and would > 1.05 * cross else NOTHING
+    fewer = times_fewer(cross, _zero3_bytes(run) or 0) or NOTHING
     loss = "validation loss" if came_out["validation loss"] != NOTHING else "training loss"
     found = {
         loss: came_out[loss].partition(" (")[0],

@@ -227,17 +227,8 @@ class Evidence(NamedTuple):
     own: Mapping[str, torch.Tensor] | None
 
 
-class Failure(NamedTuple):
-    """A step whose loss or gradient norm is not finite."""
-
-    iteration: int
-    loss: float
-    norm: float
-    evidence: Evidence
-
-
-class Found(NamedTuple):
-    """The knowledge of one rank.
+class StepReport(NamedTuple):
+    """The knowledge of one rank of a step whose loss or gradient norm is not finite; none where its own were.
 
     Attributes:
         data_rank: which samples it had.
@@ -250,9 +241,18 @@ class Found(NamedTuple):
     suspects: list[str] | None
 
 
+class Failure(NamedTuple):
+    """A step whose loss or gradient norm is not finite."""
+
+    iteration: int
+    loss: float
+    norm: float
+    evidence: Evidence
+
+
 @dataclass
 class NotFinite:
-    """Asks the ranks and ends the job.
+    """Gathers what the ranks know of a step that is not finite, and ends the job.
 
     Args:
         sharding: the model whose gradients are in question.
@@ -282,19 +282,19 @@ class NotFinite:
         Raises:
             NotFiniteError: the same message on all ranks, about the first island that has failed.
         """
-        norms, mine = dict[str, float](), Found(self.dims.data_rank, [], [])
+        norms, mine = dict[str, float](), StepReport(self.dims.data_rank, [], [])
         if failure is not None:
             evidence = failure.evidence
             norms = grad_norms(evidence.norm, self.dims.tp, self.dims.shard)
             own = evidence.own
             suspects = None if own is None else [name for name, total in own.items() if not total.isfinite()]
-            mine = Found(self.dims.data_rank, evidence.losses.tolist(), suspects)
+            mine = StepReport(self.dims.data_rank, evidence.losses.tolist(), suspects)
         told = self.dims.world.gather_objects((mine, failure and failure[:3], norms))
         message = None
         if told:
             (iteration, loss, norm), norms = next((step, norms) for _, step, norms in told if step is not None)
             found = [
-                each if step is not None and step[0] == iteration else Found(each.data_rank, [], [])
+                each if step is not None and step[0] == iteration else StepReport(each.data_rank, [], [])
                 for each, step, _ in told
             ]
             first, size = self.plan.consumed_samples_at(iteration - 1), self.plan.micro_batch_size
@@ -316,7 +316,7 @@ class NotFinite:
 
 
 def describe(
-    found: Sequence[Found],
+    found: Sequence[StepReport],
     norms: Mapping[str, float],
     iteration: int,
     loss: float,

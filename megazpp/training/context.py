@@ -29,7 +29,7 @@ class Console:
     def __init__(self, *, enabled: bool, out: TextIO | None = None) -> None:
         self._enabled, self._out = enabled, out or sys.stdout
         self._bar: tqdm | None = None
-        self._file: TextIO | None = None
+        self._file: Path | None = None
 
     @property
     def is_terminal(self) -> bool:
@@ -37,8 +37,8 @@ class Console:
         return self._enabled and self._out.isatty()
 
     def keep(self, path: Path) -> None:
-        """Write all lines, whole, to the end of a file, too."""
-        self._file = path.open("a", encoding="utf-8")
+        """Write all lines, whole, to the end of a file, too, for as long as it can be written to."""
+        self._file = path
 
     def log(self, text: str, *, short: str | None = None) -> None:
         """Print lines, above the bar if there is one.
@@ -48,8 +48,7 @@ class Console:
         """
         if not self._enabled:
             return
-        if self._file is not None:
-            print(text, file=self._file, flush=True)
+        self._append(text)
         if short is not None and self.is_terminal:
             text = short
             if not text:
@@ -58,6 +57,16 @@ class Console:
             self._bar.write(text, file=self._out)
         else:
             print(text, file=self._out, flush=True)
+
+    def _append(self, text: str) -> None:
+        if self._file is None:
+            return
+        try:
+            with self._file.open("a", encoding="utf-8") as file:
+                print(text, file=file)
+        except OSError as error:
+            print(f"warning: {self._file}: {error}; it gets no more lines, and training goes on", file=self._out)
+            self._file = None
 
     def start_bar(self, total_iterations: int, done: int) -> None:
         if self.is_terminal:

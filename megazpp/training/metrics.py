@@ -14,7 +14,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -106,87 +106,40 @@ class RunShape:
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalRecord:
-    """The steps since the last log line, at least one.
+    """The steps since the last log line, summed up.
 
     Attributes:
         shape: of the run.
-        steps: in order.
+        last: the last step, to which belongs what is no mean.
+        steps: how many there were, at least one.
+        lm_loss: mean over the steps that were taken; over the skipped ones if none was.
+        metrics: the objective's, each the mean over the steps that have it.
+        synchronizations: steps after which islands met.
+        skipped, nan: steps that were not taken; whose loss was not finite.
+        max_grad_norm: the largest norm of a step's gradients; None where none was measured.
+        step_seconds: mean wall time of a step.
+        tokens_per_second: over all ranks.
+        eta_seconds: time left at this interval's samples per second.
+        flops_per_rank: model FLOP/s of one rank.
         sent_bytes: per node, mean per step.
-        peak_memory_bytes: or None where it is not measured.
+        peak_memory_bytes: None where it is not measured.
     """
 
     shape: RunShape
-    steps: Sequence[StepRecord]
+    last: StepRecord
+    steps: int
+    lm_loss: float
+    metrics: Mapping[str, float]
+    synchronizations: int
+    skipped: int
+    nan: int
+    max_grad_norm: float | None
+    step_seconds: float
+    tokens_per_second: float
+    eta_seconds: float
+    flops_per_rank: float
     sent_bytes: SentBytes
     peak_memory_bytes: int | None
-
-    @property
-    def last(self) -> StepRecord:
-        """The last step, to which belongs what is no mean."""
-        return self.steps[-1]
-
-    @property
-    def lm_loss(self) -> float:
-        """Mean over the steps that were taken; over the skipped ones if none was."""
-        losses = [step.loss for step in self.steps if not step.skipped] or [step.loss for step in self.steps]
-        return sum(losses) / len(losses)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The objective's, each the mean over the steps that have it."""
-        names = dict.fromkeys(name for step in self.steps for name in step.metrics)
-        found = {name: [step.metrics[name] for step in self.steps if name in step.metrics] for name in names}
-        return {name: sum(values) / len(values) for name, values in found.items()}
-
-    @property
-    def synchronizations(self) -> int:
-        """Steps after which islands met."""
-        return sum(INNER_LOSS in step.metrics for step in self.steps)
-
-    @property
-    def skipped(self) -> int:
-        """Steps that were not taken."""
-        return sum(step.skipped for step in self.steps)
-
-    @property
-    def nan(self) -> int:
-        """Steps whose loss was not finite."""
-        return sum(not math.isfinite(step.loss) for step in self.steps)
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of all steps."""
-        return sum(step.seconds for step in self.steps)
-
-    @property
-    def samples(self) -> int:
-        """The samples of all steps, over all ranks."""
-        return sum(step.global_batch_size for step in self.steps)
-
-    @property
-    def step_seconds(self) -> float:
-        """Mean wall time of a step."""
-        return self.seconds / len(self.steps)
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        """The largest norm of a step's gradients; None where none was measured."""
-        return max((step.grad_norm for step in self.steps if step.grad_norm is not None), default=None)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Over all ranks."""
-        return sum(self.shape.tokens_of(step) for step in self.steps) / self.seconds
-
-    @property
-    def eta_seconds(self) -> float:
-        """Time left at this interval's samples per second."""
-        return max(0, self.shape.total_samples - self.last.consumed_samples) * self.seconds / self.samples
-
-    @property
-    def flops_per_rank(self) -> float:
-        """Model FLOP/s of one rank."""
-        return self.tokens_per_second * self.shape.flops_per_token / self.shape.world_size
 
     def as_json(self) -> dict[str, Any]:
         """The object of this interval in metrics.jsonl; a loss or norm may be NaN or Infinity."""
@@ -198,7 +151,7 @@ class IntervalRecord:
             "learning_rate": self.last.learning_rate,
             "consumed_samples": self.last.consumed_samples,
             "consumed_tokens": self.last.consumed_samples * self.shape.seq_length,
-            "steps": len(self.steps),
+            "steps": self.steps,
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
             "skipped": self.skipped,
@@ -284,8 +237,31 @@ class Meter:
         steps, self._steps = self._steps, []
         assert steps, "an interval needs a step"
         self._sent_bytes = self._sent_bytes.plus(sent_bytes)
-        mean = SentBytes(*(total // len(steps) for total in sent_bytes))
-        return IntervalRecord(shape=self.shape, steps=steps, sent_bytes=mean, peak_memory_bytes=peak_memory_bytes)
+        shape, last, seconds = self.shape, steps[-1], sum(step.seconds for step in steps)
+        losses = [step.loss for step in steps if not step.skipped] or [step.loss for step in steps]
+        by_name: dict[str, list[float]] = {}
+        for step in steps:
+            for name, value in step.metrics.items():
+                by_name.setdefault(name, []).append(value)
+        tokens_per_second = sum(shape.tokens_of(step) for step in steps) / seconds
+        left = max(0, shape.total_samples - last.consumed_samples)
+        return IntervalRecord(
+            shape=shape,
+            last=last,
+            steps=len(steps),
+            lm_loss=sum(losses) / len(losses),
+            metrics={name: sum(values) / len(values) for name, values in by_name.items()},
+            synchronizations=len(by_name.get(INNER_LOSS, ())),
+            skipped=sum(step.skipped for step in steps),
+            nan=sum(not math.isfinite(step.loss) for step in steps),
+            max_grad_norm=max((step.grad_norm for step in steps if step.grad_norm is not None), default=None),
+            step_seconds=seconds / len(steps),
+            tokens_per_second=tokens_per_second,
+            eta_seconds=left * seconds / sum(step.global_batch_size for step in steps),
+            flops_per_rank=tokens_per_second * shape.flops_per_token / shape.world_size,
+            sent_bytes=SentBytes(*(total // len(steps) for total in sent_bytes)),
+            peak_memory_bytes=peak_memory_bytes,
+        )
 
     def summary(self, *, cpu_seconds: float) -> dict[str, Any]:
         """Sum up the training steps for summary.json.

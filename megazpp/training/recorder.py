@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from megazpp.base.formatting import MEGA, aligned
+from megazpp.base.formatting import MEGA, aligned, times_fewer
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.optim.clip import global_parameter_norm
 from megazpp.parallel.axis import Traffic
@@ -285,9 +285,8 @@ def zero3_traffic(
 def traffic_in_words(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
     """The bytes between nodes in one line; nothing where there is one node, or ZeRO-3 would have sent the same."""
     cross = sum(row.sent_bytes for row in rows if row.wire == "cross")
-    if zero3 is None or not cross or zero3.cross_bytes < 1.05 * cross:
-        return ""
-    return f"between nodes: {cross / MEGA:,.1f} MB per node, {zero3.cross_bytes / cross:.1f} x fewer than ZeRO-3"
+    fewer = times_fewer(cross, 0 if zero3 is None else zero3.cross_bytes)
+    return f"between nodes: {cross / MEGA:,.1f} MB per node, {fewer} than ZeRO-3" if fewer else ""
 
 
 def traffic_table(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:

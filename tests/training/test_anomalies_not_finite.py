@@ -13,7 +13,15 @@ from helpers.tiers import slow
 from helpers.training import Case, build_step
 from torch.utils.hooks import RemovableHandle
 
-from megazpp.training.anomalies import AnomalyConfig, Found, Guard, LossHistory, NotFinite, NotFiniteError, describe
+from megazpp.training.anomalies import (
+    AnomalyConfig,
+    Guard,
+    LossHistory,
+    NotFinite,
+    NotFiniteError,
+    StepReport,
+    describe,
+)
 from megazpp.training.batches import BatchConfig, plan_batches
 from megazpp.training.run_folder import RunFolder
 from megazpp.training.step import TrainStep
@@ -133,7 +141,10 @@ def test_where_whole_copies_are_summed_the_parameter_is_named_and_the_rank_is_sa
 
 
 def test_long_lists_are_cut_and_the_rest_counted():
-    found, norms = [Found(rank, [float("nan")], []) for rank in range(12)], {f"p{i}": float("inf") for i in range(10)}
+    found, norms = (
+        [StepReport(rank, [float("nan")], []) for rank in range(12)],
+        {f"p{i}": float("inf") for i in range(10)},
+    )
     lines = describe(found, norms, 5, 1.0, float("nan"), first_sample=0, micro_batch_size=1).splitlines()
     assert len(lines) == 1 + 8 + 8 + 1
     assert lines[9] == "p0: the norm of the gradient is inf, every rank's own gradient was finite"

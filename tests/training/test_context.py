@@ -9,6 +9,7 @@ import pty
 import struct
 import termios
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +89,13 @@ def test_a_resumed_bar_begins_where_training_stands():
         console.stop_bar()
 
     assert "4/10" in on_a_terminal(resume)
+
+
+def test_a_log_file_that_cannot_be_written_to_is_named_once_and_ends_nothing():
+    out = io.StringIO()
+    console = Console(enabled=True, out=out)
+    console.keep(Path("/dev/full"))
+    console.log("first")
+    console.log("second")
+    assert out.getvalue().splitlines()[1:] == ["first", "second"]
+    assert out.getvalue().startswith("warning: /dev/full: [Errno 28] No space left on device; it gets no more lines")
