@@ -13,19 +13,18 @@ import functools
 import io
 import math
 import pickle
-import struct
 import warnings
-import zipfile
 from collections.abc import Collection, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, load
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view
 
 _AT_ONCE = 1 << 22  # elements that are read at once
 
@@ -43,8 +42,7 @@ class SafeReader(FileSystemReader):
             return _IndexUnpickler(file).load()
 
     @functools.cached_property
-    def _pieces(self) -> dict[str, list[_Piece | None]]:
-        """The places of the pieces of tensors that were asked for so far: one is often read in many boxes."""
+    def _pieces(self) -> dict[MetadataIndex, tuple[Path, int]]:
         return {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -58,109 +56,50 @@ class SafeReader(FileSystemReader):
     def read_box(self, key: str, offsets: tuple[int, ...], box: torch.Tensor) -> None:
         """Fill `box` with the part of a saved tensor that begins at `offsets`; no other rank takes part.
 
-        Of tensors that lie in the file as they are, only what is asked for is read; the library reads whole pieces.
+        Args:
+            box: [rows] or [rows, columns]; only the rows that are asked for are read, the library reads whole pieces.
         """
-        if key not in self._pieces:
-            self._pieces[key] = [self._piece(key, chunk) for chunk in self.tensors()[key].chunks]
-        pieces = self._pieces[key]
-        if box.dim() in (1, 2) and box.is_contiguous() and all(piece is not None for piece in pieces):
-            for piece in pieces:
-                assert piece is not None
-                piece.read(offsets, box)
-            return
-        with alone():
-            load({key: box}, storage_reader=self, planner=_BoxPlanner(offsets), no_dist=True)
+        for chunk in self.tensors()[key].chunks:
+            places = list(zip(offsets, box.shape, chunk.offsets, chunk.sizes, strict=True))
+            low = [max(start, own) for start, _, own, _ in places]
+            high = [min(start + size, own + length) for start, size, own, length in places]
+            if all(first < end for first, end in zip(low, high, strict=True)):
+                inside = tuple(slice(a - start, b - start) for a, b, start in zip(low, high, offsets, strict=True))
+                columns = [slice(a - own, b - own) for a, b, own in zip(low, high, chunk.offsets, strict=True)][1:]
+                self._read_rows(key, chunk, low[0] - chunk.offsets[0], box[inside], columns)
 
-    def _piece(self, key: str, chunk: ChunkStorageMetadata) -> _Piece | None:
-        """The place of a piece of a tensor; None if it is not there row by row."""
-        entry = self.tensors()[key]
-        found = self.index.storage_data.get(MetadataIndex(key, chunk.offsets))
-        if found is None or found.transform_descriptors:
-            return None
-        path = Path(self.path) / found.relative_path
-        size = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
-        with path.open("rb") as file:
-            file.seek(found.offset)
-            try:
-                archive = zipfile.ZipFile(_Window(file, found.offset, found.length))
-                (record,) = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
-            except (zipfile.BadZipFile, ValueError):
-                return None
-            if record.compress_type != zipfile.ZIP_STORED or record.file_size != size:
-                return None
-            with warnings.catch_warnings(), torch.serialization.skip_data():
-                window: Any = _Window(file, found.offset, found.length)
-                described = torch.load(window, map_location="cpu", weights_only=True)
-            if not isinstance(described, torch.Tensor) or not described.is_contiguous() or described.storage_offset():
-                return None
-            file.seek(found.offset + record.header_offset)
-            names, extra = struct.unpack("<HH", file.read(30)[26:])  # of the local header
-        return _Piece(path, found.offset + record.header_offset + 30 + names + extra, chunk)
+    def _read_rows(
+        self, key: str, chunk: ChunkStorageMetadata, first: int, target: torch.Tensor, columns: list[slice]
+    ) -> None:
+        """Fill `target` with rows of a piece, from `first` on."""
+        path, start = self._find_piece(key, chunk.offsets)
+        width = math.prod(chunk.sizes[1:])
+        at_once = max(_AT_ONCE // width, 1)
+        for row in range(0, target.shape[0], at_once):
+            part = target[row : row + at_once]
+            count, itemsize = part.shape[0] * width, target.element_size()
+            begin = start + (first + row) * width * itemsize
+            content = np.fromfile(path, np.uint8, count * itemsize, offset=begin)
+            if content.size < count * itemsize:
+                raise ValueError(f"{path} ends too early")
+            part.copy_(torch.from_numpy(content).view(target.dtype).view(-1, *chunk.sizes[1:])[:, *columns])
 
-
-class _Piece(NamedTuple):
-    """A contiguous part of a tensor in a file."""
-
-    path: Path
-    start: int
-    chunk: ChunkStorageMetadata
-
-    def read(self, offsets: tuple[int, ...], box: torch.Tensor) -> None:
-        """Fill the part of `box`, which begins at `offsets` of the whole tensor, that is in this piece."""
-        own, sizes = tuple(self.chunk.offsets), tuple(self.chunk.sizes)
-        low = [max(a, b) for a, b in zip(offsets, own, strict=True)]
-        ends = zip(offsets, box.shape, own, sizes, strict=True)
-        high = [min(a + size, b + length) for a, size, b, length in ends]
-        if any(a >= b for a, b in zip(low, high, strict=True)):
-            return
-        columns = sizes[1] if box.dim() == 2 else 1
-        target = box[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
-        at_once = max(_AT_ONCE // columns, 1)
-        with self.path.open("rb", buffering=0) as file:
-            for first in range(low[0], high[0], at_once):
-                rows = min(at_once, high[0] - first)
-                found = torch.empty(rows, columns, dtype=box.dtype)
-                file.seek(self.start + (first - own[0]) * columns * box.element_size())
-                content: Any = found.view(torch.uint8).numpy()
-                if _read_all(file, memoryview(content).cast("B")) < found.nbytes:
-                    raise ValueError(f"{self.path} ends too early")
-                part = found[:, low[1] - own[1] : high[1] - own[1]] if box.dim() == 2 else found[:, 0]
-                target[first - low[0] : first - low[0] + rows] = part
-
-
-class _Window(io.RawIOBase):
-    """A run of bytes of a file, as a file."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._place = file, start, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._place
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._place = offset + (0, self._place, self._length)[whence]
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: max(self._length - self._place, 0)]
-        self._file.seek(self._start + self._place)
-        content = self._file.read(len(view))
-        view[: len(content)] = content
-        self._place += len(content)
-        return len(content)
-
-
-def _read_all(file: Any, view: memoryview) -> int:
-    done = 0
-    while done < len(view) and (count := file.readinto(view[done:])):
-        done += count
-    return done
+    def _find_piece(self, key: str, offsets: torch.Size) -> tuple[Path, int]:
+        """The file of a piece of a tensor and where its rows begin there; found once, for many boxes are read."""
+        index = MetadataIndex(key, offsets)
+        if index not in self._pieces:
+            found = self.index.storage_data[index]
+            path = Path(self.path) / found.relative_path
+            with path.open("rb") as file, warnings.catch_warnings(), torch.serialization.skip_data():
+                view: Any = _create_file_view(file, found.offset, found.length)
+                archive: Any = torch._C.PyTorchFileReader(view)
+                start = found.offset + archive.get_record_offset("data/0")
+                view.seek(0)
+                described = torch.load(view, map_location="cpu", weights_only=True)
+            if not described.is_contiguous() or described.storage_offset():
+                raise ValueError(f"{path}: {key} is not there row by row")
+            self._pieces[index] = path, start
+        return self._pieces[index]
 
 
 _INDEX_PARTS = {
@@ -226,27 +165,6 @@ class FittingPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise ValueError(f"{read_item.dest_index.fqn} is a pickled object; checkpoints hold tensors only")
-
-
-class _BoxPlanner(DefaultLoadPlanner):
-    """Reads the part of a tensor that begins at `offsets`."""
-
-    def __init__(self, offsets: tuple[int, ...]) -> None:
-        super().__init__()
-        self._offsets = torch.Size(offsets)
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items: list[ReadItem] = []
-        for key, box in self.state_dict.items():
-            entry = self.metadata.state_dict_metadata[key]
-            assert isinstance(entry, TensorStorageMetadata), key
-            chunk = ChunkStorageMetadata(offsets=self._offsets, sizes=box.shape)
-            items += create_read_items_for_chunk_list(key, entry, [chunk])
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self.state_dict[index.fqn]
 
 
 @contextlib.contextmanager
