@@ -54,7 +54,12 @@ def open_weights(checkpoint: Path, record: RunRecord, files: MeshAxis, lora_base
         together(files, functools.partial(verify_files, base, rank=files.rank, num_ranks=files.size))
         rest = [place for place in lora_base if Path(place).expanduser() != base.parent]
         reader = open_weights(base, read_record(base), files, rest)
-        found = together(files, functools.partial(_share_of_checksum, reader, files.rank, files.size))
+
+        def share_of_checksum(reader: SafeReader = reader) -> int:
+            weights = ((key, read_whole(reader, key)) for key in _weights(reader)[files.rank :: files.size])
+            return sum(sum_of_bits(key.removeprefix(MODEL), whole, (0, 0), whole.shape) for key, whole in weights)
+
+        found = together(files, share_of_checksum)
         checksum = spell_checksum(sum(files.share_object(files.gather_objects(found))))
         if checksum == flags["ref_checksum"]:
             return AdaptedReader(own, reader, GPTConfig(**shape_of(flags)), flags["lora_alpha"] / flags["lora_r"])
@@ -149,13 +154,6 @@ def read_whole(reader: SafeReader, key: str) -> torch.Tensor:
     whole = torch.empty(entry.size, dtype=entry.properties.dtype)
     reader.read_box(key, (0,) * whole.dim(), whole)
     return whole
-
-
-def _share_of_checksum(reader: SafeReader, rank: int, num_ranks: int) -> int:
-    """Sum every `num_ranks`-th weight's part of the checksum."""
-    keys = _weights(reader)[rank::num_ranks]
-    shares = ((key.removeprefix(MODEL), read_whole(reader, key)) for key in keys)
-    return sum(sum_of_bits(name, whole, (0, 0), whole.shape) for name, whole in shares)
 
 
 def sum_of_bits(name: str, box: torch.Tensor, offsets: Sequence[int], whole: Sequence[int]) -> int:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
-import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from megazpp.base.errors import user_errors
@@ -56,7 +55,11 @@ class Checkpoints:
         self._folder = None if config.save is None else CheckpointFolder(config.save, "--save")
         self._saved: int | None = None
         self._thread = threads_on(state.device, 1, "checkpoint") if config.async_save else None
-        self._stager = _stager(state.device) if config.async_save else None
+        on_gpu = state.device.type == "cuda"
+        options = StagingOptions(
+            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+        )
+        self._stager = DefaultStager(options) if config.async_save else None  # waits until the copy is done
         self._writing: Future[str] | None = None
 
     def open(self) -> None:
@@ -69,7 +72,10 @@ class Checkpoints:
         if folder is not None:
             needed = self._state.estimate_bytes(optimizer=self._config.save_optim)
             together(self._axis, lambda: self._take(folder, needed) if self._axis.rank == 0 else None)
-            together(self._axis, lambda: _check_shared(folder))
+            if not all(self._axis.share_object(self._axis.gather_objects((folder.path / "lock").exists()))):
+                raise ValueError(
+                    f"{folder.name} is not the same folder on every node: it has to be on a shared file system"
+                )
 
     def load(self, source: LoadSource, schedule: Schedule) -> Resumed | None:
         """Go on from a checkpoint; see `CheckpointReader.read`."""
@@ -166,17 +172,3 @@ class Checkpoints:
             writing, self._writing = self._writing, None
             with user_errors():
                 self._say(writing.result())
-
-
-def _stager(device: torch.device) -> DefaultStager:
-    """Copies a dict of tensors to the CPU and waits until it is done."""
-    on_gpu = device.type == "cuda"
-    options = StagingOptions(
-        use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
-    )
-    return DefaultStager(options)
-
-
-def _check_shared(folder: CheckpointFolder) -> None:
-    if not (folder.path / "lock").exists():
-        raise ValueError(f"{folder.name} is not the same folder on every node: it has to be on a shared file system")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ def training_parts(
     ]
 
 
-class Weights:
+class Weights(StatePart):
     """The parameters."""
 
     prefix = MODEL
@@ -76,11 +76,10 @@ class Weights:
         return weights_bytes(self._model)
 
 
-class Moments:
+class Moments(StatePart):
     """The optimizer's state per parameter."""
 
     prefix = OPTIMIZER
-    group: Group = "optimizer"
 
     def __init__(self, model: GPTModel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -117,14 +116,12 @@ class Moments:
         return (2 if "betas" in self._optimizer.defaults else 1) * weights_bytes(self._model)
 
 
-class ErrorFeedback:
+class ErrorFeedback(StatePart):
     """The errors of rounding gradients: a rank of one layout has its own, a run on another layout begins with zeros.
 
     Attributes:
         sources: give this rank's buffers by name.
     """
-
-    group: Group = "optimizer"
 
     def __init__(self, sharding: Sharding, dims: ParallelDims, values: RunValues) -> None:
         axes = [getattr(dims, name) for name in dims.layout.coordinates]
@@ -150,11 +147,10 @@ class ErrorFeedback:
         return sum(x.nbytes for x in self.tensors().values()) * self._dims.world.size
 
 
-class SecondaryPartition:
+class SecondaryPartition(StatePart):
     """The weights that nodes keep, where differences are added to them."""
 
     prefix = SECONDARY
-    group: Group = "optimizer"
 
     def __init__(self, sharding: Sharding, dims: ParallelDims) -> None:
         self._sharding, self._ranks = sharding, dims.shard.size * dims.tp.size
@@ -177,7 +173,7 @@ class SecondaryPartition:
         return self._sharding.secondary_state_bytes * self._ranks
 
 
-class RandomGenerators:
+class RandomGenerators(StatePart):
     """Python's, numpy's and torch's default generators, the device's, and the one that tp ranks share; uint8.
 
     Args:
@@ -205,9 +201,6 @@ class RandomGenerators:
             states["shared"] = self._shared.generator.get_state()
         return states
 
-    def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        return empty_as_saved(under(self.prefix, saved))
-
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
         """Undo everything that was drawn since `tensors`; generators without a state are left alone."""
         if not loaded:
@@ -226,9 +219,6 @@ class RandomGenerators:
             self._shared.generator.set_state(loaded["shared"])
         return []
 
-    def estimate_bytes(self) -> int:
-        return 0
-
     def _seed_anew(self, iteration: int) -> str:
         # by the iteration, too: the masks of the run's first steps must not come again
         dims = self._dims
@@ -239,44 +229,9 @@ class RandomGenerators:
         return "random generators are seeded anew: the checkpoint has no states of this layout"
 
 
-class ExtraState(Protocol):
-    """The state of a training between steps: small tensors that no layout splits."""
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's, by name; tp ranks give the same ones. They are not written to later."""
-
-    def load(self, tensors: Tensors) -> None:
-        """Go on from what all ranks of a run, of any layout, gave together; {} begins anew."""
-
-
-class Extra:
-    """An `ExtraState` as a part."""
-
-    prefix = "extra."
-    group: Group = "optimizer"
-
-    def __init__(self, state: ExtraState) -> None:
-        self.tensors, self._load = state.tensors, state.load
-
-    def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        return empty_as_saved(under(self.prefix, saved))
-
-    def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        self._load(loaded)
-        return []
-
-    def estimate_bytes(self) -> int:
-        return 0
-
-
 def weights_bytes(model: GPTModel) -> int:
     """The bytes of all weights in fp32."""
     return 4 * sum(parameter.numel() for parameter in model.parameters())
-
-
-def empty_as_saved(saved: Saved) -> dict[str, torch.Tensor]:
-    """Tensors for all of `saved`, on the CPU."""
-    return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.items()}
 
 
 def _like(entry: TensorStorageMetadata, parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -29,6 +29,7 @@ from megazpp.checkpoint.record import (
     agreed_schedule,
     check_same_model,
     check_same_optimizer,
+    check_same_vocabulary,
     data_notes,
     read_record,
     rows_problem,
@@ -75,31 +76,23 @@ class LoadSource(NamedTuple):
                 of one checkpoint.
         """
         self.folder.check_not_inside()
-        found = self.folder.iterations()
-        if self.iteration is not None and self.iteration not in found:
+        found, wanted = self.folder.iterations(), self.iteration
+        listed = f"{self.folder.name} has iterations {', '.join(map(str, found)) or 'none'}"
+        if wanted is not None and wanted not in found:
             step = "--ref-ckpt-step" if self.folder.flag == "--ref-load" else "--ckpt-step"
-            raise ValueError(
-                f"{step} {self.iteration}: {self.folder.of(self.iteration)} is missing; "
-                f"{self.folder.name} has iterations {', '.join(map(str, found)) or 'none'}"
-            )
-        wanted = self.iteration
+            raise ValueError(f"{step} {wanted}: {self.folder.of(wanted)} is missing; {listed}")
         if wanted is None:
             try:
                 wanted = self.folder.latest()
             except DamagedError:
                 if not self.fallback or not found:
                     raise
-            if wanted is None and found:
-                if not self.fallback:
-                    raise ValueError(
-                        f"{self.folder.name} has iterations {', '.join(map(str, found))}, but no {TRACKER} that says "
-                        "where to go on: choose one with --ckpt-step"
-                    )
-                wanted = found[-1]
-        if wanted is None:
-            return []
-        others = [iteration for iteration in reversed(found) if iteration != wanted]
-        return [wanted, *others] if self.fallback else [wanted]
+        if wanted is None and found:
+            if not self.fallback:
+                raise ValueError(f"{listed}, but no {TRACKER} that says where to go on: choose one with --ckpt-step")
+            wanted = found[-1]
+        others = [iteration for iteration in reversed(found) if iteration != wanted and self.fallback]
+        return [] if wanted is None else [wanted, *others]
 
 
 def saves_where_it_loads(config: CheckpointConfig) -> bool:
@@ -205,10 +198,10 @@ class CheckpointReader:
             self._say(f"WARNING: could not find the metadata file {folder / TRACKER}")
             self._say("    will not load any checkpoints and will start from random")
             return None
-        iteration, size = self._first_sound(source, candidates)
+        verified = first_sound(source, candidates, lambda each: self._verify(source.folder.of(each)), self._say)
+        iteration, (size, record) = verified
         checkpoint = source.folder.of(iteration)
         self._say(f" loading checkpoint from {folder} at iteration {iteration}")
-        record = axis.share_object(together(axis, lambda: read_record(checkpoint) if axis.rank == 0 else None))
         schedule = self._check(source, record, schedule, checkpoint)
         for note in self._fill(source, record, checkpoint):
             self._say(f"note: {note}")
@@ -221,33 +214,23 @@ class CheckpointReader:
             progress = progress._replace(scheduled_samples=0)
         return Resumed(progress, schedule, checkpoint)
 
-    def _first_sound(self, source: LoadSource, candidates: list[int]) -> tuple[int, int]:
-        """The first candidate whose files are all as they were written, and its size in bytes."""
-        axis, problem = self._axis, DamagedError("no checkpoint")
+    def _verify(self, checkpoint: Path) -> tuple[int, RunRecord]:
+        """Return its size in bytes and its record; raises DamagedError on all ranks if a file is not as written."""
+        axis = self._axis
 
-        def verify() -> int:
+        def verify_share() -> tuple[int, RunRecord | None]:
             size = verify_files(checkpoint, rank=axis.rank, num_ranks=axis.size)
-            if axis.rank == 0:
-                read_record(checkpoint)
-            return size
+            return size, read_record(checkpoint) if axis.rank == 0 else None
 
-        for iteration in candidates:
-            checkpoint = source.folder.of(iteration)
-            try:
-                return iteration, together(axis, verify)
-            except DamagedError as error:
-                if source.fallback:
-                    self._say(f"WARNING: {error}")
-                problem = error
-        raise problem
+        size, record = together(axis, verify_share)
+        return size, axis.share_object(record)
 
     def _check(self, source: LoadSource, record: RunRecord, schedule: Schedule, checkpoint: Path) -> Schedule:
         own = self._own
         if source.continues and own.flags.get("lora_r") is None and record.flags.get("lora_r") is not None:
             raise ValueError(f"{checkpoint} holds adapters alone: --finetune begins with them merged into their base")
         check_same_model(record.flags, self._state.model.config, checkpoint)
-        if record.vocab_size != own.vocab_size:
-            raise ValueError(f"the tokenizer has {own.vocab_size} tokens, that of {checkpoint} had {record.vocab_size}")
+        check_same_vocabulary(record, own.vocab_size, checkpoint)
         if None not in (own.tokenizer, record.tokenizer) and own.tokenizer != record.tokenizer:
             another = f"the tokenizer gives other ids than that of {checkpoint}"
             if "add_special_tokens" not in record.flags:
@@ -279,7 +262,9 @@ class CheckpointReader:
         if not source.continues:
             reader = open_weights(checkpoint, record, self._axis, source.lora_base)
         saved = together(self._axis, reader.tensors)
-        self._check_weights(saved, record, checkpoint, any_head=not source.continues)
+        weights = self._state.weights()
+        shapes, padded = {key: tuple(x.shape) for key, x in weights.items()}, self._state.padded(weights)
+        check_weights(saved, shapes, padded, record, checkpoint, any_head=not source.continues)
         targets = self._state.targets(saved, **parts)
         planner, group = FittingPlanner(self._state.padded(targets)), self._axis.group
         together(self._axis, lambda: dcp.load(targets, storage_reader=reader, planner=planner, process_group=group))
@@ -291,28 +276,55 @@ class CheckpointReader:
                 raise DamagedError(f"{checkpoint / RECORD}: {problem}") from error
         return self._state.accept(targets, iteration=record.progress.iteration, **parts)
 
-    def _check_weights(self, saved: Saved, record: RunRecord, checkpoint: Path, *, any_head: bool) -> None:
-        """Raises DamagedError where the saved weights are not those of the model that run.json describes.
 
-        Args:
-            any_head: only one of the two may have a scalar head, because weights alone are taken.
-        """
-        own = self._state.weights()
-        padded = self._state.padded(own)
-        found = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith(MODEL)}
-        for key in sorted(own.keys() | found.keys()):
-            wanted, there = tuple(own[key].shape) if key in own else None, found.get(key)
-            if any_head and key.startswith(SCALAR_HEAD) and None in (wanted, there):
-                continue
-            if wanted is None or there is None:
-                problem = f"{key} has no place in it" if wanted is None else f"{key} is missing"
-            elif there != wanted if key not in padded else there[1:] != wanted[1:]:
-                problem = f"{key} has shape {there}, not {wanted}"
-            elif key in padded and (rows := rows_problem(record, there[0])):
-                problem = f"{key} {rows}"
-            else:
-                continue
-            raise DamagedError(f"{checkpoint}: the tensors are not of the model that {RECORD} describes: {problem}")
+def check_weights(
+    saved: Saved,
+    shapes: Mapping[str, tuple[int, ...]],
+    padded: Collection[str],
+    record: RunRecord,
+    checkpoint: Path,
+    *,
+    any_head: bool,
+) -> None:
+    """Raises DamagedError where the saved weights are not those of the model that run.json describes.
+
+    Args:
+        shapes: of the model's weights, by key; those of keys in `padded` may have other rows of padding.
+        any_head: only one of the two may have a scalar head, because weights alone are taken.
+    """
+    found = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith(MODEL)}
+    for key in sorted(shapes.keys() | found.keys()):
+        wanted, there, problem = shapes.get(key), found.get(key), None
+        if any_head and key.startswith(SCALAR_HEAD) and None in (wanted, there):
+            continue
+        if wanted is None or there is None:
+            problem = "has no place in it" if wanted is None else "is missing"
+        elif there[1:] != wanted[1:] or (there != wanted and key not in padded):
+            problem = f"has shape {there}, not {wanted}"
+        elif key in padded:
+            problem = rows_problem(record, there[0])
+        if problem:
+            what = f"the tensors are not of the model that {RECORD} describes: {key} {problem}"
+            raise DamagedError(f"{checkpoint}: {what}")
+
+
+def first_sound(
+    source: LoadSource, candidates: Sequence[int], work: Callable[[int], T], say: Callable[[str], None]
+) -> tuple[int, T]:
+    """Return the first candidate that is not damaged, and the result of `work` for it; on all ranks together.
+
+    Raises:
+        DamagedError: none is sound, or the wanted one is not and there is no --load-fallback.
+    """
+    problem = DamagedError(f"{source.folder.name} has no checkpoint")
+    for iteration in candidates:
+        try:
+            return iteration, work(iteration)
+        except DamagedError as error:
+            if source.fallback:
+                say(f"WARNING: {error}")
+            problem = error
+    raise problem
 
 
 def find_weights(
@@ -337,15 +349,12 @@ def load_soundest(
     Raises:
         DamagedError: none is sound, or the wanted one is not and there is no --load-fallback.
     """
-    problem = DamagedError(f"{source.folder.name} has no checkpoint")
-    for iteration in source.candidates():
-        try:
-            return load(*find_weights(source.folder, iteration, lora_base=source.lora_base)), iteration
-        except DamagedError as error:
-            if source.fallback:
-                say(f"WARNING: {error}")
-            problem = error
-    raise problem
+
+    def load_iteration(iteration: int) -> T:
+        return load(*find_weights(source.folder, iteration, lora_base=source.lora_base))
+
+    iteration, loaded = first_sound(source, source.candidates(), load_iteration, say)
+    return loaded, iteration
 
 
 def load_weights(

@@ -179,6 +179,12 @@ def check_same_model(saved: Mapping[str, Any], model: GPTConfig, where: Path) ->
         )
 
 
+def check_same_vocabulary(record: RunRecord, vocab_size: int, where: Path) -> None:
+    """Raises ValueError if the tokenizer in use has another number of tokens."""
+    if record.vocab_size != vocab_size:
+        raise ValueError(f"the tokenizer has {vocab_size} tokens, that of {where} had {record.vocab_size}")
+
+
 def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) -> None:
     """Raises ValueError if the moments are another optimizer's."""
     names = [name for name in OPTIMIZER if saved.get(name) != flags[name]]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -38,7 +38,7 @@ MODEL, OPTIMIZER, SECONDARY = "model.", "optimizer.state.", "secondary."  # what
 SCALAR_HEAD = f"{MODEL}scalar_head."
 
 
-class StatePart(Protocol):
+class StatePart:
     """A part of a run's state. Every rank calls every method; names are keys without `prefix`.
 
     Attributes:
@@ -47,19 +47,24 @@ class StatePart(Protocol):
     """
 
     prefix: str
-    group: Group
+    group: Group = "optimizer"
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's part of it by name, the tensors themselves; nothing writes to them before the next step."""
+        raise NotImplementedError
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """The tensors, by name, to read a checkpoint into: those in use, or new ones; `saved` is all of it, by key."""
+        """The tensors, by name, to read a checkpoint into; `saved` is all of it, by key. By default new ones."""
+        there = under(self.prefix, saved)
+        return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in there.items()}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
         """Go on from the targets with their values; returns a line for each thing that begins anew."""
+        return []
 
     def estimate_bytes(self) -> int:
-        """About the bytes of all ranks' tensors."""
+        """About the bytes of all ranks' tensors; 0 for small ones."""
+        return 0
 
 
 class RunValues:

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
 
 from megazpp.checkpoint.adapters import open_weights, spell_checksum, sum_of_bits, wrapped
 from megazpp.checkpoint.checksums import verify_files
-from megazpp.checkpoint.read import LoadSource
-from megazpp.checkpoint.record import RunRecord, check_same_model, rows_problem
+from megazpp.checkpoint.read import LoadSource, check_weights
+from megazpp.checkpoint.record import RunRecord, check_same_model, check_same_vocabulary
 from megazpp.checkpoint.state import MODEL
 from megazpp.checkpoint.together import together
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
-from megazpp.tensor_parallel.parameters import ParameterSpec, owned_parameters
-
-
-@dataclasses.dataclass(frozen=True)
-class _Saved:
-    """A tensor of a checkpoint, and this tensor-parallel rank's part of it."""
-
-    key: str
-    spec: ParameterSpec
-    part: tuple[int, ...]
-    whole: tuple[int, ...]
-    dtype: torch.dtype
+from megazpp.tensor_parallel.parameters import owned_parameters
 
 
 class WeightReader:
@@ -56,29 +44,37 @@ class WeightReader:
     ) -> None:
         self.checkpoint = source.folder.of(source.candidates()[0])
         check_same_model(record.flags, model.config, self.checkpoint)
-        if record.vocab_size != vocab_size:
-            raise ValueError(
-                f"the tokenizer has {vocab_size} tokens, that of {self.checkpoint} had {record.vocab_size}"
-            )
+        check_same_vocabulary(record, vocab_size, self.checkpoint)
         say(f" loading weights from {self.checkpoint}")
         together(files, lambda: verify_files(self.checkpoint, rank=files.rank, num_ranks=files.size))
         self._reader, self._tp, self._sum = open_weights(self.checkpoint, record, files, source.lora_base), model.tp, 0
-        self._saved = together(files, lambda: self._find(model, record, trained))
+        parts = {
+            name: (tuple(getattr(module, attribute).shape), spec)
+            for name, module, attribute, spec in owned_parameters(model)
+            if not trained(name)
+        }
+        shapes = {
+            MODEL + name: tuple(size * (self._tp.size if dim == spec.split else 1) for dim, size in enumerate(part))
+            for name, (part, spec) in parts.items()
+        }
+        padded = {MODEL + name for name, (_, spec) in parts.items() if spec.rows is not None}
+        self._parts, saved = parts, together(files, self._reader.tensors)
+        check_weights(saved, shapes, padded, record, self.checkpoint, any_head=True)
 
     def __call__(self, name: str, rows: slice) -> torch.Tensor:
         """These rows of dim 0, on the CPU in the dtype that was saved; rows of padding are zeros."""
-        saved, split = self._saved[name], self._saved[name].spec.split
-        offsets = [0] * len(saved.part)
-        if split is not None:
-            offsets[split] = self._tp.rank * saved.part[split]
+        (part, spec), saved = self._parts[name], self._reader.tensors()[MODEL + name]
+        offsets = [0] * len(part)
+        if spec.split is not None:
+            offsets[spec.split] = self._tp.rank * part[spec.split]
         offsets[0] += rows.start
-        shape = (rows.stop - rows.start, *saved.part[1:])
-        found = torch.zeros(shape, dtype=saved.dtype)
-        there = max(min(saved.whole[0] - offsets[0], shape[0]), 0)
+        shape = (rows.stop - rows.start, *part[1:])
+        found = torch.zeros(shape, dtype=saved.properties.dtype)
+        there = max(min(saved.size[0] - offsets[0], shape[0]), 0)
         if found[:there].numel():
-            self._reader.read_box(saved.key, tuple(offsets), found[:there])
-            if split is not None or self._tp.rank == 0:
-                self._sum += sum_of_bits(name, found[:there], offsets, saved.whole)
+            self._reader.read_box(MODEL + name, tuple(offsets), found[:there])
+            if spec.split is not None or self._tp.rank == 0:
+                self._sum += sum_of_bits(name, found[:there], offsets, saved.size)
         return found
 
     def checksum(self, *axes: MeshAxis) -> str:
@@ -88,19 +84,3 @@ class WeightReader:
             on = torch.device("cuda" if axis.timeline.device_type == "cuda" and axis.size > 1 else "cpu")
             total = axis.all_reduce_(total.to(on)).cpu()
         return spell_checksum(int(total))
-
-    def _find(self, model: GPTModel, record: RunRecord, trained: Callable[[str], bool]) -> dict[str, _Saved]:
-        entries, found = self._reader.tensors(), {}
-        for name, module, attribute, spec in owned_parameters(model):
-            if trained(name):
-                continue
-            part = tuple(getattr(module, attribute).shape)
-            wanted = [size * (self._tp.size if dim == spec.split else 1) for dim, size in enumerate(part)]
-            key = MODEL + name
-            there = tuple(entries[key].size) if key in entries else None
-            if there is None or list(there[1:]) != wanted[1:] or (spec.rows is None and there[0] != wanted[0]):
-                raise ValueError(f"{self.checkpoint}: {key} is {there or 'missing'}, the model's is {tuple(wanted)}")
-            if spec.rows is not None and (problem := rows_problem(record, there[0])):
-                raise ValueError(f"{self.checkpoint}: {key} {problem}")
-            found[name] = _Saved(key, spec, part, there, entries[key].properties.dtype)
-        return found

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch
 
 from megazpp.checkpoint.checksums import DamagedError
-from megazpp.checkpoint.parts import ErrorFeedback, Weights, as_tensor, empty_as_saved, from_tensor, weights_bytes
-from megazpp.checkpoint.state import MODEL, OPTIMIZER, SECONDARY, Group, RunValues, Saved, StatePart, Tensors, under
+from megazpp.checkpoint.parts import ErrorFeedback, Weights, as_tensor, from_tensor, weights_bytes
+from megazpp.checkpoint.state import MODEL, OPTIMIZER, SECONDARY, RunValues, Saved, StatePart, Tensors, under
 from megazpp.islands.outer import Islands
 from megazpp.model.gpt import GPTModel
 
@@ -40,7 +40,7 @@ def island_parts(parts: Sequence[StatePart], islands: Islands, model: GPTModel, 
     return [own, *found]
 
 
-class IslandState:
+class IslandState(StatePart):
     """Inner weights, outer momentum, R and counts; goes on before all that depends on the inner weights.
 
     Attributes:
@@ -50,7 +50,6 @@ class IslandState:
     """
 
     prefix = ""
-    group: Group = "optimizer"
 
     def __init__(self, islands: Islands, model: GPTModel, values: RunValues) -> None:
         self.islands, self.model, self._values, self.axis = islands, model, values, islands.axis
@@ -68,8 +67,8 @@ class IslandState:
         targets = {f"{MOMENTUM}{name}": moment.zero_() for name, moment in self.islands.momentum().items()}
         if self.same:
             targets |= self._inner() | {f"{COMMON}{name}": weight for name, weight in self.islands.common().items()}
-            keys = (f"{self._own}{COUNTS}", f"{self._own}{VALUES}")
-            targets |= empty_as_saved({key: saved[key] for key in keys if key in saved})
+            own = (f"{self._own}{COUNTS}", f"{self._own}{VALUES}")
+            targets |= super().targets({key: saved[key] for key in own if key in saved})
         return {key: value for key, value in targets.items() if key in saved}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
@@ -120,11 +119,10 @@ class OuterWeights(Weights):
         return super().accept(loaded, iteration)
 
 
-class OfIsland:
+class OfIsland(StatePart):
     """A part that each island has for itself; the first one's keys are those of a training without islands."""
 
     prefix = ""
-    group: Group = "optimizer"
 
     def __init__(self, part: StatePart, own: IslandState) -> None:
         self._part, self._own = part, own

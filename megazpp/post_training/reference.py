@@ -13,7 +13,7 @@ from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.parts import weights_bytes
 from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.checkpoint.record import RunRecord
-from megazpp.checkpoint.state import Group, Saved, Tensors
+from megazpp.checkpoint.state import Saved, StatePart
 from megazpp.model.gpt import GPTModel, TokenOutputs
 from megazpp.post_training.objectives import scores_of
 from megazpp.stored.load import FrozenPlace, WeightsConfig, load_frozen_model, load_streamed_model
@@ -60,7 +60,7 @@ class FrozenModel:
         return scores_of(outputs.values, batch.loss_mask)
 
 
-class SyncedModel(FrozenModel):
+class SyncedModel(FrozenModel, StatePart):
     """A reference that takes a share `alpha` of the policy after `every` steps (TR-DPO, Gorbatovski et al. 2024).
 
     Both are alike in shape and shards, so that no rank sends anything for it. Checkpoints keep it, sharded like the
@@ -68,7 +68,6 @@ class SyncedModel(FrozenModel):
     """
 
     prefix = "reference."
-    group: Group = "optimizer"
 
     def __init__(self, reference: Built, policy: Built, *, alpha: float, every: int, temperature: float = 1.0) -> None:
         super().__init__(reference.model, temperature=temperature)
@@ -86,9 +85,6 @@ class SyncedModel(FrozenModel):
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
         return self.tensors()
-
-    def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        return []
 
     def estimate_bytes(self) -> int:
         return weights_bytes(self.built.model)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazpp.checkpoint.state import StatePart
 from megazpp.inference.generate import Drawn
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
@@ -97,7 +98,7 @@ class Shown(NamedTuple):
 
 
 @dataclass
-class RolloutLoader:
+class RolloutLoader(StatePart):
     """Micro-batches of one data rank, in the place of a `BatchLoader`; also the state that a checkpoint keeps of it.
 
     Args:
@@ -112,6 +113,8 @@ class RolloutLoader:
     Attributes:
         wait_seconds: always 0: nothing is prepared beside the training.
     """
+
+    prefix = "extra."
 
     sampler: PolicySampler
     prompts: PromptDataset
@@ -157,7 +160,7 @@ class RolloutLoader:
         own = f"rollout.{self._dims.data_rank}"
         return {f"rollout.{name}" if name in _OF_ALL else f"{own}.{name}": x for name, x in found.items()} | metrics
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def accept(self, tensors: Mapping[str, torch.Tensor], iteration: int) -> list[str]:
         self._buffer = None
         metrics = {name: value for name, value in tensors.items() if name.startswith("metric.")}
         self._metrics = {name.removeprefix("metric."): float(value) for name, value in metrics.items()}
@@ -168,12 +171,13 @@ class RolloutLoader:
             if kind == "rollout" and name:
                 parts.setdefault(name, {})[int(rank)] = tensor
         if not parts:
-            return
+            return []
         ranks = sorted(parts["rows"])
         order = {int(row): place for place, row in enumerate(torch.cat([parts["rows"][rank] for rank in ranks]))}
         mine = torch.tensor([order[row] for row in self._rows()])
         own = {name: torch.cat([found[rank] for rank in ranks])[mine] for name, found in parts.items()}
         self._buffer = Buffer(**{name: tensors[f"rollout.{name}"] for name in _OF_ALL}, **own)
+        return []
 
     def close(self) -> None:
         """There is nothing to end."""

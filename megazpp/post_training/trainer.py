@@ -18,7 +18,6 @@ from megazpp.base.checks import RunPlan
 from megazpp.base.flags import DEFAULT
 from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.parts import Extra
 from megazpp.checkpoint.read import find_weights
 from megazpp.checkpoint.state import StatePart
 from megazpp.convert.peft import TENSORS
@@ -74,7 +73,7 @@ class _PostTraining:
         objective = self._open_objective()
         train, valid, test = self.datasets
         synced, adapted = self._synced, self._adapted
-        states: list[StatePart] = [] if self.rollouts is None else [Extra(self.rollouts)]
+        states: list[StatePart] = [] if self.rollouts is None else [self.rollouts]
         return TrainingParts(
             tokenizer=self.tokenizer,
             built=self.built,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from helpers.training import Case
 from torch.distributed.checkpoint.staging import StagingOptions
 
 from megazpp.checkpoint import checkpoints
+from megazpp.checkpoint.checkpoints import Checkpoints
+from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.zero.config import ZeroConfig
 
@@ -123,20 +126,21 @@ def test_a_folder_that_another_job_uses_is_refused_on_all_ranks(tmp_path: Path, 
     other.unlock()
 
 
-def test_copies_are_staged_pinned_for_a_gpu_and_in_the_same_memory_each_time(monkeypatch: pytest.MonkeyPatch):
+def test_copies_are_staged_in_the_same_memory_each_time_and_pinned_for_a_gpu(monkeypatch: pytest.MonkeyPatch):
     asked: list[StagingOptions] = []
-    monkeypatch.setattr(checkpoints, "DefaultStager", asked.append)
-    for name in ("cuda", "cpu"):
-        checkpoints._stager(torch.device(name))
-    assert [(options.use_pinned_memory, options.use_non_blocking_copy) for options in asked] == [
-        (True, True),
-        (False, False),
-    ]
-    assert not any(options.use_async_staging or options.use_shared_memory for options in asked)
-    monkeypatch.undo()
-    stager, tensors = checkpoints._stager(torch.device("cpu")), {"weight": torch.arange(4.0)}
+    state: Any = SimpleNamespace(device=torch.device("cpu"))
+    opened: list[Any] = [CheckpointConfig(save="x", async_save=True), state, None, None, print]
+    stager, tensors = Checkpoints(*opened)._stager, {"weight": torch.arange(4.0)}
+    assert stager is not None
     first = stager.stage(tensors)["weight"]
     tensors["weight"].add_(1)  # training goes on
     assert first.tolist() == [0, 1, 2, 3]
     assert stager.stage(tensors)["weight"].data_ptr() == first.data_ptr()
     assert first.tolist() == [1, 2, 3, 4]
+    monkeypatch.setattr(checkpoints, "DefaultStager", asked.append)
+    monkeypatch.setattr(checkpoints, "threads_on", lambda *_: None)
+    state.device = torch.device("cuda")
+    Checkpoints(*opened)
+    (options,) = asked
+    assert (options.use_pinned_memory, options.use_non_blocking_copy) == (True, True)
+    assert (options.use_async_staging, options.use_shared_memory) == (False, False)

@@ -158,7 +158,7 @@ def resumed(case: PostCase, stop: int) -> tuple[list[Any], list[Any]]:
     gathered: dict[str, torch.Tensor] = {}
     for each in dims.world.share_object(dims.world.gather_objects(kept)):
         gathered |= each
-    again.load(gathered)
+    again.accept(gathered, 0)
     straight = [loader.step(stop * size, size)]
     continued = [again.step(stop * size, size)]
     same = {k: v for k, v in again.metrics().items() if not k.startswith("rollout/")}
@@ -225,7 +225,7 @@ def test_completions_that_the_limit_has_cut_cost_the_penalty_once():
 def taken_up(case: PostCase, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     built, dims = build(case)
     loader = make_loader(case, built, dims)
-    loader.load(tensors)
+    loader.accept(tensors, 0)
     return [batch.tokens for batch in loader.step(case.global_batch, case.global_batch)]
 
 
