@@ -10,7 +10,7 @@ from helpers.tiers import slow
 from helpers.training import CPU
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-from zero.test_streams import break_something
+from zero.test_streams import BREAKAGES
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
@@ -276,7 +276,7 @@ def race_alone(bits: Bits | None, breakage: str = "") -> list[str]:
     """The races of a frozen model forward and backward, in inference mode, kept for a while, and again."""
     with simulated_streams() as streams, pytest.MonkeyPatch.context() as patch:
         if breakage:
-            break_something(breakage, patch)
+            patch.setattr(*BREAKAGES[breakage])
         model, frozen = frozen_stack(frozen_axis(make_dims(2)), bits=bits)
         for _ in range(3):
             model(torch.ones(2, WIDTH).requires_grad_()).sum().backward()
