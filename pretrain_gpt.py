@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from megazpp.base.starting import announce
+from megazpp.base.program import announce
 
 announce("pretrain_gpt.py", "megazpp")  # torch takes seconds to import, on a cold disk many
 
@@ -25,7 +25,7 @@ import megazpp
 from megazpp.base.arguments import ParsedRun, parse_run_config
 from megazpp.base.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer, with_outer_rates
 from megazpp.base.checks import check_run_config
-from megazpp.base.errors import EXIT_ERROR
+from megazpp.base.program import EXIT_ERROR
 from megazpp.base.run import Job, announced_cluster, planned_cluster, run_on_ranks
 from megazpp.checkpoint.read import LoadSource, choose_source, peek
 from megazpp.checkpoint.record import RunRecord, check_same_model

@@ -20,8 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megazpp.base.errors import JobError
-from megazpp.base.program import flags_of, program, say
+from megazpp.base.program import JobError, flags_of, program, say
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = "configs/post_training"

@@ -32,9 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
-from megazpp.base.errors import EXIT_USER_ERROR, UserError, end_with
-from megazpp.base.formatting import MEGA
-from megazpp.base.program import exit_on_signals, flags_of, program
+from megazpp.base.program import EXIT_USER_ERROR, MEGA, UserError, end_with, exit_on_signals, flags_of, program
 from megazpp.parallel.processes import POLL_SECONDS, Workers, describe_failure, first_failure
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

@@ -23,9 +23,7 @@ import megazpp
 from kernels.block_quant import backend, native
 from kernels.c_library import CLibraryError
 from megazpp.base.files import cache_folder
-from megazpp.base.formatting import aligned
-from megazpp.base.program import flags_of, program
-from megazpp.base.starting import launched_rank
+from megazpp.base.program import aligned, flags_of, launched_rank, program
 from megazpp.optim.apex import check_apex
 from megazpp.optim.optimizer import OptimizerConfig, optimizer_backends
 from megazpp.parallel.launch import device_type

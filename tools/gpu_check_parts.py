@@ -27,8 +27,7 @@ import torch
 from emulate_cluster import EmulatedCluster, RankProcesses, start_on_this_machine
 
 from megazpp.base.arguments import parse_run_config
-from megazpp.base.errors import EXIT_USER_ERROR, UserError, end_with
-from megazpp.base.formatting import GIGA, MEGA, TERA
+from megazpp.base.program import EXIT_USER_ERROR, GIGA, MEGA, TERA, UserError, end_with
 from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
 from megazpp.zero.config import GRADIENT_BLOCK, WEIGHT_BLOCK
 

@@ -43,8 +43,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # with it com
 
 import pretrain_gpt
 from megazpp.base.arguments import RunConfig, parse_run_config
-from megazpp.base.formatting import TERA
-from megazpp.base.program import program
+from megazpp.base.program import TERA, program
 from megazpp.data.loader import MicroBatch, make_micro_batch
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import find_product

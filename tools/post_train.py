@@ -17,7 +17,7 @@ import functools
 import os
 from pathlib import Path
 
-from megazpp.base.starting import LAUNCHER_PID, announce, launched_rank
+from megazpp.base.program import LAUNCHER_PID, announce, launched_rank
 
 announce("post_train.py", "megazpp-post-train")  # torch takes seconds to import, on a cold disk many
 

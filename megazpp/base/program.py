@@ -1,4 +1,4 @@
-"""The frame of every program: it reads flags, reports a mistake of the user and ends. Nothing here needs torch.
+"""The frame of every program: it starts, reads flags, prints figures, reports a mistake of the user and ends.
 
     @program
     def main(argv: list[str]) -> int | None: ...
@@ -7,22 +7,32 @@
         raise SystemExit(main())
 
 Where the flags are fields of configs, `@program_of(Config, ...)` stands over a function that takes the configs.
+Nothing here needs torch: what only starts programs uses it too, and what prints before torch is imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import functools
 import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import megazpp
 from megazpp.base.command_line import FlagParser, MegatronFlag
-from megazpp.base.errors import EXIT_INTERRUPTED, EXIT_READER_GONE, JobError, UserError, in_words
+
+EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG = 1, 2, 3, 4  # secondary: some other rank failed first
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # this and the next as a shell has it
+EXIT_READER_GONE = 128 + signal.SIGPIPE
+LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # set for the workers that we start
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+MEGA, GIGA, TERA = 1e6, 1e9, 1e12
 
 
 def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
@@ -89,6 +99,22 @@ def flags_of(description: str | None) -> argparse.ArgumentParser:
     )
 
 
+# ---- start and end ------------------------------------------------------------------------------------------------
+
+
+def announce(*names: str) -> None:
+    """Print on a terminal that the program starts, where it is one of `names` and no worker of ours."""
+    if Path(sys.argv[0]).name in names and launched_rank() == 0 and LAUNCHER_PID not in os.environ:
+        say_at_terminal(f"MegaZ++ {megazpp.__version__} starts: importing torch")
+
+
+def launched_rank(env: Mapping[str, str] = os.environ) -> int:
+    """This process's rank as torchrun's or srun's environment has it, so that one process speaks; 0 if unclear."""
+    if "RANK" in env:
+        return int(env["RANK"])
+    return int(env["SLURM_PROCID"]) if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env else 0
+
+
 def exit_on_signals() -> None:
     """Have SIGTERM and SIGHUP leave through `finally` and `with`, as Ctrl-C does."""
 
@@ -99,6 +125,88 @@ def exit_on_signals() -> None:
         signal.signal(number, leave)
 
 
+def end_with(launcher: int) -> None:
+    """Have the kernel kill this process when its launcher dies, `kill -9` included; elsewhere than on Linux nothing."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems have no prctl
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
+    if os.getppid() != launcher:  # it died before the line above
+        os._exit(EXIT_ERROR)
+
+
+# ---- errors that a user reads without a traceback -----------------------------------------------------------------
+
+
+class JobError(Exception):
+    """Something that ends the job, found by all ranks together; the message says it all, and no traceback helps."""
+
+    exit_code = EXIT_ERROR
+
+    def show(self, program: str = "") -> None:
+        """Print it to stderr, one line per problem; `program` is the running one where no name is given."""
+        for line in str(self).splitlines():
+            print(f"{program or Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+
+
+class UserError(JobError):
+    """Something the user asked for cannot be done; starting again would not help either."""
+
+    exit_code = EXIT_USER_ERROR
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Check flags and files inside: a ValueError becomes a UserError."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(in_words(error)) from error
+
+
+def in_words(error: BaseException, command_line: Sequence[str] | None = None) -> str:
+    """Describe an error to a user, where its own text is about Python.
+
+    An error about a file begins with the flag whose value is that file, a folder around it or one in it; flags are
+    looked for in `command_line` (without the program; None: this program's).
+    """
+    if isinstance(error, UnicodeEncodeError):
+        return f"{error.object[error.start : error.end]!r} is half of a surrogate pair, and no text"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if type(error) is ValueError and "set_int_max_str_digits" in str(error):
+        return "an integer has more digits than are read"
+    if not isinstance(error, OSError) or not isinstance(error.filename, str):
+        return str(error)
+    path, flag = Path(error.filename), ""
+    for word in sys.argv[1:] if command_line is None else command_line:
+        if word.startswith("--"):
+            flag, _, word = word.partition("=")
+        value = Path(word).expanduser() if flag and word else None
+        if value is not None and (value == path or value in path.parents or path in value.parents):
+            return f"{flag} {word}: {path}: {error.strerror}"
+    return f"{path}: {error.strerror}"
+
+
+# ---- lines of text ------------------------------------------------------------------------------------------------
+
+
 def say(line: Any) -> None:
     """Print a line of progress, where it does not mix with results."""
     print(line, file=sys.stderr, flush=True)
+
+
+def say_at_terminal(line: str) -> None:
+    """Print a line about the start, if somebody waits at a terminal."""
+    if sys.stderr.isatty():
+        say(line)
+
+
+def times_fewer(sent_bytes: float, other_bytes: float) -> str:
+    """Write "7.7 x fewer" than `other_bytes`; nothing where nothing was sent, or less than 5 % was saved."""
+    return f"{other_bytes / sent_bytes:.1f} x fewer" if sent_bytes and other_bytes > 1.05 * sent_bytes else ""
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """A line for each row; every column is as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

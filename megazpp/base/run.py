@@ -19,8 +19,7 @@ import torch
 from megazpp.base.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.base.checkpoint_flags import with_checkpoint_flags
 from megazpp.base.checks import ModelPlan, check_model_config
-from megazpp.base.errors import EXIT_USER_ERROR, UserError, user_errors
-from megazpp.base.starting import launched_rank, say
+from megazpp.base.program import EXIT_USER_ERROR, UserError, launched_rank, say_at_terminal, user_errors
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, find_weights, load_soundest, load_weights
 from megazpp.checkpoint.record import RunRecord
@@ -80,7 +79,7 @@ def run_on_ranks(prepare: Callable[[], Job | int]) -> int:
         return job
     if job.place.started:
         run_worker(job.place, job.launch, job.work)
-    say(f"starting {job.place.world_size} workers, of which each imports torch")
+    say_at_terminal(f"starting {job.place.world_size} workers, of which each imports torch")
     return launch_workers([sys.executable, *sys.argv], job.place.world_size, max_restarts=job.launch.max_restarts)
 
 

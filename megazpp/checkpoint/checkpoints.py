@@ -16,8 +16,7 @@ from concurrent.futures import Future
 
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from megazpp.base.errors import user_errors
-from megazpp.base.formatting import GIGA
+from megazpp.base.program import GIGA, user_errors
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import CheckpointReader, LoadSource, Resumed

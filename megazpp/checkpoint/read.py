@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megazpp.base.formatting import GIGA
+from megazpp.base.program import GIGA
 from megazpp.checkpoint.adapters import find_bases, open_weights
 from megazpp.checkpoint.checksums import DamagedError, verify_files
 from megazpp.checkpoint.config import CheckpointConfig

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazpp.base.errors import in_words
 from megazpp.base.flags import wrong_types
+from megazpp.base.program import in_words
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, iteration_of

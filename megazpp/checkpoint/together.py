@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from megazpp.base.errors import in_words
+from megazpp.base.program import in_words
 from megazpp.checkpoint.checksums import DamagedError
 from megazpp.parallel.axis import MeshAxis, make_group
 from megazpp.parallel.dims import ParallelDims

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.utils import serialization
 
-from megazpp.base.formatting import GIGA
+from megazpp.base.program import GIGA
 from megazpp.checkpoint.checksums import FileSum, write_checksums, write_durably
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder, kept_iterations
 from megazpp.checkpoint.record import RunRecord

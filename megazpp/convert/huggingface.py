@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megazpp.base.errors import in_words
 from megazpp.base.files import write_whole
+from megazpp.base.program import in_words
 from megazpp.convert.gpt2 import GPT2
 from megazpp.convert.llama import RELATIVES
 from megazpp.convert.model import (

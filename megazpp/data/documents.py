@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Literal, NamedTuple, TypeVar, cast
 
-from megazpp.base.errors import in_words
+from megazpp.base.program import in_words
 
 T = TypeVar("T")
 Kind = Literal["json lines", "parquet", "text"]

@@ -26,8 +26,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from megazpp.base.errors import end_with
 from megazpp.base.flags import check_positive, check_words, flag
+from megazpp.base.program import end_with
 from megazpp.data.documents import BadLine, Block, check_readable, parse_block, read_blocks, stop_or_skip
 from megazpp.data.indexed_dataset import IndexedDatasetBuilder, check_output, optimal_dtype
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, document_end, load_tokenizer, marks_note

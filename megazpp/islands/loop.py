@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from megazpp.base.formatting import GIGA
+from megazpp.base.program import GIGA
 from megazpp.islands.config import IslandsPlan
 from megazpp.islands.outer import Islands
 from megazpp.parallel.dims import ParallelDims

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
-from megazpp.base.starting import LAUNCHER_PID
+from megazpp.base.program import LAUNCHER_PID
 
 MOST_CPU_WORKERS = 4  # by default; two at least, so that what would cross a network is seen
 LARGEST_SEED = 2**32 - 1  # that numpy takes

@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Self
 
-from megazpp.base.errors import EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_SECONDARY, EXIT_USER_ERROR
-from megazpp.base.starting import LAUNCHER_PID
+from megazpp.base.program import EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_SECONDARY, EXIT_USER_ERROR, LAUNCHER_PID
 from megazpp.parallel.launch import RESTART_COUNT, STOP_SIGNALS, agent_variables, loopback_store
 
 POLL_SECONDS = 0.05

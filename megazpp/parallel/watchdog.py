@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megazpp.base.errors import EXIT_HANG, EXIT_SECONDARY
+from megazpp.base.program import EXIT_HANG, EXIT_SECONDARY
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import LaunchConfig
 from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Doing

@@ -31,8 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megazpp.base.errors import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, JobError, end_with
-from megazpp.base.starting import LAUNCHER_PID
+from megazpp.base.program import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, LAUNCHER_PID, JobError, end_with
 from megazpp.parallel.cpu_tuning import keep_freed_memory, share_gloo_device
 from megazpp.parallel.launch import RESTART_COUNT, LaunchConfig, Place, is_on_one_machine, open_store
 

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import RunPlan, check_run_config
-from megazpp.base.formatting import MEGA, aligned
+from megazpp.base.program import MEGA, aligned
 from megazpp.data.loader import make_micro_batch
 from megazpp.islands.outer import Islands
 from megazpp.optim.loss_scale import build_loss_scaler

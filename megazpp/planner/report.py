@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import RunPlan
-from megazpp.base.formatting import GIGA, MEGA, aligned
+from megazpp.base.program import GIGA, MEGA, aligned
 from megazpp.islands.config import IslandsPlan
 from megazpp.planner.estimate import EXPOSED, Estimate, Estimator
 from megazpp.planner.simulation import Memory

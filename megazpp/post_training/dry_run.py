@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazpp.base.arguments import RunConfig
-from megazpp.base.formatting import MEGA, aligned
+from megazpp.base.program import MEGA, aligned
 from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis

@@ -19,7 +19,7 @@ import torch
 
 from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import RunPlan
-from megazpp.base.formatting import aligned
+from megazpp.base.program import aligned
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.estimate import paper_step

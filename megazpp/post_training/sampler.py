@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from megazpp.base.errors import user_errors
+from megazpp.base.program import user_errors
 from megazpp.checkpoint.together import together
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.inference.generate import Drawn, draw_completions, evaluating

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megazpp.base.formatting import GIGA, MEGA, times_fewer
+from megazpp.base.program import GIGA, MEGA, times_fewer
 from megazpp.report.runs import Row, Run, number
 
 Segment = list[list[float | None]]

@@ -25,7 +25,7 @@ from torch import nn
 
 from megazpp.base.files import cache_folder, locked
 from megazpp.base.flags import check_not_negative, check_words, flag
-from megazpp.base.formatting import GIGA
+from megazpp.base.program import GIGA
 from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.record import RunRecord

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megazpp.base.files import remove, renamed_when_done, sync
-from megazpp.base.formatting import GIGA
+from megazpp.base.program import GIGA
 from megazpp.checkpoint.checksums import DamagedError
 
 MARK = b"MegaZ++w"

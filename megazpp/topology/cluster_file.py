@@ -40,8 +40,8 @@ from typing import Any, Literal
 
 import yaml
 
-from megazpp.base.errors import in_words
 from megazpp.base.flags import check_words, flag
+from megazpp.base.program import in_words
 from megazpp.topology.cluster import LINK_KINDS, MOST_RANKS, SHARES, Cluster, Device, Link, Links, nested_sizes
 
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device")

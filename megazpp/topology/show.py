@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megazpp.base.formatting import aligned
+from megazpp.base.program import aligned
 from megazpp.topology.cluster import LinkKind
 from megazpp.topology.layout import AXES, Layout
 

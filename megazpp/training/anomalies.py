@@ -30,8 +30,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megazpp.base.errors import JobError
 from megazpp.base.flags import check_positive, check_words, flag
+from megazpp.base.program import JobError
 from megazpp.optim.clip import GradNorm, grad_norms
 from megazpp.parallel.dims import ParallelDims
 from megazpp.training.batches import BatchPlan

@@ -11,7 +11,7 @@ import re
 
 import torch
 
-from megazpp.base.formatting import TERA
+from megazpp.base.program import TERA
 from megazpp.model.config import GPTConfig
 
 # Dense bf16 (V100: fp16) tensor rate in TFLOP/s, by words of the device's name; the first match counts.

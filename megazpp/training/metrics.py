@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.base.formatting import GIGA, MEGA, TERA
+from megazpp.base.program import GIGA, MEGA, TERA
 
 MEBI = 1024 * 1024
 INNER_LOSS = "inner_loss"  # where islands synchronize: the mean over islands and over the steps since they last did

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from megazpp.base.formatting import MEGA, aligned, times_fewer
+from megazpp.base.program import MEGA, aligned, times_fewer
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.optim.clip import global_parameter_norm
 from megazpp.parallel.axis import Traffic

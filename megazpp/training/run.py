@@ -13,9 +13,8 @@ from pathlib import Path
 import megazpp
 from megazpp.base.arguments import ParsedRun
 from megazpp.base.checks import RunPlan, check_run_config
-from megazpp.base.errors import user_errors
 from megazpp.base.flags import render_arguments_block
-from megazpp.base.formatting import aligned
+from megazpp.base.program import aligned, user_errors
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.data.dataset import cache_dir

@@ -33,7 +33,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from megazpp.base.flags import check_words, flag
-from megazpp.base.formatting import MEGA
+from megazpp.base.program import MEGA
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import (
     COMPUTE,

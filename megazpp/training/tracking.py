@@ -24,7 +24,7 @@ from urllib.parse import urlparse
 import torch
 
 from megazpp.base.flags import check_positive, flag
-from megazpp.base.formatting import TERA
+from megazpp.base.program import TERA
 from megazpp.topology.layout import Layout
 from megazpp.training.metrics import IntervalRecord, StepRecord, perplexity
 from megazpp.training.run_folder import RunFolder, make_writable

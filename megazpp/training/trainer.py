@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from megazpp.base.arguments import ParsedRun
 from megazpp.base.checks import RunPlan
-from megazpp.base.errors import user_errors
+from megazpp.base.program import user_errors
 from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import LoadSource, Resumed
 from megazpp.checkpoint.record import TrainingProgress

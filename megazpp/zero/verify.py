@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from megazpp.base.errors import JobError
 from megazpp.base.flags import check_positive, flag
+from megazpp.base.program import JobError
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.secondary import WORDS
 from megazpp.zero.sharding import Sharding

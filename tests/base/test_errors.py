@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megazpp.base.errors import in_words
+from megazpp.base.program import in_words
 from megazpp.checkpoint.together import together
 from megazpp.parallel.axis import MeshAxis
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = """
 import os, time
-from megazpp.base.errors import end_with
+from megazpp.base.program import end_with
 end_with(os.getppid())
 print(os.getpid(), flush=True)
 time.sleep(60)
@@ -67,6 +67,6 @@ def test_a_child_ends_when_its_launcher_is_killed():
 
 
 def test_a_child_whose_launcher_is_gone_already_ends_at_once():
-    program = "from megazpp.base.errors import end_with; end_with(1 << 30); print('still here')"
+    program = "from megazpp.base.program import end_with; end_with(1 << 30); print('still here')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=ROOT)
     assert (done.returncode, done.stdout) == (1, b"")

@@ -17,7 +17,7 @@ from helpers.ranks import ranks
 from helpers.training import Case
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
-from megazpp.base.errors import UserError
+from megazpp.base.program import UserError
 from megazpp.checkpoint.checksums import read_checksums, sum_file, write_checksums
 from megazpp.checkpoint.read import choose_source
 from megazpp.optim.schedule import Schedule

@@ -24,7 +24,7 @@ from helpers.disks import small_disk
 from helpers.ranks import ranks
 from helpers.training import Case
 
-from megazpp.base.errors import UserError
+from megazpp.base.program import UserError
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.record import TrainingProgress

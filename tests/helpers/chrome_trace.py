@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megazpp.base.formatting import MEGA
+from megazpp.base.program import MEGA
 from megazpp.parallel.timeline import Span
 
 

@@ -26,7 +26,7 @@ import threading
 import time
 from pathlib import Path
 
-from megazpp.base.starting import LAUNCHER_PID
+from megazpp.base.program import LAUNCHER_PID
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = """#!{python} -IS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazpp.base.starting import LAUNCHER_PID
+from megazpp.base.program import LAUNCHER_PID
 from megazpp.parallel.launch import LaunchConfig, Place, find_place
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}

@@ -12,7 +12,7 @@ import pytest
 from emulate_cluster import EmulatedCluster, parse_rate
 from helpers.program import ROOT, Program
 
-from megazpp.base.errors import UserError
+from megazpp.base.program import UserError
 
 CAN_EMULATE = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
 needs_root = pytest.mark.skipif(not CAN_EMULATE, reason="needs root and iproute2")

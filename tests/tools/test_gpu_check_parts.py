@@ -13,7 +13,7 @@ import torch
 from gpu_check_parts import LOOPBACK, Check
 
 from megazpp.base.arguments import parse_run_config
-from megazpp.base.errors import EXIT_USER_ERROR, UserError
+from megazpp.base.program import EXIT_USER_ERROR, UserError
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 

@@ -13,8 +13,7 @@ import pytest
 from helpers.program import ROOT
 from helpers.trained import Trained
 
-from megazpp.base.errors import JobError
-from megazpp.base.program import program
+from megazpp.base.program import JobError, program
 
 
 @pytest.mark.parametrize(

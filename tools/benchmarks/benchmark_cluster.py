@@ -34,10 +34,8 @@ from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate, start_on_thi
 
 from megazpp.base.arguments import parse_run_config
 from megazpp.base.checks import check_run_config
-from megazpp.base.errors import EXIT_INTERRUPTED, UserError
 from megazpp.base.files import write_whole
-from megazpp.base.formatting import MEGA
-from megazpp.base.program import exit_on_signals, flags_of, program, say
+from megazpp.base.program import EXIT_INTERRUPTED, MEGA, UserError, exit_on_signals, flags_of, program, say
 from megazpp.topology.cluster import Cluster
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
