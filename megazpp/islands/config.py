@@ -73,49 +73,29 @@ class IslandsConfig:
         """The flag that asks for islands, with its value; "" where every step is synchronized."""
         return "" if self.diloco_steps is None else f"--diloco-steps {self.diloco_steps}"
 
-    @property
-    def steps(self) -> int:
-        """Optimizer steps from one synchronization of a weight to the next."""
-        return self.diloco_steps or 1
-
-    @property
-    def delay(self) -> int:
-        """Steps under which messages travel."""
-        return self.diloco_delay
-
     def number(self, cluster: Cluster) -> int:
         """The islands of a cluster; 1 where every step is synchronized."""
         return (self.diloco_islands or cluster.num_local_domains) if self.asked else 1
 
 
-def islands_every(steps: int, *, delay: int = 0, outer_momentum: float | None = None) -> IslandsConfig:
+def islands_every(steps: int) -> IslandsConfig:
     """Islands that synchronize every so many steps, and else by the defaults."""
-    return IslandsConfig(diloco_steps=steps, diloco_delay=delay, diloco_outer_momentum=outer_momentum)
+    return IslandsConfig(diloco_steps=steps)
 
 
 class IslandsPlan(NamedTuple):
-    """The plan that `plan_islands` has made of the flags.
+    """The flags, with what the run decides filled in, and the block formats of messages; None: not quantized."""
 
-    Attributes:
-        steps: H.
-        fragments, delay, merge_alpha: of the flags.
-        outer_lr, outer_momentum: eta and mu.
-        gradients, weights: block formats of outer gradients and of differences of outer weights; None: not quantized.
-        feedback: whether outer gradients have error feedback.
-        tokens: of an island, from one synchronization to the next, where none is masked.
-        notices: lines for the user.
-    """
-
-    steps: int
+    steps: int  # H
     fragments: int
     delay: int
     merge_alpha: float
-    outer_lr: float
-    outer_momentum: float
-    gradients: BlockFormat | None
-    weights: BlockFormat | None
-    feedback: bool
-    tokens: float
+    outer_lr: float  # eta
+    outer_momentum: float  # mu
+    gradients: BlockFormat | None  # of outer gradients
+    weights: BlockFormat | None  # of differences of outer weights
+    feedback: bool  # of errors, for outer gradients
+    tokens: float  # of an island, from one synchronization to the next, where none is masked
     notices: tuple[str, ...] = ()
 
     def sends_at(self, iteration: int) -> int | None:
@@ -126,17 +106,6 @@ class IslandsPlan(NamedTuple):
     def in_fragments(self, units: Sequence[T]) -> list[list[T]]:
         """Units, in the order of the model's, by fragment: strided."""
         return [list(units[part :: self.fragments]) for part in range(self.fragments)]
-
-    def state_bytes(self, parameters: int, ranks: int, islands: int) -> int:
-        """The bytes of a model on a rank whatever is computed: fp32 weights, gradients, two moments, R, outer states.
-
-        Args:
-            parameters: of a tensor-parallel rank.
-            ranks: over which an island shards them.
-        """
-        outer = (8 if self.outer_momentum else 4) / islands
-        feedback = 1 if self.feedback and self.gradients is not None else 0
-        return round(parameters / ranks * (16 + 4 + feedback + outer))
 
     @property
     def hiding_steps(self) -> int:
@@ -149,16 +118,13 @@ class IslandsPlan(NamedTuple):
 
     def describe(self) -> str:
         """One line for the log."""
+        gradients, weights = (f"int{fmt.bits}" if fmt else "not quantized" for fmt in (self.gradients, self.weights))
         parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""
         late = f", merged {self.delay} steps later with alpha {self.merge_alpha:g}" if self.delay else ""
         return (
             f"islands synchronize every {self.steps} steps{parts}{late}: outer lr {self.outer_lr:g}, momentum "
-            f"{self.outer_momentum:g}, gradients {_spell(self.gradients)}, weights {_spell(self.weights)}"
+            f"{self.outer_momentum:g}, gradients {gradients}, weights {weights}"
         )
-
-
-def _spell(fmt: BlockFormat | None) -> str:
-    return "not quantized" if fmt is None else f"int{fmt.bits}"
 
 
 def count_islands(config: IslandsConfig, cluster: Cluster, *, verify_interval: int | None) -> int:
@@ -190,8 +156,6 @@ def plan_islands(
     """Plan what the flags ask for; None without --diloco-steps.
 
     Args:
-        iterations: of the run.
-        num_layers: of the model.
         tokens_per_step: of an island.
     Raises:
         ValueError: flags that do not fit the run.

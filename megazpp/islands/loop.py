@@ -76,7 +76,10 @@ def check_island_holds(spec: ModelSpec, dims: ParallelDims, device: torch.device
     if available is None:
         return
     parameters = sum(parameter.numel() for parameter in model_on_meta(spec, dims, device).parameters())
-    needed = plan.state_bytes(parameters, dims.shard.size, dims.island.size)
+    # fp32 weights, gradients and two moments, R, error feedback, and an island's part of the outer states
+    feedback = 1 if plan.feedback and plan.gradients is not None else 0
+    each = 16 + 4 + feedback + (8 if plan.outer_momentum else 4) / dims.island.size
+    needed = round(parameters / dims.shard.size * each)
     if needed > available:
         ranks = dims.shard.size * dims.tp.size
         raise ValueError(

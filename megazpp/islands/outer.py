@@ -29,16 +29,16 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from kernels.block_quant import Feedback
 from kernels.formats import BlockFormat, MessageLayout
 from megazpp.islands.config import IslandsPlan
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.comm_queue import CommQueue, Work
+from megazpp.parallel.comm_queue import Work
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.config import PrecisionConfig
 from megazpp.zero.layout import own_rows, plan_message, plan_segments
@@ -52,16 +52,17 @@ class OuterUnit:
     """A sharding unit's outer weights and momentum on this rank, and R.
 
     Args:
-        unit: whose parameters these are; see `Unit.shards`.
         shapes: of this rank's shard of each of its parameters.
         axis: the islands.
-        plan: what is sent, and what is done with it.
         precision: of what is not quantized.
-        queue: in which the hops run.
+        device: of the buffers; R is whatever was there.
         codec: makes the codec that packs messages.
     Attributes:
+        common: holds R.
         outer: [S] fp32.
         momentum: [S] fp32; None where mu is 0.
+        errors: of rounding outer gradients; None where none is kept.
+        sent_bytes: of the outer gradients' messages, which are kept from `send` until the result is waited for.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class OuterUnit:
         *,
         plan: IslandsPlan,
         precision: PrecisionConfig,
-        queue: CommQueue,
+        device: torch.device,
         codec: Callable[[MessageLayout, torch.dtype], Codec] = Codec,
     ) -> None:
-        self.unit, self._axis, self._plan, self._queue = unit, axis, plan, queue
+        self.unit, self._axis, self._plan = unit, axis, plan
         named = [(p.name, shape) for p, shape in zip(unit.parameters, shapes, strict=True)]
         self.segments = plan_segments(named, axis.size)
 
@@ -87,17 +88,14 @@ class OuterUnit:
         self.common = Resident(
             exact, axis, of=unit.name, exact=exact, differences=made(plan.weights, precision.param_dtype)
         )
-        self._work: Work[None] | None = None
-        self._sent: torch.Tensor | None = None  # lives until the work was waited for
-        self._errors: Feedback | None = None
-
-    def allocate(self, device: torch.device) -> None:
-        """Make the buffers: R is whatever was there."""
         self.common.allocate(device)
         size = self._gradients.layout.size
         self.outer = torch.zeros(size, device=device)
-        self.momentum = torch.zeros(size, device=device) if self._plan.outer_momentum else None
-        self._errors = self._gradients.new_errors(self._axis.size, device=device) if self._plan.feedback else None
+        self.momentum = torch.zeros(size, device=device) if plan.outer_momentum else None
+        self.errors = self._gradients.new_errors(axis.size, device=device) if plan.feedback else None
+        self.sent_bytes = axis.size * self._gradients.layout.message_bytes
+        self._work: Work[None] | None = None
+        self._sent: torch.Tensor | None = None  # lives until the work was waited for
 
     @property
     def rows(self) -> torch.Tensor:
@@ -105,16 +103,6 @@ class OuterUnit:
         self.wait()
         assert self.common.weights is not None
         return self.common.weights
-
-    @property
-    def errors(self) -> Feedback | None:
-        """The errors of rounding outer gradients; None where none is kept."""
-        return self._errors
-
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes of the outer gradients' messages, which are kept from `send` until the result is waited for."""
-        return self._axis.size * self._gradients.layout.message_bytes
 
     def wait(self) -> None:
         """Wait for the messages under way."""
@@ -134,7 +122,7 @@ class OuterUnit:
         self.wait()
         messages = self.common.messages
         assert messages is not None
-        self._work = self._queue.submit(lambda: self.common.take_in(messages, self.outer, keyframe=True))
+        self._work = self._axis.queue.submit(lambda: self.common.take_in(messages, self.outer, keyframe=True))
         self.wait()
 
     def send(self, weight: torch.Tensor, correction: Work[torch.Tensor]) -> None:
@@ -142,7 +130,7 @@ class OuterUnit:
 
         Args:
             weight: of this island's change in the mean, a scalar.
-            correction: by what the sum over islands is multiplied, because weights do not add up to 1; a scalar.
+            correction: factor of the sum over islands, because weights do not add up to 1; a scalar.
         """
         rows = self.rows
         delta = torch.zeros_like(rows)
@@ -150,16 +138,13 @@ class OuterUnit:
             row.copy_(shard)
         torch.sub(rows, delta, out=delta).mul_(weight)
         self._sent = self._gradients.empty(self._axis.size, device=rows.device)
-        self._gradients.pack(delta, self._sent, errors=self._errors)
-        self._work = self._queue.submit(functools.partial(self._cross, self._sent, correction))
+        self._gradients.pack(delta, self._sent, errors=self.errors)
+        self._work = self._axis.queue.submit(functools.partial(self._cross, self._sent, correction))
 
     def merge(self, alpha: float) -> None:
         """inner = alpha inner + (1 - alpha) R."""
         for row, shard in self.pairs(self.rows):
-            if alpha:
-                shard.lerp_(row, 1.0 - alpha)
-            else:
-                shard.copy_(row)
+            shard.lerp_(row, 1.0 - alpha) if alpha else shard.copy_(row)
 
     def swap(self) -> None:
         """Exchange the inner weights and R."""
@@ -171,11 +156,7 @@ class OuterUnit:
     def pairs(
         self, rows: torch.Tensor, shards: Sequence[torch.Tensor] | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of equal shape that together are rows [I, S], without padding, and this rank's shards.
-
-        Args:
-            shards: of all parameters; None for the model's own.
-        """
+        """Views of equal shape that together are rows [I, S], without padding, and the shards (None: the model's)."""
         for segment, shard in zip(self.segments, self.unit.shards() if shards is None else shards, strict=True):
             flat, size = shard.view(-1), segment.size
             if size == 0:
@@ -190,7 +171,7 @@ class OuterUnit:
         """Pack and unpack zeros as a synchronization does, to compile the kernels; nothing is sent."""
         codec, rows = self._gradients, torch.zeros_like(self.rows)
         sent = codec.empty(self._axis.size, device=device)
-        codec.pack(rows, sent, errors=codec.new_errors(self._axis.size, device=device) if self._errors else None)
+        codec.pack(rows, sent, errors=codec.new_errors(self._axis.size, device=device) if self.errors else None)
         codec.unpack_sum(sent.unsqueeze(1), rows[:1], accumulate=False)
         self.common.warm_up(rows[0])
 
@@ -210,11 +191,9 @@ class OuterUnit:
 
 
 def send_fragment(units: Sequence[OuterUnit], axis: MeshAxis, plan: IslandsPlan, tokens: torch.Tensor) -> None:
-    """Start the messages of a fragment.
+    """Start the messages of a fragment, whose units these are.
 
     Args:
-        units: of the fragment.
-        axis: the islands.
         tokens: that this island has seen since the fragment was last sent, its weight in the mean: a scalar, which the
             sum over islands replaces, and which lives until that is over.
     """
@@ -232,11 +211,7 @@ class Islands:
     Args:
         sharding: the model, which the outer weights start from.
         dims: its axes, with two islands at least.
-        plan: what `plan_islands` has made of the flags.
-        precision: of the model.
     Attributes:
-        plan, sharding: as given.
-        axis: the islands.
         units: in the order of `Sharding.units`.
         fragments: the units of each.
         merge_at: of each fragment the iteration at which its messages have arrived; 0 where none are under way.
@@ -249,9 +224,7 @@ class Islands:
         self.units = []
         for unit in sharding.units:
             shapes = [tuple(shard.shape) for shard in unit.shards()]
-            queue = dims.island.queue
-            outer = OuterUnit(unit, shapes, dims.island, plan=plan, precision=precision, queue=queue)
-            outer.allocate(device)
+            outer = OuterUnit(unit, shapes, dims.island, plan=plan, precision=precision, device=device)
             outer.begin()
             self.units.append(outer)
         self.fragments = plan.in_fragments(self.units)
@@ -269,12 +242,10 @@ class Islands:
 
     def after_step(self, iteration: int) -> None:
         """Merge what is due and send what is due; call after the optimizer's step, unless it was the last."""
-        plan, merging = self.plan, self._due(iteration)
-        sends = plan.sends_at(iteration)
-        if merging or sends is not None:
+        plan, sends = self.plan, self.plan.sends_at(iteration)
+        if self._due(iteration) or sends is not None:
             self.sharding.free_gathered()
-        for fragment in merging:
-            self._merge(fragment, plan.merge_alpha)
+        self._merge_due(iteration)
         if sends is not None:
             self._send(sends)
             self.merge_at[sends] = iteration + plan.delay
@@ -284,8 +255,7 @@ class Islands:
     def finish(self) -> None:
         """Synchronize everything, and have every island go on from R; call after the last step, not `after_step`."""
         self.sharding.free_gathered()
-        for fragment in self._due():
-            self._merge(fragment, self.plan.merge_alpha)
+        self._merge_due(math.inf)
         for fragment in range(self.plan.fragments):
             self._send(fragment)
         for fragment in range(self.plan.fragments):
@@ -311,10 +281,6 @@ class Islands:
             for unit in self.units:
                 unit.warm_up(device)
 
-    @functools.cached_property
-    def _mesh(self) -> DeviceMesh:  # a dry run's fake tensors cannot make one
-        return _mesh_of_all(self._dims)
-
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -334,12 +300,8 @@ class Islands:
 
     def momentum(self) -> dict[str, torch.Tensor]:
         """The outer momentum by parameter, like `weights`; {} where there is none."""
-        return {
-            name: moment
-            for unit in self.units
-            if unit.momentum is not None
-            for name, moment in self._as_owned(unit, unit.momentum)
-        }
+        held = [(unit, unit.momentum) for unit in self.units if unit.momentum is not None]
+        return {name: moment for unit, momentum in held for name, moment in self._as_owned(unit, momentum)}
 
     def counts(self) -> torch.Tensor:
         """[2, F] fp64: of each fragment when it merges, and the tokens of this island since it was last sent."""
@@ -354,7 +316,7 @@ class Islands:
                 found[f"outer.{unit.unit.key}"] = unit.errors.messages
         return found
 
-    def restore(self, common: Mapping[str, torch.Tensor], counts: torch.Tensor) -> None:
+    def restore(self, common: Mapping[str, Any], counts: torch.Tensor) -> None:
         """Go on from what was saved as `common` and `counts`; weights and momentum are loaded already."""
         self.sharding.free_gathered()
         merge_at, tokens = counts
@@ -362,7 +324,7 @@ class Islands:
         self._tokens.copy_(tokens)
         with torch.no_grad():
             for unit in self.units:
-                shards = [_local(common[p.name]) for p in unit.unit.parameters]
+                shards = [common[p.name].to_local() for p in unit.unit.parameters]
                 for row, shard in unit.pairs(unit.rows.zero_(), shards):
                     row.copy_(shard)
 
@@ -376,9 +338,13 @@ class Islands:
                 unit.spread()
                 unit.merge(0.0)
 
-    def _due(self, iteration: float = math.inf) -> list[int]:
+    def _due(self, iteration: float) -> list[int]:
         """Fragments whose messages are under way and have arrived by `iteration`."""
         return [fragment for fragment, due in enumerate(self.merge_at) if 0 < due <= iteration]
+
+    def _merge_due(self, iteration: float) -> None:
+        for fragment in self._due(iteration):
+            self._merge(fragment, self.plan.merge_alpha)
 
     def _send(self, fragment: int) -> None:
         tokens = self._told[fragment] = self._tokens[fragment].clone()
@@ -400,33 +366,20 @@ class Islands:
     def _as_owned(self, unit: OuterUnit, owned: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Views of [S] as DTensors, each parameter's rows on this rank split once more, over islands."""
         unit.wait()
-        islands, index, shards = self.axis.size, self.axis.rank, unit.unit.shards()
+        names, shards = self._mesh.mesh_dim_names or (), unit.unit.shards()
         parameters = unit.unit.as_dtensors(shards).values()
         for segment, shard, parameter in zip(unit.segments, shards, parameters, strict=True):
-            own = own_rows(shard.shape[0], islands, index)
-            part = owned[segment.start : segment.start + own * math.prod(shard.shape[1:])]
-            placed = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True))
-            yield (
-                segment.name,
-                DTensor.from_local(
-                    part.view(own, *shard.shape[1:]),
-                    self._mesh,
-                    [placed["tp"] if name == "tp" else Shard(0) for name in self._mesh.mesh_dim_names or ()],
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                ),
-            )
+            own = own_rows(shard.shape[0], self.axis.size, self.axis.rank)
+            part = owned[segment.start : segment.start + own * math.prod(shard.shape[1:])].view(own, *shard.shape[1:])
+            of_tp = parameter.placements[-1]
+            placements = [of_tp if name == "tp" else Shard(0) for name in names]
+            shape, stride = parameter.shape, parameter.stride()
+            owned_part = DTensor.from_local(part, self._mesh, placements, run_check=False, shape=shape, stride=stride)
+            yield segment.name, owned_part
 
-
-def _mesh_of_all(dims: ParallelDims) -> DeviceMesh:
-    """[tp, shard, island]: the order in which the rows of a parameter are split, so that each rank's are a run."""
-    mesh, names = dims.mesh, (dims.mesh.mesh_dim_names or ())[::-1]
-    ranks = mesh.mesh.permute(*reversed(range(mesh.ndim))).contiguous()
-    return DeviceMesh.from_group(
-        [mesh.get_group(name) for name in names], mesh.device_type, ranks, mesh_dim_names=names
-    )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh:  # a dry run's fake tensors cannot make one
+        """[tp, shard, island]: the order in which the rows of a parameter are split, so that each rank's are a run."""
+        mesh, names = self._dims.mesh, (self._dims.mesh.mesh_dim_names or ())[::-1]
+        ranks, groups = mesh.mesh.permute(*reversed(range(mesh.ndim))), [mesh.get_group(name) for name in names]
+        return DeviceMesh.from_group(groups, mesh.device_type, ranks.contiguous(), mesh_dim_names=names)

@@ -263,11 +263,8 @@ class PaperStep:
 
     def _outer_units(self, plan: IslandsPlan) -> list[list[OuterUnit]]:
         axis, codec = self._axes["island"], functools.partial(PaperCodec, touch=self._touch)
-        common: dict[str, Any] = {"plan": plan, "precision": self._precision, "queue": axis.queue, "codec": codec}
-        found = [OuterUnit(unit, unit.shapes, axis, **common) for unit in self.units]
-        for outer in found:
-            outer.allocate(META)
-        return plan.in_fragments(found)
+        common: dict[str, Any] = {"plan": plan, "precision": self._precision, "device": META, "codec": codec}
+        return plan.in_fragments([OuterUnit(unit, unit.shapes, axis, **common) for unit in self.units])
 
     def _sum_over_data(self) -> None:
         for axis in (self._shard, self._replicate):

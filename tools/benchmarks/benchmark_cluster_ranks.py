@@ -97,8 +97,8 @@ class VariantRun:
         scaler = build_loss_scaler(config.loss_scale, fp16=False)
         self._step = TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
         self._islands = None if plan.islands is None else Islands(built.sharding, dims, plan.islands, config.precision)
-        self.steps = config.islands.steps
-        self._iteration, self._lr = config.islands.delay, config.schedule.lr or 0.0
+        self.steps, self._iteration = (1, 0) if plan.islands is None else (plan.islands.steps, plan.islands.delay)
+        self._lr = config.schedule.lr or 0.0
         self.num_parameters = sum(p.numel() for p in built.model.parameters())
         generator = torch.Generator().manual_seed(config.launch.seed + dims.data_rank)
         size = config.batches.micro_batch_size or 1, (config.data.seq_length or 1) + 1
