@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, NamedTuple, Self
 
 from megazpp.base.program import EXIT_USER_ERROR, MEGA, UserError, end_with, exit_on_signals, flags_of, program
-from megazpp.parallel.processes import POLL_SECONDS, Workers, describe_failure, first_failure
+from megazpp.parallel.launch import POLL_SECONDS, Workers, describe_failure, first_failure
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 UNLIMITED = "unlimited"

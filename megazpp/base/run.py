@@ -28,8 +28,7 @@ from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.environment import prepare_environment
-from megazpp.parallel.launch import LaunchConfig, Place, device_type, find_place
-from megazpp.parallel.processes import launch_workers
+from megazpp.parallel.launch import LaunchConfig, Place, device_type, find_place, launch_workers
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import Worker, run_worker, seed_everything
 from megazpp.stored.load import (

@@ -1,33 +1,43 @@
-"""The start of a job: who starts the workers, and the store in which they find each other.
+"""The start of a job: who starts the workers, the store in which they find each other, the launcher of local workers.
 
 | started by                      | store                          | reachable from                                    |
 |---------------------------------|--------------------------------|---------------------------------------------------|
 | nobody: one process             | in the process                 | nowhere                                           |
-| this program (processes.py)     | in the launcher                | this machine                                      |
+| this program                    | in the launcher                | this machine                                      |
 | torchrun                        | torchrun's                     | the network: torch listens on every interface     |
 | srun, by hand                   | in rank 0, at MASTER_ADDR      | the network; this machine if that is its loopback |
 
 torch's store asks nobody who they are: whoever reaches it can stop the job, or take part in it. On the network it
 belongs behind a firewall (SECURITY.md). A worker's own side of the start is worker.py.
+
+The launcher is ours rather than torch's elastic agent (which torchrun is), because that ends workers by SIGTERM, which
+means "finish your step and save" to ours, and takes up to 30 seconds about it. The launcher's store outlives every
+worker, so the ranks that are left can say in it who failed first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, MutableMapping
+import sys
+import time
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from types import FrameType
+from typing import Literal, Self
 
 import torch
 import torch.distributed as dist
 
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
-from megazpp.base.program import LAUNCHER_PID
+from megazpp.base.program import EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_SECONDARY, EXIT_USER_ERROR, LAUNCHER_PID
 
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 3.0  # for the rank that failed first, when all that is seen is that another rank's collective broke
 MOST_CPU_WORKERS = 4  # by default; two at least, so that what would cross a network is seen
 LARGEST_SEED = 2**32 - 1  # that numpy takes
 YEAR_SECONDS = 366 * 24 * 3600.0  # clocks can add waits up to that to the present time
@@ -52,12 +62,10 @@ class LaunchConfig:
     distributed_timeout_minutes: float = flag(10, "minutes without any progress after which the job is taken to hang")
     distributed_timeout_seconds_after_init: float | None = flag(
         None,
-        "the same in seconds from the second step on, when everything is compiled and connected (default: half of "
-        "--distributed-timeout-minutes: more than a slow read or a busy neighbour keeps a rank away)",
+        "the same in seconds from the second step on, when everything is compiled and connected (default: half of it, "
+        "more than a slow read or a busy neighbour keeps a rank away)",
     )
-    local_rank: int | None = flag(
-        None, "accepted for old launchers; the environment decides", aliases=("--local_rank",)
-    )
+    local_rank: int | None = flag(None, "for old launchers; the environment decides", aliases=("--local_rank",))
     seed: int = flag(1234, "seed of the weights, the data order and dropout")
 
     def __post_init__(self) -> None:
@@ -102,21 +110,15 @@ def find_place(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> Pla
     elif "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         launcher, variables = "srun", ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
     else:
-        nproc = config.nproc if config.nproc is not None else torch.cuda.device_count() or default_cpu_workers()
+        cores = len(os.sched_getaffinity(0))
+        nproc = config.nproc or torch.cuda.device_count() or min(max(cores, 2), MOST_CPU_WORKERS)
         return Place(started=nproc == 1 and not config.max_restarts, world_size=nproc)
     rank, local_rank, world_size = (int(env.get(name, "0")) for name in variables)
-    if config.nproc is not None and LAUNCHER_PID not in env:
-        raise ValueError(f"--nproc {config.nproc}: the workers were already started by {launcher}")
-    if config.max_restarts and LAUNCHER_PID not in env:
-        raise ValueError(
-            f"--max-restarts {config.max_restarts}: the workers are started, and started again, by {launcher}"
-        )
+    if LAUNCHER_PID not in env:
+        for name, value in (("--nproc", config.nproc), ("--max-restarts", config.max_restarts or None)):
+            if value is not None:
+                raise ValueError(f"{name} {value}: {launcher} starts the workers, and starts them again")
     return Place(started=True, world_size=world_size, rank=rank, local_rank=local_rank)
-
-
-def default_cpu_workers() -> int:
-    """One per core that this process may use, but two at least and four at most."""
-    return min(max(len(os.sched_getaffinity(0)), 2), MOST_CPU_WORKERS)
 
 
 def device_type() -> str:
@@ -125,9 +127,7 @@ def device_type() -> str:
 
 
 def loopback_store(port: int = 0, *, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
-    """A store in this process that listens on the loopback only.
-
-    torch's own listens on every interface, whatever address it is given.
+    """A store in this process that listens on the loopback only; torch's own listens on every interface.
 
     Args:
         port: 0 for any that is free.
@@ -138,11 +138,6 @@ def loopback_store(port: int = 0, *, timeout: timedelta = timedelta(minutes=5)) 
     return dist.TCPStore(
         LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
-
-
-def agent_variables(store: dist.TCPStore) -> dict[str, str]:
-    """The environment of workers whose store is `store`, in the process that starts them."""
-    return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), AGENT_STORE: "True"}
 
 
 def open_store(
@@ -172,3 +167,128 @@ def _set_missing_address(env: MutableMapping[str, str]) -> None:
         hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         env["MASTER_ADDR"] = hosts[0] if len(hosts) > 1 else LOOPBACK
     env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
+
+
+def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0) -> int:
+    """Run `command` in `nproc` local worker processes; when one fails, end the others and start all again.
+
+    What the user has to fix is not tried again. SIGTERM, SIGUSR1 and the first Ctrl-C are passed on, and whatever the
+    workers make of them, nothing is started any more. The second Ctrl-C ends all at once.
+
+    Returns:
+        The exit code for this process: 0, 2 for a user error, 128 + n after signal n or a closed pipe, else 1.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    workers = Workers(command, nproc)
+    variables = {"MASTER_ADDR": LOOPBACK, AGENT_STORE: "True"}
+    try:
+        with _passing_signals_to(workers.processes) as passed:
+            for attempt in range(max_restarts + 1):
+                store = loopback_store()
+                try:
+                    workers.start({**variables, "MASTER_PORT": str(store.port), RESTART_COUNT: str(attempt)})
+                    while (failures := workers.failures()) is None:
+                        time.sleep(POLL_SECONDS)
+                finally:
+                    workers.stop()
+                if not failures:
+                    return 0
+                if passed:
+                    return _ended_by(passed[0])
+                for final in (EXIT_USER_ERROR, EXIT_READER_GONE):  # not tried again, and nothing to add
+                    if final in failures.values():
+                        return final
+                what_next = f"restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else "the job is over"
+                print(f"{describe_failure(failures)}; {what_next}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        return _ended_by(signal.SIGINT)
+    return EXIT_ERROR
+
+
+class Workers:
+    """Runs one process per rank of `nodes` nodes, which are on this machine; `processes` are those that are started."""
+
+    def __init__(self, command: Sequence[str], ranks_per_node: int, *, nodes: int = 1) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.command, self._ranks_per_node, self._nodes = command, ranks_per_node, nodes
+        self._deadline: float | None = None
+
+    def start(self, env: Mapping[str, str]) -> Self:
+        """Start all ranks, with the variables `env` added to each; MASTER_ADDR and MASTER_PORT are among them."""
+        self.processes.clear()
+        self._deadline = None
+        world_size = self._nodes * self._ranks_per_node
+        try:
+            for rank in range(world_size):
+                node, local_rank = divmod(rank, self._ranks_per_node)
+                place = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "WORLD_SIZE": world_size}
+                place["LOCAL_WORLD_SIZE"] = self._ranks_per_node
+                place[LAUNCHER_PID] = os.getpid()  # a worker ends when its launcher is gone
+                own = {name: str(value) for name, value in place.items()}
+                self.processes.append(self.start_rank(rank, node, {**os.environ, **env, **own}))
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start one rank in a session of its own: Ctrl-C reaches only the launcher, which then ends all."""
+        return subprocess.Popen(self.command, env=env, start_new_session=True)
+
+    def failures(self) -> dict[int, int] | None:
+        """Look at the ranks once: None while the job runs, then the exit codes, by rank, of those that failed."""
+        codes = {rank: code for rank, process in enumerate(self.processes) if (code := process.poll()) is not None}
+        failures = {rank: code for rank, code in codes.items() if code != 0}
+        if failures and self._deadline is None:
+            self._deadline = time.monotonic() + GRACE_SECONDS
+        late = self._deadline is not None and time.monotonic() > self._deadline
+        over = len(codes) == len(self.processes) or late or any(code != EXIT_SECONDARY for code in failures.values())
+        return failures if over else None
+
+    def stop(self) -> None:
+        """End every rank and what it has started."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):  # the group is the rank and its children
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+
+@contextlib.contextmanager
+def _passing_signals_to(workers: list[subprocess.Popen[bytes]]) -> Iterator[list[signal.Signals]]:
+    """Send the signals that end a run in good order on to the workers; yields those that came."""
+    passed: list[signal.Signals] = []
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGINT and signal.SIGINT in passed:
+            raise KeyboardInterrupt
+        passed.append(signal.Signals(signum))
+        for worker in workers:
+            worker.send_signal(signum)
+
+    before = {signum: signal.signal(signum, pass_on) for signum in STOP_SIGNALS}
+    try:
+        yield passed
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _ended_by(signum: signal.Signals) -> int:
+    print(f"\nended by {signum.name}", file=sys.stderr)  # on a line of its own after a progress bar or the ^C
+    return 128 + signum
+
+
+def describe_failure(failures: Mapping[int, int]) -> str:
+    """Name the rank that ended the job and how it did, from exit codes by rank."""
+    rank = first_failure(failures)
+    code = failures[rank]
+    if code == EXIT_HANG:
+        return "the job hung, see above"
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"rank {rank} {how}"
+
+
+def first_failure(failures: Mapping[int, int]) -> int:
+    """The rank that ended the job: one that was killed, else one that reported."""
+    return min(failures, key=lambda rank: (failures[rank] == EXIT_SECONDARY, failures[rank] >= 0))

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
-from megazpp.parallel.launch import LaunchConfig, find_place
-from megazpp.parallel.processes import launch_workers
+from megazpp.parallel.launch import LaunchConfig, find_place, launch_workers
 from megazpp.parallel.timeline import STEP
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker, leave, run_worker

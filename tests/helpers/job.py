@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megazpp.base.program import JobError, UserError
-from megazpp.parallel.launch import LaunchConfig, find_place
-from megazpp.parallel.processes import launch_workers
+from megazpp.parallel.launch import LaunchConfig, find_place, launch_workers
 from megazpp.parallel.worker import Worker, leave, run_worker
 
 FOREVER = 1000

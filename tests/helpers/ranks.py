@@ -87,7 +87,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from megazpp.parallel.cpu_tuning import keep_freed_memory, share_gloo_device
+    from megazpp.parallel.worker import keep_freed_memory, share_gloo_device
 
     torch.set_num_threads(1)
     share_gloo_device()

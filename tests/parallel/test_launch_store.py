@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from megazpp.parallel import launch
-from megazpp.parallel.launch import Place, agent_variables, is_on_one_machine, loopback_store, open_store
+from megazpp.parallel.launch import AGENT_STORE, Place, is_on_one_machine, loopback_store, open_store
 from megazpp.parallel.survey import Answer, from_json, share_survey
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.hosts import Gpu, HostInfo
@@ -70,7 +70,7 @@ def test_the_launchers_store_cannot_be_reached_from_the_network():
 
 def test_workers_of_the_launcher_find_its_store(monkeypatch: pytest.MonkeyPatch):
     store = loopback_store()
-    for name, value in agent_variables(store).items():
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), AGENT_STORE: "True"}.items():
         monkeypatch.setenv(name, value)
     opened, rank, size = open_store(Place(started=True, world_size=2, rank=1), TIMEOUT)
     opened.set("key", "value")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from helpers.ranks import ranks
 from torch.distributed import distributed_c10d
 
-from megazpp.parallel import cpu_tuning
+from megazpp.parallel import worker
 
 TIMEOUT = timedelta(seconds=77)
 
@@ -58,14 +58,14 @@ def test_a_kernel_without_that_policy_is_no_failure(monkeypatch: pytest.MonkeyPa
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    with cpu_tuning._threads_that_wait_their_turn():
+    with worker._threads_that_wait_their_turn():
         pass
 
 
 def test_the_interface_that_the_environment_names_is_used() -> None:
     program = (
         "import os; os.environ['GLOO_SOCKET_IFNAME'] = 'no-such-interface'\n"
-        "from megazpp.parallel.cpu_tuning import share_gloo_device; share_gloo_device()"
+        "from megazpp.parallel.worker import share_gloo_device; share_gloo_device()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode != 0
@@ -75,7 +75,7 @@ def test_the_interface_that_the_environment_names_is_used() -> None:
 LISTENING = """
 import os, sys, torch.distributed as dist
 from pathlib import Path
-from megazpp.parallel.cpu_tuning import share_gloo_device
+from megazpp.parallel.worker import share_gloo_device
 share_gloo_device(loopback=True, lazy=True)
 dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
 own = {os.readlink(file) for file in Path('/proc/self/fd').iterdir() if file.exists() or file.is_symlink()}
@@ -96,7 +96,7 @@ def test_on_one_machine_gloo_listens_on_the_loopback_only() -> None:
 
 def lazily_connected(count: int) -> list[object]:
     make = distributed_c10d.ProcessGroupGloo
-    cpu_tuning.share_gloo_device(lazy=True)
+    worker.share_gloo_device(lazy=True)
     try:
         group = dist.new_group(list(range(count)), backend="gloo")
     finally:
