@@ -8,39 +8,25 @@ management library; without the optional `nvidia-ml-py` a node counts as one fas
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import json
 import re
 import socket
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megazpp.base.flags import wrong_types
 from megazpp.parallel.worker import Worker
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import ClusterConfig, detect_cluster
 from megazpp.topology.hosts import SWITCH, Gpu, HostInfo, cluster_from_hosts, describe_hosts
 
-T = TypeVar("T")
 UNKNOWN_LINKS = "which GPUs NVLink joins is not known, so a node counts as one fast domain"
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Rank 0's answer to all hosts: a cluster, or what is wrong with them."""
-
-    cluster: Cluster | None = None
-    problem: str = ""
-
-
-RECORDS: tuple[type[Any], ...] = (Gpu, HostInfo, Cluster, Answer)  # that the store may hold
 
 
 def settle_cluster(worker: Worker, config: ClusterConfig, announced: Cluster, *, tp: int) -> Cluster:
@@ -71,50 +57,38 @@ def share_survey(store: dist.Store, rank: int, world_size: int, info: HostInfo) 
     store.set(f"host/{rank}", json.dumps(dataclasses.asdict(info)))
     if rank == 0:
         try:
-            infos = [from_json(HostInfo, store.get(f"host/{other}")) for other in range(world_size)]
+            infos = [_host_info(store.get(f"host/{other}")) for other in range(world_size)]
             notices = dict.fromkeys((describe_hosts(infos), *(info.notice for info in infos if info.notice)))
-            answer = Answer(cluster=dataclasses.replace(cluster_from_hosts(infos), notices=tuple(notices)))
+            answer = dataclasses.asdict(cluster_from_hosts(infos)) | {"notices": list(notices)}
         except ValueError as error:
-            answer = Answer(problem=str(error))
-        store.set("cluster", json.dumps(dataclasses.asdict(answer)))
-    answer = from_json(Answer, store.get("cluster"))
-    if answer.cluster is None:
-        raise ValueError(answer.problem)
-    return answer.cluster
+            answer = {"problem": str(error)}
+        store.set("cluster", json.dumps(answer))
+    answer = json.loads(store.get("cluster"))
+    if "problem" in answer:
+        raise ValueError(answer["problem"])
+    return Cluster(**_with_tuples(answer))
 
 
-def from_json(kind: type[T], text: bytes) -> T:
-    """The record of type `kind` that was written as JSON of `dataclasses.asdict`.
-
-    Nothing is constructed but the survey's records, of exactly their fields, each of its annotation's type.
-
-    Raises:
-        ValueError: it is something else.
-    """
+def _host_info(text: bytes) -> HostInfo:
+    """Read a rank's answer; nothing is constructed but these two records."""
     try:
-        record = json.loads(text, object_hook=_construct)
-        if not isinstance(record, kind):
-            raise ValueError("other fields or types")
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise ValueError(f"{text[:80]!r} is no {kind.__name__}: {error}") from None
-    return record
+        fields = json.loads(text)
+        gpu = fields["gpu"] and Gpu(**_with_tuples(fields["gpu"]))
+        return HostInfo(**_with_tuples(fields) | {"gpu": gpu})
+    except (ValueError, TypeError, KeyError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise ValueError(f"{text[:80]!r} is no HostInfo: {error}") from None
 
 
-def _construct(fields: dict[str, Any]) -> object:
-    for kind in RECORDS:
-        if fields.keys() == {field.name for field in dataclasses.fields(kind)} and not wrong_types(kind, fields):
-            return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
-    return fields
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 def describe_host(
     local_rank: int, device: torch.device, *, uses_gpu: bool | None = None, root: Path = Path("/")
 ) -> HostInfo:
-    """This process's machine; the GPU only where collectives use it (over gloo no byte takes NVLink).
+    """This process's machine, from the /proc and /sys of `root`; the GPU only where collectives use it.
 
-    Args:
-        uses_gpu: None: as the process group does.
-        root: of /proc and /sys.
+    Over gloo no byte takes NVLink. `uses_gpu` None: as the process group does.
     """
     if uses_gpu is None:
         uses_gpu = device.type == "cuda" and dist.get_backend() == "nccl"
@@ -187,47 +161,28 @@ def query_gpu(nvml: Any, uuid: str, name: str) -> Gpu:
         except (nvml.NVMLError, AttributeError):  # not of this GPU, driver or version of the package
             return None
 
-    peers = {*_ends_of_links(nvml, ask), *_nvlink_neighbours(nvml, ask)}
-    pci = _address(nvml.nvmlDeviceGetPciInfo(handle))
-    return Gpu(uuid, name, pci, _fabric(nvml, ask), tuple(sorted(peers)))
-
-
-def _fabric(nvml: Any, ask: Callable[..., Any]) -> str:
-    """Cluster and clique of a multi-node NVLink fabric; one node's NVSwitches report the cluster 0."""
-    if not hasattr(nvml, "c_nvmlGpuFabricInfoV_t"):
-        return ""
-    info = nvml.c_nvmlGpuFabricInfoV_t()
-    if ask("nvmlDeviceGetGpuFabricInfoV", ctypes.byref(info)) is None:
-        return ""
-    cluster = bytes(info.clusterUuid)
-    working = info.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED and any(cluster)
-    return f"{cluster.hex()}/{info.cliqueId}" if working else ""
-
-
-def _ends_of_links(nvml: Any, ask: Callable[..., Any]) -> Iterator[str]:
-    """Peers that the GPU's own links name; it knows peers that this process may not see."""
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        if ask("nvmlDeviceGetNvLinkState", link) != 1:
-            continue
-        kind = ask("nvmlDeviceGetNvLinkRemoteDeviceType", link)
+    peers: set[str] = set()
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):  # links know peers that this process may not see
+        kind = ask("nvmlDeviceGetNvLinkRemoteDeviceType", link) if ask("nvmlDeviceGetNvLinkState", link) == 1 else None
         if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
-            yield SWITCH
+            peers.add(SWITCH)
         elif kind == nvml.NVML_NVLINK_DEVICE_TYPE_GPU:
             remote = ask("nvmlDeviceGetNvLinkRemotePciInfo", link)
-            if remote is not None:
-                yield _address(remote)
-
-
-def _nvlink_neighbours(nvml: Any, ask: Callable[..., Any]) -> Iterator[str]:
-    """Visible GPUs that the driver reaches over NVLink; where a virtual machine hides the ends of links."""
-    for index in range(nvml.nvmlDeviceGetCount()):
-        try:
+            peers |= {_address(remote)} if remote is not None else set()
+    for index in range(nvml.nvmlDeviceGetCount()):  # the driver's paths, where a virtual machine hides the ends
+        with contextlib.suppress(nvml.NVMLError):  # a GPU of somebody else's
             other = nvml.nvmlDeviceGetHandleByIndex(index)
-        except nvml.NVMLError:  # a GPU of somebody else's
-            continue
-        status = ask("nvmlDeviceGetP2PStatus", other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-        if status == nvml.NVML_P2P_STATUS_OK:
-            yield _address(nvml.nvmlDeviceGetPciInfo(other))
+            if ask("nvmlDeviceGetP2PStatus", other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
+                peers.add(_address(nvml.nvmlDeviceGetPciInfo(other)))
+    fabric = ""
+    if hasattr(nvml, "c_nvmlGpuFabricInfoV_t"):
+        info = nvml.c_nvmlGpuFabricInfoV_t()
+        answered = ask("nvmlDeviceGetGpuFabricInfoV", ctypes.byref(info)) is not None
+        cluster = bytes(info.clusterUuid)
+        # the NVSwitches of one node report the cluster 0
+        if answered and info.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED and any(cluster):
+            fabric = f"{cluster.hex()}/{info.cliqueId}"
+    return Gpu(uuid, name, _address(nvml.nvmlDeviceGetPciInfo(handle)), fabric, tuple(sorted(peers)))
 
 
 def _address(pci: Any) -> str:
