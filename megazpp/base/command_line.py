@@ -27,17 +27,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from megazpp.base.flags import FlagSpec, as_words, as_written, asks, config_title, flag_name
+from megazpp.base.flags import FlagSpec, as_words, as_written, asks, config_title, flag_name, is_union, type_hints
 
 COMMAND_LINE = "command line"
 MEGATRON_TABLE = Path(__file__).with_name("megatron_flags.txt")
 
 
-class Word(NamedTuple):
-    """One word of a command line, with its origin: `COMMAND_LINE` or "file:line"."""
-
-    text: str
-    origin: str
+Word = tuple[str, str]  # with its origin, `COMMAND_LINE` or "file:line"
 
 
 class Given(NamedTuple):
@@ -92,13 +88,11 @@ class FlagParser:
         self._may_be_none: set[str] = set()
         for config in self.configs:
             group = self._argparse.add_argument_group(config_title(config).rstrip("."))  # argparse adds a colon
-            hints = typing.get_type_hints(config)
+            hints = type_hints(config)
             for field in dataclasses.fields(config):
-                kind, optional = _without_none(hints[field.name])
-                action = _add_flag(group, field, kind, optional)
-                if optional:
-                    self._may_be_none.add(field.name)
                 assert all(field.name != other.dest for other in self._actions.values()), field.name
+                action, optional = _add_flag(group, field, hints[field.name])
+                self._may_be_none |= {field.name} if optional else set()
                 self._actions |= dict.fromkeys(action.option_strings, action)
 
     @property
@@ -119,14 +113,11 @@ class FlagParser:
         words: dict[str, Given] = {}
         for given in kept:
             try:
-                found = self._read(given)
+                for name, value in self._read(given).items():
+                    words.pop(name, None)  # the order is that of the last place
+                    values[name], words[name] = value, given
             except ValueError as error:
                 problems.append(f"{given.origin}: {error}")
-                continue
-            for name in found:
-                words.pop(name, None)  # the order is that of the last place
-            values |= found
-            words |= dict.fromkeys(found, given)
         rank = {name: (given.origin == COMMAND_LINE, at) for at, (name, given) in enumerate(words.items())}
         file = {name: given.origin.rpartition(":")[0] for name, given in words.items()}
         for one, other in self._rivals:
@@ -200,21 +191,22 @@ def expand_flag_files(argv: Sequence[str], script_dir: Path) -> list[Word]:
     Paths are relative to the working directory or, failing that, to `script_dir`; inside a file, to that file.
     """
     folders = (Path.cwd(), script_dir)
-    return [word for text in argv for word in _expand(Word(text, COMMAND_LINE), folders, ())]
+    return [word for text in argv for word in _expand((text, COMMAND_LINE), folders, ())]
 
 
 def _expand(word: Word, folders: Sequence[Path], chain: tuple[Path, ...]) -> Iterator[Word]:
-    if not word.text.startswith("@") or word.text == "@":
+    text, origin = word
+    if not text.startswith("@") or text == "@":
         yield word
         return
-    candidates = list(dict.fromkeys((folder / Path(word.text[1:]).expanduser()).resolve() for folder in folders))
+    candidates = list(dict.fromkeys((folder / Path(text[1:]).expanduser()).resolve() for folder in folders))
     path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if path is None:
         places = " and ".join(_shown(candidate.parent) for candidate in candidates)
-        raise ValueError(f"{word.origin}: there is no flag file {word.text[1:]} (looked in {places})")
+        raise ValueError(f"{origin}: there is no flag file {text[1:]} (looked in {places})")
     if path in chain:
         circle = " -> ".join(_shown(p) for p in (*chain[chain.index(path) :], path))
-        raise ValueError(f"{word.origin}: flag files include each other in a circle: {circle}")
+        raise ValueError(f"{origin}: flag files include each other in a circle: {circle}")
     for inner in _read_words(path):
         yield from _expand(inner, (path.parent,), (*chain, path))
 
@@ -235,7 +227,7 @@ def _read_words(path: Path) -> Iterator[Word]:
             if last + 1 < len(lines):
                 continue
             raise ValueError(f"{origin}: {error}") from None
-        yield from (Word(text, origin) for text in words)
+        yield from ((text, origin) for text in words)
         first = last + 1
 
 
@@ -276,7 +268,7 @@ def sift_flags(
         Our flags; a line for each one that is ignored; one for each that is refused or neither `supported` nor
         `known`, and where several of Megatron's are among them a table of all.
     """
-    kept, ignored, notices, missing, problems = list[Given](), list[str](), list[str](), list[str](), list[str]()
+    kept, notices, problems, refused, ignored = list[Given](), list[str](), list[str](), list[str](), list[str]()
     for given in flags:
         flag = known.get(given.name)
         if flag is None and given.name.startswith("--no-"):
@@ -292,12 +284,12 @@ def sift_flags(
             continue  # of a run's args.txt, which has every flag that the program had then
         elif (problem := _refusal(given, flag)) is not None:
             problems.append(f"{given.origin}: {problem}")
-            missing.append(given.name)
+            refused.append(given.name)
         else:
             notices.append(f"{given.origin}: {given.name} is ignored: {flag.reason}")
             ignored.append(given.name)
-    if len(missing) > 1:  # a command line of Megatron's
-        table = {"taken": [given.name for given in kept], "ignored": ignored, "not here, see above": missing}
+    if len(refused) > 1:  # a command line of Megatron's
+        table = {"taken": [given.name for given in kept], "ignored": ignored, "not here, see above": refused}
         problems += [f"{verdict}: {' '.join(dict.fromkeys(names))}" for verdict, names in table.items() if names]
     return kept, notices, problems
 
@@ -326,32 +318,36 @@ class _RaisingParser(argparse.ArgumentParser):
         raise ValueError(message.removeprefix("argument "))
 
 
-def _add_flag(
-    group: argparse._ArgumentGroup, field: dataclasses.Field[Any], kind: Any, optional: bool
-) -> argparse.Action:
+def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> tuple[argparse.Action, bool]:
+    """Add the flag of a field whose annotation is `hint`; says also if it may be None."""
     spec: FlagSpec = field.metadata["flag"]
     help_text = spec.help + (f"; needs {spec.needs}" if spec.needs else "")
     if field.default is not None and field.default is not False and field.default not in ("", ()):
         help_text += f" (default {as_words(field.default)})"
     settings: dict[str, Any] = {"dest": field.name, "help": help_text.replace("%", "%%")}
-    if kind is bool:
+    parts = _parts(hint)
+    optional = types.NoneType in parts
+    if kinds := next((typing.get_args(part) for part in parts if typing.get_origin(part) is tuple), None):
+        parts = _parts(kinds[0])  # the command line always makes a tuple
+        settings["nargs"] = spec.nargs or ("+" if kinds[-1] is ... else len(kinds))
+    if bool in parts:
         settings["action"] = argparse.BooleanOptionalAction
-    elif typing.get_origin(kind) is tuple:
-        item, *rest = typing.get_args(kind)
-        settings |= _one_value(item, optional, spec.metavar)
-        settings["nargs"] = spec.nargs or ("+" if rest == [...] else 1 + len(rest))
     else:
-        settings |= _one_value(kind, optional, spec.metavar)
-    return group.add_argument(flag_name(field), *spec.aliases, **settings)
+        settings |= _one_value(parts, optional, spec.metavar)
+    return group.add_argument(flag_name(field), *spec.aliases, **settings), optional
 
 
-def _one_value(kind: Any, optional: bool, metavar: str | None) -> dict[str, Any]:
-    """Settings with which argparse reads and shows one value of type `kind`."""
-    parts = typing.get_args(kind) if _is_union(kind) else (kind,)
-    choices = tuple(word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part))
-    types_ = [part for part in parts if typing.get_origin(part) is not Literal]
-    convert: Callable[[str], Any] = types_[0] if types_ else type(choices[0])
-    words = {str(choice): choice for choice in choices}
+def _parts(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if is_union(hint) else (hint,)
+
+
+def _one_value(parts: Sequence[Any], optional: bool, metavar: str | None) -> dict[str, Any]:
+    """Settings with which argparse reads and shows one value, of the one type or the words in `parts`."""
+    words = {str(word): word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part)}
+    types_ = [part for part in parts if typing.get_origin(part) is not Literal and part is not types.NoneType]
+    if len(types_) > 1:
+        raise TypeError(f"a flag has one type, possibly with words and | None, not {parts}")
+    convert: Callable[[str], Any] = types_[0] if types_ else type(next(iter(words.values())))
     allowed = [*words, *(["none"] if optional else [])]
 
     def read(text: str) -> Any:
@@ -371,20 +367,3 @@ def _one_value(kind: Any, optional: bool, metavar: str | None) -> dict[str, Any]
     read.__name__ = " or ".join([convert.__name__, *words])  # what argparse calls the type in its messages
     shown = [convert.__name__.upper(), *words] if types_ else allowed
     return {"type": read, "metavar": metavar or (f"{{{','.join(shown)}}}" if words else shown[0])}
-
-
-def _without_none(hint: Any) -> tuple[Any, bool]:
-    """`X | None` -> (X, True); X -> (X, False). X is one type, possibly with words: `int | Literal["auto"]`."""
-    if not _is_union(hint):
-        return hint, False
-    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
-    tuples = [kind for kind in kinds if typing.get_origin(kind) is tuple]
-    if tuples:  # the command line always makes a tuple
-        kinds = [kind for kind in kinds if kind is not typing.get_args(tuples[0])[0]]
-    if len([kind for kind in kinds if typing.get_origin(kind) is not Literal]) > 1:
-        raise TypeError(f"a flag has one type, possibly with words and | None, not {hint}")
-    return typing.Union[tuple(kinds)], types.NoneType in typing.get_args(hint)  # noqa: UP007 - of a list
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)

@@ -27,37 +27,28 @@ _WIDEST = 60  # of a line in the log, up to the origin
 
 
 class FlagSpec(NamedTuple):
-    """The entry of `flag()` in a field's metadata."""
+    """The entry of `flag()` in a field's metadata.
 
-    help: str
-    name: str | None
-    aliases: tuple[str, ...]
-    nargs: int | str | None
-    metavar: str | None
-    needs: str | None = None
-
-
-def flag(
-    default: Any,
-    help: str,
-    *,
-    name: str | None = None,
-    aliases: Sequence[str] = (),
-    nargs: int | str | None = None,
-    metavar: str | None = None,
-    needs: str | None = None,
-) -> Any:
-    """Make a dataclass field that is a command-line flag.
-
-    Args:
+    Attributes:
         help: one sentence: meaning, unit, cost.
         name, aliases: the flag's spelling if it is not the field name with dashes, and further ones.
         nargs: for tuple fields: a fixed count, "*" or "+".
+        metavar: what --help shows for a value, if not its type.
         needs: the flag without which this one would change nothing, `--lora-r`, or with its values `--optimizer sgd`:
             given by hand where that is off, this one is refused.
     """
-    spec = FlagSpec(help, name, tuple(aliases), nargs, metavar, needs)
-    return dataclasses.field(default=default, metadata={"flag": spec})
+
+    help: str
+    name: str | None = None
+    aliases: tuple[str, ...] = ()
+    nargs: int | str | None = None
+    metavar: str | None = None
+    needs: str | None = None
+
+
+def flag(default: Any, help: str, **spec: Any) -> Any:
+    """Make a dataclass field that is a command-line flag; `spec` is the rest of a `FlagSpec`."""
+    return dataclasses.field(default=default, metadata={"flag": FlagSpec(help, **spec)})
 
 
 def flag_name(field: dataclasses.Field[Any]) -> str:
@@ -99,13 +90,13 @@ def asks(value: Any) -> bool:
 
 def check_words(config: Any) -> None:
     """Raises ValueError for the first field of words (`Literal`) whose value has another than these."""
-    for name, hint in _hints(config.__class__).items():
+    for name, hint in type_hints(config.__class__).items():
         value, words = getattr(config, name), _words(hint)
         if words and not _has_type(value, hint):
             raise ValueError(f"{spelling(config, name)} {as_words(value)} is not one of {', '.join(map(str, words))}")
 
 
-_hints = functools.cache(typing.get_type_hints)
+type_hints = functools.cache(typing.get_type_hints)
 
 
 def _words(hint: Any) -> list[Any]:
@@ -115,7 +106,7 @@ def _words(hint: Any) -> list[Any]:
 
 def wrong_types(config: type, values: dict[str, Any]) -> list[str]:
     """A line for each of `values`, as JSON has them, that a field of this dataclass cannot hold; others are ignored."""
-    hints = _hints(config)
+    hints = type_hints(config)
     return [
         f"{name} is {value!r:.80}, not {getattr(hints[name], '__name__', None) or hints[name]}"
         for name, value in values.items()
@@ -128,24 +119,25 @@ def _has_type(value: Any, hint: Any) -> bool:
     kind, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
-    if kind in (typing.Union, types.UnionType):
+    if is_union(hint):
         return any(_has_type(value, part) for part in parts)
     if kind is Literal:
         return any(type(value) is type(part) and value == part for part in parts)
-    if kind is tuple:
-        items = parts[:1] * len(value) if isinstance(value, (tuple, list)) and parts[-1] is ... else parts
-        return isinstance(value, (tuple, list)) and _have_types(value, items)
-    if kind is list:
-        return isinstance(value, list) and _have_types(value, parts * len(value))
-    if kind is dict:
-        return isinstance(value, dict) and _have_types([*value.values()], parts[1:] * len(value))
+    if kind in (tuple, list, dict):
+        if not isinstance(value, (tuple, list) if kind is tuple else kind):
+            return False
+        items = [*value.values()] if isinstance(value, dict) else value
+        fixed = kind is tuple and parts[-1] is not ...
+        hints = parts if fixed else [parts[1 if kind is dict else 0]] * len(items)
+        return len(items) == len(hints) and all(map(_has_type, items, hints))
     if isinstance(value, bool) or hint is bool:
         return isinstance(value, bool) and hint is bool
     return isinstance(value, (int, float) if hint is float else hint)
 
 
-def _have_types(values: Any, hints: Any) -> bool:
-    return len(values) == len(hints) and all(map(_has_type, values, hints))
+def is_union(hint: Any) -> bool:
+    """True for `X | Y` and `Optional[X]`."""
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def render_flags(configs: Sequence[Any], origins: Mapping[str, str]) -> str:

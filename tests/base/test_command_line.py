@@ -178,7 +178,7 @@ def expand(folder: Path, files: dict[str, str], *argv: str) -> list[tuple[str, s
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content.encode("latin-1"))
-    return [(word.text, word.origin) for word in expand_flag_files(argv, folder / "script")]
+    return expand_flag_files(argv, folder / "script")
 
 
 def test_a_file_stands_for_its_words(folder: Path) -> None:
