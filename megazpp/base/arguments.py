@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,6 +146,14 @@ class ParsedRun(NamedTuple):
         """Every flag with its value and origin; can be read back as a flag file."""
         return render_flags(self.parts, self.origins)
 
+    def with_checkpoint(self, names: Iterable[str], notices: Iterable[str] = (), **parts: Any) -> ParsedRun:
+        """Replace configs of the run, of which the fields `names` now have a checkpoint's values."""
+        return self._replace(
+            config=dataclasses.replace(self.config, **parts),
+            origins=self.origins | dict.fromkeys(names, "checkpoint"),
+            notices=(*self.notices, *notices),
+        )
+
     @property
     def parts(self) -> tuple[Any, ...]:
         """All configs: the program's own, then those of a run."""
@@ -170,8 +178,8 @@ def parse_run_config(
     if default_file is not None and not any(text.startswith(("@", "--num-layers")) for text in argv):
         argv = [default_file, *argv]
     kinds = typing.get_type_hints(RunConfig)
-    classes, description = [*extra, *kinds.values(), ShowConfig], description or _DESCRIPTION
-    parser = FlagParser(classes, program=program, description=description, rivals=RIVALS)
+    classes = [*extra, *kinds.values(), ShowConfig]
+    parser = FlagParser(classes, program=program, description=description or _DESCRIPTION, rivals=RIVALS)
     (*configs, show), origins, notices = parser.read(argv, script_dir, read_megatron_flags())
     config = RunConfig(**dict(zip(kinds, configs[len(extra) :], strict=True)))
     files = [text[1:] for text in argv if text.startswith("@")]

@@ -39,9 +39,7 @@ def with_checkpoint_flags(
     parts: dict[str, Any] = {name: _updated(getattr(config, name), free, where) for name in taken}
     names = {f.name for name in taken for f in dataclasses.fields(parts[name])} & free.keys()
     parts["launch"] = _updated(config.launch, {name: free[name] for name in {"seed"} & free.keys()}, where)
-    return parsed._replace(
-        config=dataclasses.replace(config, **parts), origins=parsed.origins | dict.fromkeys(names, "checkpoint")
-    )
+    return parsed.with_checkpoint(names, **parts)
 
 
 def with_checkpoint_args(parsed: ParsedRun, record: RunRecord | None) -> ParsedRun:
@@ -61,11 +59,7 @@ def with_checkpoint_args(parsed: ParsedRun, record: RunRecord | None) -> ParsedR
         for name in shape
         if name in parsed.origins and shape[name] != own[name]
     ]
-    return parsed._replace(
-        config=dataclasses.replace(config, model=dataclasses.replace(config.model, **shape)),
-        origins=parsed.origins | dict.fromkeys(shape, "checkpoint"),
-        notices=(*parsed.notices, *notices),
-    )
+    return parsed.with_checkpoint(shape, notices, model=dataclasses.replace(config.model, **shape))
 
 
 def with_outer_rates(parsed: ParsedRun, record: RunRecord, folder: CheckpointFolder) -> ParsedRun:
@@ -76,10 +70,7 @@ def with_outer_rates(parsed: ParsedRun, record: RunRecord, folder: CheckpointFol
     known = record.flags if parsed.config.islands.asked else {}
     taken = {name: known[name] for name in RUN_DEPENDENT if name not in parsed.origins and known.get(name) is not None}
     islands = _updated(parsed.config.islands, taken, folder.of(record.progress.iteration) / RECORD)
-    return parsed._replace(
-        config=dataclasses.replace(parsed.config, islands=islands),
-        origins=parsed.origins | dict.fromkeys(taken, "checkpoint"),
-    )
+    return parsed.with_checkpoint(taken, islands=islands)
 
 
 def with_checkpoint_tokenizer(parsed: ParsedRun, record: RunRecord, folder: CheckpointFolder) -> ParsedRun:
@@ -88,31 +79,28 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: RunRecord, folder: Chec
     Special tokens stay as the checkpoint has them, unless --add-special-tokens or --no-add-special-tokens is given; one
     that says nothing was made without. Its tokenizer has the model's vocabulary, wherever it lies.
     """
-    given, notices = parsed.config.tokenizer, []
-    adds, named = bool(record.flags.get("add_special_tokens", False)), names_tokenizer(given)
-    found, names = given, set()
+    given = found = parsed.config.tokenizer
+    notices, names, named = list[str](), {"add_special_tokens"}, names_tokenizer(given)
     if record.tokenizer_folder is not None and not named:
         found = read_tokenizer(folder.path, record.tokenizer_folder)
-        names = {f.name for f in dataclasses.fields(found)} - {"model_vocab_size"}
+        names |= {f.name for f in dataclasses.fields(found)} - {"model_vocab_size"}
         notices.append(f"the tokenizer is that of {folder.name}: {record.tokenizer_folder}")
         if given.vocab_size not in (None, record.vocab_size):
             notices.append(f"--vocab-size {given.vocab_size} gives way to the checkpoint's {record.vocab_size}")
+    adds = bool(record.flags.get("add_special_tokens", False))
     found = dataclasses.replace(found, add_special_tokens=adds, model_vocab_size=given.model_vocab_size)
     tokenizer = load_tokenizer(found) if names_tokenizer(found) else None
     if named and (tokenizer is None or tokenizer.identity != record.tokenizer):
         return parsed  # another one
     if tokenizer is not None and tokenizer.vocab_size != record.vocab_size and given.model_vocab_size is None:
-        found, names = dataclasses.replace(found, model_vocab_size=record.vocab_size), names | {"model_vocab_size"}
+        found = dataclasses.replace(found, model_vocab_size=record.vocab_size)
+        names.add("model_vocab_size")
     if "add_special_tokens" in parsed.origins:
         found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens)
+        names.remove("add_special_tokens")
     elif tokenizer is not None and "add_special_tokens" not in record.flags and (note := marks_note(tokenizer)):
         notices.append(f"{folder.name} was made before special tokens were added; {note}")
-    by_hand = {name: parsed.origins[name] for name in ("add_special_tokens",) if name in parsed.origins}
-    return parsed._replace(
-        config=dataclasses.replace(parsed.config, tokenizer=found),
-        origins=parsed.origins | dict.fromkeys({*names, "add_special_tokens"}, "checkpoint") | by_hand,
-        notices=(*parsed.notices, *notices),
-    )
+    return parsed.with_checkpoint(names, notices, tokenizer=found)
 
 
 def _updated(part: Any, values: dict[str, Any], where: Path) -> Any:

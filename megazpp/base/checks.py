@@ -38,12 +38,7 @@ class RunPlan(NamedTuple):
         return self._replace(layout=dataclasses.replace(self.layout, cluster=cluster))
 
 
-class ModelPlan(NamedTuple):
-    """The part of a `RunPlan` that a model needs which is not trained."""
-
-    layout: Layout
-    wire: WirePlan
-    notices: tuple[str, ...]
+ModelPlan = tuple[Layout, WirePlan, tuple[str, ...]]  # of a `RunPlan` what a model needs that is not trained
 
 
 def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str, islands: int = 1) -> ModelPlan:
@@ -65,7 +60,7 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str,
         )
     wire = plan_wire(config.zero, layout)
     wire_backends(wire, device_type)  # refuses a device that cannot quantize
-    return ModelPlan(layout, wire, (*cluster.notices, *layout.notices, *float8, *wire.notices))
+    return layout, wire, (*cluster.notices, *layout.notices, *float8, *wire.notices)
 
 
 def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -> RunPlan:
@@ -93,16 +88,15 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
         num_layers=config.model.num_layers,
         tokens_per_step=batches.global_batch_size * config.data.seq_length / layout.island,
     )
-    notices = (*notices, *(() if islands is None else islands.notices))
-    return RunPlan(layout, wire, batches, schedule, islands, notices)
+    return RunPlan(layout, wire, batches, schedule, islands, (*notices, *(islands.notices if islands else ())))
 
 
 def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> ModelPlan:
     """Check what does not depend on each other, and raise all that is wrong with it together."""
-    problems, saves = [], config.checkpoint.save is not None or config.checkpoint.save_to_run_dir
+    problems, plan = list[str](), None
+    saves = config.checkpoint.save is not None or config.checkpoint.save_to_run_dir
     if config.anomalies.loss_spike_action == "rewind" and not saves:
         problems.append("--loss-spike-action rewind needs --save")
-    plan = None
     try:
         if config.optimizer.optimizer_backend == "apex":
             check_apex(device_type)
@@ -115,10 +109,9 @@ def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> Model
         problems.append(str(error))
     if plan is None or problems:
         raise ValueError("\n".join(problems))
-    interval = config.checkpoint.save_interval
-    if interval is None or saves:
-        return plan
-    return plan._replace(notices=(*plan.notices, f"--save-interval {interval} without --save: nothing is saved"))
+    interval, (layout, wire, notices) = config.checkpoint.save_interval, plan
+    unsaved = () if interval is None or saves else (f"--save-interval {interval} without --save: nothing is saved",)
+    return layout, wire, (*notices, *unsaved)
 
 
 def _check_required(config: RunConfig) -> None:
@@ -192,15 +185,13 @@ def _check_observers(config: RunConfig, total_iterations: int, world_size: int, 
     for flag, given in ((f"--timeline-step {timeline}", timeline), ("--profile", profiler.profile)):
         if given and config.stop.skip_train:
             raise ValueError(f"{flag}: --skip-train takes no step")
+    end = f"the run ends with iteration {last}" if last == total_iterations else f"--exit-interval {last} ends the run"
     if timeline is not None and timeline > last:
-        end = f"the run's {last} iterations" if last == total_iterations else f"--exit-interval {last}"
-        raise ValueError(f"--timeline-step {timeline} is beyond {end}")
+        raise ValueError(f"--timeline-step {timeline}: {end}")
+    if profiler.profile and start >= last:
+        raise ValueError(f"--profile-step-start {start}: {end}")
     if profiler.record_memory_history and device_type != "cuda":
-        raise ValueError(
-            f"--record-memory-history records CUDA's allocator, and this run is on {device_type}: --profile works"
-        )
+        raise ValueError(f"--record-memory-history records CUDA's allocator, not {device_type}'s: --profile works")
     for rank in profiler.profile_ranks if profiler.profile or profiler.record_memory_history else ():
         if not 0 <= rank < world_size:
             raise ValueError(f"--profile-ranks {rank}: the ranks are 0 to {world_size - 1}")
-    if profiler.profile and start >= last:
-        raise ValueError(f"--profile-step-start {start}: the run ends with iteration {last}, so nothing is recorded")

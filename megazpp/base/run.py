@@ -6,7 +6,6 @@ pretrain_gpt.py trains; the programs that use a checkpoint (`run_on_checkpoint`)
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import sys
 import time
@@ -18,7 +17,7 @@ import torch
 
 from megazpp.base.arguments import ParsedRun, RunConfig, parse_run_config
 from megazpp.base.checkpoint_flags import with_checkpoint_flags
-from megazpp.base.checks import ModelPlan, check_model_config
+from megazpp.base.checks import check_model_config
 from megazpp.base.program import EXIT_USER_ERROR, UserError, launched_rank, say_at_terminal, user_errors
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, find_weights, load_soundest, load_weights
@@ -99,23 +98,19 @@ def planned_cluster(config: RunConfig) -> Cluster:
 class Loaded(NamedTuple):
     """The loaded checkpoint of `iteration` on every rank, with the program's own config.
 
-    `built` is the model and the handle on its weights; `say` prints a line of progress on rank 0, to stderr.
+    `built` is the model and the handle on its weights, and `streamed` that handle again where weights stream. `say`
+    prints a line of progress on rank 0, to stderr.
     """
 
     config: RunConfig
     extra: Any
     built: tuple[GPTModel, WeightHandle]
+    streamed: StreamedUnits | None
     dims: ParallelDims
     tokenizer: Tokenizer
     iteration: int
     device: torch.device
     say: Callable[[str], None]
-
-    @property
-    def streamed(self) -> StreamedUnits | None:
-        """The handle of weights that stream; None where they are shards."""
-        handle = self.built[1]
-        return handle if isinstance(handle, StreamedUnits) else None
 
 
 def run_on_checkpoint(
@@ -160,49 +155,48 @@ def run_on_checkpoint(
         place, launch = find_place(config.launch), config.launch
         if not (place.started or launch.nproc is not None or (spread and device_type() == "cuda")):
             place = find_place(dataclasses.replace(launch, nproc=config.parallel.tensor_model_parallel_size))
-        plan = check_model_config(config, announced_cluster(config, place), device_type=device_type())
-        return Job(place, launch, functools.partial(_load_and_work, parsed, plan, source, record, spread, work))
+        cluster = announced_cluster(config, place)
+        check_model_config(config, cluster, device_type=device_type())
+
+        def load_and_work(worker: Worker) -> None:
+            with user_errors():
+                work(_load(parsed, cluster, source, record, spread, worker))
+
+        return Job(place, launch, load_and_work)
 
     return run_on_ranks(prepare)
 
 
-def _load_and_work(
-    parsed: ParsedRun,
-    plan: ModelPlan,
-    source: LoadSource,
-    record: RunRecord,
-    spread: bool,
-    work: Callable[[Loaded], None],
-    worker: Worker,
-) -> None:
+def _load(
+    parsed: ParsedRun, cluster: Cluster, source: LoadSource, record: RunRecord, spread: bool, worker: Worker
+) -> Loaded:
     config, device, seed = parsed.config, worker.device, parsed.config.launch.seed
     say = Console(enabled=worker.rank == 0, out=sys.stderr).log
-    with user_errors():
-        tp = config.parallel.tensor_model_parallel_size
-        cluster = settle_cluster(worker, config.cluster, plan.layout.cluster, tp=tp)
-        plan = check_model_config(config, cluster, device_type=device.type)
-        dims = ParallelDims(plan.layout, device_type=device.type, nccl=config.nccl, timeout=worker.timeout)
-        seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
-        tokenizer = build_tokenizer(config.tokenizer, config.data, log=say)
-        for notice in (*parsed.notices, *plan.notices):
-            say(f"note: {notice}")
-        spec, (extra, weights) = config.model_spec(tokenizer.vocab_size, plan.wire), parsed.extra
-        built: tuple[GPTModel, WeightHandle]
-        if weights.packs or not spread:
-            if weights.packs and (note := bf16_note(device, spec.precision.param_dtype)):
-                say(f"note: {note}")
-            place = open_frozen_place(dims, device, say=say, whole=not weights.packs)
+    cluster = settle_cluster(worker, config.cluster, cluster, tp=config.parallel.tensor_model_parallel_size)
+    layout, wire, notices = check_model_config(config, cluster, device_type=device.type)
+    dims = ParallelDims(layout, device_type=device.type, nccl=config.nccl, timeout=worker.timeout)
+    seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+    tokenizer = build_tokenizer(config.tokenizer, config.data, log=say)
+    for notice in (*parsed.notices, *notices):
+        say(f"note: {notice}")
+    spec, (extra, weights) = config.model_spec(tokenizer.vocab_size, wire), parsed.extra
+    built: tuple[GPTModel, WeightHandle]
+    if weights.packs or not spread:
+        if weights.packs and (note := bf16_note(device, spec.precision.param_dtype)):
+            say(f"note: {note}")
+        place = open_frozen_place(dims, device, say=say, whole=not weights.packs)
 
-            def load(source: LoadSource, record: RunRecord) -> tuple[GPTModel, WeightHandle]:
-                if None not in (tokenizer.identity, record.tokenizer) and tokenizer.identity != record.tokenizer:
-                    say(f"WARNING: the tokenizer gives other ids than that of {source.folder.path}")
-                if weights.packs:
-                    return load_streamed_model(weights, spec, place, source, record)
-                return load_frozen_model(spec, place, source, record)[:2]
+        def load(source: LoadSource, record: RunRecord) -> tuple[GPTModel, WeightHandle]:
+            if None not in (tokenizer.identity, record.tokenizer) and tokenizer.identity != record.tokenizer:
+                say(f"WARNING: the tokenizer gives other ids than that of {source.folder.path}")
+            if weights.packs:
+                return load_streamed_model(weights, spec, place, source, record)
+            return load_frozen_model(spec, place, source, record)[:2]
 
-            built, iteration = load_soundest(source, load, say)
-        else:
-            sharded = built = build_model(spec, dims, device)
-            size, identity = tokenizer.vocab_size, tokenizer.identity
-            iteration = load_weights(*sharded, dims, source, record, vocab_size=size, tokenizer=identity, say=say)
-        work(Loaded(config, extra, built, dims, tokenizer, iteration, device, say))
+        built, iteration = load_soundest(source, load, say)
+    else:
+        sharded = built = build_model(spec, dims, device)
+        size, identity = tokenizer.vocab_size, tokenizer.identity
+        iteration = load_weights(*sharded, dims, source, record, vocab_size=size, tokenizer=identity, say=say)
+    streamed = built[1] if isinstance(built[1], StreamedUnits) else None
+    return Loaded(config, extra, built, streamed, dims, tokenizer, iteration, device, say)

@@ -47,10 +47,10 @@ REFUSED = """
 1 | --loss-scale -1 | --loss-scale -1
 1 | --optimizer-backend apex | --optimizer-backend apex
 1 | --loss-spike-sigma 5 --loss-spike-action rewind | --loss-spike-action rewind needs --save
-1 | --timeline-step 11 | --timeline-step 11 is beyond the run's 10 iterations
-1 | --timeline-step 5 --exit-interval 4 | --timeline-step 5 is beyond --exit-interval 4
+1 | --timeline-step 11 | --timeline-step 11: the run ends with iteration 10
+1 | --timeline-step 5 --exit-interval 4 | --timeline-step 5: --exit-interval 4 ends the run
 1 | --timeline-step 5 --skip-train | --timeline-step 5: --skip-train takes no step
-1 | --record-memory-history | --record-memory-history records CUDA's allocator, and this run is on cpu
+1 | --record-memory-history | --record-memory-history records CUDA's allocator, not cpu's
 4 | --profile --profile-step-start 1 --profile-ranks 4 | --profile-ranks 4: the ranks are 0 to 3
 1 | --profile --profile-step-start 1 --profile-step-end 1 | --profile-step-start 1 is not below --profile-step-end 1
 1 | --profile | --profile-step-start 10: the run ends with iteration 10
