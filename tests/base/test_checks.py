@@ -54,7 +54,7 @@ REFUSED = """
 4 | --profile --profile-step-start 1 --profile-ranks 4 | --profile-ranks 4: the ranks are 0 to 3
 1 | --profile --profile-step-start 1 --profile-step-end 1 | --profile-step-start 1 is not below --profile-step-end 1
 1 | --profile | --profile-step-start 10: the run ends with iteration 10
-1 | --profile --profile-step-start 1 --exit-interval 1 | --profile-step-start 1: the run ends with iteration 1
+1 | --profile --profile-step-start 1 --exit-interval 1 | --profile-step-start 1: --exit-interval 1 ends the run
 1 | --profile --profile-step-start 1 --skip-train | --profile: --skip-train takes no step
 1 | --nccl-cross-max-ctas 65 | --nccl-cross-max-ctas 65 is not a number from 1 to 64
 """
