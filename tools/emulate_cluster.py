@@ -45,17 +45,10 @@ HOLD = f"mount -t sysfs sysfs /sys; {NO_IPV6}; ip link set lo up; echo ready; ex
 
 
 class UplinkBytes(NamedTuple):
-    """The bytes that a node's link to the others has carried, headers included, from its interface's counters."""
+    """The bytes, headers included, that a node's link to the others has carried."""
 
     sent: int
     received: int
-
-
-class RankSite(NamedTuple):
-    """The place of one node's ranks: a command to put in front, and variables to set."""
-
-    prefix: tuple[str, ...]
-    env: Mapping[str, str]
 
 
 class RankProcesses(Workers):
@@ -64,30 +57,36 @@ class RankProcesses(Workers):
     Only rank 0's output is shown; what the others write to stderr is kept, and shown when the job fails.
 
     Args:
-        command: the program and its arguments.
-        ranks_per_node: ranks of each node.
-        sites: one per node.
+        prefixes: words in front of the command, by node.
+        interface: through which ranks reach each other.
         pass_fds: file descriptors that rank 0 inherits.
     """
 
     def __init__(
-        self, command: Sequence[str], ranks_per_node: int, *, sites: Sequence[RankSite], pass_fds: Sequence[int] = ()
+        self,
+        command: Sequence[str],
+        ranks_per_node: int,
+        *,
+        prefixes: Sequence[Sequence[str]],
+        interface: str,
+        pass_fds: Sequence[int] = (),
     ) -> None:
-        super().__init__(command, ranks_per_node, nodes=len(sites))
-        self._sites, self._pass_fds = sites, pass_fds
+        super().__init__(command, ranks_per_node, nodes=len(prefixes))
+        self._prefixes, self._interface, self._pass_fds = prefixes, interface, pass_fds
         self._errors: list[IO[bytes]] = []
         self._exit_code: int | None = None
 
     def start_at(self, address: str, port: int) -> Self:
         """Start the ranks, one thread for each; rank 0 has their store at this address."""
-        return self.start({"MASTER_ADDR": address, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"})
+        place = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": self._interface}
+        return self.start({**place, "OMP_NUM_THREADS": "1"})
 
     def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         if rank:
             self._errors.append(tempfile.TemporaryFile())  # noqa: SIM115  (lives as long as the rank)
         return subprocess.Popen(
-            [*self._sites[node].prefix, *self.command],
-            env={**env, **self._sites[node].env},
+            [*self._prefixes[node], *self.command],
+            env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if rank else None,
             stderr=self._errors[-1] if rank else None,
@@ -97,10 +96,9 @@ class RankProcesses(Workers):
         )
 
     def poll(self) -> int | None:
-        """Look at the ranks once; when one has failed, end the others and print why.
+        """The exit code, None while the job runs: that of the rank that failed first, 128 + n after signal n.
 
-        Returns:
-            None while the job runs; then its exit code: that of the rank that failed first, 128 + n after signal n.
+        When a rank has failed, the others are ended and the reason is printed.
         """
         if self._exit_code is None:
             failures = self.failures()
@@ -110,7 +108,7 @@ class RankProcesses(Workers):
         return self._exit_code
 
     def wait(self) -> int:
-        """Wait for the end of the job and return its exit code."""
+        """The exit code of the job at its end."""
         while (code := self.poll()) is None:
             time.sleep(POLL_SECONDS)
         return code
@@ -135,8 +133,8 @@ def start_on_this_machine(
     with socket.socket() as probe:  # a port that nothing listens on
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    sites = [RankSite((), {"GLOO_SOCKET_IFNAME": "lo"})] * nodes
-    return RankProcesses(command, ranks_per_node, sites=sites, pass_fds=pass_fds).start_at("127.0.0.1", port)
+    job = RankProcesses(command, ranks_per_node, prefixes=[()] * nodes, interface="lo", pass_fds=pass_fds)
+    return job.start_at("127.0.0.1", port)
 
 
 class EmulatedCluster:
@@ -199,14 +197,9 @@ class EmulatedCluster:
         return [UplinkBytes(sent=end["rx"]["bytes"], received=end["tx"]["bytes"]) for end in found]
 
     def start(self, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> RankProcesses:
-        """Start `command` once per rank, in the environment that torchrun would give it.
-
-        Args:
-            command: the program and its arguments.
-            pass_fds: file descriptors that rank 0 inherits.
-        """
-        sites = [RankSite(self._inside(node), {"GLOO_SOCKET_IFNAME": "eth0"}) for node in range(self.nodes)]
-        job = RankProcesses(command, self.ranks_per_node, sites=sites, pass_fds=pass_fds)
+        """Start `command` once per rank, in the environment that torchrun would give it."""
+        prefixes = [self._inside(node) for node in range(self.nodes)]
+        job = RankProcesses(command, self.ranks_per_node, prefixes=prefixes, interface="eth0", pass_fds=pass_fds)
         # a port of its own for each job: the last one's may still be closing
         self._jobs.append(job.start_at(_address(0), FIRST_PORT + len(self._jobs)))
         return job

@@ -1,8 +1,6 @@
 """Show this machine and what MegaZ++ makes of it: `python tools/env.py` (`--json`), the head of an issue report.
 
-Versions (torch's own report and our packages), devices and what joins them, the back ends that would be in use,
-environment variables, and what is missing with the line that mends it. Describes the host that it runs on; among
-several ranks only rank 0 prints. A part that cannot be found out says why, the others go on.
+Describes the host that it runs on; among several ranks only rank 0 prints. A part that cannot be found out says why.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from unittest import mock
 
@@ -54,18 +51,11 @@ VARIABLES = re.compile(
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
 
 
-def collect(env: Mapping[str, str] = os.environ) -> dict[str, Section]:
+def collect() -> dict[str, Section]:
     """The report: sections of names and values."""
-    parts: dict[str, Callable[[], Section]] = {
-        "versions": _versions,
-        "devices": _devices,
-        "links": _links,
-        "back ends": _back_ends,
-        "environment": lambda: _environment(env),
-        "missing": _missing,
-    }
-    report = {}
-    for name, part in parts.items():
+    parts = {"versions": versions, "devices": devices, "back ends": back_ends}
+    report = dict[str, Section]()
+    for name, part in (parts | {"environment": environment, "missing": missing}).items():
         try:
             report[name] = part()
         except Exception as error:  # a report on a broken machine is worth most
@@ -89,17 +79,20 @@ def main(argv: list[str]) -> None:
         print("\n".join([title, *(f"  {row}" for row in aligned([*section.items()] or [("nothing",)])), ""]))
 
 
-def _versions() -> Section:
+def versions() -> Section:
     """Versions that torch's report has, with only a line or two about the CPU, and of packages that matter here."""
     with mock.patch.object(collect_env, "get_pip_packages", return_value=("", "")):  # starts pip: seconds
         report = collect_env.get_env_info()._asdict()
     cpu = [line for line in (report.pop("cpu_info") or "").splitlines() if line.startswith(("Model name", "NUMA"))]
     report["cpu"] = "; ".join(" ".join(line.split()) for line in cpu)
-    del report["pip_packages"], report["pip_version"], report["conda_packages"]
     if torch.version.cuda:
         report["nccl_of_torch"] = ".".join(map(str, torch.cuda.nccl.version()))
+    dropped = ("pip_packages", "pip_version", "conda_packages")
+    kept = {
+        name: str(value) for name, value in report.items() if name not in dropped and value not in (None, "", "N/A")
+    }
     found = {"megazpp": f"{megazpp.__version__} in {Path(megazpp.__file__).parent}"}
-    found |= {name.replace("_", " "): str(value) for name, value in report.items() if value not in (None, "", "N/A")}
+    found |= {name.replace("_", " "): value for name, value in kept.items()}
     found |= {name: _version(name) or "not installed" for name in (*REQUIRED, *OPTIONAL)}
     try:
         check_apex("cuda")
@@ -109,32 +102,27 @@ def _versions() -> Section:
     return found
 
 
-def _devices() -> Section:
+def devices() -> Section:
+    """The CPU, the GPUs with their links, each as its rank would describe it, and the network adapters."""
     gibibytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = {"CPU": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable, {gibibytes:.1f} GiB"}
-    return found | {f"cuda:{i}": str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())}
-
-
-def _links() -> Section:
-    """The links of this host's GPUs, each as its rank would describe it, and its adapters."""
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
-    infos = [describe_host(index, device, uses_gpu=device.type == "cuda") for index, device in enumerate(devices)]
-    found, gpus = {}, [info.gpu for info in infos if info.gpu is not None]
-    for index, gpu in enumerate(gpus):
-        peers = ", ".join(gpu.nvlink_peers) or "no NVLink known"
-        found[f"cuda:{index}"] = f"{gpu.pci or gpu.uuid}, NVLink to {peers}{gpu.fabric and f'; fabric {gpu.fabric}'}"
-    if gpus:
+    places = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
+    infos = [describe_host(index, device, uses_gpu=device.type == "cuda") for index, device in enumerate(places)]
+    for index, info in enumerate(infos):
+        if (gpu := info.gpu) is not None:
+            peers = ", ".join(gpu.nvlink_peers) or "no NVLink known"
+            where = f"{gpu.pci or gpu.uuid}, NVLink to {peers}{gpu.fabric and f'; fabric {gpu.fabric}'}"
+            found[f"cuda:{index}"] = f"{torch.cuda.get_device_properties(index)}; {where}"
+    if torch.cuda.device_count():
         cluster = cluster_from_hosts(infos)
-        size = cluster.domain_size or cluster.ranks_per_node
-        found["fast domains"] = f"{cluster.ranks_per_node // size} of {size} GPUs" if size <= len(gpus) else f"{size}"
+        found["fast domains"] = f"of {cluster.domain_size or cluster.ranks_per_node} GPUs"
     found["adapters"] = ", ".join(infos[0].adapters) or "none on the PCI bus"
-    notices = dict.fromkeys(info.notice for info in infos if info.notice)
-    if notices:
+    if notices := dict.fromkeys(info.notice for info in infos if info.notice):
         found["note"] = "; ".join(notices)
     return found
 
 
-def _back_ends() -> Section:
+def back_ends() -> Section:
     device = device_type()
     rows = optimizer_backends(OptimizerConfig(), device)
     try:
@@ -145,18 +133,17 @@ def _back_ends() -> Section:
     found |= {piece: f"{implementation} ({why})" for piece, implementation, why in rows}
     library = native.library()
     found["C library"] = f"no: {library}" if isinstance(library, CLibraryError) else f"compiled by {library.compiler}"
-    found["attention"] = "torch scaled_dot_product_attention: the first of its kernels that can"
     found["cache"] = str(cache_folder())
     return found
 
 
-def _environment(env: Mapping[str, str]) -> Section:
+def environment() -> Section:
     """The variables that change what runs; values that look like secrets are not shown."""
-    names = sorted(name for name in env if VARIABLES.fullmatch(name))
-    return {name: "(set, not shown)" if SECRET.search(name) else env[name] for name in names}
+    names = sorted(name for name in os.environ if VARIABLES.fullmatch(name))
+    return {name: "(set, not shown)" if SECRET.search(name) else os.environ[name] for name in names}
 
 
-def _missing() -> Section:
+def missing() -> Section:
     """Missing part -> its cost, and the line that mends it."""
     found, cuda = {}, device_type() == "cuda"
     version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
@@ -164,14 +151,12 @@ def _missing() -> Section:
         low, high = (".".join(map(str, end)) for end in TORCH_RANGE)
         found[f"torch >={low},<{high}"] = f"{torch.__version__} is here: pip install 'torch>={low},<{high}'"
     if not cuda and Path("/dev/nvidiactl").exists():
-        found["CUDA"] = (
-            "there is a GPU that torch cannot use: the pip line for its driver is at pytorch.org/get-started"
-        )
-    needed = OPTIONAL if cuda else {name: use for name, use in OPTIONAL.items() if name not in CUDA_ONLY}
+        found["CUDA"] = "torch cannot use the GPU: the pip line for its driver is at pytorch.org/get-started"
+    unneeded = set() if cuda else set(CUDA_ONLY)
     if sys.version_info >= (3, 14):  # has compression.zstd
-        needed = {name: use for name, use in needed.items() if name != "backports.zstd"}
-    for name, use in (dict.fromkeys(REQUIRED, "needed") | needed).items():
-        if _version(name) is None:
+        unneeded.add("backports.zstd")
+    for name, use in (dict.fromkeys(REQUIRED, "needed") | OPTIONAL).items():
+        if name not in unneeded and _version(name) is None:
             found[name] = f"{use}: pip install {name}"
     if isinstance(native.library(), CLibraryError):
         found["C compiler"] = "block quantization on the CPU is slow without: apt install gcc, or conda install gcc"

@@ -11,10 +11,9 @@ Model, tokenizer and precision are the checkpoint's. A prompt is a line of the f
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -42,7 +41,6 @@ class GenerateConfig:
     kv_on: Literal["device", "host"] = flag(
         "device", "where keys and values lie; from the host those of one layer at a time are copied to the device"
     )
-    compare_without_cache: bool = flag(False, "generate again without the cache, and say how fast and whether equal")
 
     def __post_init__(self) -> None:
         if self.prompts_at_once != "auto":
@@ -62,39 +60,40 @@ def check(config: RunConfig, extra: GenerateConfig) -> None:
         raise ValueError("--sample-prompt and --prompt-file exclude each other")
     if not Path(extra.prompt_file).expanduser().is_file():
         raise ValueError(f"--prompt-file {extra.prompt_file} does not exist")
-    if next(read_prompts(config, dataclasses.replace(extra, prompts_at_once=1)), None) is None:
+    if next(read_prompts((), extra.prompt_file, 1), None) is None:
         raise ValueError(f"--prompt-file {extra.prompt_file} holds no prompt")
 
 
 def run(loaded: Loaded) -> None:
-    config, world, longest = loaded.config, loaded.dims.world, loaded.config.data.seq_length
+    config, world, extra, longest = loaded.config, loaded.dims.world, loaded.extra, loaded.config.data.seq_length
     assert longest is not None
     sample = dataclasses.replace(config.sample, sample_tokens=config.sample.sample_tokens or DEFAULT_TOKENS)
-    batches = read_prompts(config, with_batch_size(loaded)) if world.rank == 0 else iter(())
+    on_host, size, batches = extra.kv_on == "host", extra.prompts_at_once, iter(list[list[str]]())
+    if world.rank == 0:
+        if size == "auto":
+            size = sequences_that_fit(loaded.built[0], longest, loaded.device, on_host=on_host)
+            loaded.say(f" {size} prompts at once")
+        batches = read_prompts(config.sample.sample_prompt, extra.prompt_file, size)
     out, done = sys.stdout if world.rank == 0 else None, 0
-    write = functools.partial(
-        continue_texts,
-        *loaded.built,
-        loaded.dims,
-        loaded.tokenizer,
-        max_length=longest,
-        seed=config.launch.seed,
-        cache_on_host=loaded.extra.kv_on == "host",
-    )
     if note := marks_note(loaded.tokenizer):
         loaded.say(f"note: {note}")
     speed, count = None, 0
     while prompts := world.share_object(next(batches, [])):
         if loaded.streamed is not None and speed is None:
             speed = Speed(loaded.streamed)
-        _, generated = write(prompts, sample, first_prompt=done, out=out)
+        _, generated = continue_texts(
+            *loaded.built,
+            loaded.dims,
+            loaded.tokenizer,
+            prompts,
+            sample,
+            max_length=longest,
+            seed=config.launch.seed,
+            first_prompt=done,
+            out=out,
+            cache_on_host=on_host,
+        )
         loaded.say(f"with the cache: {generated.describe()}")
-        if loaded.extra.compare_without_cache:
-            _, plain = write(prompts, sample, first_prompt=done, use_cache=False)
-            same = (
-                "the same tokens" if plain.tokens == generated.tokens else "other tokens: sums were rounded otherwise"
-            )
-            loaded.say(f"without it: {plain.describe()}; {same}")
         done, count = done + len(prompts), count + sum(map(len, generated.tokens))
     if not done:
         raise ValueError("there is no prompt on stdin")
@@ -102,38 +101,30 @@ def run(loaded: Loaded) -> None:
         loaded.say(speed.reached(count))
 
 
-def with_batch_size(loaded: Loaded) -> GenerateConfig:
-    """The program's flags, with a number of prompts; on the rank that reads them."""
-    extra: GenerateConfig = loaded.extra
-    if extra.prompts_at_once != "auto":
-        return extra
-    on_host = extra.kv_on == "host"
-    fits = sequences_that_fit(loaded.built[0], loaded.config.data.seq_length or 1, loaded.device, on_host=on_host)
-    loaded.say(f" {fits} prompts at once")
-    return dataclasses.replace(extra, prompts_at_once=fits)
-
-
-def read_prompts(config: RunConfig, extra: GenerateConfig) -> Iterator[list[str]]:
-    """Batches of prompts; from a terminal each as it is typed."""
-    assert extra.prompts_at_once != "auto"
-    if config.sample.sample_prompt:
-        prompts = iter(config.sample.sample_prompt)  # also empty ones
-        while batch := list(itertools.islice(prompts, extra.prompts_at_once)):
-            yield batch
-    elif extra.prompt_file is not None:
-        with Path(extra.prompt_file).expanduser().open(encoding="utf-8") as file:
-            yield from _batches(file, extra.prompts_at_once, f"--prompt-file {extra.prompt_file}")
-    else:
-        yield from _batches(sys.stdin, 1 if sys.stdin.isatty() else extra.prompts_at_once, "stdin")
-
-
-def _batches(lines: Iterator[str], size: int, name: str) -> Iterator[list[str]]:
-    prompts = filter(None, (line.rstrip("\r\n") for line in lines if line.encode()))
+def read_prompts(given: Sequence[str], file: str | None, size: int) -> Iterator[list[str]]:
+    """Batches of prompts: those given, also empty ones; else lines of the file or stdin, from a terminal as typed."""
+    if given:
+        yield from _batches(given, size)
+        return
+    name = "stdin" if file is None else f"--prompt-file {file}"
     try:
-        while batch := list(itertools.islice(prompts, size)):
-            yield batch
+        if file is None:
+            yield from _batches(_lines(sys.stdin), 1 if sys.stdin.isatty() else size)
+        else:
+            with Path(file).expanduser().open(encoding="utf-8") as lines:
+                yield from _batches(_lines(lines), size)
     except UnicodeError as error:
         raise ValueError(f"{name} is not text in UTF-8: {error}") from error
+
+
+def _lines(file: Iterable[str]) -> Iterator[str]:
+    return filter(None, (line.rstrip("\r\n") for line in file if line.encode()))
+
+
+def _batches(prompts: Iterable[str], size: int) -> Iterator[list[str]]:
+    rest = iter(prompts)
+    while batch := list(itertools.islice(rest, size)):
+        yield batch
 
 
 if __name__ == "__main__":

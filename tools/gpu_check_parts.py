@@ -1,7 +1,4 @@
-"""The parts of tools/gpu_check.py: which programs they run, and what they read from them.
-
-One file of more than 300 lines: the parts share how a program is run and what is read from its log.
-"""
+"""The parts of tools/gpu_check.py: which programs they run, and what they read from them."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -24,23 +20,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from emulate_cluster import EmulatedCluster, RankProcesses, start_on_this_machine
+from emulate_cluster import start_on_this_machine
 
 from megazpp.base.arguments import parse_run_config
-from megazpp.base.program import EXIT_USER_ERROR, GIGA, MEGA, TERA, UserError, end_with
+from megazpp.base.program import EXIT_USER_ERROR, GIGA, MEGA, TERA, end_with
 from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
 from megazpp.zero.config import GRADIENT_BLOCK, WEIGHT_BLOCK
 
 T = TypeVar("T")
-Launch = Callable[[Sequence[str]], RankProcesses]
-LOOPBACK: Launch = partial(start_on_this_machine, nodes=2, ranks_per_node=2)
 # NCCL refuses two ranks of a host on one device: each is a host here. They take turns on it, with MPS they share it.
 ON_ONE_GPU = ["NCCL_NET=Socket", "NCCL_DEBUG=WARN", "CUBLAS_WORKSPACE_CONFIG=:4096:8"]
 ON_ONE_GPU += [f"NCCL_{name}_DISABLE=1" for name in ("IB", "P2P", "SHM")]
 ON_ONE_GPU += [f"NCCL_{name}_ENABLE=0" for name in ("NVLS", "MNNVL", "RAS", "CUMEM", "CUMEM_HOST")]
 TO_A_LOG = 'NCCL_HOSTID=rank$RANK NCCL_SOCKET_IFNAME=$GLOO_SOCKET_IFNAME exec "$@" >>"$LOG" 2>&1 </dev/null'
 
-DONE = re.compile(r"^(?=.*\b(PASSED|FAILED|ERROR|SKIPPED)\b)(?:\[gw\d+\] .*? )?tests/(\S+?)\.py::", re.MULTILINE)
 TOY = "--num-layers 2 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 16 --seq-length 32 --vocab-size 300"
 TOY += " --max-position-embeddings 32 --micro-batch-size 1"
 FLOAT8, LEAN = "--fp8-format e4m3", "--recompute-granularity selective"
@@ -57,7 +50,7 @@ STEPS, WARM_UP_STEPS, LOG_INTERVAL = 30, 10, 5
 TEXT = "--text-path builtin:moby_dick --split 100,0,0 --vocab-size 256 --seq-length 1024 --micro-batch-size 4 "
 TEXT += "--no-compile --emulate-nodes 2"  # four ranks would spend their time on compiling
 OVERLAP_OFF = "--zeropp --no-overlap-param-gather --no-overlap-grad-reduce"
-RATE, NATS_APART = "10gbit", 0.02  # of a node's link; of means of losses, several times what seeds differ
+NATS_APART = 0.02  # of means of losses: several times what seeds differ
 ELEMENTS = (2**28, 2**30, 2**26)
 GOALS = {"quantize": "90%", "dequantize": "90%", "sum": "80%"}  # of the copy's rate, from and to int8
 TIMED = re.compile(r"^(\w.{31}) +([\d.]+) +[\d.]+ +([\d.]+) +(\d+%)$", re.MULTILINE)  # of benchmark_kernels.py
@@ -103,17 +96,17 @@ class Check:
         print(item, flush=True)
         self._save()
 
-    def run(self, words: str, log: Path, seconds: float, launch: Launch | None = None) -> int | None:
-        """The exit code of a Python program, with `launch` on ranks that share the GPU; None: ended after `seconds`."""
+    def run(self, words: str, log: Path, seconds: float, *, on_ranks: bool = False) -> int | None:
+        """The exit code of a Python program, or of four ranks of it on one GPU; None: ended after `seconds`."""
         launcher, until = os.getpid(), time.monotonic() + seconds
         command = ["env", f"LOG={log}", "sh", "-c", TO_A_LOG, "sh", sys.executable, *words.split()]
         log.touch()
-        if launch is None:
+        if not on_ranks:
             process = subprocess.Popen(command, preexec_fn=lambda: end_with(launcher), start_new_session=True)
             poll, stop = process.poll, partial(os.killpg, process.pid, signal.SIGKILL)
         else:
             command[1:1] = ON_ONE_GPU if self.device == "cuda" else ["CUDA_VISIBLE_DEVICES="]
-            ranks = launch(command)
+            ranks = start_on_this_machine(command, nodes=2, ranks_per_node=2)
             poll, stop = ranks.poll, partial(ranks.stop)
         try:
             while (code := poll()) is None and time.monotonic() < until:
@@ -130,29 +123,22 @@ def last_line(log: Path) -> str:
 
 
 def correct(check: Check) -> None:
-    """Run the tests that are marked `gpu`, several at once where pytest-xdist is there; one row per file."""
+    """Run the tests that are marked `gpu`, several at once where pytest-xdist is there."""
     files = [str(path) for path in sorted(Path("tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     several = f"-n {min(16, os.cpu_count() or 1)}" if find_spec("xdist") and check.device == "cuda" else ""
     words = f"-m pytest -m gpu -vv -rN --continue-on-collection-errors -p no:cacheprovider {several} {' '.join(files)}"
     log = check.folder / "log.txt"
-    code, found = check.run(words, log, check.left()), Counter(DONE.findall(log.read_text(errors="replace")))
-    for name in sorted({name for _, name in found}):
-        check.row(tests=name, **{status.lower(): found[status, name] for status in ("PASSED", "FAILED", "SKIPPED")})
-    check.note(f"{found.total()} tests{' when the time was over' * (code is None)}")
-    if code or any(status in ("FAILED", "ERROR") for status, _ in found):
+    code, text = check.run(words, log, check.left()), log.read_text(errors="replace")
+    counts = {status.lower(): text.count(f" {status}") for status in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
+    check.row(**counts)
+    if code is None:
+        check.note("the time was over before all tests had run")
+    if code or counts["failed"] or counts["error"] or not counts[check.size("passed", "skipped")]:
         check.fail(f"see {log}: {last_line(log)}")
-    if not any(status == check.size("PASSED", "SKIPPED") for status, _ in found):
-        check.fail("no test has run")
 
 
 def kernels(check: Check) -> None:
-    """The rows that gpu_check_sides.py prints of the head, and of block quantization those of benchmark_kernels.py."""
-    log = check.folder / "head.txt"
-    if code := check.run(f"-m gpu_check_sides head {check.device}", log, check.left()):
-        check.fail(f"head: exit code {code}, {last_line(log)}")
-    for line in log.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # not a row, or half of one
-            check.row(**json.loads(line))
+    """The rows of benchmark_kernels.py."""
     for elements, block in itertools.product(check.size(ELEMENTS, (2**12,)), (GRADIENT_BLOCK, WEIGHT_BLOCK)):
         log = check.folder / f"{elements}-{block}.txt"
         words = f"--elements {elements} --block-size {block} --device {check.device} --rounds {check.size(20, 1)}"
@@ -214,26 +200,12 @@ def streams(check: Check) -> None:
             check.fail(f"TP {tp}: with overlap other bits than without in steps {unequal[:20]}")
 
 
-def link(check: Check) -> None:
-    """Losses and times over a limited link; the time of the ranks' turns on the GPU is in all of them."""
-    with contextlib.ExitStack() as stack:
-        launch = LOOPBACK
-        try:
-            launch = stack.enter_context(EmulatedCluster(nodes=2, ranks_per_node=2, rate=RATE)).start
-            check.note(f"the link between the nodes is limited to {RATE}")
-        except (UserError, OSError) as error:
-            check.note(f"the link is not limited, so times say nothing of it: {error}")
-        on_two_nodes(check, "pretrain_gpt.py", ("--zero-stage 3", "--zeropp", OVERLAP_OFF, "--diloco-steps 10"), launch)
-
-
-def on_two_nodes(
-    check: Check, program: str, ways: Sequence[str], launch: Launch = LOOPBACK, *, later: int = 0
-) -> list[list[dict[str, Any]]]:
+def on_two_nodes(check: Check, program: str, ways: Sequence[str], *, later: int = 0) -> list[list[dict[str, Any]]]:
     """Lines of metrics.jsonl for each way to train on 2 nodes x 2 ranks; `later` more ways are to have time, too."""
     found = list[list[dict[str, Any]]]()
     for index, way in enumerate(ways):
         share = check.left() / (len(ways) - index + later)
-        lines = train(check, f"way {way}", f"{program} @configs/gpt_125m.args {TEXT} {way}", share, launch)
+        lines = train(check, f"way {way}", f"{program} @configs/gpt_125m.args {TEXT} {way}", share, on_ranks=True)
         found.append(lines)
         if not lines:
             continue
@@ -247,7 +219,7 @@ def on_two_nodes(
             last_loss=round(lines[-1]["lm_loss"], 4),
             nats_from_the_first=f"{apart:+.4f}",
         )
-        if not abs(apart) <= NATS_APART and "diloco" not in way:
+        if not abs(apart) <= NATS_APART:
             check.fail(f"{way}: the loss is {apart:+.4f} nats from that of the first, more than {NATS_APART}")
     return found
 
@@ -286,9 +258,9 @@ def checkpoint(check: Check) -> None:
         )
 
 
-def train(check: Check, name: str, words: str, seconds: float, launch: Launch | None = None) -> list[dict[str, Any]]:
+def train(check: Check, name: str, words: str, seconds: float, *, on_ranks: bool = False) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl (of one rank: after the warm-up) by a program that is ended in time; none if it failed."""
-    steps, warm_up, every = (STEPS, WARM_UP_STEPS, LOG_INTERVAL) if launch is None else (2000, 0, 1)
+    steps, warm_up, every = (2000, 0, 1) if on_ranks else (STEPS, WARM_UP_STEPS, LOG_INTERVAL)
     steps, warm_up, every = check.size((steps, warm_up, every), (4, min(warm_up, 1), 1))
     folder, samples = check.folder / re.sub(r"\W+", "-", name).strip("-"), 4 if "llama" in words else check.size(32, 8)
     length = f"--train-samples {samples * steps} --lr-decay-samples {samples * steps} --lr-warmup-samples {2 * samples}"
@@ -298,7 +270,7 @@ def train(check: Check, name: str, words: str, seconds: float, launch: Launch | 
     words += f" --tokenizer-type NullTokenizer --log-interval {every} --run-dir {folder}/run"
     folder.mkdir()
     log, metrics, lines = folder / "log.txt", folder / "run" / "metrics.jsonl", list[dict[str, Any]]()
-    code = check.run(words if launch else f"{words} --nproc 1", log, seconds, launch)
+    code = check.run(words if on_ranks else f"{words} --nproc 1", log, seconds, on_ranks=on_ranks)
     for line in metrics.read_text().splitlines() if metrics.exists() else []:
         with contextlib.suppress(ValueError):  # a program that was ended may leave half a line
             lines.append(json.loads(line))

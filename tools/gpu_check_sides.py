@@ -1,4 +1,4 @@
-"""The programs of tools/gpu_check.py: `python -m gpu_check_sides baseline|pretended|streams|head ...`.
+"""The programs of tools/gpu_check.py: `python -m gpu_check_sides baseline|pretended|streams ...`.
 
 "baseline" and "pretended" train beside `pretrain_gpt.py`, with its flags and on random tokens.
 
@@ -15,8 +15,6 @@ streams: `pretrain_gpt.py` with deterministic kernels; with --disturbed under de
 - random waits of the compute before layers: what overwrites memory that the compute still reads, is early now;
 - memory of random sizes is allocated, filled with NaN and freed, so that a buffer which was freed while another stream
   still used it is NaN.
-
-head: products of the model's head by its width.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from benchmark_kernels import Piece, time_on
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -43,7 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # with it com
 
 import pretrain_gpt
 from megazpp.base.arguments import RunConfig, parse_run_config
-from megazpp.base.program import TERA, program
+from megazpp.base.program import program
 from megazpp.data.loader import MicroBatch, make_micro_batch
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import find_product
@@ -53,7 +50,6 @@ from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import StreamQueue, ThreadQueue, Work
 from megazpp.parallel.dims import ParallelDims, plan_dims
-from megazpp.tensor_parallel.cross_entropy import linear_cross_entropy
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep
@@ -62,10 +58,6 @@ PRETENDED = Cluster(num_nodes=2, ranks_per_node=8)
 MOST_SECONDS, CYCLES_PER_SECOND = 1e-3, 1.5e9  # of a delay
 POISON_ELEMENTS = (1 << 8, 1 << 12, 1 << 18, 3 << 18, 1 << 20, 3 << 20)  # torch keeps blocks above 1 MB apart
 RANDOM = random.Random(int(os.environ.get("RANK", "0")))
-
-
-VOCAB, ROWS = 50257, 50304  # GPT-2's tokens, and padded
-WIDTHS = (VOCAB, 12565, ROWS)  # columns of logits: all, a quarter of them, a multiple of 128
 
 
 class PlainBlock(nn.Module):
@@ -251,48 +243,13 @@ def streams() -> int:
     return pretrain_gpt.main()
 
 
-# ---- head ----
-
-
-def head(device: str) -> None:
-    """Print rows as JSON: medians of rounds."""
-    cuda = device == "cuda"
-    for hidden, tokens in ((768, 16384), (2048, 8192)) if cuda else ((8, 16),):
-        pieces = head_pieces(hidden, tokens, device)
-        for piece, seconds in zip(pieces, time_on(device, pieces, 20 if cuda else 1), strict=True):
-            cells = {"head": piece.name, "columns": piece.elements, "tokens": tokens, "channels": hidden}
-            rate = round(6 * tokens * hidden * piece.elements / seconds / TERA, 1)
-            print(json.dumps(cells | {"ms": round(seconds * 1e3, 3), "TFLOP_per_s": rate}))
-
-
-def head_pieces(hidden: int, tokens: int, device: str) -> list[Piece]:
-    """The three products of logits with so many columns, and the product's own head, forward and backward."""
-    x, weight = (torch.randn(n, hidden, device=device).bfloat16().requires_grad_() for n in (tokens, ROWS))
-    labels, grads = torch.randint(VOCAB, (tokens,), device=device), torch.randn(tokens, ROWS, device=device).bfloat16()
-
-    def ours() -> None:
-        fuse = device == "cuda"
-        losses, _ = linear_cross_entropy(x, weight, labels, tp=MeshAxis("tp"), vocab_size=VOCAB, fuse=fuse)
-        losses.mean().backward()
-
-    def products(grad: torch.Tensor) -> Callable[[], object]:
-        rows, inputs = weight.detach()[: grad.shape[1]], x.detach()
-        return lambda: (F.linear(inputs, rows), grad @ rows, grad.t() @ inputs)
-
-    plain = [Piece("three products", width, 0, products(grads[:, :width].contiguous())) for width in WIDTHS]
-    return [*plain, Piece("linear_cross_entropy", VOCAB, 0, ours)]
-
-
 @program
 def main(argv: list[str]) -> None:
     side, *words = argv
     if side == "streams":
         sys.argv[1:] = words
         pretrain_gpt.leave(streams())
-    if side == "head":
-        head(*words)
-    else:
-        train(side, words)
+    train(side, words)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 
 CHECKED_IDS, CHECKED_DOCUMENTS = 1 << 27, 1000  # a look at more of a large dataset takes minutes
-BARS, WIDTH = 10, 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +40,6 @@ def main(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
     if not 0 <= config.document < len(lengths):
         raise ValueError(f"--document {config.document}: there are documents 0 to {len(lengths) - 1}")
     tokenizer = load_tokenizer(tokenizer_config)
-    print(describe(dataset, lengths))
-    print(histogram(lengths))
-    if tokenizer is not None:
-        print(check_ids(dataset, tokenizer))
-    print(sample(dataset, config.document, config.tokens, tokenizer))
-
-
-def describe(dataset: IndexedDataset, lengths: np.ndarray) -> str:
-    """Sizes in files and tokens."""
     bin_bytes, idx_bytes = (path.stat().st_size for path in (dataset.bin_path, dataset.idx_path))
     low, median, high, top = np.percentile(lengths, [10, 50, 90, 99])
     empty = np.count_nonzero(lengths == 0)
@@ -60,7 +50,10 @@ def describe(dataset: IndexedDataset, lengths: np.ndarray) -> str:
         "document length": f"{lengths.min():,} to {lengths.max():,} tokens, mean {lengths.mean():,.1f}",
         "": f"10 % below {low:,.0f}, half below {median:,.0f}, 90 % below {high:,.0f}, 99 % below {top:,.0f}",
     }
-    return "\n".join(f"{name:16} {value}" for name, value in rows.items())
+    print("\n".join(f"{name:16} {value}" for name, value in rows.items()))
+    if tokenizer is not None:
+        print(check_ids(dataset, tokenizer))
+    print(sample(dataset, config.document, config.tokens, tokenizer))
 
 
 def check_ids(dataset: IndexedDataset, tokenizer: Tokenizer) -> str:
@@ -90,18 +83,6 @@ def sample(dataset: IndexedDataset, document: int, num_tokens: int, tokenizer: T
     total = int(dataset.lengths[first:end].sum(dtype=np.int64))
     text = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
     return f"\ndocument {document}, {len(ids):,} of its {total:,} tokens:\n{text}"
-
-
-def histogram(lengths: np.ndarray) -> str:
-    """Count documents by their tokens, in ranges of equal width on a logarithmic axis; a line for each."""
-    full = lengths[lengths > 0]
-    if not len(full):
-        return ""
-    edges = np.unique(np.rint(np.geomspace(full.min(), full.max() + 1, BARS + 1)).astype(np.int64))
-    counts, _ = np.histogram(full, bins=edges)
-    rows = zip(edges[:-1].tolist(), (edges[1:] - 1).tolist(), counts.tolist(), strict=True)
-    bars = [(f"{low:,} to {high:,}", count, "#" * -(-WIDTH * count // int(counts.max()))) for low, high, count in rows]
-    return "\n".join(f"{tokens:>22} tokens {count:>12,} {bar}".rstrip() for tokens, count, bar in bars)
 
 
 if __name__ == "__main__":

@@ -48,9 +48,15 @@ def merge_datasets(config: MergeConfig, log: Callable[[str], None]) -> Path:
     for prefix in prefixes:
         if prefix.resolve() == output.resolve():
             raise ValueError(f"--output-prefix {output} is one of the inputs")
-    datasets = [_open(prefix) for prefix in prefixes]
-    first = datasets[0]
-    for dataset in datasets:
+    datasets = list[IndexedDataset]()
+    for prefix in prefixes:
+        try:
+            datasets.append(IndexedDataset(prefix))
+        except ValueError as error:
+            raise ValueError(f"--input {prefix}: {error}") from error
+        first, dataset = datasets[0], datasets[-1]
+        if dataset.has_modes:
+            raise ValueError(f"--input {prefix}: it is multimodal, and what marks its sequences would be lost")
         if dataset.dtype != first.dtype:
             raise ValueError(f"--input: {first.prefix} holds {first.dtype} ids, {dataset.prefix} {dataset.dtype}")
     with IndexedDatasetBuilder(output, first.dtype) as builder:
@@ -75,17 +81,6 @@ def _find_pairs(values: Sequence[str]) -> list[Path]:
     if not prefixes:
         raise ValueError("--input is missing: the pairs to merge, or their folder")
     return prefixes
-
-
-def _open(prefix: Path) -> IndexedDataset:
-    """The pair, if its sequences can be copied as they lie."""
-    try:
-        dataset = IndexedDataset(prefix)
-    except ValueError as error:
-        raise ValueError(f"--input {prefix}: {error}") from error
-    if dataset.has_modes:
-        raise ValueError(f"--input {prefix}: it is multimodal, and what marks its sequences would be lost")
-    return dataset
 
 
 if __name__ == "__main__":

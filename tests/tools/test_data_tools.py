@@ -171,9 +171,6 @@ def test_sizes_lengths_and_ends_are_counted_and_a_document_is_decoded(run: Run, 
     ):
         assert said in out
     assert out.endswith("\ndocument 0, 13 of its 13 tokens:\nHello, world\n")
-    bars = [line.split() for line in out.splitlines() if " tokens " in line and " to " in line and "mean" not in line]
-    assert sum(int(bar[4]) for bar in bars) == 3  # one has no tokens
-    assert (bars[0][0], bars[-1][-1][0]) == ("3", "#")
     _, out, _ = run(inspect_dataset.main, "--input", prefix, *NULL, "--document", 2, "--tokens", 5)
     assert out.endswith("document 2, 5 of its 1,000 tokens:\nxxxxx\n")
     _, out, _ = run(inspect_dataset.main, "--input", prefix, "--document", 3)  # without a tokenizer

@@ -10,10 +10,10 @@ import gpu_check_parts as parts
 import gpu_check_sides
 import pytest
 import torch
-from gpu_check_parts import LOOPBACK, Check
+from gpu_check_parts import Check
 
 from megazpp.base.arguments import parse_run_config
-from megazpp.base.program import EXIT_USER_ERROR, UserError
+from megazpp.base.program import EXIT_USER_ERROR
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 
@@ -39,21 +39,18 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
 def ending(monkeypatch: pytest.MonkeyPatch, code: int | None, text: str) -> None:
     """Programs end so, with this in their log."""
 
-    def run(self: Check, words: str, log: Path, *more: Any) -> int | None:
+    def run(self: Check, words: str, log: Path, *more: Any, **options: Any) -> int | None:
         log.write_text(text)
         return code
 
     monkeypatch.setattr(Check, "run", run)
 
 
-def test_tests_are_counted_by_file_also_if_they_were_ended(check: Check, monkeypatch: pytest.MonkeyPatch):
+def test_tests_are_counted_also_if_they_were_ended(check: Check, monkeypatch: pytest.MonkeyPatch):
     ending(monkeypatch, None, LOG)
     parts.correct(check)
-    assert check.found["rows"] == [
-        {"tests": "kernels/test_a", "passed": 2, "failed": 1, "skipped": 0},
-        {"tests": "model/test_b", "passed": 0, "failed": 0, "skipped": 1},
-    ]
-    assert check.found["notes"] == ["4 tests when the time was over"]
+    assert check.found["rows"] == [{"passed": 2, "failed": 1, "error": 0, "skipped": 1}]
+    assert "the time was over" in check.found["notes"][0]
     assert len(check.found["failures"]) == 1
 
 
@@ -66,21 +63,6 @@ def test_only_float8_may_be_refused(check: Check, monkeypatch: pytest.MonkeyPatc
         "a side: skipped, needs torchao" if skipped else f"a side: exit code {code}, needs torchao"
     ]
     assert not check.found["failures" if skipped else "notes"]
-
-
-def test_without_a_limited_link_the_reason_is_said_and_ranks_use_the_loopback(
-    check: Check, monkeypatch: pytest.MonkeyPatch
-):
-    def refuse(**shape: Any) -> None:
-        raise UserError("it needs root")
-
-    assert parse_run_config(f"@configs/gpt_125m.args {parts.TEXT}".split(), ROOT).config.model.compile is False
-    launches = []
-    monkeypatch.setattr(parts, "EmulatedCluster", refuse)
-    monkeypatch.setattr(parts, "on_two_nodes", lambda check, program, ways, launch: launches.append(launch))
-    parts.link(check)
-    assert launches == [LOOPBACK]
-    assert "it needs root" in check.found["notes"][0]
 
 
 @pytest.mark.parametrize("name", ["gpt_125m", "llama_1b", "llama_8b"])
@@ -106,15 +88,13 @@ def test_a_side_trains_and_logs(check: Check, side: str):
 
 
 @pytest.mark.slow
-def test_the_head_is_timed_at_three_widths_and_kernels_beside_a_copy(check: Check):
+def test_kernels_are_timed_beside_a_copy(check: Check):
     parts.kernels(check)
     assert check.found["failures"] == []
-    head = [row["columns"] for row in check.found["rows"] if "head" in row]
-    assert head == [50257, 12565, 50304, 50257]
-    kernels = [row["kernel"] for row in check.found["rows"] if "kernel" in row]
+    kernels = [row["kernel"] for row in check.found["rows"]]
     assert kernels.count("memcpy fp32") == 2
     assert kernels.count("quantize bf16 to int8, base bf16") == 2
-    assert [row["goal"] for row in check.found["rows"] if row.get("kernel") == "dequantize int8 to bf16"] == ["90%"] * 2
+    assert [row["goal"] for row in check.found["rows"] if row["kernel"] == "dequantize int8 to bf16"] == ["90%"] * 2
 
 
 @pytest.mark.slow

@@ -1,11 +1,8 @@
 """Time training steps of ZeRO-3, its parts of ZeRO++ and all of it, on nodes whose links are really slow.
 
-One file of more than 300 lines: the samples, their file and the tables that are made of them.
-
     python tools/benchmarks/benchmark_cluster.py --out runs/cluster                 2 nodes x 4 ranks, all rates, k = 1
-    python tools/benchmarks/benchmark_cluster.py --out runs/cluster --rates 100mbit --micro-batches 8 --samples 3
+    python tools/benchmarks/benchmark_cluster.py --out runs/k8 --rates 100mbit --micro-batches 8 --samples 3
     python tools/benchmarks/benchmark_cluster.py --out runs/islands --variants zero3 diloco-10 --rates 100mbit unlimited
-    python tools/benchmarks/benchmark_cluster.py --out runs/local --local --samples 20  for CPU seconds per token
 
 One set of rank processes holds the models of all variants and runs their steps in turn, so that whatever else the
 machine does falls on all of them; medians count, and ratios are medians of ratios within a round, which has all rates.
@@ -19,8 +16,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
+import math
 import multiprocessing
 import statistics
 import sys
@@ -42,7 +39,8 @@ RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
 POLL_SECONDS = 0.05
 RATES = ["100mbit", "200mbit", "500mbit", "1gbit", "10gbit"]
 LOCAL, BASELINE = "local", "zero3"
-SHAPE = ("nodes", "ranks_per_node", "hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
+MODEL = ("hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
+SHAPE = ("nodes", "ranks_per_node", "tp", "micro_batches", *MODEL)
 NO_OVERLAP, ISLANDS = "--no-overlap-param-gather --no-overlap-grad-reduce", "--diloco-outer-momentum 0.9 --diloco-steps"
 VARIANTS = {  # pretrain_gpt.py's flags; islands are nodes, and their outer momentum is the largest state there is
     "zero3": "",
@@ -63,44 +61,28 @@ VARIANTS = {  # pretrain_gpt.py's flags; islands are nodes, and their outer mome
 }
 
 
-class BenchmarkCase(NamedTuple):
-    """The case that is measured in every round: every variant once."""
-
-    tp: int
-    micro_batches: int
-    rate: str
-
-
 class Sample(NamedTuple):
     """One optimizer step; with local steps the mean of a cycle of them, but for the loss.
 
     Attributes:
-        tp, micro_batches, rate, round, variant: which.
+        rate, round, variant: which.
         seconds: of the step, between two barriers.
-        cpu_seconds: of all ranks together.
         loss: of the step.
         uplink_bytes: what each node's interface sent; empty without emulated links.
         cross_bytes: what each node's ranks sent to other nodes by our own counters.
     """
 
-    tp: int
-    micro_batches: int
     rate: str
     round: int
     variant: str
     seconds: float
-    cpu_seconds: float
     loss: float
     uplink_bytes: list[int]
     cross_bytes: list[int]
 
 
 class Results:
-    """The samples of a benchmark, in a file.
-
-    Raises:
-        ValueError: the file holds samples of another model or cluster.
-    """
+    """The samples of a benchmark, in a file; a ValueError where it holds those of another model or cluster."""
 
     def __init__(self, path: Path, shape: dict[str, int]) -> None:
         self.path, self.shape = path, shape
@@ -112,13 +94,12 @@ class Results:
                 raise ValueError(f"--out {path.parent} holds samples of {saved['shape']}, not of {shape}")
             self.samples, self.parameters = [Sample(**fields) for fields in saved["samples"]], saved["parameters"]
 
-    def missing(self, case: BenchmarkCase, round_index: int, variants: list[str]) -> list[str]:
+    def missing(self, rate: str, round_index: int, variants: list[str]) -> list[str]:
         """The variants that this round has no sample of yet."""
-        have = {s.variant for s in self.samples if (*case, round_index) == (s.tp, s.micro_batches, s.rate, s.round)}
+        have = {s.variant for s in self.samples if (rate, round_index) == (s.rate, s.round)}
         return [name for name in variants if name not in have]
 
     def write(self) -> None:
-        """Replace the file."""
         samples = [sample._asdict() for sample in self.samples]
         content = {"shape": self.shape, "parameters": self.parameters, "samples": samples}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,10 +107,7 @@ class Results:
 
 
 class Driver:
-    """A job of rank processes on the cluster, or on this machine, and the pipe through which rank 0 takes orders.
-
-    A context manager, at whose end all of them have ended.
-    """
+    """A job of rank processes on the cluster, or on this machine, and the pipe through which rank 0 takes orders."""
 
     def __init__(self, cluster: EmulatedCluster | None, shape: Mapping[str, int], flags: Mapping[str, str]) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
@@ -137,22 +115,10 @@ class Driver:
         places = {name: shape[name] for name in ("nodes", "ranks_per_node")}
         command = [sys.executable, str(RANKS), json.dumps({**places, "flags": flags}), str(control)]
         if cluster is not None:
-            self._job = cluster.start(command, pass_fds=(control,))
+            self.job = cluster.start(command, pass_fds=(control,))
         else:
-            self._job = start_on_this_machine(command, **places, pass_fds=(control,))
+            self.job = start_on_this_machine(command, **places, pass_fds=(control,))
         theirs.close()
-
-    def __enter__(self) -> Driver:
-        return self
-
-    def __exit__(self, error: object, *_: object) -> None:
-        try:
-            if error is None:
-                self._pipe.send(None)
-                if self._job.wait():
-                    raise UserError("the ranks did not end well")
-        finally:
-            self._job.stop()
 
     def step(self, variant: str, micro_batches: int) -> dict[str, Any]:
         """Have all ranks run one optimizer step or cycle."""
@@ -163,56 +129,53 @@ class Driver:
         """Receive what rank 0 sends next: of the model it has built, then of every step."""
         try:
             while not self._pipe.poll(POLL_SECONDS):
-                if self._job.poll() is not None:
+                if self.job.poll() is not None:
                     raise EOFError
             answer: dict[str, Any] = self._pipe.recv()
         except EOFError:
-            self._job.wait()
+            self.job.wait()
             raise UserError("the ranks have ended") from None
         return answer
 
 
 def measure(args: argparse.Namespace, results: Results) -> None:
     """Run all rounds that `results` does not hold."""
+    rounds = [(rate, index) for index in range(args.samples) for rate in ([LOCAL] if args.local else args.rates)]
+    rounds = [each for each in rounds if results.missing(*each, args.variants)]
+    if not rounds:
+        return
     cluster = None if args.local else EmulatedCluster(nodes=args.nodes, ranks_per_node=args.ranks_per_node)
-    with cluster or contextlib.nullcontext():
-        for tp in args.tp:
-            rates = [LOCAL] if args.local else args.rates
-            cases = [BenchmarkCase(tp, *rest) for rest in itertools.product(args.micro_batches, rates)]
-            rounds = [(case, index) for index in range(args.samples) for case in cases]
-            rounds = [r for r in rounds if results.missing(*r, args.variants)]
-            if not rounds:
-                continue
-            with Driver(cluster, results.shape, flags_of_variants(args, tp)) as driver:
-                results.parameters = driver.receive()["parameters"]
-                if cluster is not None:
-                    cluster.set_rate(UNLIMITED)
-                for name in args.variants:  # uncounted: connections, the optimizers' state, the allocator
-                    say(f"{name}: first step, {driver.step(name, 1)['seconds']:.2f} s")
-                for case, index in rounds:
-                    if cluster is not None:
-                        cluster.set_rate(case.rate)
-                    for name in results.missing(case, index, args.variants):
-                        before = cluster.uplink_bytes() if cluster else []
-                        answer = driver.step(name, case.micro_batches)
-                        after, steps = cluster.uplink_bytes() if cluster else [], answer.pop("steps")
-                        sent = [(now.sent - then.sent) // steps for now, then in zip(after, before, strict=True)]
-                        results.samples.append(Sample(*case, index, name, uplink_bytes=sent, **answer))
-                        where = f"tp {tp}, k {case.micro_batches}, {case.rate}, round {index + 1}"
-                        say(f"{where}: {name} {answer['seconds']:.2f} s, loss {answer['loss']:.3f}")
-                    results.write()
+    with contextlib.ExitStack() as stack:
+        if cluster is not None:
+            stack.enter_context(cluster)
+        driver = Driver(cluster, results.shape, flags_of_variants(args))
+        stack.callback(driver.job.stop)
+        results.parameters = driver.receive()["parameters"]
+        for name in args.variants:  # uncounted: connections, the optimizers' state, the allocator
+            say(f"{name}: first step, {driver.step(name, 1)['seconds']:.2f} s")
+        for rate, index in rounds:
+            if cluster is not None:
+                cluster.set_rate(rate)
+            for name in results.missing(rate, index, args.variants):
+                before = cluster.uplink_bytes() if cluster else []
+                answer = driver.step(name, args.micro_batches)
+                after, steps = cluster.uplink_bytes() if cluster else [], answer.pop("steps")
+                sent = [(now.sent - then.sent) // steps for now, then in zip(after, before, strict=True)]
+                results.samples.append(Sample(rate, index, name, uplink_bytes=sent, **answer))
+                say(f"{rate}, round {index + 1}: {name} {answer['seconds']:.2f} s, loss {answer['loss']:.3f}")
+            results.write()
 
 
-def flags_of_variants(args: argparse.Namespace, tp: int) -> dict[str, str]:
+def flags_of_variants(args: argparse.Namespace) -> dict[str, str]:
     """pretrain_gpt.py's flags of every variant, with the model's.
 
     Raises:
         ValueError: a flag's value cannot be, or the cluster cannot run a variant.
     """
-    common = f"--tensor-model-parallel-size {tp} --num-attention-heads {max(args.hidden_size // 64, tp)} --lr 1e-4"
+    common = f"--tensor-model-parallel-size {args.tp} --num-attention-heads {max(args.hidden_size // 64, args.tp)}"
     common += f" --max-position-embeddings {args.seq_length} --hidden-dropout 0 --attention-dropout 0 --mock-data"
-    common += " --bf16 --grad-reduce-in-bf16 --train-iters 1000000"
-    for name in SHAPE[2:]:
+    common += " --lr 1e-4 --bf16 --grad-reduce-in-bf16 --train-iters 1000000"
+    for name in MODEL:
         common += f" --{name.replace('_', '-')} {getattr(args, name)}"
     flags = {name: f"{common} {VARIANTS[name]}" for name in args.variants}
     cluster = Cluster(num_nodes=args.nodes, ranks_per_node=args.ranks_per_node)
@@ -222,20 +185,16 @@ def flags_of_variants(args: argparse.Namespace, tp: int) -> dict[str, str]:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """The flags, checked.
-
-    Raises:
-        ValueError: naming the flag and its value.
-    """
+    """The flags; a ValueError names the one that is wrong."""
     parser = flags_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for samples.json and table.md")
     parser.add_argument("--nodes", type=int, default=2, help="nodes of the cluster")
     parser.add_argument("--ranks-per-node", type=int, default=4, help="ranks of each node")
     parser.add_argument("--rates", nargs="+", default=RATES, help=f"of the uplinks: 500mbit, 1gbit, ..., {UNLIMITED}")
     parser.add_argument("--local", action="store_true", help="no namespaces and no rates: the nodes are only counted")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1], help="micro-batches per optimizer step")
-    parser.add_argument("--tp", type=int, nargs="+", default=[1], help="tensor-parallel degrees")
-    parser.add_argument("--samples", type=int, default=5, help="rounds per rate and number of micro-batches")
+    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches per optimizer step")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel degree")
+    parser.add_argument("--samples", type=int, default=5, help="rounds per rate")
     default = [name for name, flags in VARIANTS.items() if ISLANDS not in flags]
     parser.add_argument("--variants", nargs="+", default=default, choices=list(VARIANTS), help="what to compare")
     parser.add_argument("--hidden-size", type=int, default=512, help="width of the model")
@@ -247,11 +206,9 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     for rate in args.rates:
         parse_rate(rate)
     for name in ("nodes", "ranks_per_node", "samples", "micro_batches", "tp"):
-        values = getattr(args, name)
-        if (lowest := min(values if isinstance(values, list) else [values])) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {lowest} is not positive")
-    for tp in args.tp:
-        flags_of_variants(args, tp)
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is not positive")
+    flags_of_variants(args)
     return args
 
 
@@ -260,61 +217,50 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
 def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int) -> str:
     """All results as Markdown; `shape` is of SHAPE's names, `parameters` of the whole model."""
-    tokens = shape["seq_length"] * shape["micro_batch_size"]
-    nodes, millions = (
-        f"{shape['nodes']} nodes x {shape['ranks_per_node']} ranks",
-        f"{parameters / MEGA:.1f}M parameters",
-    )
+    names = [name for name in VARIANTS if any(s.variant == name for s in samples)]
+    shaped = "{nodes} nodes x {ranks_per_node} ranks, TP {tp}, {micro_batches} micro-batch(es) per step"
+    tokens, size = shape["seq_length"] * shape["micro_batch_size"], parameters / MEGA
     text = [
-        f"{nodes}, {millions} (M = {2 * parameters / MEGA:.1f} MB in bf16), {tokens} tokens per rank and micro-batch, "
-        f"bf16 on every wire that is not quantized. Seconds per optimizer step, median; in brackets tokens per second "
-        f"against {BASELINE} (whose reduce-scatter is a ring), median over rounds in which every variant ran once."
+        f"{shaped.format_map(shape)}, {size:.1f}M parameters (M = {2 * size:.1f} MB in bf16), {tokens} tokens per rank "
+        "and micro-batch, bf16 on every wire that is not quantized. Seconds per optimizer step, median; in brackets "
+        f"tokens per second against {BASELINE} (whose reduce-scatter is a ring), median over rounds in which every "
+        "variant ran once.",
+        "",
+        *_speed_table(samples, names),
     ]
-    for tp, k in sorted({(s.tp, s.micro_batches) for s in samples}):
-        part = [s for s in samples if (s.tp, s.micro_batches) == (tp, k)]
-        names = [name for name in VARIANTS if any(s.variant == name for s in part)]
-        ranks = shape["nodes"] * shape["ranks_per_node"] // tp
-        text += ["", f"### TP {tp}, {k} micro-batch{'es' if k > 1 else ''} per step", ""]
-        text += _speed_table(part, names)
-        if any(s.uplink_bytes for s in part):
-            text += ["", *_bytes_table(part, names, parameters)]
-        if free := [s for s in part if rate_bits(s.rate) is None]:  # with a slow link most of the time is waiting
-            text += ["", *_cpu_table(free, names, ranks * tokens * k)]
+    if any(s.uplink_bytes for s in samples):
+        text += ["", *_bytes_table(samples, names, parameters)]
     return "\n".join([*text, ""])
 
 
-def paired_ratio(samples: Iterable[Sample], over: str, under: str, field: str) -> float | None:
-    """The median over rounds of one variant's `field` over another's at the same rate; None where no round has both."""
-    values: dict[str, dict[tuple[int, int, str, int], float]] = {over: {}, under: {}}
-    for s in samples:
-        if s.variant in values:
-            values[s.variant][s.tp, s.micro_batches, s.rate, s.round] = float(getattr(s, field))
-    ratios = [value / values[under][which] for which, value in values[over].items() if which in values[under]]
+def speedup(samples: Iterable[Sample], variant: str) -> float | None:
+    """The median over rounds of BASELINE's seconds over the variant's; None where no round at one rate has both."""
+    seconds = {(s.variant, s.rate, s.round): s.seconds for s in samples}
+    pairs = [(seconds.get((BASELINE, *which)), own) for (name, *which), own in seconds.items() if name == variant]
+    ratios = [baseline / own for baseline, own in pairs if baseline is not None]
     return statistics.median(ratios) if ratios else None
 
 
-def rate_bits(rate: str) -> float | None:
-    """Bits per second; None without a limit."""
-    return None if rate == LOCAL else parse_rate(rate)
-
-
-def _speed_table(samples: list[Sample], names: list[str]) -> list[str]:
-    """A row for each rate, the slowest first."""
+def _speed_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
     rows = []
-    for rate in sorted({s.rate for s in samples}, key=lambda rate: rate_bits(rate) or float("inf")):
+    for rate in sorted({s.rate for s in samples}, key=_bits_per_second):
         here = [s for s in samples if s.rate == rate]
         cells = []
         for name in names:
             times = [s.seconds for s in here if s.variant == name]
-            speed = paired_ratio(here, BASELINE, name, "seconds")
-            cells.append(f"{statistics.median(times):.2f} s ({_times(speed)})" if times else "-")
+            speed = speedup(here, name)
+            against = "-" if speed is None else f"{speed:.2f}x"
+            cells.append(f"{statistics.median(times):.2f} s ({against})" if times else "-")
         most = max(sum(s.variant == name for s in here) for name in names)
         rows.append([rate, *cells, str(most)])
     return _markdown(["uplink", *names, "rounds"], rows)
 
 
-def _bytes_table(samples: list[Sample], names: list[str], parameters: int) -> list[str]:
-    """A row for each variant; bytes depend on no rate, so all samples count."""
+def _bits_per_second(rate: str) -> float:
+    return (None if rate == LOCAL else parse_rate(rate)) or math.inf
+
+
+def _bytes_table(samples: Sequence[Sample], names: list[str], parameters: int) -> list[str]:
     rows = []
     for name in names:
         if own := [s for s in samples if s.variant == name and s.uplink_bytes]:
@@ -325,19 +271,6 @@ def _bytes_table(samples: list[Sample], names: list[str], parameters: int) -> li
             rows.append([name, f"{measured / MEGA:.3f}", in_models, f"{counted / MEGA:.3f}", above])
     header = ["sent per uplink and step", "MB by the interface", "in M", "MB by our counters", "difference"]
     return _markdown(header, rows)
-
-
-def _cpu_table(samples: list[Sample], names: list[str], tokens: int) -> list[str]:
-    rows = []
-    for name in names:
-        if own := [s.cpu_seconds for s in samples if s.variant == name]:
-            against = _times(paired_ratio(samples, name, BASELINE, "cpu_seconds"))
-            rows.append([name, f"{1e3 * statistics.median(own) / tokens:.3f}", against])
-    return _markdown(["CPU, no limit", "ms per token", f"against {BASELINE}"], rows)
-
-
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}x"
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:

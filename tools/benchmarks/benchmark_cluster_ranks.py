@@ -33,7 +33,6 @@ from megazpp.parallel.launch import LaunchConfig, find_place
 from megazpp.parallel.worker import Worker, run_worker, seed_everything
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
-from megazpp.training.metrics import cpu_seconds
 from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep
 
@@ -116,10 +115,10 @@ class VariantRun:
 
 
 def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker) -> None:
-    """Build everything, then take the steps (variant, micro-batches) that rank 0 reads from the pipe, until None.
+    """Build everything, then take the steps (variant, micro-batches) that rank 0 reads from the pipe.
 
-    An answer has seconds per step between two barriers; cpu_seconds of all ranks together and cross_bytes, per node as
-    our counters have it, per step; the last loss; and how many steps these were.
+    An answer has seconds per step between two barriers; cross_bytes per node and step as our counters have it; the last
+    loss; and how many steps these were.
     """
     multiply_in_fp32_()
     dims_of: dict[Layout, ParallelDims] = {}
@@ -128,14 +127,13 @@ def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker)
     first = next(iter(runs.values()))
 
     def counted() -> torch.Tensor:
-        sent = sum(dims.counter.sent_bytes("cross") for dims in dims_of.values())
-        return torch.tensor([[cpu_seconds(), sent]], dtype=torch.float64)
+        return torch.tensor([sum(dims.counter.sent_bytes("cross") for dims in dims_of.values())])
 
     pipe, world = Connection(control) if worker.rank == 0 else None, first.dims.world
     if pipe:
         pipe.send({"parameters": first.num_parameters})
-    while (order := world.share_object(pipe.recv() if pipe else None)) is not None:
-        (variant, micro_batches), before = order, counted()
+    while True:
+        (variant, micro_batches), before = world.share_object(pipe.recv() if pipe else None), counted()
         run = runs[variant]
         dist.barrier()
         started = time.perf_counter()
@@ -143,11 +141,10 @@ def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker)
             loss = run.step(micro_batches)
         dist.barrier()
         seconds = (time.perf_counter() - started) / run.steps
-        of_nodes = world.all_gather(counted() - before).view(cluster.num_nodes, -1, 2).sum(1)
-        cpu, sent = float(of_nodes[:, 0].sum()) / run.steps, [int(n) // run.steps for n in of_nodes[:, 1]]
+        of_nodes = world.all_gather(counted() - before).view(cluster.num_nodes, -1).sum(1)
         if pipe:
-            answer = {"seconds": seconds, "cpu_seconds": cpu, "loss": loss, "cross_bytes": sent, "steps": run.steps}
-            pipe.send(answer)
+            sent = [int(each) // run.steps for each in of_nodes]
+            pipe.send({"seconds": seconds, "loss": loss, "cross_bytes": sent, "steps": run.steps})
 
 
 def main() -> None:

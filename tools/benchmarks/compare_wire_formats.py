@@ -20,31 +20,26 @@ from megazpp.base.program import flags_of, program
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
 LAST_STEPS = 50
 
+LOCAL_STEPS = "--diloco-steps 10 --diloco-outer-momentum 0.9 --diloco-outer-lr"
 VARIANTS = {
-    "ZeRO-3": [],
-    "+qwZ": ["--zero-quantized-weights"],
-    "+qwZ +hpZ": ["--zero-quantized-weights", "--zero-hpz-partition-size", "auto"],
-    "+qgZ 8/8": ["--zero-quantized-gradients", "--zero-gradient-bits", "8", "8"],
-    "+qgZ 8/4": ["--zero-quantized-gradients"],
-    "+qgZ 8/4, no error feedback": ["--zero-quantized-gradients", "--no-zero-error-feedback"],
-    "+qgZ 8/4, errors fed back whole": ["--zero-quantized-gradients", "--zero-error-feedback-beta", "0"],
-    "+qgZ 4/4": ["--zero-quantized-gradients", "--zero-gradient-bits", "4", "4"],
-    "all (--zeropp)": ["--zeropp"],
-    "--zeropp, weights 8 4": ["--zeropp", "--zero-weight-bits", "8", "4"],
-    "--zeropp, weights 16 4": ["--zeropp", "--zero-weight-bits", "16", "4"],
-    "local steps, H = 10": ["--diloco-steps", "10"],
-    "local steps, H = 10, delay 2": ["--diloco-steps", "10", "--diloco-delay", "2"],
-    "local steps, H = 30": ["--diloco-steps", "30"],
-    "local steps, H = 10, outer 0.7 0.9": [
-        *("--diloco-steps", "10", "--diloco-outer-lr", "0.7", "--diloco-outer-momentum", "0.9")
-    ],
-    "local steps, H = 10, outer 0.4 0.9": [
-        *("--diloco-steps", "10", "--diloco-outer-lr", "0.4", "--diloco-outer-momentum", "0.9")
-    ],
-    "local steps, H = 1, 16 bits": [
-        *("--diloco-steps", "1", "--diloco-outer-lr", "1", "--diloco-outer-momentum", "0"),
-        *("--diloco-weight-bits", "16", "--diloco-gradient-bits", "16"),
-    ],
+    "ZeRO-3": "",
+    "+qwZ": "--zero-quantized-weights",
+    "+qwZ +hpZ": "--zero-quantized-weights --zero-hpz-partition-size auto",
+    "+qgZ 8/8": "--zero-quantized-gradients --zero-gradient-bits 8 8",
+    "+qgZ 8/4": "--zero-quantized-gradients",
+    "+qgZ 8/4, no error feedback": "--zero-quantized-gradients --no-zero-error-feedback",
+    "+qgZ 8/4, errors fed back whole": "--zero-quantized-gradients --zero-error-feedback-beta 0",
+    "+qgZ 4/4": "--zero-quantized-gradients --zero-gradient-bits 4 4",
+    "all (--zeropp)": "--zeropp",
+    "--zeropp, weights 8 4": "--zeropp --zero-weight-bits 8 4",
+    "--zeropp, weights 16 4": "--zeropp --zero-weight-bits 16 4",
+    "local steps, H = 10": "--diloco-steps 10",
+    "local steps, H = 10, delay 2": "--diloco-steps 10 --diloco-delay 2",
+    "local steps, H = 30": "--diloco-steps 30",
+    "local steps, H = 10, outer 0.7 0.9": f"{LOCAL_STEPS} 0.7",
+    "local steps, H = 10, outer 0.4 0.9": f"{LOCAL_STEPS} 0.4",
+    "local steps, H = 1, 16 bits": "--diloco-steps 1 --diloco-outer-lr 1 --diloco-outer-momentum 0 "
+    "--diloco-weight-bits 16 --diloco-gradient-bits 16",
 }
 
 
@@ -61,42 +56,37 @@ def main(argv: list[str]) -> None:
         for name in args.variants:
             folder = args.out / f"{name.replace(' ', '').replace('/', '-').replace(',', '-')}-seed{seed}"
             if not (folder / "summary.json").exists():
-                train(folder, ["--emulate-nodes", "2", *args.flags, *VARIANTS[name], "--seed", str(seed)])
+                train(folder, [*args.flags, *VARIANTS[name].split(), "--seed", str(seed)])
             results[name].append(read(folder))
     print(table(results))
 
 
 def train(folder: Path, flags: list[str]) -> None:
-    command = [sys.executable, str(PROGRAM), *flags, "--log-interval", "1", "--sample-tokens", "0"]
-    done = subprocess.run([*command, "--run-dir", str(folder)], capture_output=True, text=True)
+    command = [sys.executable, str(PROGRAM), "--emulate-nodes", "2", *flags, "--run-dir", str(folder)]
+    done = subprocess.run([*command, "--log-interval", "1", "--sample-tokens", "0"], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
     print(f"{folder.name}: {done.stdout.splitlines()[-3]}", file=sys.stderr, flush=True)
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Training losses, validation loss, MB between nodes per step, CPU seconds per token.
-
-    With local steps training losses are those of one island's own weights, which compare with nothing: they are None.
-    """
+    """Losses and MB between nodes per step; of local steps no training losses: they are of one island's own weights."""
     summary = json.loads((folder / "summary.json").read_text())
     losses = [json.loads(line)["lm_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "train": None if "synchronizations" in summary else losses,
         "valid": summary["validation_loss"],
         "cross": summary["cross_bytes_per_step"] / 1e6,
-        "cpu": summary["cpu_seconds_per_token"],
     }
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """A markdown table; differences are paired by seed, with the standard error of their mean."""
     baseline = next(iter(results.values()))
-    lines = [
+    head = (
         f"| wire | train, last {LAST_STEPS} | mean distance of a step's loss | validation | difference of validation "
-        "| MB between nodes per step |",
-        "|---|---|---|---|---|---|",
-    ]
+    )
+    lines = [f"{head}| MB between nodes per step |", "|---|---|---|---|---|---|"]
     for name, runs in results.items():
         differences = [run["valid"] - base["valid"] for run, base in zip(runs, baseline, strict=True)]
         valid = statistics.mean(run["valid"] for run in runs)
@@ -111,9 +101,8 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
             f"| {statistics.mean(run['cross'] for run in runs):.3f} |"
         )
     spread = statistics.stdev(run["valid"] for run in baseline) if len(baseline) > 1 else float("nan")
-    return "\n".join(
-        [*lines, "", f"Seed to seed, {next(iter(results))}'s validation loss has standard deviation {spread:.4f}."]
-    )
+    lines += ["", f"Seed to seed, {next(iter(results))}'s validation loss has standard deviation {spread:.4f}."]
+    return "\n".join(lines)
 
 
 def mean_and_error(differences: list[float]) -> str:
