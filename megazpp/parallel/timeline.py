@@ -1,19 +1,17 @@
 """The timeline of a rank: what ran when, on any thread, as spans by track, and how much of it was hidden.
 
-One file of more than 300 lines: spans are told, recorded, aligned and measured in the same terms.
-
 A track is a row of a trace: "compute", the name of an axis ("tp", "local", "cross", "shard", ...), "wait", where the
 computing thread waits for something in flight, or "step", the whole. Spans may nest and overlap.
 
-    Timeline        the code tells it of spans; it hands them to recordings, to a profiler, to the watchdog's activity
-    SpanRecording   keeps the spans that end; while there is none, a span costs less than a microsecond
-    Activity        the spans that are open now (about three microseconds each)
+    Timeline        the code tells it of spans, and it tells its listeners; without any, a span costs half a microsecond
+    SpanRecording   a listener that keeps the spans that end
+    Activity        a listener that knows the spans that are open now
     below           how long each track was busy, and how much of that was hidden behind other work
 
 On the CPU a span is two readings of the monotonic clock. On CUDA it is a pair of events on the current stream, turned
-into seconds when the recording stops: work that is launched but not waited for ends where the stream ends it. All times
-are seconds of the host's monotonic clock (CLOCK_MONOTONIC on Linux), which its processes and containers share, so ranks
-of one host can be compared as they are. Hosts are aligned by the end of a barrier, see `align`.
+into seconds when they are read: work that is launched but not waited for ends where the stream ends it. All times are
+seconds of the host's monotonic clock (CLOCK_MONOTONIC on Linux), which its processes and containers share, so ranks of
+one host can be compared as they are. Hosts are aligned by the end of a barrier, see `align`.
 
 FSDP2's own all-reduce between replicas (HSDP) does not pass through an axis and is not seen.
 """
@@ -30,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 STEP, COMPUTE, WAIT = "step", "compute", "wait"
+Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
@@ -38,7 +37,6 @@ class Span(NamedTuple):
     Attributes:
         track, name: where it is drawn and what it is.
         start_seconds: on the host's monotonic clock.
-        seconds: how long it took.
         blocking: it ran on the computing thread (CPU) or stream (CUDA), which did nothing else meanwhile.
     """
 
@@ -54,14 +52,13 @@ class Span(NamedTuple):
 
 
 class Listener(Protocol):
-    """Hears of every span while it is attached."""
+    """Hears of every span while it is attached: it returns a context manager for around what happens."""
 
-    def span(self, track: str, name: str) -> AbstractContextManager[object]:
-        """Around what happens."""
+    def span(self, track: str, name: str) -> AbstractContextManager[object]: ...
 
 
 class Timeline:
-    """Tells recordings and other listeners of spans; one per process, thread-safe.
+    """Tells listeners of spans; one per process, thread-safe.
 
     Args:
         device_type: "cuda" takes times from CUDA events, everything else from the clock.
@@ -69,16 +66,14 @@ class Timeline:
 
     def __init__(self, device_type: str = "cpu") -> None:
         self.device_type = device_type
-        self._activity: Activity | None = None
         self._listeners: tuple[Listener, ...] = ()
 
     def span(self, track: str, name: str) -> AbstractContextManager[object]:
-        """Tell the listeners of what happens inside as `name` on `track`; without any, do nothing."""
-        listeners, activity = self._listeners, self._activity
-        recorded = _NOTHING
-        if listeners:
-            recorded = listeners[0].span(track, name) if len(listeners) == 1 else _all_of(listeners, track, name)
-        return recorded if activity is None else activity.span(track, name, recorded)
+        """Tell the listeners of what happens inside as `name` on `track`; the first one's context is the outermost."""
+        listeners = self._listeners
+        if not listeners:
+            return _NOTHING
+        return listeners[0].span(track, name) if len(listeners) == 1 else _all_of(listeners, track, name)
 
     def attach(self, listener: Listener) -> None:
         """Have `listener` hear of spans that begin from now on."""
@@ -88,16 +83,8 @@ class Timeline:
         """Undo `attach`."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
 
-    def show_activity(self) -> Activity:
-        """Have the open spans seen from now on, whether or not they are recorded."""
-        self._activity = Activity()
-        return self._activity
-
-    def hide_activity(self) -> None:
-        self._activity = None
-
     def start(self, *, after: SpanRecording | None = None) -> SpanRecording:
-        """A recording, beside others; the calling thread (on CUDA its current stream) counts as the one that computes.
+        """Attach a recording; the calling thread (on CUDA its current stream) counts as the one that computes.
 
         Args:
             after: a recording that ends as the new one begins.
@@ -106,14 +93,16 @@ class Timeline:
         self._listeners = (*(other for other in self._listeners if other is not after), recording)
         return recording
 
-    def stop(self, recording: SpanRecording) -> list[Span]:
-        """The spans that have ended since it started, by their beginning, outer ones first; on CUDA waits for it."""
-        self.detach(recording)
-        return self.spans(recording)
 
-    def spans(self, recording: SpanRecording) -> list[Span]:
-        """The spans that have ended since `recording` started, in the order of `stop`; it goes on."""
-        return sorted(recording.spans(), key=lambda span: (span.start_seconds, -span.seconds))
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+@contextmanager
+def _all_of(listeners: Sequence[Listener], track: str, name: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(listener.span(track, name))
+        yield
 
 
 class SpanRecording:
@@ -137,14 +126,17 @@ class SpanRecording:
         return _OpenSpan(self, track, name, self._where() == self._computing)
 
     def spans(self) -> list[Span]:
-        if not self._cuda:
-            return [Span(t, n, start * 1e-9, (end - start) * 1e-9, b) for t, n, start, end, b in list(self.ended)]
-        torch.cuda.synchronize()
-        zero, zero_seconds = self._zero, self._zero_seconds
-        return [
-            Span(track, name, zero_seconds + zero.elapsed_time(start) * 1e-3, start.elapsed_time(end) * 1e-3, blocking)
-            for track, name, start, end, blocking in list(self.ended)
-        ]
+        """The spans that have ended so far, by their beginning, outer ones first; on CUDA waits for the device."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        spans = []
+        for track, name, start, end, blocking in list(self.ended):
+            if self._cuda:
+                began, took = self._zero_seconds + self._zero.elapsed_time(start) * 1e-3, start.elapsed_time(end) * 1e-3
+            else:
+                began, took = start * 1e-9, (end - start) * 1e-9
+            spans.append(Span(track, name, began, took, blocking))
+        return sorted(spans, key=lambda span: (span.start_seconds, -span.seconds))
 
 
 class _OpenSpan:
@@ -167,17 +159,6 @@ def _record_event() -> torch.cuda.Event:
     return event
 
 
-@contextmanager
-def _all_of(listeners: Sequence[Listener], track: str, name: str) -> Iterator[None]:
-    with ExitStack() as stack:
-        for listener in listeners:
-            stack.enter_context(listener.span(track, name))
-        yield
-
-
-_NOTHING: AbstractContextManager[object] = nullcontext()
-
-
 class Doing(NamedTuple):
     """An open span.
 
@@ -195,11 +176,7 @@ class Doing(NamedTuple):
 
 
 class Activity:
-    """Keeps the open spans of each thread.
-
-    Attributes:
-        entered: how many spans each track has had.
-    """
+    """Keeps the open spans of each thread; `entered` is how many spans each track has had."""
 
     def __init__(self) -> None:
         self.entered: Counter[str] = Counter()  # one thread writes to a track
@@ -207,16 +184,14 @@ class Activity:
         self._moved: dict[int, float] = {}
 
     @contextmanager
-    def span(self, track: str, name: str, recorded: AbstractContextManager[object]) -> Iterator[None]:
-        """Around what happens, and around its recording."""
+    def span(self, track: str, name: str) -> Iterator[None]:
         thread = threading.get_ident()
         self.entered[track] += 1
         open_spans = self._open.setdefault(thread, [])
         open_spans.append(Doing(track, name, self.entered[track]))
         self._moved[thread] = time.monotonic()
         try:
-            with recorded:
-                yield
+            yield
         finally:
             open_spans.pop()
             self._moved[thread] = time.monotonic()
@@ -230,15 +205,12 @@ class Activity:
         return sorted(innermost, key=lambda doing: -doing.seconds)
 
 
-Interval = tuple[float, float]
-
-
 def track_seconds(spans: Sequence[Span]) -> dict[str, float]:
     """Seconds in which each track was busy; of "compute" without its waits and its blocking collectives."""
-    seconds = {}
-    for track in dict.fromkeys(span.track for span in spans):
-        busy = union(_intervals(s for s in spans if s.track == track))
-        seconds[track] = total(busy) - (total(intersection(busy, stalls(spans))) if track == COMPUTE else 0.0)
+    busy = {track: _busy(s for s in spans if s.track == track) for track in dict.fromkeys(s.track for s in spans)}
+    seconds = {track: total(intervals) for track, intervals in busy.items()}
+    if COMPUTE in busy:
+        seconds[COMPUTE] -= total(intersection(busy[COMPUTE], _stalls(spans)))
     return seconds
 
 
@@ -248,18 +220,22 @@ def hidden_shares(spans: Sequence[Span], track: str) -> tuple[float, float] | No
     Behind compute: this rank neither waited, for whatever, nor was inside a blocking collective. Behind work: it
     computed, or a collective of another track ran.
     """
-    busy = union(_intervals(s for s in spans if s.track == track))
+    busy = _busy(s for s in spans if s.track == track)
     if not busy:
         return None
-    exposed = intersection(busy, stalls(spans))
-    elsewhere = union(_intervals(s for s in spans if s.track not in (STEP, COMPUTE, WAIT, track)))
+    exposed = intersection(busy, _stalls(spans))
+    elsewhere = _busy(s for s in spans if s.track not in (STEP, COMPUTE, WAIT, track))
     seconds, alone = total(busy), total(exposed) - total(intersection(exposed, elsewhere))
     return 1.0 - total(exposed) / seconds, 1.0 - alone / seconds
 
 
-def stalls(spans: Sequence[Span]) -> list[Interval]:
-    """When the computing thread waited or was inside a collective."""
-    return union(_intervals(s for s in spans if s.track == WAIT or (s.blocking and s.track not in (STEP, COMPUTE))))
+def _stalls(spans: Sequence[Span]) -> list[Interval]:
+    """The moments when the computing thread waited or was inside a collective."""
+    return _busy(s for s in spans if s.track == WAIT or (s.blocking and s.track not in (STEP, COMPUTE)))
+
+
+def _busy(spans: Iterable[Span]) -> list[Interval]:
+    return union((s.start_seconds, s.end_seconds) for s in spans)
 
 
 def clip(spans: Iterable[Span], start_seconds: float, end_seconds: float) -> list[Span]:
@@ -275,14 +251,13 @@ def clip(spans: Iterable[Span], start_seconds: float, end_seconds: float) -> lis
 def align(
     spans_by_rank: Sequence[Sequence[Span]], hosts: Sequence[str], barrier_ends: Sequence[float]
 ) -> list[list[Span]]:
-    """The spans of all ranks on one clock, whose zero is the end of a barrier.
+    """The spans of all ranks on one clock, whose zero is the earliest return of a host's ranks from a barrier.
 
-    Ranks of a host keep their distances exactly. Hosts are shifted so that the earliest return from the barrier is the
-    same moment on each: off by at most the time that the last messages of the barrier took, a few network latencies.
+    Ranks of a host keep their distances exactly; hosts are off by at most a few network latencies.
 
     Args:
         hosts: each rank's, whatever tells hosts apart (a boot id).
-        barrier_ends: when each rank came out of the same barrier, on its own clock.
+        barrier_ends: each rank's return from the same barrier, on its own clock.
     """
     zeros: dict[str, float] = {}
     for host, end in zip(hosts, barrier_ends, strict=True):
@@ -321,7 +296,3 @@ def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]
 def total(intervals: Iterable[Interval]) -> float:
     """Seconds that disjoint intervals cover."""
     return sum(end - start for start, end in intervals)
-
-
-def _intervals(spans: Iterable[Span]) -> list[Interval]:
-    return [(s.start_seconds, s.end_seconds) for s in spans]

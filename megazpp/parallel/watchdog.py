@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megazpp.base.program import EXIT_HANG, EXIT_SECONDARY
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import LaunchConfig
-from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Doing
+from megazpp.parallel.timeline import COMPUTE, STEP, WAIT, Activity, Doing
 from megazpp.parallel.worker import FAILURES, Worker, leave
 from megazpp.topology.layout import Layout
 
@@ -38,17 +38,11 @@ ALARM, REPORTED, FOLDER, STATE = "alarm", "reported", "folder", "state/{}"  # in
 
 
 class RankState(NamedTuple):
-    """The activity of one rank when the alarm reached it.
+    """The activity of one rank when the alarm reached it."""
 
-    Attributes:
-        doing: the innermost open span of each of its threads.
-        entered: how many spans each track has had.
-        stacks: of its Python threads.
-    """
-
-    doing: list[Doing]
-    entered: Mapping[str, int]
-    stacks: str
+    doing: list[Doing]  # the innermost open span of each of its threads
+    entered: Mapping[str, int]  # how many spans each track has had
+    stacks: str  # of its Python threads
 
     @property
     def collectives(self) -> list[Doing]:
@@ -56,13 +50,10 @@ class RankState(NamedTuple):
 
 
 class Watchdog:
-    """Watches while it is entered.
+    """Watches the timeline of `dims` while it is entered, with the limits of `config`.
 
     Args:
-        worker: whose rank and store.
-        dims: the axes; their timeline feeds the watchdog.
-        config: the limits.
-        folder: where rank 0 keeps the run's records; whoever raises the alarm tries to write hang.txt there.
+        folder: where rank 0 keeps the run's records; whoever raises the alarm tries to write its report there.
     """
 
     def __init__(self, worker: Worker, dims: ParallelDims, config: LaunchConfig, folder: Path | None) -> None:
@@ -71,7 +62,8 @@ class Watchdog:
         store: Any = worker.store
         self._root = store.clone()  # the original may be blocked in another thread
         self._store = dist.PrefixStore(f"megazpp/hang/{worker.restarts}", self._root)
-        self._activity = dims.timeline.show_activity()
+        self._activity = Activity()
+        dims.timeline.attach(self._activity)
         self._over = threading.Event()
 
     def __enter__(self) -> Watchdog:
@@ -82,7 +74,7 @@ class Watchdog:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        self._dims.timeline.hide_activity()
+        self._dims.timeline.detach(self._activity)
 
     def _watch(self) -> None:
         while not self._over.wait(min(POLL_SECONDS, self._later / 4)):
@@ -117,7 +109,7 @@ class Watchdog:
         leave(EXIT_HANG)
 
     def _write(self, text: str) -> str:
-        """Write hang.txt beside the run's records; returns a line with its path, or the text if that cannot be."""
+        """Write a file beside the run's records; returns a line with its path, or the text if that cannot be."""
         try:
             file = Path(self._store.get(FOLDER).decode()) / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
             file.write_text(text)
@@ -166,8 +158,7 @@ def _behind(states: Mapping[int, RankState]) -> list[str]:
     for track in sorted({track for state in states.values() for track in state.entered} - {COMPUTE, WAIT}):
         counts = {rank: state.entered.get(track, 0) for rank, state in states.items()}
         most = max(counts.values())
-        behind = [rank for rank, count in counts.items() if count < most]
-        if behind:
+        if behind := [rank for rank, count in counts.items() if count < most]:
             lines.append(f"  {track}: {_ranks(behind)} started fewer than the others' {most}")
     return lines
 
@@ -185,7 +176,7 @@ def python_stacks() -> str:
 
 
 def _wait_for(store: dist.Store, keys: list[str], seconds: float) -> None:
-    """Until all keys are there, at most `seconds`."""
+    """Wait until all keys are there, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while not store.check(keys) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -126,8 +126,8 @@ class StepRecorder:
             yield
         if self._recording is None:
             return
-        spans = self._timeline.spans(self._recording)
-        in_flight = [] if before is None else self._timeline.spans(before)
+        spans = self._recording.spans()
+        in_flight = [] if before is None else before.spans()
         for reader in readers:
             reader.read(iteration, spans, in_flight)
 

@@ -70,7 +70,7 @@ def test_waiting_is_recorded_where_there_was_something_to_wait_for():
     slow = queue.submit(lambda: gate.wait(10))
     threading.Timer(0.05, gate.set).start()
     slow.wait()
-    waits = [span for span in timeline.stop(recording) if span.track == "wait"]
+    waits = [span for span in recording.spans() if span.track == "wait"]
     assert [span.name for span in waits] == ["cross"]
     assert waits[0].seconds > 0.02
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.timeline import Timeline
+from megazpp.parallel.timeline import Activity, Timeline
 
 OFF_SECONDS = 2e-6  # 0.39 microseconds measured; the rest is for a loaded machine
 
 
-def test_nothing_is_recorded_before_start_or_after_stop():
+def test_what_begins_before_start_or_after_detach_is_not_recorded():
     timeline = Timeline()
     with timeline.span("compute", "before"):
         pass
@@ -25,11 +25,10 @@ def test_nothing_is_recorded_before_start_or_after_stop():
     with timeline.span("compute", "during"):
         pass
     with timeline.span("compute", "open at the end"):
-        spans = timeline.stop(recording)
+        timeline.detach(recording)
     with timeline.span("compute", "after"):
         pass
-    assert [s.name for s in spans] == ["during"]
-    assert timeline.stop(timeline.start()) == []
+    assert [s.name for s in recording.spans()] == ["during", "open at the end"]
 
 
 def test_a_span_that_is_not_recorded_costs_next_to_nothing():
@@ -53,7 +52,7 @@ def test_a_span_lasts_as_long_as_what_is_inside_and_its_time_is_the_monotonic_cl
         with pytest.raises(RuntimeError), timeline.span("compute", "failed"):
             raise RuntimeError
     after = time.clock_gettime(time.CLOCK_MONOTONIC)
-    outer, inner, failed = timeline.stop(recording)
+    outer, inner, failed = recording.spans()
     assert [s.name for s in (outer, inner, failed)] == ["outer", "inner", "failed"]  # by their beginning
     assert inner.seconds >= 0.02
     assert before <= outer.start_seconds <= inner.start_seconds
@@ -75,7 +74,7 @@ def test_spans_of_all_threads_arrive_and_only_the_starting_thread_s_are_blocking
     work(threads)
     for worker in workers:
         worker.join()
-    spans = timeline.stop(recording)
+    spans = recording.spans()
     assert len(spans) == each * (threads + 1)
     assert {s.track for s in spans if s.blocking} == {f"track {threads}"}
     assert [s.start_seconds for s in spans] == sorted(s.start_seconds for s in spans)
@@ -94,7 +93,7 @@ def test_on_cuda_a_span_lasts_as_long_as_the_work_on_its_stream():
         torch.cuda._sleep(cycles)
     with timeline.span("wait", "for the side"):
         torch.cuda.current_stream().wait_stream(side)
-    spans = {s.track: s for s in timeline.stop(recording)}
+    spans = {s.track: s for s in recording.spans()}
     after = time.clock_gettime(time.CLOCK_MONOTONIC)
     assert [spans[track].blocking for track in ("cross", "compute", "wait")] == [False, True, True]
     for span in spans.values():
@@ -138,7 +137,7 @@ def test_times_of_the_device_are_tied_to_the_clock_by_one_event_and_a_stream_of_
             FakeEvent.now = 5130.0
         stream.pop()
         FakeEvent.now = 5150.0
-    forward, gather = timeline.stop(recording)
+    forward, gather = recording.spans()
     assert synchronized == [5000.0, 5150.0]  # before and after, never between
     assert (forward.name, forward.blocking, gather.name, gather.blocking) == ("forward", True, "all_gather", False)
     assert (forward.seconds, gather.seconds) == pytest.approx((0.05, 0.03))
@@ -149,7 +148,7 @@ def test_an_axis_of_one_rank_records_nothing():
     timeline = Timeline()
     recording = timeline.start()
     MeshAxis("tp", timeline=timeline).all_reduce_(torch.ones(2))
-    assert timeline.stop(recording) == []
+    assert recording.spans() == []
 
 
 def test_recordings_and_listeners_beside_each_other_hear_of_the_same_spans():
@@ -169,8 +168,8 @@ def test_recordings_and_listeners_beside_each_other_hear_of_the_same_spans():
     second = timeline.start()
     with timeline.span("compute", "forward"):
         pass
-    assert [span.name for span in timeline.stop(second)] == ["forward"]
-    assert [span.name for span in timeline.stop(recording)] == ["all_gather layers.3", "forward"]
+    assert [span.name for span in second.spans()] == ["forward"]
+    assert [span.name for span in recording.spans()] == ["all_gather layers.3", "forward"]
     timeline.detach(listener)
     with timeline.span("compute", "backward"):
         pass
@@ -179,7 +178,7 @@ def test_recordings_and_listeners_beside_each_other_hear_of_the_same_spans():
 
 def test_the_innermost_open_span_of_each_thread_is_seen_and_nothing_afterwards():
     timeline = Timeline()
-    activity = timeline.show_activity()
+    timeline.attach(activity := Activity())
     inside, leave = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -203,7 +202,7 @@ def test_the_innermost_open_span_of_each_thread_is_seen_and_nothing_afterwards()
 
 def test_a_thread_that_opens_or_closes_a_span_has_moved():
     timeline = Timeline()
-    activity = timeline.show_activity()
+    timeline.attach(activity := Activity())
     with timeline.span("step", "step 1"):
         time.sleep(0.2)
         (before,) = activity.now()
@@ -216,9 +215,9 @@ def test_a_thread_that_opens_or_closes_a_span_has_moved():
 
 def test_an_error_closes_the_span_and_spans_are_recorded_as_without():
     timeline = Timeline()
-    activity = timeline.show_activity()
+    timeline.attach(activity := Activity())
     recording = timeline.start()
     with pytest.raises(RuntimeError), timeline.span("tp", "all_reduce"):
         raise RuntimeError
-    assert [s.name for s in timeline.stop(recording)] == ["all_reduce"]
+    assert [s.name for s in recording.spans()] == ["all_reduce"]
     assert activity.now() == []
