@@ -103,7 +103,7 @@ def versions() -> Section:
 
 
 def devices() -> Section:
-    """The CPU, the GPUs with their links, each as its rank would describe it, and the network adapters."""
+    """The CPU, and the GPUs with their links, each as its rank would describe it."""
     gibibytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = {"CPU": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable, {gibibytes:.1f} GiB"}
     places = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
@@ -116,7 +116,6 @@ def devices() -> Section:
     if torch.cuda.device_count():
         cluster = cluster_from_hosts(infos)
         found["fast domains"] = f"of {cluster.domain_size or cluster.ranks_per_node} GPUs"
-    found["adapters"] = ", ".join(infos[0].adapters) or "none on the PCI bus"
     if notices := dict.fromkeys(info.notice for info in infos if info.notice):
         found["note"] = "; ".join(notices)
     return found

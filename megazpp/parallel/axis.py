@@ -1,9 +1,8 @@
 """One process group as an axis of the mesh: the only file that calls collectives.
 
-Everything that communicates is handed a `MeshAxis`. An axis of size 1 is the identity and needs no process group,
-so layers and collectives run (and are tested) in one process. Each call counts the bytes this rank puts on the
-wire, by what a bandwidth-optimal ring sends: (n-1)/n of the buffer for a gather or a scatter, twice that for an
-all-reduce.
+Everything that communicates is handed a `MeshAxis`. An axis of size 1 is the identity and needs no process group, so
+layers and collectives run (and are tested) in one process. Each call counts the bytes this rank sends, by what a
+bandwidth-optimal ring sends: (n-1)/n of the buffer for a gather or a scatter, twice that for an all-reduce.
 
 A graph of torch.compile names an axis by its `key` and calls these methods from operators of its own (`megazpp::...`),
 when it runs, so bytes and spans are counted there too; eager code does not go through them.
@@ -130,10 +129,9 @@ class MeshAxis:
         return self._all_reduce_(x, dist.ReduceOp.MAX)
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
-        """[n, ...] on each rank -> [size * n, ...], in axis order; `out` may alias `x` in this rank's slot.
+        """[n, ...] on each rank -> [size * n, ...], in axis order; `of` names the tensor's owner in the span.
 
-        Args:
-            of: whose tensor it is, for the name of the span.
+        `out` may alias `x` in this rank's slot.
         """
         if self.size == 1:
             return x if out is None else out.copy_(x)
@@ -256,8 +254,6 @@ def make_group(
     """This rank's group of a partition of all ranks; rank i of a group is the i-th rank of its part.
 
     Every rank calls this with the same parts in the same order. Parts that do not ascend need torch 2.13's new_group.
-    NCCL's first communicator is split into all parts at once, because splitting off one part takes all ranks, and one
-    by one a thousand ranks would take a minute. A part of one rank gets a group that only this rank knows of.
 
     Args:
         options: the back end's, for the one group that this rank is in.
@@ -271,8 +267,9 @@ def make_group(
     if options is backend is None and mine == tuple(range(dist.get_world_size())):
         group = world
     elif len(mine) == 1:
-        own = "gloo" if nccl else None  # not a communicator that nobody talks through
+        own = "gloo" if nccl else None  # not a communicator that nobody talks through; only this rank knows of it
         group = dist.new_group(list(mine), backend=own, group_desc=name, use_local_synchronization=True)
+    # into all parts at once: splitting one off takes all ranks, and one by one a thousand would take a minute
     elif backend is None and ascending and nccl and world.bound_device_id is not None:
         group = dist.split_group(split_ranks=[list(r) for r in partition], pg_options=options, group_desc=name)
     else:

@@ -61,8 +61,6 @@ class ParallelConfig:
 def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, islands: int = 1) -> Layout:
     """The layout that the flags ask for on `cluster`; ZeRO stage 0 is one replica per data rank.
 
-    Args:
-        islands: parts of the cluster that train a model each.
     Raises:
         ValueError: naming the flags that do not fit the cluster or each other.
     """
@@ -99,13 +97,10 @@ class ParallelDims:
     """The device mesh of a job and this rank's axes.
 
     Args:
-        layout: who is where.
-        nccl: priorities and channels of the groups, where the back end is NCCL.
         timeout: of every collective; None: torch's, 10 minutes on NCCL and 30 on gloo.
         threads: whether the hops of CPU tensors run in threads; False: at once, in the thread that submits them.
         mesh: one that is there already, [shard] or [shard, tp], whose dims may have other names; None: a new one.
     Attributes:
-        layout: the integers.
         mesh: DeviceMesh [island, replicate, shard, tp], of which only shard is there where it has one rank.
         tp, shard, local, cross, replicate, island: this rank's axes; they share `counter`.
         timeline: where all axes record what they do.
@@ -129,19 +124,20 @@ class ParallelDims:
         self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
         # an axis of one rank is no dim of the mesh, but for shard, which FSDP2 cannot do without; groups number their
         # ranks as the axes do, because FSDP2 takes shard indices from its group's ranks
-        self._mesh_axes = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
-        self.mesh = self._make_mesh(device_type) if mesh is None else mesh
+        self._mesh_axes = names = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
+        if mesh is None:
+            ranks = torch.tensor(layout.mesh_ranks()).view([layout.axis_size(axis) for axis in names])
+            # hops between islands run over many steps, so they never share the group of all ranks
+            groups = [self._make_group(axis, axis, own=axis == "island") for axis in names]
+            mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
+        self.mesh = mesh
         self.tp, self.local, self.cross, self.shard, self.replicate, self.island = axes = [
             self._axis(name, name, self._group(name)) for name in AXES
         ]
         world = tuple(range(layout.cluster.world_size))
+        group = dist.group.WORLD if len(world) > 1 else None
         self.world = MeshAxis(
-            "world",
-            ranks=world,
-            rank=dist.get_rank(),
-            group=dist.group.WORLD if len(world) > 1 else None,
-            wire="world",
-            timeline=self.timeline,
+            "world", ranks=world, rank=dist.get_rank(), group=group, wire="world", timeline=self.timeline
         )
         if timeout is not None:
             for axis in axes:
@@ -152,13 +148,6 @@ class ParallelDims:
         """A further axis `name` of the ranks of `axis`, with a process group and a queue of its own; on all ranks."""
         group = self._make_group(axis, name, own=True) if self.layout.axis_size(axis) > 1 else None
         return self._axis(axis, name, group)
-
-    def _make_mesh(self, device_type: str) -> DeviceMesh:
-        names = self._mesh_axes
-        ranks = torch.tensor(self.layout.mesh_ranks()).view([self.layout.axis_size(axis) for axis in names])
-        # hops between islands run over many steps, so they never share the group of all ranks
-        groups = [self._make_group(axis, axis, own=axis == "island") for axis in names]
-        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
     def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:
         rank = dist.get_rank()
@@ -175,14 +164,11 @@ class ParallelDims:
         )
 
     def _group(self, axis: str) -> dist.ProcessGroup | None:
-        """The mesh's group; local and cross have their own, but where no rank is on another node, which is shard."""
+        """The mesh's group; local and cross have their own, but in one domain, where local is shard."""
         if self.layout.axis_size(axis) == 1:
             return None
-        if axis in MESH_AXES:
-            return self.mesh.get_group(self._mesh_axes.index(axis))
-        if self.layout.cross == 1:
-            return self._group("shard")
-        return self._make_group(axis, axis)
+        of_mesh = axis if axis in MESH_AXES else "shard" if self.layout.cross == 1 else None
+        return self._make_group(axis, axis) if of_mesh is None else self.mesh.get_group(self._mesh_axes.index(of_mesh))
 
     def _make_group(self, axis: str, name: str, *, own: bool = False) -> dist.ProcessGroup:
         """Make the groups of `axis` and return this rank's; `own`: even where all ranks have one already."""

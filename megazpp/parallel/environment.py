@@ -24,8 +24,8 @@ A user's own setting stays, but for the first.
 | island | normal   | the flag | the same, and the time of several steps                                             |
 | others | normal   | NCCL's   | plain ZeRO's ring over all data ranks, all-reduces between copies                   |
 
-A group's own stream, which has the priority, is that of asynchronous collectives, and a step has none: since torch 2.8
-a blocking collective runs on the caller's stream, a hop on its queue's (comm_queue.py), which has the same priority.
+Since torch 2.8 a blocking collective runs on the caller's stream, a hop on its queue's (comm_queue.py), which has the
+same priority; the group's own stream has only asynchronous ones, of which a step has none.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ MOST_CTAS = 64  # of NCCL 2.25 and newer; 32 before
 class NcclConfig:
     """NCCL: priority and channels of the process groups (no effect on gloo)
 
-    A CTA of NCCL's is a channel and occupies an SM for as long as its collective runs; NCCL takes up to 32 or 64 of the
-    132 SMs of an H100. The network is a small part of NVLink's rate, so the cross axis may need few of them (try 8);
-    nothing is set by default, because no value has been measured.
+    A CTA of NCCL's is a channel and occupies an SM while its collective runs; NCCL takes up to 32 or 64 of an H100's
+    132. The network is a small part of NVLink's rate, so the cross axis may need few (try 8; none is measured).
     """
 
     nccl_high_priority: bool = flag(
@@ -75,8 +74,8 @@ class NcclConfig:
 def prepare_environment(env: MutableMapping[str, str] = os.environ) -> tuple[str, ...]:
     """Set the table's variables but NCCL's, where torch is built for GPUs; call before anything asks CUDA for a device.
 
-    Returns:
-        A line for each choice of a user's that does not stand.
+    Returns a line for each choice of a user's that does not stand.
+
     Raises:
         ValueError: CUDA has started with a single connection, or the folder for Triton is somebody else's.
     """
@@ -89,10 +88,8 @@ def prepare_environment(env: MutableMapping[str, str] = os.environ) -> tuple[str
         notices.append(f"{CONNECTIONS}=1 is unset: with it no collective would overlap with the computation")
     if not any(name in env for name in ALLOCATOR):
         env[ALLOCATOR[0]] = "expandable_segments:True"
-    if not any(name in env for name in TRITON):
-        folder = node_folder("triton")
-        if folder is not None:
-            env[TRITON[0]] = str(folder)
+    if not any(name in env for name in TRITON) and (folder := node_folder("triton")) is not None:
+        env[TRITON[0]] = str(folder)
     return tuple(notices)
 
 
@@ -106,9 +103,7 @@ def check_connections(env: Mapping[str, str] = os.environ) -> None:
 
 
 def node_folder(name: str) -> Path | None:
-    """A folder on this node that nobody but this user can write to or read; made if need be.
-
-    None where no program may be run from a temporary folder: compiled kernels are programs.
+    """A folder on this node of this user alone; None where no program, as compiled kernels are, may be run from it.
 
     Raises:
         ValueError: somebody else has made it, or others can write to it.
@@ -121,27 +116,20 @@ def node_folder(name: str) -> Path | None:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise ValueError(
-                f"{folder} is not a folder of this user alone, and kernels are run from it: remove it, or set "
-                f"{TRITON[0]}"
-            )
+            problem = "is not a folder of this user alone, and kernels are run from it"
+            raise ValueError(f"{folder} {problem}: remove it, or set {TRITON[0]}")
     return own / name
 
 
 def order_launches(layout: Layout, env: MutableMapping[str, str] = os.environ) -> None:
-    """Have NCCL keep the order of launches where several axes have more than one rank; before the first collective.
-
-    Islands of one rank count too: their hops are in flight beside collectives of all ranks.
-    """
+    """Have NCCL keep the order of launches where several axes have more than one rank; before the first collective."""
+    # islands of one rank count too: their hops are in flight beside collectives of all ranks
     if layout.island > 1 or sum(layout.axis_size(axis) > 1 for axis in AXES) > 1:
         env.setdefault(LAUNCH_ORDER, "1")
 
 
 def axis_options(axis: str, layout: Layout, config: NcclConfig) -> Any:
-    """The `pg_options` of a new group of `axis`; None, for torch's defaults, on gloo and for one rank.
-
-    A new object each time, because a group keeps and changes the one it gets.
-    """
+    """New `pg_options` for a group of `axis`, which keeps and changes them; None on gloo and for one rank."""
     if dist.get_backend() != "nccl" or layout.axis_size(axis) == 1:
         return None
     inside = axis in ("tp", "local") or (axis == "shard" and layout.cross == 1)

@@ -1,12 +1,8 @@
 """`--measure-links`: how fast each axis's wire is, from all-gathers of two sizes at start-up.
 
-An all-gather over n ranks sends (n-1) messages of b bytes from each, one after the other around a ring, so it takes
-
-    (n-1) (latency + b / bandwidth)
-
-and two values of b give both. All groups of an axis run at once, as in training: ranks of a node that share an adapter
-share it here too, and the bandwidth is one rank's part. The result is the ring that would take as long as gloo or NCCL
-took, who may send otherwise.
+An all-gather over n ranks of b bytes each takes (n-1) (latency + b / bandwidth) around a ring, and two values of b give
+both. All groups of an axis run at once, as in training: ranks of a node that share an adapter share it here too, and
+the bandwidth is one rank's part. gloo or NCCL may send otherwise; the result is the ring that would take as long.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ import torch
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.topology.cluster import LINK_KINDS, MEASURED, Link, LinkKind, Links
-from megazpp.topology.layout import Layout
 
 REPEATS = 5
 SMALL_BYTES = 256  # so few that a limited uplink lets them pass at once: what they take is latency
@@ -31,8 +26,7 @@ def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list
     """Time the tp, local, cross and island axes; every rank calls it. Counts no traffic.
 
     Returns:
-        The cluster's links with the measured ones in place, of two axes on one kind of link the slower; and a line for
-        each axis.
+        The cluster's links with those measured, of two axes on one kind the slower; and a line for each axis.
     """
     layout, found, lines = dims.layout, dict[LinkKind, Link](), []
     with dims.counter.paused():
@@ -45,8 +39,11 @@ def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list
             link, figures = fit_link(axis.size, small, large), "too noisy to tell"
             if link is not None:
                 figures = f"{link.gigabytes_per_second:.3g} GB/s per rank, {link.microseconds:.3g} us"
-                # a rank's part of the network, times the ranks of the node that sent into it
-                senders = _senders_into_network(layout, axis) if kind == "network" else 1
+                senders = 1
+                if kind == "network":  # a rank's part of it, times the ranks of the node whose successors are elsewhere
+                    cluster, node = layout.cluster, layout.cluster.node_of(axis.ranks[axis.rank])
+                    beside = range(node * cluster.ranks_per_node, (node + 1) * cluster.ranks_per_node)
+                    senders = sum(layout.link(axis.name, cluster.rank_at(p)) == "network" for p in beside) or 1
                 measured = Link(link.gigabytes_per_second * senders, link.microseconds, f"{MEASURED} over {axis.name}")
                 found[kind] = min(measured, found.get(kind, measured))
             lines.append(
@@ -67,14 +64,6 @@ def fit_link(num_ranks: int, small: tuple[int, float], large: tuple[int, float])
         return None
     latency = max(0.0, small[1] - slope * small[0]) / (num_ranks - 1)
     return Link((num_ranks - 1) / slope / 1e9, latency * 1e6)
-
-
-def _senders_into_network(layout: Layout, axis: MeshAxis) -> int:
-    """Ranks of this rank's node whose successor along the axis is on another one."""
-    cluster = layout.cluster
-    first = cluster.node_of(axis.ranks[axis.rank]) * cluster.ranks_per_node
-    ranks = (cluster.rank_at(first + index) for index in range(cluster.ranks_per_node))
-    return max(1, sum(layout.link(axis.name, rank) == "network" for rank in ranks))
 
 
 def _time_all_gather(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, device: torch.device) -> float:

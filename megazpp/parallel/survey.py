@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import dataclasses
 import json
-import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from megazpp.topology.cluster_file import ClusterConfig, detect_cluster
 from megazpp.topology.hosts import SWITCH, Gpu, HostInfo, cluster_from_hosts, describe_hosts
 
 UNKNOWN_LINKS = "which GPUs NVLink joins is not known, so a node counts as one fast domain"
-PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 def settle_cluster(worker: Worker, config: ClusterConfig, announced: Cluster, *, tp: int) -> Cluster:
@@ -86,54 +84,22 @@ def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
 def describe_host(
     local_rank: int, device: torch.device, *, uses_gpu: bool | None = None, root: Path = Path("/")
 ) -> HostInfo:
-    """This process's machine, from the /proc and /sys of `root`; the GPU only where collectives use it.
+    """This process's machine, from the /proc of `root`; the GPU only where collectives use it.
 
     Over gloo no byte takes NVLink. `uses_gpu` None: as the process group does.
     """
     if uses_gpu is None:
         uses_gpu = device.type == "cuda" and dist.get_backend() == "nccl"
     gpu, notice = describe_gpu(device) if uses_gpu else (None, "")
-    namespace = root / "proc/self/ns/net"
+    boot_id, namespace = root / "proc/sys/kernel/random/boot_id", root / "proc/self/ns/net"
     return HostInfo(
         host=socket.gethostname(),
-        boot_id=_read(root / "proc/sys/kernel/random/boot_id"),
+        boot_id=boot_id.read_text(encoding="utf-8").strip() if boot_id.exists() else "",
         network_namespace=namespace.stat().st_ino if namespace.exists() else 0,
         local_rank=local_rank,
         gpu=gpu,
-        adapters=find_adapters(root),
         notice=notice,
     )
-
-
-def find_adapters(root: Path = Path("/")) -> tuple[str, ...]:
-    """Name and rate of each network adapter that is up and on the PCI bus; InfiniBand's come before Ethernet's.
-
-    One that is both counts once. An adapter that does not give its rate is its name alone.
-    """
-    found: dict[str, str] = {}  # by PCI address
-
-    def add(entry: Path, gigabits_per_second: float) -> None:
-        device = entry / "device"
-        for address in PCI_ADDRESS.findall(str(device.resolve()))[-1:] if device.exists() else ():
-            rate = f" {gigabits_per_second:g} Gbit/s" if gigabits_per_second > 0 else ""
-            found.setdefault(address, entry.name + rate)
-
-    for entry in sorted(root.glob("sys/class/infiniband/*")):
-        state, rate = (_read(entry / "ports/1" / name) for name in ("state", "rate"))  # "4: ACTIVE", "400 Gb/sec (...)"
-        if "ACTIVE" in state:
-            add(entry, float((rate.split() or ["0"])[0]))
-    for entry in sorted(root.glob("sys/class/net/*")):
-        if _read(entry / "operstate") == "up":
-            add(entry, float(_read(entry / "speed") or 0) / 1e3)  # Mbit/s, -1: unknown
-    return tuple(found.values())
-
-
-def _read(path: Path) -> str:
-    """The text of a file of the kernel's; empty where there is none or it has no answer (a link that is down)."""
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
 
 
 def describe_gpu(device: torch.device) -> tuple[Gpu, str]:

@@ -51,7 +51,6 @@ class HostInfo:
         network_namespace: inode of the process's.
         local_rank: the launcher's.
         gpu: the one this rank computes and communicates with, None on a CPU.
-        adapters: network adapters on the PCI bus, each its name and rate, "mlx5_0 400 Gbit/s".
         notice: something the user should read, or nothing.
     """
 
@@ -60,7 +59,6 @@ class HostInfo:
     network_namespace: int = 0
     local_rank: int = 0
     gpu: Gpu | None = None
-    adapters: tuple[str, ...] = ()
     notice: str = ""
 
 
@@ -91,11 +89,10 @@ def cluster_from_hosts(infos: Sequence[HostInfo]) -> Cluster:
 
 
 def describe_hosts(infos: Sequence[HostInfo]) -> str:
-    """One line for the log: the hosts with their ranks, the GPUs, the network adapters."""
+    """One line for the log: the hosts with their ranks, and the GPUs."""
     gpus = Counter(info.gpu.name for info in infos if info.gpu is not None)
     devices = ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "no GPU"
-    adapters = list(dict.fromkeys(adapter for info in infos for adapter in info.adapters))
-    return f"hosts: {_spell(infos, range(len(infos)), 8)}; {devices}; adapters: {_few(adapters, 8, ', ') or 'none'}"
+    return f"hosts: {_spell(infos, range(len(infos)), 8)}; {devices}"
 
 
 def _node(info: HostInfo) -> Hashable:
@@ -205,9 +202,8 @@ def _by_position(infos: Sequence[HostInfo], node: list[int], domain_of: dict[int
 def _spell(infos: Sequence[HostInfo], ranks: Sequence[int], most: int = 4) -> str:
     """Hosts with the ranks meant, the first few of each."""
     hosts = _group(ranks, lambda rank: (infos[rank].host, _node(infos[rank])))
-    words = [f"{infos[host[0]].host} (rank {_few(host, most)})" for host in hosts[:most]]
+    words = []
+    for host in hosts[:most]:
+        few = " ".join(map(str, host[:most])) + (" ..." if len(host) > most else "")
+        words.append(f"{infos[host[0]].host} (rank {few})")
     return ", ".join(words) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
-
-
-def _few(words: Sequence[object], most: int, between: str = " ") -> str:
-    return between.join(map(str, words[:most])) + (" ..." if len(words) > most else "")

@@ -104,9 +104,7 @@ def test_rank_0_that_has_to_open_the_store_at_the_loopback_listens_there_only():
     assert addresses_of(port) <= LOOPBACK
 
 
-HOST = HostInfo(
-    host="a", local_rank=3, gpu=Gpu(uuid="u", nvlink_peers=("x", "switch")), adapters=("ib0", "eth0"), notice="ä"
-)
+HOST = HostInfo(host="a", local_rank=3, gpu=Gpu(uuid="u", nvlink_peers=("x", "switch")), notice="ä")
 
 
 def test_answers_in_the_store_come_back_as_they_were():

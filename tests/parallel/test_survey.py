@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.ranks import ranks
 
-from megazpp.parallel.survey import describe_host, find_adapters, settle_cluster, share_survey
+from megazpp.parallel.survey import describe_host, settle_cluster, share_survey
 from megazpp.parallel.worker import Worker
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import ClusterConfig
@@ -35,7 +35,7 @@ def survey(store_file: str, hosts: list[str]) -> tuple[Cluster, tuple[str, ...]]
 def test_all_ranks_get_the_cluster_of_a_launcher_that_deals_ranks_out(tmp_path: Path):
     found = ranks(4).run(survey, str(tmp_path / "store"), ["a", "b", "a", "b"])
     assert [cluster for cluster, _ in found] == [Cluster(num_nodes=2, ranks_per_node=2, order=(0, 2, 1, 3))] * 4
-    hosts = "hosts: a (rank 0 2), b (rank 1 3); no GPU; adapters: none"
+    hosts = "hosts: a (rank 0 2), b (rank 1 3); no GPU"
     assert found[0][1] == (hosts, "a is odd", "b is odd")  # each host's notice once
 
 
@@ -74,28 +74,6 @@ def test_one_machine_is_made_two_nodes_by_emulate_nodes_auto_whatever_the_launch
 
 
 # ---- one host ---------------------------------------------------------------------------------------------------
-
-
-def test_adapters_are_found_once_with_their_rate(tmp_path: Path):
-    """As /sys shows them; a device may be one step below the PCI function, as virtio's are."""
-    for kind, name, pci, files in (
-        ("infiniband", "mlx5_0", "5e", {"ports/1/state": "4: ACTIVE", "ports/1/rate": "400 Gb/sec (4X NDR)"}),
-        ("infiniband", "mlx5_1", "5f", {"ports/1/state": "1: DOWN", "ports/1/rate": "400 Gb/sec (4X NDR)"}),
-        ("net", "eth0", "01", {"operstate": "up", "speed": "25000"}),
-        ("net", "eth1", "02", {"operstate": "up", "speed": "-1"}),
-        ("net", "eth2", "03", {"operstate": "down", "speed": "100000"}),
-        ("net", "ib0", "5e", {"operstate": "up", "speed": "400000"}),  # mlx5_0's other face
-        ("net", "lo", "", {"operstate": "up"}),  # no device
-    ):
-        folder = tmp_path / "sys/class" / kind / name
-        for file, text in files.items():
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / file).write_text(text + "\n")
-        if pci:
-            device = tmp_path / "sys/devices/pci0000:00" / f"0000:{pci}:00.0" / "below"
-            device.mkdir(parents=True, exist_ok=True)
-            (folder / "device").symlink_to(device)
-    assert find_adapters(tmp_path) == ("mlx5_0 400 Gbit/s", "eth0 25 Gbit/s", "eth1")
 
 
 def test_a_machine_is_described_with_its_boot_and_its_network_namespace_where_it_has_them(tmp_path: Path):
