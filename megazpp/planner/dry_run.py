@@ -55,7 +55,6 @@ from megazpp.topology.cluster import Cluster
 from megazpp.training.objective import Objective
 from megazpp.training.setup import Built, ModelSpec, shard_on_meta
 from megazpp.training.step import TrainStep
-from megazpp.zero.sharding import materialize
 
 CPU = torch.device("cpu")
 LOSS_BYTES = 4  # of each micro-batch, until the step ends
@@ -147,7 +146,7 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
     def language_model(spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> DryTask:
         built = shard_on_meta(spec, dims, CPU)
         with fake:
-            materialize(built.model, CPU)
+            built.model.to_empty(device=CPU)
             return language_model_task(config, plan, built)
 
     counted, live_bytes = count_step(config, plan, rank, language_model)

@@ -34,7 +34,6 @@ from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
 from megazpp.training.setup import Built, ModelSpec, model_on_meta, shard_built, shard_on_meta
 from megazpp.zero.config import ZeroConfig
-from megazpp.zero.sharding import materialize
 
 
 class PostDryRun(NamedTuple):
@@ -110,7 +109,7 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
             trained.append(sum(parameter.numel() for parameter in models.policy.parameters()))
             built = shard_built(models.policy, spec, dims)
             with fake:
-                materialize(built.model, CPU)
+                built.model.to_empty(device=CPU)
                 if configs.training.objective == "sft":
                     return language_model_task(config, plan, built)
                 rows = rows_of(configs.training, plan.batches.micro_batch_size)
@@ -143,7 +142,7 @@ def _make_models(configs: PostConfigs, spec: ModelSpec, dims: ParallelDims, fake
             exact = dataclasses.replace(spec, zero=ZeroConfig(), wire=None)
             model = shard_on_meta(exact, dims, CPU).model
             with fake:
-                materialize(model, CPU)
+                model.to_empty(device=CPU)
         else:
             model = _frozen(spec, dims, axis, fake)[0]
         reference = FrozenModel(model)

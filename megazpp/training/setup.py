@@ -33,7 +33,7 @@ from megazpp.training.loop import Loader, Observer
 from megazpp.training.objective import Objective
 from megazpp.training.recorder import Validation
 from megazpp.zero.config import PrecisionConfig, WirePlan, ZeroConfig
-from megazpp.zero.sharding import Sharding, materialize, shard_model
+from megazpp.zero.sharding import Sharding, shard_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Bu
 
 def fill(built: Built, spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:
     """Allocate and initialise this rank's shards; copies are equal."""
-    materialize(built.model, device)
+    built.model.to_empty(device=device)
     draw_device = torch.device("cpu") if spec.config.use_cpu_initialization else device
     initialize_parameters_(built.model, seed=spec.seed, draw_device=draw_device)
     with dims.counter.paused():  # no step sends this

@@ -18,7 +18,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.zero.config import Dtypes, PrecisionConfig, WirePlan, ZeroConfig
 from megazpp.zero.layout import Segment, plan_message
-from megazpp.zero.schedule import CommQueues, GatherSchedule, ReduceSchedule
+from megazpp.zero.schedule import GatherSchedule, ReduceSchedule
 from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec
 
@@ -37,13 +37,11 @@ class CommContext:
     The planner (megazpp/planner/step.py) makes its comms with one too, on axes that exist on paper.
 
     Args:
-        cross, local, shard: the axes that the collectives run over.
-        plan: which of FSDP2's collectives are replaced, and by what.
         zero, precision: switches, and the dtypes of what is not quantized.
         codec: makes the codec that packs a unit's messages.
     Attributes:
         overlap_gather, overlap_reduce: whether collectives run beside the compute.
-        queues, gather_schedule, reduce_schedule: the communication queues, and what decides which hop runs when.
+        cross_queue, local_queue, shard_queue: communication queues of the axes.
     """
 
     def __init__(
@@ -63,8 +61,10 @@ class CommContext:
         overlaps = two_hops or blocks_host  # FSDP2's own collectives run beside the compute on CUDA as they are
         self.overlap_gather, self.overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps
         beside = self.overlap_gather or self.overlap_reduce
-        self.queues = CommQueues(*(axis.queue if beside else CommQueue() for axis in (cross, local, shard)))
-        self.gather_schedule = GatherSchedule(overlap=self.overlap_gather, queue=self.queues.cross)
+        self.cross_queue, self.local_queue, self.shard_queue = (
+            axis.queue if beside else CommQueue() for axis in (cross, local, shard)
+        )
+        self.gather_schedule = GatherSchedule(overlap=self.overlap_gather, queue=self.cross_queue)
         self.reduce_schedule = ReduceSchedule(overlap=self.overlap_reduce, blocks_host=blocks_host)
 
     def codec(self, segments: Sequence[Segment], fmt: BlockFormat | None, dtype: torch.dtype) -> Codec:
@@ -95,7 +95,7 @@ class CountedGather(FreshBuffers, AllGather):
     """[n] shard -> [W n] parameters over the shard axis, as FSDP2's own gather does."""
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
-        self.axis, self._queue, self._of = context.shard, context.queues.shard, unit.name
+        self.axis, self._queue, self._of = context.shard, context.shard_queue, unit.name
         self._overlap = context.overlap_gather
 
     def __call__(
@@ -120,7 +120,6 @@ class SummingReduce(FreshBuffers, ReduceScatter):
     """The base of reduce-scatters: [W n] gradients of a unit -> this rank's [n] of their sum over ranks.
 
     Attributes:
-        unit: the unit whose gradients are reduced.
         total: sum of this rank's own gradients since `watch`, a scalar; None if there were none.
     """
 
@@ -176,7 +175,7 @@ class CountedReduce(SummingReduce):
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
         super().__init__(unit, context)
-        self.axis, self._queue = context.shard, context.queues.shard
+        self.axis, self._queue = context.shard, context.shard_queue
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor]:
         work = self._queue.submit(lambda: self.axis.reduce_scatter(gradients, out=result, of=self.unit.name))

@@ -1,6 +1,6 @@
 """The flags of ZeRO, ZeRO++ and precision, and the wire plan that follows from them on a given layout.
 
-One file of more than 300 lines: the flags, their checks and the plan that follows from them name each other.
+One file of more than 300 lines: the flags, their checks and the plan name each other.
 """
 
 from __future__ import annotations
@@ -85,6 +85,18 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         check_words(self)
+        check_positive(self, "zero_weight_keyframe_interval")
+        if self.weight_bits not in WEIGHT_BITS:
+            allowed = ", ".join(map(as_words, WEIGHT_BITS))
+            raise ValueError(f"--zero-weight-bits {as_words(self.zero_weight_bits)} is not one of {allowed}")
+        bits = self.zero_gradient_bits
+        if len(bits) != 2 or any(b not in (4, 8, 16) for b in bits):
+            raise ValueError(f"--zero-gradient-bits {as_words(bits)} is not two of 4, 8 and 16")
+        beta, reset = self.zero_error_feedback_beta, self.zero_error_feedback_reset
+        if not 0 <= beta < 1:
+            raise ValueError(f"--zero-error-feedback-beta {beta} is not from 0 to below 1")
+        if reset is not None and reset < 1:
+            raise ValueError(f"--zero-error-feedback-reset {reset} is not a positive number of iterations")
 
     @property
     def weight_bits(self) -> tuple[int, ...]:
@@ -153,67 +165,48 @@ class PrecisionConfig:
 
 
 class Dtypes(NamedTuple):
-    """The dtypes that `PrecisionConfig` comes to, for models whose precision no flags describe."""
+    """What `PrecisionConfig` comes to, for models whose precision no flags describe."""
 
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
 
 
 class GatherPlan(NamedTuple):
-    """The all-gather of weights in two hops.
+    """The all-gather of weights in two hops."""
 
-    Attributes:
-        fmt: block format of the messages, with differences of those inside a node; None: the compute format, not
-            quantized.
-        keep: whether the secondary partition is kept (hpZ).
-        differences: block format of the differences from the kept weights that cross nodes; None: the same messages
-            travel across nodes and inside.
-    """
-
-    fmt: BlockFormat | None
-    keep: bool
-    differences: BlockFormat | None = None
+    fmt: BlockFormat | None  # of messages, with `differences` of those inside a node; None: the compute format
+    keep: bool  # the secondary partition (hpZ)
+    differences: BlockFormat | None = None  # from the kept weights, across nodes; None: the same messages as inside
 
 
 class ReducePlan(NamedTuple):
-    """The reduce-scatter of gradients in two hops.
-
-    Attributes:
-        local, cross: block formats inside a node and across nodes; None: the reduction format, not quantized.
-    """
+    """The reduce-scatter of gradients in two hops: block formats; None: the reduction format, not quantized."""
 
     local: BlockFormat | None
     cross: BlockFormat | None
 
 
 class WirePlan(NamedTuple):
-    """The replacement of FSDP2's collectives; it is made once, shown to the user and handed to `shard_model`.
-
-    Attributes:
-        gather, reduce: the two-hop collectives; None where FSDP2's own stay.
-        overlap_gather, overlap_reduce: whether collectives run beside the compute (FSDP2's own on CUDA always do).
-        notices: lines for the user.
-    """
+    """The replacement of FSDP2's collectives (None: its own); made once, shown to the user, handed to `shard_model`."""
 
     gather: GatherPlan | None = None
     reduce: ReducePlan | None = None
-    overlap_gather: bool = False
+    overlap_gather: bool = False  # beside the compute, as FSDP2's own on CUDA always run
     overlap_reduce: bool = False
     notices: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """One line for the log."""
-        weights = "gathered by FSDP2's ring"
+        weights, gradients = "gathered by FSDP2's ring", "reduced by FSDP2's ring"
         if self.gather is not None:
             kept = "kept inside the node until they change" if self.gather.keep else "not kept"
-            fmt, differences = _spell(self.gather.fmt), self.gather.differences
-            formats = fmt if differences is None else f"{fmt} inside nodes, differences as {_spell(differences)} across"
+            formats = _spell(self.gather.fmt)
+            if self.gather.differences is not None:
+                formats += f" inside nodes, differences as {_spell(self.gather.differences)} across"
             weights = f"gathered in two hops, {formats}, {kept}"
-        gradients = "reduced by FSDP2's ring"
         if self.reduce is not None:
-            gradients = (
-                f"reduced in two hops, {_spell(self.reduce.local)} inside nodes, {_spell(self.reduce.cross)} across"
-            )
+            local, cross = map(_spell, self.reduce)
+            gradients = f"reduced in two hops, {local} inside nodes, {cross} across"
         weights += ", ahead of use" if self.overlap_gather else ""
         gradients += ", under the backward" if self.overlap_reduce else ""
         return f"weights are {weights}; gradients are {gradients}"
@@ -229,7 +222,6 @@ def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
     Raises:
         ValueError: a combination of flags means nothing; the message names flags and values.
     """
-    _check_values(config)
     inside, across = config.weight_bits if config.quantizes_weights else (16, 16)
     quantized_weights, quantized_gradients = across < 16, _default(config.zero_quantized_gradients, config.zeropp)
     keep = _keeps_secondary(config, layout)
@@ -247,47 +239,35 @@ def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
     asked = [name for name, on in wanted.items() if on]
     if asked and config.stage != 3:
         raise ValueError(f"{asked[0]} needs --zero-stage 3, not {config.stage}: it changes how shards travel")
-    notices = []
-    overlap_gather = _default(config.overlap_param_gather, config.zeropp) and config.stage == 3
-    overlap_reduce = _default(config.overlap_grad_reduce, config.zeropp) and config.stage == 3
-    for name, flag_value in (
-        ("--overlap-param-gather", config.overlap_param_gather),
-        ("--overlap-grad-reduce", config.overlap_grad_reduce),
-    ):
-        if flag_value and config.stage != 3:
-            notices.append(f"{name} is ignored: ZeRO stage {config.stage} leaves overlap to FSDP2")
-    if overlap_reduce and layout.replicate > 1:
-        overlap_reduce = False
-        if config.overlap_grad_reduce:
-            notices.append("--overlap-grad-reduce is ignored: FSDP2 sums over copies right after each reduction")
+    overlap_gather, overlap_reduce = (
+        _default(asked_for, config.zeropp) and config.stage == 3
+        for asked_for in (config.overlap_param_gather, config.overlap_grad_reduce)
+    )
+    overlap_reduce = overlap_reduce and layout.replicate == 1  # FSDP2 sums over copies right after each reduction
+    plan, notices = WirePlan(overlap_gather=overlap_gather, overlap_reduce=overlap_reduce), list[str]()
     if asked and layout.cross == 1:
-        notices.append(f"{asked[0]}: no traffic crosses nodes here, so weights and gradients travel as in ZeRO-3")
-        return WirePlan(None, None, overlap_gather, overlap_reduce, tuple(notices))
+        notice = f"{asked[0]}: no traffic crosses nodes here, so weights and gradients travel as in ZeRO-3"
+        return plan._replace(notices=(notice,))
     if layout.local == 1 and keep:
         notices.append(
             "--zero-hpz-partition-size: a node has one data rank, so each rank keeps a whole copy of the weights"
         )
-    gather = None
     if quantized_weights or keep:
         if across < inside == 8 and layout.local == 1:
             inside = 16
             notices.append(
                 f"--zero-weight-bits 8 {across} is 16 {across} here: nothing travels inside nodes of one data rank"
             )
-        gather = GatherPlan(
-            block_format(inside, WEIGHT_BLOCK),
-            keep,
-            block_format(across, DIFFERENCE_BLOCK) if across < 8 else None,
-        )
-    reduce = None
+        differences = block_format(across, DIFFERENCE_BLOCK) if across < 8 else None
+        plan = plan._replace(gather=GatherPlan(block_format(inside, WEIGHT_BLOCK), keep, differences))
     if quantized_gradients:
         local, across = config.zero_gradient_bits
-        reduce = ReducePlan(
-            block_format(local, GRADIENT_BLOCK),
-            block_format(across, GRADIENT_BLOCK, clip=across == 4 and config.zero_error_feedback),
-        )
-    notices += _without_effect(config, gather, reduce)
-    return WirePlan(gather, reduce, overlap_gather, overlap_reduce, tuple(notices))
+        clip = across == 4 and config.zero_error_feedback
+        reduce = ReducePlan(block_format(local, GRADIENT_BLOCK), block_format(across, GRADIENT_BLOCK, clip=clip))
+        plan = plan._replace(reduce=reduce)
+    if unused := _without_effect(config, plan):
+        notices.append(unused)
+    return plan._replace(notices=tuple(notices))
 
 
 def wire_backends(plan: WirePlan, device_type: str) -> list[tuple[str, str, str]]:
@@ -312,47 +292,25 @@ def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:
     return int(size) > 1
 
 
-def _check_values(config: ZeroConfig) -> None:
-    """Raise ValueError for values out of range, whether the flags are used or not."""
-    check_positive(config, "zero_weight_keyframe_interval")
-    if config.weight_bits not in WEIGHT_BITS:
-        raise ValueError(
-            f"--zero-weight-bits {as_words(config.zero_weight_bits)} is not one of "
-            f"{', '.join(map(as_words, WEIGHT_BITS))}"
-        )
-    bits = config.zero_gradient_bits
-    if len(bits) != 2 or any(b not in (4, 8, 16) for b in bits):
-        raise ValueError(f"--zero-gradient-bits {as_words(bits)} is not two of 4, 8 and 16")
-    beta, reset = config.zero_error_feedback_beta, config.zero_error_feedback_reset
-    if not 0 <= beta < 1:
-        raise ValueError(f"--zero-error-feedback-beta {beta} is not from 0 to below 1")
-    if reset is not None and reset < 1:
-        raise ValueError(f"--zero-error-feedback-reset {reset} is not a positive number of iterations")
-
-
-def _without_effect(config: ZeroConfig, gather: GatherPlan | None, reduce: ReducePlan | None) -> list[str]:
-    """A line for each flag that was set and changes nothing of what travels."""
-    weights = _default(config.zero_quantized_weights, config.zeropp)
-    crossing = reduce is not None and reduce.cross is not None
-    no_feedback = None if crossing and config.zero_error_feedback else "no error is fed back (--zero-error-feedback)"
-    one_hop = None if reduce else "gradients are not reduced in two hops (--zero-quantized-gradients, --zeropp)"
-    whole = "whole weights cross nodes in every step (--zero-weight-bits 16 4)"
-    unused = {
-        "zero_quantized_weights": "--zero-weight-bits 16" if weights and config.weight_bits == (16, 16) else None,
-        "zero_weight_bits": None if weights else "weights are not quantized (--zero-quantized-weights, --zeropp)",
-        "zero_weight_keyframe_interval": None if gather and gather.differences else whole,
-        "zero_gradient_bits": one_hop,
-        "zero_error_feedback": None if crossing else "gradients are not quantized across nodes (--zeropp)",
-        "zero_error_feedback_beta": no_feedback,
-        "zero_error_feedback_reset": no_feedback,
-        "zero_accumulate_in_bf16": one_hop,
-        "zero_cross_every_microbatch": one_hop,
+def _without_effect(config: ZeroConfig, plan: WirePlan) -> str | None:
+    """A line that names the flags that were set and change nothing of what travels."""
+    two_hops, crossing = plan.reduce is not None, plan.reduce is not None and plan.reduce.cross is not None
+    used = {
+        "zero_quantized_weights": config.weight_bits != (16, 16),
+        "zero_weight_bits": config.quantizes_weights,
+        "zero_weight_keyframe_interval": plan.gather is not None and plan.gather.differences is not None,
+        "zero_gradient_bits": two_hops,
+        "zero_error_feedback": crossing,
+        "zero_error_feedback_beta": crossing and config.zero_error_feedback,
+        "zero_error_feedback_reset": crossing and config.zero_error_feedback,
+        "zero_accumulate_in_bf16": two_hops,
+        "zero_cross_every_microbatch": two_hops,
+        "overlap_param_gather": plan.overlap_gather or not config.overlap_param_gather,
+        "overlap_grad_reduce": plan.overlap_reduce or not config.overlap_grad_reduce,
     }
-    return [
-        f"{as_written(config, field)} is ignored: {unused[field.name]}"
-        for field in dataclasses.fields(config)
-        if unused.get(field.name) and getattr(config, field.name) != field.default
-    ]
+    fields = [field for field in dataclasses.fields(config) if not used.get(field.name, True)]
+    unused = [as_written(config, field) for field in fields if getattr(config, field.name) != field.default]
+    return f"without effect here: {', '.join(unused)}" if unused else None
 
 
 def block_format(bits: int, block_size: int, *, clip: bool = False) -> BlockFormat | None:

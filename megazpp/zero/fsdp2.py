@@ -92,8 +92,7 @@ def trainer_callback(**arguments: Any) -> Any:
     class Zeropp(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             model: nn.Module = given["model"]
-            is_wrapped = isinstance(model, FSDPModule)
-            if not is_wrapped:
+            if not isinstance(model, FSDPModule):
                 raise TypeError("the Trainer has not wrapped the model by FSDP2: it needs fsdp=True and fsdp_version 2")
             zeropp(model, **arguments)
 
@@ -204,21 +203,9 @@ def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
 
 
 def _precision_of(units: Sequence[Unit]) -> Dtypes:
-    """The dtypes in which FSDP2 gathers weights and reduces gradients.
-
-    Raises:
-        ValueError: they are not the same in all units, or a unit reshards to other ranks than its data axis, or to the
-            host's memory.
-    """
+    """The dtypes in which FSDP2 gathers weights and reduces gradients; ValueError unless all units have the same."""
     found = {dtypes: unit.name for unit in units for dtypes in unit.dtypes()}
-    if any(unit.is_offloaded for unit in units):
-        raise ValueError("CPUOffloadPolicy: ZeRO++ reads shards where they are computed with")
-    apart = [unit.name for unit in units if unit.reshards_elsewhere]
-    if apart:
-        raise ValueError(f"{apart[0]} reshards to fewer ranks after forward: ZeRO++ needs reshard_after_forward=True")
     if len(found) > 1:
-        kinds = "; ".join(
-            f"{dtypes.param_dtype} reduced in {dtypes.reduce_dtype}: {of}" for dtypes, of in found.items()
-        )
+        kinds = "; ".join(f"{weights} reduced in {gradients}: {of}" for (weights, gradients), of in found.items())
         raise ValueError(f"all units have to be computed and reduced in the same dtypes, these are not: {kinds}")
     return next(iter(found))

@@ -51,7 +51,9 @@ class TwoHopGather(FreshBuffers, AllGather):
         plan, dtype = context.plan.gather, context.precision.param_dtype
         assert plan is not None
         self.unit, self._keep = unit, plan.keep
-        self._cross, self._local, self._queues = context.cross, context.local, context.queues
+        self.crossing_key = f"{unit.key}.crossing"  # of what the next use sends, in checkpoints
+        self._cross, self._local = context.cross, context.local
+        self._cross_queue, self._local_queue = context.cross_queue, context.local_queue
         self._codec, self._schedule = context.codec(unit.segments, plan.fmt, dtype), context.gather_schedule
         self.secondary = Secondary(self._codec, self._cross, of=unit.name)
         if plan.differences is not None:
@@ -108,13 +110,13 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._used = True
         received = self._received or self._start_local_hop(messages)
         self._received = None
-        done = self._queues.local.submit(functools.partial(self._unpack, received, output_tensor))
+        done = self._local_queue.submit(functools.partial(self._unpack, received, output_tensor))
         if self._keep:
             self._schedule.used(self, crossed=crossing != Crossing.NOTHING)
         else:
             self.secondary.free()
             self._made_from = None
-        if self._schedule.overlap and self._queues.local.blocks_host:
+        if self._schedule.overlap and self._local_queue.blocks_host:
             return Pending(done)
         done.wait()  # on CUDA the gather stream waits, on which FSDP2 goes on
         return None
@@ -180,7 +182,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         secondary = self.secondary
         assert isinstance(secondary, Resident)
         messages = secondary.messages if secondary.messages is not None else secondary.allocate(row.device)
-        self._crossed = self._queues.cross.submit(functools.partial(secondary.restore, messages, row))
+        self._crossed = self._cross_queue.submit(functools.partial(secondary.restore, messages, row))
         self._crossed.wait()
         self._made_from, self._received = self.unit.fingerprint(), None
         self._has_stepped = crossing == Crossing.DIFFERENCE
@@ -211,7 +213,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._made_from = self.unit.fingerprint()
         paused, num_bytes = self._cross.counter.is_paused, self.secondary.crossing_bytes(keyframe=keyframe)
         self._uncounted = (self._cross.size - 1) * num_bytes if paused else 0
-        self._crossed = self._queues.cross.submit(
+        self._crossed = self._cross_queue.submit(
             lambda: self.secondary.take_in(messages, shard(), keyframe=keyframe), since=since
         )
 
@@ -223,7 +225,7 @@ class TwoHopGather(FreshBuffers, AllGather):
 
     def _start_local_hop(self, messages: torch.Tensor) -> Work[torch.Tensor]:
         assert self._crossed is not None
-        return self._queues.local.submit(functools.partial(self._hop_inside, messages), after=(self._crossed,))
+        return self._local_queue.submit(functools.partial(self._hop_inside, messages), after=(self._crossed,))
 
     def _hop_inside(self, messages: torch.Tensor) -> torch.Tensor:
         """[N, M] -> [L, N, M]"""

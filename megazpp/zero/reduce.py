@@ -34,7 +34,8 @@ class TwoHopReduce(SummingReduce):
         super().__init__(unit, context)
         plan, zero = context.plan.reduce, context.zero
         assert plan is not None
-        self._cross, self._local, self._queues = context.cross, context.local, context.queues
+        self._cross, self._local = context.cross, context.local
+        self._cross_queue, self._local_queue = context.cross_queue, context.local_queue
         self._feedback, self._beta = zero.zero_error_feedback, zero.zero_error_feedback_beta
         self._every_micro_batch = zero.zero_cross_every_microbatch
         self._partial_dtype = torch.bfloat16 if zero.zero_accumulate_in_bf16 else torch.float32
@@ -57,11 +58,11 @@ class TwoHopReduce(SummingReduce):
             )
         last = self._last_micro_batch and self.unit.in_last_backward
         cross = last or self._every_micro_batch
-        inside = self._queues.local.submit(functools.partial(self._hop_inside, gradients, keep=not cross))
+        inside = self._local_queue.submit(functools.partial(self._hop_inside, gradients, keep=not cross))
         self._schedule.sent(inside)
         if not cross:
             return None
-        return self._queues.cross.submit(functools.partial(self._hop_across, inside, result), after=(inside,))
+        return self._cross_queue.submit(functools.partial(self._hop_across, inside, result), after=(inside,))
 
     @property
     def message_bytes(self) -> tuple[int, int]:

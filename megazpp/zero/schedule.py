@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
@@ -47,22 +47,12 @@ UNITS_IN_FLIGHT = 2
 CROSS_HOPS_PER_USE = 2
 
 
-class CommQueues(NamedTuple):
-    """The communication queues of the three axes."""
-
-    cross: CommQueue
-    local: CommQueue
-    shard: CommQueue
-
-
 class Startable(Protocol):
     """The part of a unit's gather that its schedule calls."""
 
-    def start_early(self, since: Moment) -> bool:
-        """Start the cross hop ahead of use if that is wanted and possible; returns whether it was started."""
+    def start_early(self, since: Moment) -> bool: ...
 
-    def prefetch(self) -> None:
-        """Start the next use's local hop."""
+    def prefetch(self) -> None: ...
 
 
 class GatherSchedule:
@@ -110,7 +100,7 @@ class GatherSchedule:
                 following[0].prefetch()
 
     def forget_stale(self) -> None:
-        """Start none until the next use whose weights cross; call after a step."""
+        """Clear the list of stale units; call after a step."""
         self._stale.clear()
 
     def start_stale(self, limit: int | None = None) -> None:

@@ -26,8 +26,6 @@ import torch
 from megazpp.parallel.axis import MeshAxis
 from megazpp.zero.wire import Codec
 
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-
 
 class Secondary:
     """The secondary partition of a unit as the messages that arrived.
@@ -149,11 +147,6 @@ class Resident(Secondary):
         if self.quantizes_inside:
             self.codec.pack(weights, self.codec.empty(nodes, device=device))
 
-    def sums_of_rows(self) -> torch.Tensor:
-        """[N] int64: the sum over the bits of each node's row of R."""
-        assert self.weights is not None
-        return _sum_of_bits(self.weights)
-
     @property
     def kept_bytes(self) -> int:
         beside = self.cross.size * self._exact.layout.message_bytes if self.quantizes_inside else 0
@@ -166,8 +159,3 @@ class Resident(Secondary):
         if self.quantizes_inside:
             assert self.weights is not None
             self.codec.pack(self.weights, messages)
-
-
-def _sum_of_bits(x: torch.Tensor) -> torch.Tensor:
-    """[..., n] -> [...] int64"""
-    return x.view(WORDS[x.element_size()]).sum(-1, dtype=torch.int64)

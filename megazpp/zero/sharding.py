@@ -51,12 +51,11 @@ class Sharding:
     """The handle on a sharded model: its methods belong around micro-batches, evaluations and writes to weights.
 
     Args:
-        model: the sharded model.
         units: its sharding units, FSDP2's parameter groups.
         stage: the ZeRO stage.
-        zero: intervals of whole weights and of error feedback; None: the defaults.
+        zero: intervals of whole weights and of error feedback.
         comms: each unit's all-gather and reduce-scatter, where they are ours.
-        counter: of the bytes that this rank sends; None: nothing is sent.
+        counter: of the bytes that this rank sends.
     """
 
     keeps_gathered = True
@@ -66,12 +65,11 @@ class Sharding:
         model: nn.Module,
         units: Sequence[Unit],
         stage: int,
-        zero: ZeroConfig | None = None,
-        comms: Sequence[tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]] = (),
-        counter: TrafficCounter | None = None,
+        zero: ZeroConfig,
+        comms: Sequence[tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]],
+        counter: TrafficCounter,
     ) -> None:
-        self.counter = counter or TrafficCounter()
-        self.model, self.units, self.stage, self._zero = model, units, stage, zero or ZeroConfig()
+        self.model, self.units, self.stage, self.counter, self._zero = model, units, stage, counter, zero
         self._iteration: int | None = None
         self._modules = [module for unit in units for module in unit.modules]
         self._gathers = [gather for gather, _ in comms if isinstance(gather, TwoHopGather)]
@@ -98,10 +96,9 @@ class Sharding:
             reduce.begin_micro_batch(last=last)
 
     def end_step(self, factor: torch.Tensor | float, *, iteration: int) -> None:
-        """Tell the error feedback what became of a step's gradients; call after the optimizer's step, or its skipping.
+        """Multiply the error feedback like a step's gradients; call after the optimizer's step, or its skipping.
 
-        What quantization has lost of this step's gradients is multiplied like the gradients themselves, so that the
-        next step adds it to gradients of the same unit. No host synchronization.
+        So the next step adds it to gradients of the same unit. No host synchronization.
 
         Args:
             factor: the clip factor times the next step's loss scale over this step's; 0 if the step was skipped. A
@@ -118,10 +115,7 @@ class Sharding:
         rescale_([errors for reduce in self._reduces if (errors := reduce.kept_errors) is not None], factor)
 
     def compile_kernels(self, device: torch.device) -> None:
-        """Compile the kernels of quantized messages for `device` now, and not in the first step.
-
-        Each unit packs and unpacks zeros once; no other rank takes part, and no state changes.
-        """
+        """Compile the kernels of quantized messages for `device` now, and not in the first step; nothing is sent."""
         with torch.no_grad():
             for gather in self._gathers:
                 gather.warm_up(device)
@@ -135,10 +129,7 @@ class Sharding:
 
     @contextmanager
     def kept_gathered(self) -> Iterator[None]:
-        """Keep each weight after its first gather, as stage 2 does, for the forwards inside; afterwards free all.
-
-        It costs the memory of the whole model in compute precision.
-        """
+        """Keep each weight after its first gather, as stage 2 does (the whole model's memory); afterwards free all."""
         for module in self._modules:
             module.set_reshard_after_forward(False, recurse=False)
         try:
@@ -151,8 +142,7 @@ class Sharding:
     def weights_changed(self) -> None:
         """Have the next use of each weight gather it anew, whole.
 
-        Needed only after writes that move no version counter (`parameter.data`, `torch._foreach_*`): optimizer steps,
-        loads and ordinary in-place operations are noticed.
+        Needed only after writes that move no version counter (`parameter.data`, `torch._foreach_*`).
         """
         for gather in self._gathers:
             gather.drop()
@@ -179,14 +169,14 @@ class Sharding:
     def secondary_state(self) -> dict[str, torch.Tensor]:
         """The state to continue with bit for bit where weights cross nodes as differences; {} where they do not.
 
-        {parameter}: the weights that the nodes keep, a DTensor sharded like the parameter; there is none where the next
-        use sends whole weights. {unit's first parameter}.crossing: what the next use sends, a scalar, the same on all
-        ranks. All are copies. Call while the parameters are shards, as after `free_gathered`.
+        {parameter}: a copy of the weights that the nodes keep, a DTensor sharded like the parameter; none where the
+        next use sends whole weights. {unit's first parameter}.crossing: what the next use sends, a scalar, the same on
+        all ranks. Call while the parameters are shards, as after `free_gathered`.
         """
         state: dict[str, torch.Tensor] = {}
         for gather in self._residents:
             crossing, resident = gather.next_crossing(), gather.resident()
-            state[_crossing_key(gather.unit)] = torch.tensor(crossing, dtype=torch.uint8)
+            state[gather.crossing_key] = torch.tensor(crossing, dtype=torch.uint8)
             if crossing != Crossing.KEYFRAME:
                 assert resident is not None
                 assert resident.weights is not None
@@ -198,7 +188,7 @@ class Sharding:
         """Zeros of all that `secondary_state` may hold, to read a saved one into, of any layout and world size."""
         targets: dict[str, torch.Tensor] = {}
         for gather in self._residents:
-            targets[_crossing_key(gather.unit)] = torch.zeros((), dtype=torch.uint8)
+            targets[gather.crossing_key] = torch.zeros((), dtype=torch.uint8)
             targets |= gather.unit.as_parameters(gather.new_row(self._device))
         return targets
 
@@ -211,7 +201,7 @@ class Sharding:
         complete = True
         for gather in self._residents:
             gather.drop()
-            sent = state.get(_crossing_key(gather.unit))
+            sent = state.get(gather.crossing_key)
             crossing = Crossing.KEYFRAME if sent is None else Crossing(int(sent))
             if crossing == Crossing.KEYFRAME or any(p.name not in state for p in gather.unit.parameters):
                 complete = complete and crossing == Crossing.KEYFRAME and sent is not None
@@ -233,14 +223,10 @@ class Sharding:
         """About the bytes of this rank's `secondary_state`."""
         return sum(gather.new_row(torch.device("meta")).nbytes for gather in self._residents)
 
-    def sums_of_residents(self) -> dict[str, torch.Tensor]:
-        """[N] sums of the bits of each row of resident weights that no gather shows, by the unit's key."""
+    def hidden_weights(self) -> dict[str, torch.Tensor]:
+        """By the unit's key [N, S] resident weights that no gather shows, because nodes send a quantized form."""
         residents = {gather.unit.key: gather.resident() for gather in self._residents}
-        return {
-            name: resident.sums_of_rows()
-            for name, resident in residents.items()
-            if resident is not None and resident.quantizes_inside
-        }
+        return {key: r.weights for key, r in residents.items() if r and r.quantizes_inside and r.weights is not None}
 
     def error_feedback(self) -> dict[str, torch.Tensor]:
         """This rank's buffers of error feedback, by name; {} where none is kept. Other layouts begin with zeros."""
@@ -293,9 +279,7 @@ def shard_model(
         dims: the axes to shard and replicate over; with stage 0 one replica per data rank.
         zero: stage and wire formats; the default is ZeRO-3.
         precision: compute and reduction formats; the shards stay fp32. The default computes in fp32.
-        wire: what `plan_wire` has made of `zero` on the layout of `dims`; None: it is made here.
-    Returns:
-        The handle whose `begin_micro_batch` the training step calls.
+        wire: what `plan_wire` makes of `zero` on the layout of `dims`.
     Raises:
         ValueError: `zero` asks for what `dims` cannot do.
     """
@@ -328,9 +312,7 @@ def install_comms(
     """Have FSDP2 call our collectives in a model that `fully_shard` has wrapped over `dims.data_mesh`.
 
     Args:
-        units: the model's, as `find_units` finds them.
-        means: whether gradients are divided as FSDP2 does it by itself: by the data ranks, or by what
-            `set_gradient_divide_factor` has said; else they are sums.
+        means: whether gradients are divided as FSDP2 does it by itself (`set_gradient_divide_factor`); else sums.
     """
     replicate = dims.replicate
 
@@ -368,16 +350,6 @@ def make_comms(unit: Unit, context: CommContext) -> tuple[TwoHopGather | Counted
     if plan.reduce is None or not unit.trained_segments:
         return gather, CountedReduce(unit, context)
     return gather, TwoHopReduce(unit, context)
-
-
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give a sharded model on the meta device uninitialised memory for this rank's shards."""
-    model.to_empty(device=device)
-
-
-def _crossing_key(unit: Unit) -> str:
-    """The key of what the next use of a unit sends."""
-    return f"{unit.key}.crossing"
 
 
 def _notice_steps(sharding: weakref.ref[Sharding]) -> None:

@@ -19,41 +19,25 @@ Fingerprint = tuple[object, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class UnitParameter:
-    """One parameter of a unit.
-
-    Attributes:
-        name: its name in the model.
-        module, attribute: where it is registered (FSDP2 puts another object there while it is gathered).
-        shape: its shape on this tensor-parallel rank, not sharded over data ranks.
-        mesh_dims: dims of the mesh that its shards are on; gathered parameters have none, or the tensor-parallel one.
-        requires_grad: whether it is trained.
-    """
+    """One parameter of a unit."""
 
     name: str
-    module: nn.Module
+    module: nn.Module  # where it is registered; FSDP2 puts another object there while it is gathered
     attribute: str
-    shape: tuple[int, ...]
-    mesh_dims: int
+    shape: tuple[int, ...]  # on this tensor-parallel rank, not sharded over data ranks
+    mesh_dims: int  # of the mesh that its shards are on; gathered parameters have none, or the tensor-parallel one
     requires_grad: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One of FSDP2's parameter groups: the parameters that are gathered and reduced together.
+    """One of FSDP2's parameter groups: the parameters that are gathered and reduced together."""
 
-    Attributes:
-        name: names of its modules in the model, for messages.
-        modules: the FSDP modules that share the unit, usually one.
-        parameters: in FSDP2's flat order.
-        segments: where each parameter lies in the flat shard.
-        trained_segments: where each trained parameter lies in the flat shard of gradients.
-    """
-
-    name: str = ""
-    modules: tuple[FSDPModule, ...]
-    parameters: tuple[UnitParameter, ...]
-    segments: tuple[Segment, ...]
-    trained_segments: tuple[Segment, ...]
+    name: str = ""  # of its modules in the model, for messages
+    modules: tuple[FSDPModule, ...]  # usually one
+    parameters: tuple[UnitParameter, ...]  # in FSDP2's flat order
+    segments: tuple[Segment, ...]  # of the parameters in the flat shard
+    trained_segments: tuple[Segment, ...]  # of the trained ones in the flat shard of gradients
 
     @property
     def key(self) -> str:
@@ -77,27 +61,22 @@ class Unit:
         factor: float | None = self._group.gradient_divide_factor
         return factor
 
-    @property
-    def reshards_elsewhere(self) -> bool:
-        """True if its weights are kept over fewer ranks between forward and backward (an integer as FSDP2's switch)."""
-        return self._group.post_forward_mesh_info not in (None, self._group.mesh_info)
-
-    @property
-    def is_offloaded(self) -> bool:
-        """True if its shards are in the host's memory between uses (FSDP2's CPUOffloadPolicy)."""
-        return isinstance(self._group.offload_policy, CPUOffloadPolicy)
-
     def dtypes(self) -> set[Dtypes]:
-        """The dtypes in which FSDP2 gathers weights and reduces gradients; several if weights are gathered as bytes."""
+        """The dtypes in which FSDP2 gathers weights and reduces gradients; several if weights are gathered as bytes.
+
+        Raises:
+            ValueError: FSDP2 keeps shards in the host's memory, or on fewer ranks between forward and backward.
+        """
+        if isinstance(self._group.offload_policy, CPUOffloadPolicy):
+            raise ValueError("CPUOffloadPolicy: ZeRO++ reads shards where they are computed with")
+        if self._group.post_forward_mesh_info not in (None, self._group.mesh_info):
+            raise ValueError(f"{self.name} reshards to fewer ranks after forward: it needs reshard_after_forward=True")
         policy = self._group.mp_policy
         found = {policy.param_dtype or tensor.dtype for tensor in self._tensors()}
         return {Dtypes(dtype, policy.reduce_dtype or dtype) for dtype in found}
 
     def fingerprint(self) -> Fingerprint:
-        """A value that changes when autograd counts a write to a shard or a shard is replaced.
-
-        Valid only while the unit `is_sharded`.
-        """
+        """A value that changes when autograd counts a write to a shard or a shard is replaced; if it `is_sharded`."""
         return tuple([(id(tensor), tensor._version, tensor._local_tensor._version) for tensor in self._tensors()])
 
     @property
@@ -106,10 +85,7 @@ class Unit:
         return not any(tensor.requires_grad or tensor.grad is not None for tensor in self._tensors())
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
-        """A function that makes this rank's flat shard [S] in `dtype`, as FSDP2 hands it to its all-gather.
-
-        None while the parameters are gathered.
-        """
+        """A function that makes this rank's flat shard [S] as FSDP2 gathers it; None while parameters are gathered."""
         if not self.is_sharded:
             return None
         shards = [shard.view(-1) for shard in self.shards()]
@@ -122,11 +98,7 @@ class Unit:
         return read
 
     def check_shard_reader(self, expected: torch.Tensor) -> None:
-        """Compare with the shard that FSDP2 has made, before relying on `shard_reader`.
-
-        Raises:
-            RuntimeError: this version of FSDP2 lays shards out in another way.
-        """
+        """Raise RuntimeError if this version of FSDP2 lays shards out otherwise; call before using `shard_reader`."""
         read = self.shard_reader(expected.dtype)
         with torch.no_grad():
             if read is not None and not torch.equal(read().view(torch.uint8), expected.view(torch.uint8)):
@@ -158,7 +130,7 @@ class Unit:
             torch._foreach_add_(gradients, _parts_of(reduced, self.trained_segments, gradients))
 
     def refuse_gradient_hooks(self) -> None:
-        """Raises RuntimeError if a parameter has a hook that wants its gradient before the backward is over."""
+        """Raise RuntimeError if a parameter has a hook that wants its gradient before the backward is over."""
         for p in self.parameters:
             if getattr(getattr(p.module, p.attribute), "_post_accumulate_grad_hooks", None):
                 raise RuntimeError(
@@ -195,16 +167,17 @@ def find_units(model: nn.Module, num_shards: int, *, data_dims: int = 1) -> list
     for modules in states.values():
         seen: set[object] = set()
         found = [p for module in modules for p in _parameters(module, names, seen, data_dims)]
-        if found:
-            units.append(
-                Unit(
-                    name=", ".join(names[module] or "the rest" for module in modules),
-                    modules=tuple(modules),
-                    parameters=tuple(found),
-                    segments=_segments(found, num_shards),
-                    trained_segments=_segments([p for p in found if p.requires_grad], num_shards),
-                )
-            )
+        if not found:
+            continue
+        shapes, trained = [(p.name, p.shape) for p in found], [(p.name, p.shape) for p in found if p.requires_grad]
+        unit = Unit(
+            name=", ".join(names[module] or "the rest" for module in modules),
+            modules=tuple(modules),
+            parameters=tuple(found),
+            segments=plan_segments(shapes, num_shards),
+            trained_segments=plan_segments(trained, num_shards),
+        )
+        units.append(unit)
     return units
 
 
@@ -212,10 +185,6 @@ def _parts_of(flat: torch.Tensor, segments: Sequence[Segment], like: Sequence[to
     """Views of the segments of a flat shard [S], each as long as its 1-D tensor of `like`: without the padding."""
     padded = flat.split([segment.size for segment in segments])
     return [part if part.shape == other.shape else part[: len(other)] for part, other in zip(padded, like, strict=True)]
-
-
-def _segments(parameters: list[UnitParameter], num_shards: int) -> tuple[Segment, ...]:
-    return plan_segments([(p.name, p.shape) for p in parameters], num_shards)
 
 
 def _parameters(
@@ -233,20 +202,15 @@ def _parameters(
         if tensor in seen or not isinstance(tensor, DTensor):
             continue
         seen.add(tensor)
+        shape = list(tensor.shape)
+        for mesh_dim, placement in enumerate(tensor.placements[data_dims:], data_dims):
+            if isinstance(placement, Shard):  # over tensor-parallel ranks
+                shape[placement.dim] //= tensor.device_mesh.size(mesh_dim)
         yield UnitParameter(
             name=f"{names[root]}.{attribute}".lstrip("."),
             module=root,
             attribute=attribute,
-            shape=_local_shape(tensor, data_dims),
+            shape=tuple(shape),
             mesh_dims=tensor.device_mesh.ndim,
             requires_grad=tensor.requires_grad,
         )
-
-
-def _local_shape(tensor: DTensor, data_dims: int) -> tuple[int, ...]:
-    """The shape on this tensor-parallel rank."""
-    shape = list(tensor.shape)
-    for mesh_dim, placement in enumerate(tensor.placements[data_dims:], data_dims):
-        if isinstance(placement, Shard):
-            shape[placement.dim] //= tensor.device_mesh.size(mesh_dim)
-    return tuple(shape)

@@ -11,20 +11,21 @@ to them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import JobError
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.secondary import WORDS
 from megazpp.zero.sharding import Sharding
 from megazpp.zero.units import Unit
 
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 SHOWN = 8  # differences that the message names
 
 
@@ -46,14 +47,6 @@ class CorruptWeightsError(JobError):
     """Ranks have gathered different weights."""
 
 
-class Sums(NamedTuple):
-    """One rank's sums of bits of the shards on which ranks differ, by unit and the owner's index along shard."""
-
-    tp_rank: int
-    shard_rank: int
-    sums: dict[tuple[str, int], int]
-
-
 def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
     """Compare the gathered weights of all units; call on all ranks, while no forward or backward is running.
 
@@ -62,33 +55,35 @@ def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
     """
     units = sharding.units
     with torch.no_grad(), dims.counter.paused():
-        residents = sharding.sums_of_residents()
+        hidden = sharding.hidden_weights()
         sums = torch.stack([_sums_of_shards(unit, dims.shard.size) for unit in units])  # [units, shards]
         for index, unit in enumerate(units):
-            if unit.key in residents:  # [N] of what this rank keeps -> [N, L] of what all ranks of the node keep
+            if unit.key in hidden:  # [N] of what this rank keeps -> [N, L] of what all ranks of the node keep
                 of_node = sums.new_zeros(dims.cross.size, dims.local.size)
-                of_node[:, dims.local.rank] = residents[unit.key]
+                of_node[:, dims.local.rank] = _sums_of_bits(hidden[unit.key])
                 sums[index] += dims.local.all_reduce_(of_node).view(-1)
-        largest, smallest = (dims.replicate.max_(dims.shard.max_(s * sums)) for s in (1, -1))
-        differs = largest != -smallest
+        largest = dims.replicate.max_(dims.shard.max_(sums.clone()))
+        smallest = -dims.replicate.max_(dims.shard.max_(-sums))
+        differs = largest != smallest
         if not int(dims.world.max_(differs.any().int())):
             return
     mine = {(units[u].name, shard): int(sums[u, shard]) for u, shard in differs.nonzero().tolist()}
-    found = dims.world.gather_objects(Sums(dims.tp.rank, dims.shard.rank, mine))
+    found = dims.world.gather_objects((dims.tp.rank, dims.shard.rank, mine))
     raise CorruptWeightsError(dims.world.share_object(describe(found) if found else None))
 
 
-def describe(found: Sequence[Sums]) -> str:
+def describe(found: Sequence[tuple[int, int, Mapping[tuple[str, int], int]]]) -> str:
     """The message that names the ranks whose weights differ from most ranks', in a tie from the shard owner's.
 
     Args:
-        found: the sums of each rank, by rank.
+        found: of each rank its tensor-parallel and its shard rank, and by unit and owner's shard rank the sums of the
+            bits of the shards on which ranks differ.
     """
     lines = []
-    for tp_rank, key in dict.fromkeys((each.tp_rank, key) for each in found for key in each.sums):
+    for tp_rank, key in dict.fromkeys((tp_rank, key) for tp_rank, _, sums in found for key in sums):
         unit, shard = key
-        values = {rank: each.sums[key] for rank, each in enumerate(found) if each.tp_rank == tp_rank}
-        owners = [rank for rank in values if found[rank].shard_rank == shard]
+        values = {rank: sums[key] for rank, (own_tp, _, sums) in enumerate(found) if own_tp == tp_rank}
+        owners = [rank for rank in values if found[rank][1] == shard]
         counts, owned = Counter(values.values()), {values[rank] for rank in owners}
         right = max(counts, key=lambda value: (counts[value], value in owned))
         wrong = ", ".join(str(rank) for rank, value in values.items() if value != right)
@@ -111,9 +106,11 @@ def _sums_of_shards(unit: Unit, num_shards: int) -> torch.Tensor:
 def _sums_of_rows(parameter: Any, num_shards: int) -> torch.Tensor:
     """[rows, ...] -> [num_shards]; FSDP2 gives each rank ceil(rows / num_shards) rows, the last ones fewer or none."""
     local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().contiguous()
-    words = local.view(WORDS[local.element_size()]).view(local.shape[0], -1)
-    rows = words.sum(1, dtype=torch.int64)
+    rows = _sums_of_bits(local.view(local.shape[0], -1))
     per_shard = -(-len(rows) // num_shards)
-    padded = rows.new_zeros(num_shards * per_shard)
-    padded[: len(rows)] = rows
-    return padded.view(num_shards, per_shard).sum(1)
+    return F.pad(rows, (0, num_shards * per_shard - len(rows))).view(num_shards, per_shard).sum(1)
+
+
+def _sums_of_bits(x: torch.Tensor) -> torch.Tensor:
+    """[..., n] -> [...] int64"""
+    return x.view(WORDS[x.element_size()]).sum(-1, dtype=torch.int64)

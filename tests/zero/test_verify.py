@@ -11,7 +11,7 @@ from helpers.tiers import slow
 from helpers.training import LLAMA_STYLE, Case, build_step
 
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
-from megazpp.zero.verify import CorruptWeightsError, Sums, VerifyConfig, describe, verify_weights
+from megazpp.zero.verify import CorruptWeightsError, VerifyConfig, describe, verify_weights
 
 ZEROPP = ZeroConfig(zeropp=True)
 
@@ -97,9 +97,9 @@ def test_copies_of_the_model_are_compared_too():
 
 def test_most_ranks_are_right_and_the_owner_where_it_is_even():
     key = ("layers.3", 0)
-    minority = [Sums(0, rank, {key: 5 + (rank == 2)}) for rank in range(4)]
+    minority = [(0, rank, {key: 5 + (rank == 2)}) for rank in range(4)]
     assert describe(minority).splitlines()[1] == "layers.3, shard of rank 0: other weights on rank 2"
-    even = [Sums(0, rank, {key: 5 + (rank in (0, 1))}) for rank in range(4)]
+    even = [(0, rank, {key: 5 + (rank in (0, 1))}) for rank in range(4)]
     assert describe(even).splitlines()[1] == "layers.3, shard of rank 0: other weights on rank 2, 3"
 
 
