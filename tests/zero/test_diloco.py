@@ -41,25 +41,16 @@ def local_steps(steps: int, **flags: Any) -> IslandsConfig:
 
 
 class Trained(NamedTuple):
-    """What one rank knows after a training on islands.
+    """What one rank knows after a training on islands."""
 
-    Attributes:
-        outer, common: the outer weights and R in full, after each step.
-        inner: this island's weights in full, at the end.
-        losses: of its steps.
-        sent: bytes along the island axis.
-        units: of each the segments of its outer weights, and the fragments' parameter names.
-        feedback: bytes that are not zero of the errors that outer gradients feed back.
-    """
-
-    outer: list[dict[str, torch.Tensor]]
-    common: list[dict[str, torch.Tensor]]
-    inner: dict[str, torch.Tensor]
+    outer: list[dict[str, torch.Tensor]]  # the outer weights in full, after each step
+    common: list[dict[str, torch.Tensor]]  # R
+    inner: dict[str, torch.Tensor]  # this island's weights in full, at the end
     losses: list[float]
-    sent: int
-    segments: list[Any]
-    fragments: list[list[str]]
-    feedback: int
+    sent: int  # bytes along the island axis
+    segments: list[Any]  # of each unit's outer weights
+    fragments: list[list[str]]  # names of their parameters
+    feedback: int  # bytes that are not zero of the errors that outer gradients feed back
 
 
 def train_islands(case: Case, *, plain: bool = False) -> Trained:
@@ -109,14 +100,8 @@ def simulate(case: Case, fragments: list[list[str]]) -> tuple[list[dict[str, tor
     optimizers = [build_optimizer(list(model.named_parameters()), ADAM, CPU) for model in models]
     plan = plan_islands(case.diloco, ZeroConfig(), iterations=case.steps, num_layers=9, tokens_per_step=1.0)
     assert plan is not None
-    settings = OuterRule(
-        steps=plan.steps,
-        delay=plan.delay,
-        merge_alpha=plan.merge_alpha,
-        outer_lr=plan.outer_lr,
-        outer_momentum=plan.outer_momentum,
-    )
-    islands = Islands(models, fragments, settings)
+    same = ("steps", "delay", "merge_alpha", "outer_lr", "outer_momentum")
+    islands = Islands(models, fragments, OuterRule(**{name: getattr(plan, name) for name in same}))
     size, common, losses = case.global_batch // count, [], [list[float]() for _ in models]
     for index in range(case.steps):
         tokens = []
@@ -160,6 +145,41 @@ def data_parallel(case: Case) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+def reference_of_two(settings: OuterRule) -> tuple[Islands, list[torch.nn.Linear]]:
+    models = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)]
+    for model in models:
+        torch.nn.init.constant_(model.weight, 10.0)
+        torch.nn.init.constant_(model.bias, 1.0)
+    return Islands(models, [["weight", "bias"]], settings), models
+
+
+def test_nesterov_by_hand():
+    islands, models = reference_of_two(OuterRule(steps=2, outer_lr=0.5, outer_momentum=0.8))
+    islands.after_step(1, [3.0, 1.0])
+    models[0].weight.data -= 4.0  # the islands count 3 / 4 and 1 / 4 by their tokens
+    models[1].weight.data += 4.0
+    islands.after_step(2, [0.0, 0.0])
+    # D = 0.75 * 4 - 0.25 * 4 = 2; m = 2; outer = 10 - 0.5 * (2 + 0.8 * 2) = 8.2
+    assert islands.common["weight"].tolist() == [[pytest.approx(8.2)] * 3] * 2
+    assert all(torch.equal(model.weight, islands.common["weight"]) for model in models)
+    models[0].weight.data -= 1.0
+    islands.after_step(3, [1.0, 1.0])
+    islands.after_step(4, [0.0, 0.0])
+    # D = 0.5; m = 0.8 * 2 + 0.5 = 2.1; outer = 8.2 - 0.5 * (0.5 + 0.8 * 2.1) = 7.11
+    assert islands.common["weight"].tolist() == [[pytest.approx(7.11)] * 3] * 2
+
+
+def test_a_merge_comes_after_its_delay_and_keeps_a_share_of_the_steps_in_between():
+    islands, models = reference_of_two(OuterRule(steps=4, delay=2, merge_alpha=0.25))
+    models[0].weight.data -= 4.0
+    weights = []
+    for iteration in range(1, 7):
+        islands.after_step(iteration, [1.0, 1.0])
+        weights.append([model.weight[0, 0].item() for model in models])
+    assert weights[:5] == [[6.0, 10.0]] * 5  # sent after the fourth: R = 8
+    assert weights[5] == [0.25 * 6.0 + 0.75 * 8.0, 0.25 * 10.0 + 0.75 * 8.0]
+
+
 @pytest.mark.parametrize(
     ("world", "case"),
     [(4, Case(nodes=2)), slow(4, Case(nodes=4)), slow(4, Case(nodes=2, tp=2, model=LLAMA_STYLE, vocab_size=112))],
@@ -174,43 +194,20 @@ def test_averaging_every_step_of_sgd_is_data_parallel_sgd(world: int, case: Case
         assert_close(result.outer[-1], result.common[-1], 0.0)
 
 
+MOMENTUM = local_steps(2, outer_lr=0.7, outer_momentum=0.9)
+FRAGMENTS = local_steps(4, fragments=2, delay=3, outer_lr=0.8, outer_momentum=0.5)
+PAIRS = local_steps(2, islands=2, outer_momentum=0.5, outer_lr=0.9)
+EXACT = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
 SIMULATED = {
     "averages": (4, Case(nodes=2, diloco=local_steps(3))),
-    "momentum, documents": (
-        4,
-        Case(nodes=2, documents=True, diloco=local_steps(2, outer_lr=0.7, outer_momentum=0.9)),
-    ),
-    "fragments, delay, tp 2": (
-        4,
-        Case(
-            nodes=2,
-            tp=2,
-            model=LLAMA_STYLE,
-            vocab_size=112,  # tp 2 pads no rows
-            diloco=local_steps(4, fragments=2, delay=3, outer_lr=0.8, outer_momentum=0.5),
-        ),
-    ),
-    "3 islands": (
-        3,
-        Case(nodes=3, global_batch=12, diloco=local_steps(2, delay=1, outer_lr=0.5, outer_momentum=0.9)),
-    ),
+    "momentum, documents": (4, Case(nodes=2, documents=True, diloco=MOMENTUM)),
+    # of 112 rows of the vocabulary tp 2 pads none
+    "fragments, delay, tp 2": (4, Case(nodes=2, tp=2, model=LLAMA_STYLE, vocab_size=112, diloco=FRAGMENTS)),
+    "3 islands": (3, Case(nodes=3, global_batch=12, diloco=dataclasses.replace(MOMENTUM, diloco_delay=1))),
     "4 islands, alpha": (4, Case(nodes=4, documents=True, diloco=local_steps(2, delay=1, merge_alpha=0.25))),
-    "islands of two nodes": (
-        4,
-        Case(
-            nodes=4,
-            zero=ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16)),
-            diloco=local_steps(2, islands=2, outer_momentum=0.5, outer_lr=0.9),
-        ),
-    ),
-    "islands of two nodes, stage 1": (
-        4,
-        Case(nodes=4, stage=1, diloco=local_steps(2, islands=2, fragments=2, delay=1)),
-    ),
-    "tp 2 x 2 x 2": (
-        8,
-        Case(nodes=4, tp=2, vocab_size=100, diloco=local_steps(2, islands=2, outer_momentum=0.5, outer_lr=0.9)),
-    ),
+    "islands of two nodes": (4, Case(nodes=4, zero=EXACT, diloco=PAIRS)),
+    "of two nodes, stage 1": (4, Case(nodes=4, stage=1, diloco=local_steps(2, islands=2, fragments=2, delay=1))),
+    "tp 2 x 2 x 2": (8, Case(nodes=4, tp=2, vocab_size=100, diloco=PAIRS)),
 }
 
 
@@ -283,15 +280,8 @@ def test_each_synchronization_sends_two_messages_of_each_unit_and_the_tokens(bit
         assert sum(messages) == pytest.approx(elements * (bits / 8 if bits < 16 else 4), rel=0.2)
 
 
-class Swapped(NamedTuple):
-    """Whether the model computed with R inside, and with its own weights again after it, bit for bit."""
-
-    common: bool
-    own: bool
-    loss: float
-
-
-def look_at_outer_weights(case: Case) -> Swapped:
+def look_at_outer_weights(case: Case) -> tuple[bool, bool, float]:
+    """Whether the model computed with R inside, and with its own weights again after it, bit for bit; the loss."""
     step, dims = build_step(case)
     diloco = build_diloco(case, step, dims)
     assert diloco is not None
@@ -303,7 +293,7 @@ def look_at_outer_weights(case: Case) -> Swapped:
         diloco.after_step(index + 1)
     shards = [shard for unit in diloco.units for shard in unit.unit.shards()]
     own = [shard.clone() for shard in shards]
-    common = [_shard(x) for x in diloco.common().values()]
+    common = [cast(Any, x).to_local() for x in diloco.common().values()]
     held_out = case.batch(9, 0, 4)
     with diloco.outer_weights(), torch.no_grad():
         found = [shard.clone() for shard in shards]
@@ -312,23 +302,16 @@ def look_at_outer_weights(case: Case) -> Swapped:
     with torch.no_grad():
         step.model(held_out.tokens, held_out.labels)
     step.sharding.free_gathered()
-    return Swapped(
-        all(map(torch.equal, found, common)) and not all(map(torch.equal, found, own)),
-        all(map(torch.equal, shards, own)),
-        loss,
-    )
-
-
-def _shard(x: Any) -> torch.Tensor:
-    return x.to_local()  # type: ignore[no-any-return]
+    computed_with_common = all(map(torch.equal, found, common)) and not all(map(torch.equal, found, own))
+    return computed_with_common, all(map(torch.equal, shards, own)), loss
 
 
 @pytest.mark.parametrize("case", [Case(nodes=2), slow(Case(nodes=2, tp=2, precision=BF16))])
 def test_an_evaluation_sees_the_islands_common_weights_and_leaves_their_own(case: Case):
     flags = IslandsConfig(diloco_steps=2, diloco_delay=1)
     results = ranks(4).run(look_at_outer_weights, dataclasses.replace(case, diloco=flags))
-    assert all(result.common and result.own for result in results)
-    assert len({result.loss for result in results}) == 1
+    assert all(common and own for common, own, _ in results)
+    assert len({loss for _, _, loss in results}) == 1
 
 
 def train_on_streams(case: Case) -> list[str]:
@@ -349,13 +332,8 @@ def test_no_two_streams_race(case: Case):
 
 
 def test_fragments_take_turns_and_nobody_waits_for_one_that_has_not_come():
-    plan = plan_islands(
-        IslandsConfig(diloco_steps=6, diloco_fragments=3),
-        ZeroConfig(),
-        iterations=60,
-        num_layers=3,
-        tokens_per_step=1.0,
-    )
+    config = IslandsConfig(diloco_steps=6, diloco_fragments=3)
+    plan = plan_islands(config, ZeroConfig(), iterations=60, num_layers=3, tokens_per_step=1.0)
     assert plan is not None
     assert [plan.sends_at(t) for t in range(1, 13)] == [None, 0, None, 1, None, 2, None, 0, None, 1, None, 2]
 
