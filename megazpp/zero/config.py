@@ -165,7 +165,7 @@ class PrecisionConfig:
 
 
 class Dtypes(NamedTuple):
-    """What `PrecisionConfig` comes to, for models whose precision no flags describe."""
+    """The dtypes of a `PrecisionConfig`, for models whose precision no flags describe."""
 
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
