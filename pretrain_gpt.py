@@ -1,11 +1,12 @@
-"""Pretrain a GPT: the table of contents.
+"""Pretrain a GPT: the table of contents, and the parts that are pretraining's own.
 
     python pretrain_gpt.py                                      a small model on the shipped text, local workers
     python pretrain_gpt.py @configs/gpt_125m.args --lr 3e-4     flags from a file; what comes later wins
     torchrun --nproc-per-node 8 pretrain_gpt.py @configs/...    workers that torchrun (or srun) has started
 
 Parse and check everything, start the workers, then in each worker (`run_training` of megazpp/training/run.py):
-the cluster as it is, the axes, the parts of the run, training, evaluation, a sample of text, and where everything went.
+the cluster as it is, the axes, the parts of the run (`pretraining` below, the rest in megazpp/training/trainer.py),
+training, evaluation, a sample of text, and where everything went.
 """
 
 from __future__ import annotations
@@ -24,19 +25,23 @@ announce("pretrain_gpt.py", "megazpp")  # torch takes seconds to import, on a co
 import megazpp
 from megazpp.base.arguments import ParsedRun, parse_run_config
 from megazpp.base.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer, with_outer_rates
-from megazpp.base.checks import check_run_config
+from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.base.program import EXIT_ERROR
 from megazpp.base.run import Job, announced_cluster, planned_cluster, run_on_ranks
 from megazpp.checkpoint.read import LoadSource, choose_source, peek
 from megazpp.checkpoint.record import RunRecord, check_same_model
-from megazpp.data.dataset import check_inputs
+from megazpp.data.dataset import Splits, build_datasets, build_tokenizer, check_inputs, unigram_entropy
+from megazpp.islands.loop import check_island_holds
 from megazpp.model.float8 import check_device
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
 from megazpp.parallel.worker import leave
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.report import plan_report
-from megazpp.training.pretraining import pretraining
+from megazpp.training.context import RunContext
+from megazpp.training.objective import Evaluator, LanguageModelLoss
 from megazpp.training.run import run_training
+from megazpp.training.setup import build_model, open_loader
+from megazpp.training.trainer import TrainingParts
 
 HERE = Path(__file__).resolve().parent
 HOME = HERE if (HERE / "configs").is_dir() else Path(megazpp.__file__).parent  # where configs/ is, installed or not
@@ -71,6 +76,37 @@ def prepare() -> Job | int:
     check_device(config.model, device_type())
     check_inputs(config.data, config.tokenizer)
     return Job(place, config.launch, functools.partial(run_training, pretraining, parsed, plan, source, earlier))
+
+
+def pretraining(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingParts:
+    """Build text, model and the loss of the next token; raises ValueError if data or tokenizer cannot be used."""
+    config, batches, dims = parsed.config, plan.batches, run.dims
+    tokenizer = build_tokenizer(config.tokenizer, config.data, log=run.log)
+    iterations, batch_size = config.evaluation.eval_iters, batches.global_batch_size
+    wanted = Splits(train=batches.total_samples, valid=iterations * batch_size, test=iterations * batch_size)
+    data = build_datasets(config.data, tokenizer, num_samples=wanted, seed=config.launch.seed, log=run.log)
+    spec = config.model_spec(tokenizer.vocab_size, plan.wire)
+    if plan.islands is not None:
+        check_island_holds(spec, dims, run.device, plan.islands)
+    built = build_model(spec, dims, run.device)
+    loader = functools.partial(
+        open_loader, config=config.data, tokenizer=tokenizer, plan=batches, dims=dims, device=run.device
+    )
+    validation, test = (
+        None
+        if held_out is None
+        else Evaluator(*built, loader(held_out, ramp_up=False), dims, iterations=iterations, batch_size=batch_size)
+        for held_out in (data.valid, data.test)
+    )
+    return TrainingParts(
+        tokenizer=tokenizer,
+        built=built,
+        objective=LanguageModelLoss(dims),
+        batches=None if data.train is None else loader(data.train, ramp_up=True),
+        validation=validation,
+        test=test,
+        held_out_entropy=lambda: None if data.valid is None else unigram_entropy(data.valid, tokenizer.vocab_size),
+    )
 
 
 def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: RunRecord | None) -> ParsedRun:

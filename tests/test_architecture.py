@@ -33,7 +33,6 @@ FLOORS = {
     "megazpp.base.checks": 6,
     "megazpp.base.checkpoint_flags": 7,
     "megazpp.base.run": 8,
-    "megazpp.training.pretraining": 7,
     "megazpp.training.trainer": 7,
     "megazpp.training.run": 8,
     "megazpp.post_training": 9,

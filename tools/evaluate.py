@@ -18,7 +18,7 @@ from megazpp.base.program import program
 from megazpp.base.run import Loaded, run_on_checkpoint
 from megazpp.data.dataset import Splits, build_datasets, check_inputs
 from megazpp.training.batches import plan_batches
-from megazpp.training.evaluate import Evaluator
+from megazpp.training.objective import Evaluator
 from megazpp.training.perplexity import Score, check_input, count_samples, score_whole
 from megazpp.training.setup import open_loader
 

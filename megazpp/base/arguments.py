@@ -27,8 +27,8 @@ from megazpp.parallel.launch import LaunchConfig
 from megazpp.topology.cluster_file import ClusterConfig
 from megazpp.training.anomalies import AnomalyConfig
 from megazpp.training.batches import BatchConfig
-from megazpp.training.evaluate import EvalConfig
 from megazpp.training.loop import StopConfig
+from megazpp.training.objective import EvalConfig
 from megazpp.training.profiler import ProfilerConfig
 from megazpp.training.setup import ModelSpec
 from megazpp.training.step_recorder import TimingConfig

@@ -37,7 +37,7 @@ class LocalSteps:
         self.islands, self._objective, self._guard, self._dims = islands, objective, guard, dims
         self._losses, self._steps = torch.zeros(()), 0  # since islands met
 
-    def after_step(self, launched: LaunchedStep, iteration: int, *, last: bool) -> bool:
+    def after_step(self, launched: LaunchedStep, iteration: int, last: bool) -> bool:
         """Merge and send what is due after `iteration`; whether all islands have waited for each other.
 
         Args:
@@ -65,7 +65,7 @@ class LocalSteps:
         known = torch.tensor([*self._guard.found, 0.0], dtype=torch.float64)
         known[-1] = float(self._losses) / self._steps
         failed, back, losses = world.all_reduce_(known.to(self._losses.device)).tolist()
-        launched.metrics = {**launched.metrics, INNER_LOSS: losses / world.size}
+        launched.record.metrics = {**launched.record.metrics, INNER_LOSS: losses / world.size}
         self._losses, self._steps = torch.zeros(()), 0
         return self._guard.settle(failed=failed > 0, back=back > 0)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from megazpp.training.evaluate import Evaluator
-from megazpp.training.objective import Objective
+from megazpp.training.objective import Evaluator, Objective
 
 
 @dataclass

@@ -47,7 +47,8 @@ from megazpp.stored.load import FrozenPlace, open_frozen_place
 from megazpp.training.context import RunContext
 from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.recorder import Validation
-from megazpp.training.setup import Built, ModelSpec, TrainingParts, build_model
+from megazpp.training.setup import Built, ModelSpec, build_model
+from megazpp.training.trainer import TrainingParts
 from megazpp.zero.config import ZeroConfig
 
 
@@ -84,7 +85,7 @@ class _PostTraining:
             validation_metric="reward" if self.post.draws else "lm_loss",
             flags={} if adapted is None else {"ref_checksum": adapted.settings.checksum},
             states=states if synced is None else [*states, synced],
-            observers=() if synced is None else (synced,),
+            observers=() if synced is None else (synced.step,),
             generates=self.post.objective != "reward",
             has_weights=adapted is not None,  # the base has been read, adapters begin anew
             weights_taken=(lambda: None) if synced is None else functools.partial(synced.take, 1.0),

@@ -1,4 +1,4 @@
-"""Reading a run folder (training/run_folder.py) as it is: of a run that ended well, crashed, went on after a
+"""Reading a run folder (training/context.py) as it is: of a run that ended well, crashed, went on after a
 restart, or is being written at this moment. Only a folder that is none is refused.
 """
 

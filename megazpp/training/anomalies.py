@@ -1,8 +1,5 @@
 """The guard of the weights: looks for what must not get into them, between the backward and the update of every step.
 
-One file of more than 300 lines: the guard, the losses it compares with and the search for the origin share what a
-step has shown.
-
     the loss or a gradient is not finite    the job ends, and says where it came from
     the loss jumps (--loss-spike-sigma)     the step is skipped, or the weights go back to the last checkpoint
     gathered weights differ between ranks   the job ends (--zero-verify-interval, zero/verify.py)
@@ -11,7 +8,7 @@ All ranks see the same numbers and decide the same. With a dynamic loss scale a 
 scale's business and the step is skipped; a loss that is not finite is an error there too.
 
 Where only the first line is asked for, as by default, the device decides: it leaves the weights alone, and the host
-hears of it one step later, before the next update (step.py). What the message needs is kept until then: `Evidence`.
+hears of it one step later, before the next update (step.py). `Evidence` keeps what the message needs until then.
 
 A sum over ranks spreads a NaN or Inf over all of them. So each rank looks at its own gradients before they are summed
 (`Sharding.watch_gradients`: per sharding unit, one pass, no wait for the device), and only when the norm of the step is
@@ -25,18 +22,18 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 
 from megazpp.base.flags import check_positive, check_words, flag
 from megazpp.base.program import JobError
 from megazpp.optim.clip import GradNorm, grad_norms
-from megazpp.parallel.dims import ParallelDims
 from megazpp.training.batches import BatchPlan
-from megazpp.training.run_folder import RunFolder
+from megazpp.training.context import RunContext
 from megazpp.zero.sharding import Sharding
+from megazpp.zero.verify import verify_weights
 
 WINDOW, FEWEST = 100, 20  # losses that a loss is compared with
 SHOWN = 8  # parameters and micro-batches that the message names; the file has all
@@ -82,42 +79,76 @@ class LossHistory:
         self.losses = deque(state["losses"], maxlen=WINDOW)
 
 
+class NotFiniteError(JobError):
+    """The loss or a gradient is NaN or Inf."""
+
+
+class Evidence(NamedTuple):
+    """The values that this rank keeps of a step until it is known to be finite: small tensors, no gradients."""
+
+    losses: torch.Tensor  # [number of micro-batches] its share of the loss
+    norm: GradNorm
+    own: Mapping[str, torch.Tensor] | None  # sums of its own gradients by parameter; None where nobody can look
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The knowledge of one rank of a step whose loss or gradient norm is not finite.
+
+    Attributes:
+        data_rank: which samples it had.
+        iteration: None where the steps of its island were finite; then the rest is empty.
+        loss, norm: of the global batch.
+        losses: its share of the loss, by micro-batch.
+        suspects: parameters of the units in which its own gradients were not finite; None where nobody can look.
+        norms: of each parameter's gradient.
+    """
+
+    data_rank: int
+    iteration: int | None = None
+    loss: float = math.nan
+    norm: float = math.nan
+    losses: Sequence[float] = ()
+    suspects: Sequence[str] | None = ()
+    norms: Mapping[str, float] = field(default_factory=dict)
+
+
 @dataclass
 class Guard:
     """Decides whether a step is taken.
 
     Args:
         config: what to look for.
-        not_finite: ends the job with a report.
+        sharding: the model whose gradients and weights are in question.
+        run: asks the ranks, logs, and keeps the report.
+        plan: which samples an iteration has.
         history: the losses so far; the guard adds each step's.
         dynamic_scale: gradients that are not finite are the loss scale's business.
-        log: prints on rank 0.
+        verify_interval: steps between two comparisons of the gathered weights; None: never.
         rewind: takes weights and moments back to the last checkpoint and returns its iteration; called on all ranks.
             None: a spike is only skipped.
-        verify: raises if ranks have gathered different weights.
-        verify_interval: steps between two calls of it; None: never.
         islands: each decides for itself whether it takes a step; what ends the job or goes back waits for `settle`.
     """
 
     config: AnomalyConfig
-    not_finite: NotFinite
+    sharding: Sharding
+    run: RunContext
+    plan: BatchPlan
     history: LossHistory
     _: KW_ONLY
     dynamic_scale: bool
-    log: Callable[[str], None]
-    rewind: Callable[[], int] | None = None
-    verify: Callable[[], None] | None = None
     verify_interval: int | None = None
+    rewind: Callable[[], int] | None = None
     islands: bool = False
 
     def __post_init__(self) -> None:
-        self._failure: Failure | None = None
+        self._failure: StepReport | None = None
         self._wants_back = False
 
     def begin_step(self) -> None:
-        """Before the forward."""
+        """Before the forward: look at gradients before they are summed."""
         if self.config.check_for_nan_in_loss_and_grad:
-            self.not_finite.watch()
+            self.sharding.watch_gradients()
 
     @property
     def can_wait(self) -> bool:
@@ -128,27 +159,28 @@ class Guard:
 
     def evidence(self, local_losses: torch.Tensor, norm: GradNorm) -> Evidence:
         """Return what a later `allows` needs to know of the step; call after its backward."""
-        return Evidence(local_losses, norm, self.not_finite.own_gradients())
+        return Evidence(local_losses, norm, self.sharding.own_gradients())
 
     def allows(self, iteration: int, loss: float, norm: float, evidence: Evidence) -> bool:
-        """Decide whether to update the weights with the gradients that `iteration` has come to.
+        """Decide whether to update the weights; `loss` and `norm` are those of the global batch of `iteration`.
 
-        Args:
-            loss, norm: of the global batch.
-            evidence: of the same step.
         Raises:
             NotFiniteError, CorruptWeightsError: on all ranks.
         """
-        if self.verify is not None and self.verify_interval and iteration % self.verify_interval == 0:
-            self.verify()  # first, because it would explain what else is wrong
+        if self.verify_interval and iteration % self.verify_interval == 0:
+            verify_weights(self.sharding, self.run.dims)  # first, because it would explain what else is wrong
         finite = math.isfinite(loss) and (math.isfinite(norm) or self.dynamic_scale)
-        if self.config.check_for_nan_in_loss_and_grad and not finite:
-            failure = Failure(iteration, loss, norm, evidence)
-            if not self.islands:
-                self.not_finite.report(failure)
-            self._failure = self._failure or failure
-            return False
-        return math.isfinite(norm) and not self._is_spike(iteration, loss)
+        if not self.config.check_for_nan_in_loss_and_grad or finite:
+            return math.isfinite(norm) and not self._is_spike(iteration, loss)
+        if self._failure is None:
+            dims, own = self.run.dims, evidence.own
+            suspects = None if own is None else [name for name, total in own.items() if not total.isfinite()]
+            norms = grad_norms(evidence.norm, dims.tp, dims.shard)
+            losses = evidence.losses.tolist()
+            self._failure = StepReport(dims.data_rank, iteration, loss, norm, losses, suspects, norms)
+        if not self.islands:
+            self._end_job()
+        return False
 
     @property
     def found(self) -> tuple[bool, bool]:
@@ -164,11 +196,38 @@ class Guard:
             NotFiniteError: some island has `failed`.
         """
         if failed:
-            self.not_finite.report(self._failure)
+            self._end_job()
         self._wants_back = False
         if back:
-            self.log(f"the loss of an island has jumped{self._go_back()}")
+            self.run.log(f"the loss of an island has jumped{self._go_back()}")
         return back
+
+    def _end_job(self) -> NoReturn:
+        """Gather the ranks' reports, write them down, and raise the same message, about the first that has failed."""
+        world, plan = self.run.dims.world, self.plan
+        reports = world.gather_objects(self._failure or StepReport(self.run.dims.data_rank))
+        message = None
+        if reports:
+            first = next(each for each in reports if each.iteration is not None)
+            step = first.iteration
+            reports = [each if each.iteration == step else StepReport(each.data_rank) for each in reports]
+            sample = plan.consumed_samples_at(step - 1)
+            message = describe(first, reports, sample, plan.micro_batch_size)
+            if self.run.folder is not None:
+                keys = ("data_rank", "losses", "suspects")
+                record = {
+                    "iteration": step,
+                    "loss": first.loss,
+                    "grad_norm": first.norm,
+                    "first_sample": sample,
+                    "samples": plan.batch_size_at(sample),
+                    "micro_batch_size": plan.micro_batch_size,
+                    "grad_norms": first.norms,
+                    "ranks": [{key: getattr(each, key) for key in keys} for each in reports],
+                }
+                file = self.run.folder.write_json(f"not-finite-{step}.json", record, indent=2)
+                message += f"\nsamples, losses and norms: {file}"
+        raise NotFiniteError(world.share_object(message))
 
     def _go_back(self) -> str:
         """Go back, and say what became of it, as the end of a sentence."""
@@ -202,156 +261,32 @@ class Guard:
             what += ", and the weights of all islands go back when they synchronize"
         elif self.rewind is not None:
             what += self._go_back()
-        self.log(
+        self.run.log(
             f"iteration {iteration}: the loss is {loss:.4f}, after {mean:.4f} +- {deviation:.4f} over {len(before)} "
             f"steps; {what}"
         )
         return True
 
 
-class NotFiniteError(JobError):
-    """The loss or a gradient is NaN or Inf."""
-
-
-class Evidence(NamedTuple):
-    """The values that this rank keeps of a step until it is known to be finite; small tensors, no gradient among them.
-
-    Attributes:
-        losses: [number of micro-batches] its share of the loss.
-        norm: of the step's gradients.
-        own: by parameter the sum of its own gradients, before the sum over ranks; None where nobody can look.
-    """
-
-    losses: torch.Tensor
-    norm: GradNorm
-    own: Mapping[str, torch.Tensor] | None
-
-
-class StepReport(NamedTuple):
-    """The knowledge of one rank of a step whose loss or gradient norm is not finite; none where its own were.
-
-    Attributes:
-        data_rank: which samples it had.
-        losses: its share of the loss, by micro-batch.
-        suspects: parameters of the units in which its own gradients were not finite; None where nobody can look.
-    """
-
-    data_rank: int
-    losses: list[float]
-    suspects: list[str] | None
-
-
-class Failure(NamedTuple):
-    """A step whose loss or gradient norm is not finite."""
-
-    iteration: int
-    loss: float
-    norm: float
-    evidence: Evidence
-
-
-@dataclass
-class NotFinite:
-    """Gathers what the ranks know of a step that is not finite, and ends the job.
-
-    Args:
-        sharding: the model whose gradients are in question.
-        dims: for asking.
-        plan: which samples an iteration has.
-        folder: where rank 0 writes; None on the others.
-    """
-
-    sharding: Sharding
-    dims: ParallelDims
-    plan: BatchPlan
-    folder: RunFolder | None
-
-    def watch(self) -> None:
-        """Before each step: look at its gradients before they are summed."""
-        self.sharding.watch_gradients()
-
-    def own_gradients(self) -> Mapping[str, torch.Tensor] | None:
-        """Return what was seen since `watch`."""
-        return self.sharding.own_gradients()
-
-    def report(self, failure: Failure | None) -> None:
-        """Gather, write and raise; called on all ranks.
-
-        Args:
-            failure: the same on all ranks of an island; None on one whose steps were finite.
-        Raises:
-            NotFiniteError: the same message on all ranks, about the first island that has failed.
-        """
-        norms, mine = dict[str, float](), StepReport(self.dims.data_rank, [], [])
-        if failure is not None:
-            evidence = failure.evidence
-            norms = grad_norms(evidence.norm, self.dims.tp, self.dims.shard)
-            own = evidence.own
-            suspects = None if own is None else [name for name, total in own.items() if not total.isfinite()]
-            mine = StepReport(self.dims.data_rank, evidence.losses.tolist(), suspects)
-        told = self.dims.world.gather_objects((mine, failure and failure[:3], norms))
-        message = None
-        if told:
-            (iteration, loss, norm), norms = next((step, norms) for _, step, norms in told if step is not None)
-            found = [
-                each if step is not None and step[0] == iteration else StepReport(each.data_rank, [], [])
-                for each, step, _ in told
-            ]
-            first, size = self.plan.consumed_samples_at(iteration - 1), self.plan.micro_batch_size
-            message = describe(found, norms, iteration, loss, norm, first, size)
-            if self.folder is not None:
-                record = {
-                    "iteration": iteration,
-                    "loss": loss,
-                    "grad_norm": norm,
-                    "first_sample": first,
-                    "samples": self.plan.batch_size_at(first),
-                    "micro_batch_size": size,
-                    "grad_norms": norms,
-                    "ranks": [each._asdict() for each in found],
-                }
-                file = self.folder.write_json(f"not-finite-{iteration}.json", record, indent=2)
-                message += f"\nsamples, losses and norms: {file}"
-        raise NotFiniteError(self.dims.world.share_object(message))
-
-
-def describe(
-    found: Sequence[StepReport],
-    norms: Mapping[str, float],
-    iteration: int,
-    loss: float,
-    norm: float,
-    first_sample: int,
-    micro_batch_size: int,
-) -> str:
-    """The message for the user.
-
-    Args:
-        found: by rank.
-        norms: of each parameter's gradient.
-        first_sample: of the iteration.
-    """
+def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int, micro_batch_size: int) -> str:
+    """The message for the user, of a step's `first` report and those of all ranks."""
+    assert first.iteration is not None
     lines = [
-        f"iteration {iteration}: loss {loss:g}, gradient norm {norm:g}; the job ends before the update, the weights "
-        f"are those of iteration {iteration - 1}"
+        f"iteration {first.iteration}: loss {first.loss:g}, gradient norm {first.norm:g}; the job ends before the "
+        f"update, the weights are those of iteration {first.iteration - 1}"
     ]
-    data_size = 1 + max(each.data_rank for each in found)
-    bad_losses = [
-        (rank, index, each.data_rank)
-        for rank, each in enumerate(found)
-        for index, value in enumerate(each.losses)
-        if not math.isfinite(value)
-    ]
-    for rank, index, data_rank in bad_losses[:SHOWN]:
-        start = first_sample + (index * data_size + data_rank) * micro_batch_size
-        lines.append(
-            f"the loss of micro-batch {index} (samples {start} to {start + micro_batch_size - 1}) is not finite on "
-            f"rank {rank}"
-        )
-    bad = {name: value for name, value in norms.items() if not math.isfinite(value)}
+    data_size = 1 + max(each.data_rank for each in reports)
+    bad_losses = []
+    for rank, each in enumerate(reports):
+        for index in (index for index, value in enumerate(each.losses) if not math.isfinite(value)):
+            start = first_sample + (index * data_size + each.data_rank) * micro_batch_size
+            samples = f"samples {start} to {start + micro_batch_size - 1}"
+            bad_losses.append(f"the loss of micro-batch {index} ({samples}) is not finite on rank {rank}")
+    lines += bad_losses[:SHOWN]
+    bad = {name: value for name, value in first.norms.items() if not math.isfinite(value)}
     for name, value in list(bad.items())[:SHOWN]:
-        ranks = [rank for rank, each in enumerate(found) if name in (each.suspects or ())]
-        if found[0].suspects is None:
+        ranks = [rank for rank, each in enumerate(reports) if name in (each.suspects or ())]
+        if reports[0].suspects is None:
             origin = "from a rank that is not known, because whole copies are summed inside FSDP2"
         else:
             origin = f"from rank {', '.join(map(str, ranks))}" if ranks else "every rank's own gradient was finite"

@@ -1,4 +1,4 @@
-"""The floating-point operations that a training step needs, and what a device can do at best.
+"""The floating-point operations that a training step needs, what a device can do at best, and its memory in use.
 
 Model FLOPs are Megatron's (arXiv 2104.04473, appendix, with the attention matrix counted by its causal half):
 what forward and backward need once, so recomputation does not make a run look faster. The peak of a device is
@@ -8,12 +8,15 @@ its dense 16-bit tensor rate from the vendor's data sheet; a device that is not 
 from __future__ import annotations
 
 import re
+import resource
+import sys
 
 import torch
 
 from megazpp.base.program import TERA
 from megazpp.model.config import GPTConfig
 
+MEBI = 1024 * 1024
 # Dense bf16 (V100: fp16) tensor rate in TFLOP/s, by words of the device's name; the first match counts.
 PEAK_TFLOPS = (
     ("B200", 2250.0),
@@ -39,17 +42,12 @@ def model_flops_per_token(model: GPTConfig, *, padded_vocab_size: int, seq_lengt
     """Floating-point operations of forward and backward per token of a GPT.
 
     Three times the forward pass (backward computes two products for each of the forward's), and two operations per
-    multiply-add.
-
-    Args:
-        model: the shape.
-        padded_vocab_size: rows of the output matrix.
-        seq_length: tokens of a sample; a token attends to half of them on average.
+    multiply-add. The output matrix has `padded_vocab_size` rows.
     """
     query_size = model.heads * model.head_size
     mlp = model.hidden * model.ffn_size * (3 if model.swiglu else 2)
     projections = 2 * model.hidden * model.head_size * (model.heads + model.query_groups)
-    attention = query_size * seq_length  # scores and weighted sum, half of seq_length each
+    attention = query_size * seq_length  # scores and weighted sum; a token attends to half of them on average
     return 6 * (model.layers * (mlp + projections + attention) + model.hidden * padded_vocab_size)
 
 
@@ -78,3 +76,25 @@ def mfu_convention(flops_per_token: int, name: str, peak: float | None) -> str:
     if peak is None:
         return f"{model}; no MFU: the peak of {name} in this precision is not known"
     return f"{model}; MFU = model FLOP/s / {peak / TERA:.0f} TFLOP/s, the dense 16-bit peak of {name}"
+
+
+def memory_line(rank: int, iteration: int, device: torch.device) -> str | None:
+    """Megatron's memory line, printed once after the first log interval; None without a CUDA device."""
+    if device.type != "cuda":
+        return None
+    sizes = {
+        "allocated": torch.cuda.memory_allocated(device),
+        "max allocated": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "max reserved": torch.cuda.max_memory_reserved(device),
+    }
+    line = f"[Rank {rank}] (after {iteration} iterations) memory (MB)"
+    return line + "".join(f" | {name}: {size / MEBI:.2f}" for name, size in sizes.items())
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that was allocated on a CUDA device; on a CPU the process's largest resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB

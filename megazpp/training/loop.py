@@ -10,8 +10,6 @@ another signal changes nothing more.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import gc
 import signal
 import sys
@@ -31,11 +29,11 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import STOP_SIGNALS
 from megazpp.parallel.timeline import WAIT
 from megazpp.training.batches import BatchPlan
-from megazpp.training.metrics import StepRecord, cpu_seconds
 from megazpp.training.recorder import MetricsRecorder, Validation
 from megazpp.training.step import HostCopy, LaunchedStep, TrainStep
 
 GARBAGE_INTERVAL = 50  # iterations
+Observer = Callable[[int], AbstractContextManager[None]]  # around an iteration, data included; the same on all ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +57,6 @@ class Loader(Protocol):
         """This rank's micro-batches of the step that begins at `consumed_samples`, on the device."""
 
 
-class Observer(Protocol):
-    """Looks at steps; every rank has the same ones."""
-
-    def step(self, iteration: int) -> AbstractContextManager[None]:
-        """Around iteration `iteration`, data included."""
-
-
 class AfterStep(Protocol):
     """Something that follows some of the steps: a save, an evaluation. Every rank calls every method."""
 
@@ -74,13 +65,6 @@ class AfterStep(Protocol):
 
     def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
         """Do it if it is due; called after every step, `last` after the run's last one."""
-
-
-class Synchronize(Protocol):
-    """The meeting of models that train apart, between a step and its record."""
-
-    def __call__(self, launched: LaunchedStep, iteration: int, *, last: bool) -> bool:
-        """Return whether all of them have waited for each other."""
 
 
 def train(
@@ -94,7 +78,7 @@ def train(
     *,
     start: TrainingProgress,
     after: Sequence[AfterStep] = (),
-    synchronize: Synchronize | None = None,
+    synchronize: Callable[[LaunchedStep, int, bool], bool] | None = None,
 ) -> TrainingProgress:
     """Train until `plan` is fulfilled or `stops` says so.
 
@@ -102,20 +86,22 @@ def train(
         observers: entered around each step, in this order.
         start: where to begin.
         after: what follows steps, in this order.
-        synchronize: of models that train apart, which skip steps on their own but share a schedule.
+        synchronize: lets models that train apart meet; called with a step, its iteration and True for the run's last
+            one, it returns whether all of them have waited for each other. They skip steps on their own, but share a
+            schedule.
     """
     progress = start
     if progress.iteration >= plan.total_iterations:
         recorder.run.log(f"training is complete: iteration {progress.iteration} of {plan.total_iterations}")
     recorder.run.console.start_bar(plan.total_iterations, progress.iteration)
-    before: Callable[[], StepRecord] | None = None  # the record of a step that nobody has asked for yet
+    before: LaunchedStep | None = None  # a step that nobody has waited for yet
     with collect_garbage_between_steps() as collect_garbage:
         while progress.iteration < plan.total_iterations and progress.stop_reason is None:
             iteration, batch_size = progress.iteration + 1, plan.batch_size_at(progress.consumed_samples)
-            began, cpu_began, waited = time.perf_counter(), cpu_seconds(), loader.wait_seconds
+            began, cpu_began, waited = time.perf_counter(), time.process_time(), loader.wait_seconds
             with ExitStack() as around:
                 for observer in observers:
-                    around.enter_context(observer.step(iteration))
+                    around.enter_context(observer(iteration))
                 with step.dims.timeline.span(WAIT, "data"):
                     batches = loader.step(progress.consumed_samples, batch_size)
                 launched = step.launch(
@@ -125,7 +111,7 @@ def train(
                     iteration=iteration,
                 )
                 final = iteration == plan.total_iterations
-                met = synchronize is None or synchronize(launched, iteration, last=final)
+                met = synchronize is None or synchronize(launched, iteration, final)
             collect_garbage(iteration)
             micro_batches = plan.num_micro_batches_at(progress.consumed_samples)
             progress = progress._replace(
@@ -140,22 +126,17 @@ def train(
             at_once = last or recorder.logs(iteration) or any(each.due(iteration, last=last) for each in after)
             if at_once:
                 launched.check()
-            finished = functools.partial(
-                _finished,
-                launched,
-                consumed_samples=progress.consumed_samples,
-                global_batch_size=batch_size,
-                tokens=plan.data_parallel_size * sum(batch.tokens.numel() for batch in batches),
-                micro_batches=micro_batches,
-                seconds=time.perf_counter() - began,
-                wait_seconds=loader.wait_seconds - waited,
-                cpu_seconds=cpu_seconds() - cpu_began,
-            )
+            record = launched.record
+            record.consumed_samples, record.global_batch_size = progress.consumed_samples, batch_size
+            record.tokens = plan.data_parallel_size * sum(batch.tokens.numel() for batch in batches)
+            record.micro_batches = micro_batches
+            record.seconds, record.cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+            record.wait_seconds = loader.wait_seconds - waited
             if before is not None:
-                recorder.step(before(), last=False)
+                recorder.step(before.wait(), last=False)
             if at_once:
-                recorder.step(finished(), last=last)
-            before = None if at_once else finished
+                recorder.step(launched.wait(), last=last)
+            before = None if at_once else launched
             for each in after:
                 each.after_step(progress, last=last)
     recorder.run.console.stop_bar()
@@ -177,10 +158,6 @@ class Evaluations:
     def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
         if self.due(progress.iteration, last=last):
             self.recorder.validate(self.evaluate, progress)
-
-
-def _finished(launched: LaunchedStep, **of_loop: Any) -> StepRecord:
-    return dataclasses.replace(launched.record(), **of_loop)
 
 
 class StopConditions:

@@ -23,8 +23,8 @@ from megazpp.data.tokenizer import Tokenizer
 from megazpp.data.whole import WholeText, make_padded_batch
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
-from megazpp.training.evaluate import Evaluator
 from megazpp.training.metrics import validation_lines
+from megazpp.training.objective import Evaluator
 from megazpp.zero.sharding import WeightHandle
 
 

@@ -1,7 +1,5 @@
 """Turns what each rank measured into what the run did: printed, written to the run folder, sent to the sinks.
 
-One file of more than 300 lines: what is counted, compared with ZeRO-3 and printed at the end are one table.
-
 At the end comes a table of what the training steps put on every wire, beside what ZeRO-3 would have put on the wire
 between nodes. The rows are counted where the bytes leave (parallel/axis.py). Only ZeRO-3's figure is computed, from the
 shards:
@@ -12,14 +10,13 @@ shards:
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,18 +28,8 @@ from megazpp.parallel.axis import Traffic
 from megazpp.parallel.dims import ParallelDims
 from megazpp.topology.layout import AXES, WIRES
 from megazpp.training.context import RunContext
-from megazpp.training.metrics import (
-    NOTHING_SENT,
-    IntervalRecord,
-    Meter,
-    RunShape,
-    SentBytes,
-    StepRecord,
-    closing_lines,
-    memory_line,
-    peak_memory_bytes,
-    validation_lines,
-)
+from megazpp.training.flops import memory_line, peak_memory_bytes
+from megazpp.training.metrics import NOTHING_SENT, IntervalRecord, Meter, StepRecord, closing_lines, validation_lines
 from megazpp.training.step_recorder import Timers
 from megazpp.training.tracking import Tracker, TrackingConfig
 from megazpp.zero.config import PrecisionConfig
@@ -51,11 +38,7 @@ SPIKE, SPIKE_STEPS = 10, 10  # a norm of so many medians is named, once so many 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 
 
-class Validation(Protocol):
-    """An evaluation of held-out data: an `Evaluator`, or another training's."""
-
-    def __call__(self) -> float:
-        """The same number on all ranks."""
+Validation = Callable[[], float]  # evaluates held-out data; the same number on all ranks
 
 
 @dataclass
@@ -65,7 +48,7 @@ class MetricsRecorder:
     Args:
         config: how often to log, and whether the norm of the parameters too.
         run: prints, communicates and knows the device.
-        shape: what turns samples and seconds into figures.
+        meter: adds the steps up.
         model: whose parameters' norm is recorded.
         zero3: number of micro-batches to what ZeRO-3 would have sent.
         tracker: writes on rank 0.
@@ -75,27 +58,27 @@ class MetricsRecorder:
 
     config: TrackingConfig
     run: RunContext
-    shape: RunShape
+    meter: Meter
     _: KW_ONLY
     model: nn.Module
     zero3: Callable[[int], Zero3Traffic | None]
     tracker: Tracker | None = None
     timers: Timers | None = None
     validation_metric: str = "lm_loss"
-    last_interval: IntervalRecord | None = field(default=None, init=False)
-    last_validation: tuple[int, float] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.meter, self._sent_before = Meter(self.shape), NOTHING_SENT
+        self.last_interval: IntervalRecord | None = None
+        self.last_validation: tuple[int, float] | None = None  # the iteration, and what was measured
+        self._sent_before = list(NOTHING_SENT.values())
         self._norms: deque[float] = deque(maxlen=100)
 
     def step(self, record: StepRecord, *, last: bool) -> None:
         """Record a step; at a log interval and at the `last` one also print and write a line."""
         log = last or self.logs(record.iteration)
-        sent = self._sent_bytes_per_node() if log else NOTHING_SENT
+        sent = self._sent_bytes_per_node() if log else NOTHING_SENT  # before the norm below sends some
         if log and self.config.log_params_norm:
             norm = global_parameter_norm(self.model.named_parameters(), self.run.dims.tp, self.run.dims.shard)
-            record = dataclasses.replace(record, params_norm=float(norm))
+            record.params_norm = float(norm)
         self.meter.add(record)
         self._note_spike(record)
         self.run.console.advance(record.loss)
@@ -128,8 +111,7 @@ class MetricsRecorder:
         for line in validation_lines(f"iteration {progress.iteration}", value, metric=self.validation_metric):
             self.run.log(line, short="" if line.startswith("--") else short)
         if self.tracker is not None:
-            where = {"iteration": progress.iteration, "consumed_samples": progress.consumed_samples}
-            self.tracker.validation(value, **where, metric=self.validation_metric)
+            self.tracker.validation(value, progress, metric=self.validation_metric)
 
     def finish(
         self,
@@ -146,27 +128,28 @@ class MetricsRecorder:
         Args:
             unigram_entropy: nats per token of the validation text.
         """
-        where = f"iteration {progress.iteration}"
         if validate is not None and (self.last_validation is None or self.last_validation[0] != progress.iteration):
             self.validate(validate, progress)
         test_loss = None if test is None else test()
         if test_loss is not None:
-            for line in validation_lines(f"{where} on test set", test_loss, metric=self.validation_metric):
+            for line in validation_lines(
+                f"iteration {progress.iteration} on test set", test_loss, metric=self.validation_metric
+            ):
                 self.run.log(line)
-        loss = self.validation_metric == "lm_loss"
+        measured = None if self.last_validation is None else self.last_validation[1]
         used = torch.tensor(self.meter.cpu_seconds, dtype=torch.float64, device=self.run.device)
         peak = torch.tensor(float(peak_memory_bytes(self.run.device)), dtype=torch.float64, device=self.run.device)
         summary = self.meter.summary(cpu_seconds=float(self.run.dims.world.all_reduce_(used))) | {
-            "final_loss": None if self.last_interval is None else self.last_interval.lm_loss,
-            "validation_loss": self.last_validation[1] if loss and self.last_validation is not None else None,
+            "final_loss": None if self.last_interval is None else self.last_interval.fields["lm_loss"],
+            "validation_loss": measured if self.validation_metric == "lm_loss" else None,
             "unigram_entropy": unigram_entropy,
             "peak_memory_bytes": int(self.run.dims.world.max_(peak)),
             "iteration": progress.iteration,
             "test_loss": test_loss,
             "stop_reason": progress.stop_reason,
         }
-        if not loss and self.last_validation is not None:
-            summary[f"validation_{self.validation_metric}"] = self.last_validation[1]
+        if self.validation_metric != "lm_loss" and measured is not None:
+            summary[f"validation_{self.validation_metric}"] = measured
         rows, compared = collect_traffic(self.run.dims, self.run.device), self.zero3(self.meter.micro_batches)
         if rows:
             self.run.log(traffic_table(rows, compared), short=traffic_in_words(rows, compared))
@@ -178,11 +161,10 @@ class MetricsRecorder:
         if self.tracker is not None:
             self.tracker.summary(summary)
 
-    def _log(self, iteration: int, sent: SentBytes) -> None:
-        first = self.last_interval is None
-        interval = self.meter.interval(sent, peak_memory_bytes=peak_memory_bytes(self.run.device))
-        self.last_interval = interval
-        self.run.log(interval.line(), short=interval.short_line())
+    def _log(self, iteration: int, sent: Mapping[str, int]) -> None:
+        first, peak = self.last_interval is None, peak_memory_bytes(self.run.device)
+        interval = self.last_interval = self.meter.interval(sent, peak_memory_bytes=peak)
+        self.run.log(interval.line, short=interval.short_line)
         if first and (line := memory_line(self.run.dims.world.rank, iteration, self.run.device)):
             self.run.log(line)
         if self.timers is not None and (times := self.timers.report()):
@@ -190,22 +172,22 @@ class MetricsRecorder:
         if self.tracker is not None:
             self.tracker.interval(interval)
 
-    def _sent_bytes_per_node(self) -> SentBytes:
-        """Bytes sent since the last call by all ranks together, divided by the number of nodes.
+    def _sent_bytes_per_node(self) -> dict[str, int]:
+        """Bytes sent by wire since the last call by all ranks together, divided by the number of nodes.
 
         With local steps by those of this rank's island: others are not asked.
         """
         dims = self.run.dims
         counter, nodes = dims.counter, dims.layout.cluster.num_nodes
-        now = SentBytes(**{wire: counter.sent_bytes(wire) for wire in WIRES}, island=counter.sent_on_axis("island"))
+        now = [*(counter.sent_bytes(wire) for wire in WIRES), counter.sent_on_axis("island")]
         since = torch.tensor(now, dtype=torch.int64) - torch.tensor(self._sent_before, dtype=torch.int64)
-        self._sent_before = now
-        since = since.to(self.run.device)
+        self._sent_before, since = now, since.to(self.run.device)
         if dims.island.size == 1:
-            return SentBytes(*(dims.world.all_reduce_(since) // nodes).tolist())
-        with counter.paused():
-            total = dims.sum_over_data_(dims.tp.all_reduce_(since))
-        return SentBytes(*(total * dims.island.size // nodes).tolist())
+            total = dims.world.all_reduce_(since)
+        else:
+            with counter.paused():
+                total = dims.sum_over_data_(dims.tp.all_reduce_(since))
+        return dict(zip((*WIRES, "island"), (total * dims.island.size // nodes).tolist(), strict=True))
 
 
 class TrafficRow(NamedTuple):

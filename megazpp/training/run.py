@@ -28,10 +28,9 @@ from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import Worker, seed_everything
 from megazpp.topology.cluster_file import cluster_text
 from megazpp.topology.layout import layout_record
-from megazpp.training.context import Console, RunContext
+from megazpp.training.context import Console, RunContext, RunFolder, default_run_dir
 from megazpp.training.flops import device_name, mfu_convention
 from megazpp.training.loop import StopConditions
-from megazpp.training.run_folder import RunFolder, default_run_dir
 from megazpp.training.tracking import Tracker, open_sinks, run_tags
 from megazpp.training.trainer import BuildParts, Trainer
 from megazpp.zero.config import wire_backends
@@ -66,9 +65,8 @@ def run_training(
         trainer = Trainer(build_parts, parsed, plan, run, tracker)
         resumed = trainer.load(source)
         progress, schedule = (resumed.progress, resumed.schedule) if resumed else (TrainingProgress(), plan.schedule)
-        shape = trainer.recorder.meter.shape
-        run.log(mfu_convention(shape.flops_per_token, device_name(run.device), shape.peak_flops), short="")
-
+        meter = trainer.recorder.meter
+        run.log(mfu_convention(meter.flops_per_token, device_name(run.device), meter.peak_flops), short="")
         progress = trainer.train(progress, schedule, stops, worker)
         trainer.finish(progress, evaluate=not stops.hurried)
         if not stops.hurried:

@@ -1,20 +1,13 @@
-"""Build the model of a run, in shards, and open its checkpoints."""
+"""Build the model of a run, in shards, and load its batches."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from megazpp.checkpoint.checkpoints import Checkpoints
-from megazpp.checkpoint.config import CheckpointConfig
-from megazpp.checkpoint.record import RunRecord, TrainingProgress, found_from_anywhere
-from megazpp.checkpoint.state import StatePart, TrainState
-from megazpp.checkpoint.together import open_axis
 from megazpp.data.dataset import DataConfig, Dataset, batch_options
 from megazpp.data.loader import BatchLoader, make_micro_batch
 from megazpp.data.tokenizer import Tokenizer
@@ -23,15 +16,10 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import SharedGenerator
 from megazpp.model.float8 import find_product
 from megazpp.model.gpt import GPTModel
-from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_, share_parameters_
 from megazpp.training.batches import BatchPlan
-from megazpp.training.context import RunContext
-from megazpp.training.loop import Loader, Observer
-from megazpp.training.objective import Objective
-from megazpp.training.recorder import Validation
 from megazpp.zero.config import PrecisionConfig, WirePlan, ZeroConfig
 from megazpp.zero.sharding import Sharding, shard_model
 
@@ -69,46 +57,6 @@ class Built(NamedTuple):
 
     model: GPTModel
     sharding: Sharding
-
-
-@dataclass(kw_only=True)
-class TrainingParts:
-    """The parts in which trainings differ; `Trainer` makes the others from the flags.
-
-    Attributes:
-        tokenizer: of the model.
-        built: the model that is trained.
-        objective: what is minimised.
-        batches: this rank's batches of the training data, to be entered; None without training data.
-        validation, test: evaluations of held-out data; None without.
-        validation_metric: what they measure.
-        flags: values that checkpoints keep beside, or in the place of, those of the command line.
-        states: more that checkpoints keep.
-        observers: see steps.
-        generates: whether the model continues texts.
-        has_weights: where a training begins with a checkpoint's weights, the model has them already.
-        weights_taken: called when it has begun so.
-        evaluates_first: validate before the first step.
-        finish: called after the last evaluation.
-        held_out_entropy: nats per token of the validation text to a model blind to context; None if there is no text.
-    """
-
-    tokenizer: Tokenizer
-    built: Built
-    objective: Objective
-    batches: AbstractContextManager[Loader] | None
-    validation: Validation | None = None
-    test: Validation | None = None
-    validation_metric: str = "lm_loss"
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    states: Sequence[StatePart] = ()
-    observers: Sequence[Observer] = ()
-    generates: bool = True
-    has_weights: bool = False
-    weights_taken: Callable[[], None] = lambda: None
-    evaluates_first: bool = False
-    finish: Callable[[], None] = lambda: None
-    held_out_entropy: Callable[[], float | None] = lambda: None
 
 
 def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:
@@ -179,36 +127,3 @@ def open_loader(
         num_workers=config.num_workers,
         batch_size_at=plan.batch_size_at if ramp_up else None,
     )
-
-
-def open_checkpoints(
-    config: CheckpointConfig,
-    state: TrainState,
-    run: RunContext,
-    *,
-    flags: Mapping[str, Any],
-    schedule: Schedule,
-    tokenizer: Tokenizer,
-) -> Checkpoints:
-    """The checkpoints of a run that changes `state`, for all ranks; nothing is read or written yet.
-
-    Args:
-        flags: every flag's value, to be kept with each checkpoint.
-        tokenizer: the same.
-    """
-    dims, folder = run.dims, run.folder
-    record = RunRecord(
-        progress=TrainingProgress(),
-        scaler={},
-        groups=[],
-        schedule=schedule.state_dict(),
-        flags=found_from_anywhere(flags),
-        vocab_size=tokenizer.vocab_size,
-        tokenizer=tokenizer.identity,
-        layout={name: dims.layout.axis_size(name) for name in dims.layout.coordinates},
-        run_dir=None if folder is None else str(folder.path.resolve()),
-        wandb_run_id=folder.wandb_run_id() if folder is not None and flags["wandb_project"] else None,
-        torch=torch.__version__,
-    )
-    axis = open_axis(dims) if config.save is not None or config.load is not None else dims.world
-    return Checkpoints(config, state, record, axis, run.log, tokenizer=tokenizer.files)

@@ -15,9 +15,8 @@ optimizers.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -68,22 +67,14 @@ class TrainStep:
         self._partial = partial_parameters(self.model)
         self._before: LaunchedStep | None = None
 
-    def __call__(
-        self, micro_batches: Sequence[Any], *, learning_rate: float, weight_decay: float, iteration: int = 0
-    ) -> StepRecord:
-        """Train on this rank's micro-batches of one global batch, on the model's device, and wait for the step.
-
-        Raises:
-            NotFiniteError: the guard ends the job.
-        """
-        return self.launch(
-            micro_batches, learning_rate=learning_rate, weight_decay=weight_decay, iteration=iteration
-        ).record()
+    def __call__(self, micro_batches: Sequence[Any], **settings: Any) -> StepRecord:
+        """Launch a step and wait for it."""
+        return self.launch(micro_batches, **settings).wait()
 
     def launch(
         self, micro_batches: Sequence[Any], *, learning_rate: float, weight_decay: float, iteration: int = 0
     ) -> LaunchedStep:
-        """Like a call, but the host waits for no more of the step than it needs to know.
+        """Train on this rank's micro-batches of one global batch; the host waits for no more than it needs to know.
 
         Raises:
             NotFiniteError: the guard ends the job, because of this step or of the one that was launched before.
@@ -101,9 +92,7 @@ class TrainStep:
             if self.count_zeros:
                 numbers.append(count_zero_grads(named, *axes))
             step = LaunchedStep(
-                StepRecord(
-                    iteration=iteration, loss=math.nan, grad_norm=None, learning_rate=learning_rate, loss_scale=scale
-                ),
+                StepRecord(iteration=iteration, learning_rate=learning_rate, loss_scale=scale),
                 loss,
                 HostCopy(torch.stack(numbers)),
                 self.guard,
@@ -127,7 +116,7 @@ class TrainStep:
             self.optimizer.zero_grad(set_to_none=True)
         self.scaler.update(found_inf=step.overflow)
         self.sharding.end_step(kept * (self.scaler.scale / scale), iteration=iteration)
-        step.metrics = self._objective.metrics()
+        step.record.metrics = self._objective.metrics()
         return step
 
     def _forward_backward(self, micro_batches: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,8 +151,6 @@ class LaunchedStep:
         guard: decides by them; None: a norm that is not finite skips the step.
         evidence: for the guard.
         waits: they have to be known before its update; otherwise the device does not update with what is not finite.
-    Attributes:
-        metrics: of the objective.
     """
 
     def __init__(
@@ -176,10 +163,9 @@ class LaunchedStep:
         *,
         waits: bool,
     ) -> None:
-        self.loss, self.waits = loss, waits
-        self._record, self._numbers, self._guard, self._evidence = record, numbers, guard, evidence
+        self.record, self.loss, self.waits = record, loss, waits
+        self._numbers, self._guard, self._evidence = numbers, guard, evidence
         self._taken: bool | None = None
-        self.metrics: Mapping[str, float] = {}
 
     def check(self) -> bool:
         """Return whether the weights are updated; waits for the numbers.
@@ -193,7 +179,7 @@ class LaunchedStep:
                 self._taken = math.isfinite(norm)
             else:
                 assert self._evidence is not None
-                self._taken = self._guard.allows(self._record.iteration, loss, norm, self._evidence)
+                self._taken = self._guard.allows(self.record.iteration, loss, norm, self._evidence)
             self._evidence = None
         return self._taken
 
@@ -207,17 +193,12 @@ class LaunchedStep:
         """True if the norm is not finite and training goes on; known at once."""
         return self.waits and not math.isfinite(self._numbers.wait()[1])
 
-    def record(self) -> StepRecord:
-        """Return what the step has come to; waits for its numbers, and raises as `check` does."""
+    def wait(self) -> StepRecord:
+        """Return the record with what the step has come to; raises as `check` does."""
         taken, (loss, norm, *zeros) = self.check(), self._numbers.wait()
-        return dataclasses.replace(
-            self._record,
-            loss=loss,
-            grad_norm=norm,
-            skipped=not taken,
-            num_zeros=int(zeros[0]) if zeros else None,
-            metrics=self.metrics,
-        )
+        self.record.loss, self.record.grad_norm, self.record.skipped = loss, norm, not taken
+        self.record.num_zeros = int(zeros[0]) if zeros else None
+        return self.record
 
 
 class HostCopy:
@@ -235,5 +216,5 @@ class HostCopy:
         """The values; waits for the device if it has not got there."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        found: list[float] = self._values.tolist()
-        return found
+        values: list[float] = self._values.tolist()
+        return values

@@ -1,7 +1,5 @@
 """The records of a run: its folder, and wandb and TensorBoard if asked for.
 
-One file of more than 300 lines: the two sinks differ by a few lines each, beside the tracker that feeds them.
-
 Only rank 0 has a `Tracker`. Steps go to wandb and TensorBoard, intervals (log lines) to metrics.jsonl as well. What
 cannot be recorded (a full disk, a lost network) is said once, and training goes on: the log line is on stdout too.
 Both packages are imported only when their flag is given: TensorBoard is optional, and wandb takes its time.
@@ -12,22 +10,20 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import netrc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
-from urllib.parse import urlparse
 
 import torch
 
 from megazpp.base.flags import check_positive, flag
-from megazpp.base.program import TERA
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.topology.layout import Layout
+from megazpp.training.context import RunFolder, make_writable
 from megazpp.training.metrics import IntervalRecord, StepRecord, perplexity
-from megazpp.training.run_folder import RunFolder, make_writable
 
 MEMORY_SCALARS = {
     "mem/reserved": "reserved_bytes.all.current",
@@ -80,12 +76,8 @@ class Tracker(AbstractContextManager["Tracker"]):
     """Records one run.
 
     Args:
-        config: the flags.
-        folder: the run folder.
         sinks: where scalars go, see `open_sinks`.
         device: whose memory is recorded.
-    Attributes:
-        failed: files and sinks of which a failure was said.
     """
 
     config: TrackingConfig
@@ -93,7 +85,9 @@ class Tracker(AbstractContextManager["Tracker"]):
     sinks: Sequence[Sink]
     _: KW_ONLY
     device: torch.device
-    failed: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self._failed = set[str]()  # files and sinks whose failure was logged
 
     def step(self, step: StepRecord) -> None:
         """Record a step's scalars, every `--tensorboard-log-interval` iterations."""
@@ -117,21 +111,13 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def interval(self, record: IntervalRecord) -> None:
         """Record a log interval: metrics.jsonl, speed, memory, and bytes per node and step."""
-        self._keep("metrics.jsonl", lambda: self.folder.append("metrics.jsonl", record.as_json()))
-        peak = record.shape.peak_flops
-        found = {
-            "perf/step_seconds": record.step_seconds,
-            "perf/tokens_per_s": record.tokens_per_second,
-            "perf/tflops": record.flops_per_rank / TERA,
-            "perf/mfu": None if peak is None else record.flops_per_rank / peak,
-            "mem/peak": record.peak_memory_bytes,
-            **{f"comm/{wire}_bytes": sent for wire, sent in record.sent_bytes._asdict().items()},
-        }
-        scalars = {name: value for name, value in found.items() if value is not None}
-        self._write(scalars, record.last.iteration, record.last.consumed_samples)
+        fields = record.fields
+        self._keep("metrics.jsonl", lambda: self.folder.append("metrics.jsonl", fields))
+        self._write(record.scalars, fields["iteration"], fields["consumed_samples"])
 
-    def validation(self, loss: float, *, iteration: int, consumed_samples: int, metric: str = "lm_loss") -> None:
+    def validation(self, loss: float, progress: TrainingProgress, *, metric: str = "lm_loss") -> None:
         """Record a validation loss and its perplexity, or the value of another `metric`."""
+        iteration, consumed_samples = progress.iteration, progress.consumed_samples
         row = {"iteration": iteration, "consumed_samples": consumed_samples, metric: loss}
         self._keep("validation.jsonl", lambda: self.folder.append("validation.jsonl", row))
         scalars = {f"eval/{metric.removeprefix('lm_')}": loss}
@@ -164,7 +150,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def _try(self, sink: Sink, use: Callable[[Sink], None], *, again: bool = False) -> None:
         """Use a sink that has not failed yet, or `again`."""
-        if sink.name in self.failed and not again:
+        if sink.name in self._failed and not again:
             return
         try:
             use(sink)
@@ -172,8 +158,8 @@ class Tracker(AbstractContextManager["Tracker"]):
             self._warn(sink.name, error, "no more is recorded there")
 
     def _warn(self, what: str, error: Exception, consequence: str) -> None:
-        if what not in self.failed:
-            self.failed.add(what)
+        if what not in self._failed:
+            self._failed.add(what)
             print(f"warning: {what}: {error}; {consequence}, and training goes on", flush=True)
 
 
@@ -223,11 +209,7 @@ class WandbSink:
     """A wandb run; the same id continues the same run.
 
     Never prompts: without credentials the run is recorded offline (`wandb sync` sends it later), and so it is when
-    the server cannot be reached.
-
-    Args:
-        tags: of the run, beside those of WANDB_TAGS.
-        settings: of `wandb.init`, among them the run's id, which names it over restarts.
+    the server cannot be reached. `settings` are those of `wandb.init`; tags of WANDB_TAGS are added.
     """
 
     name = "wandb"
@@ -237,7 +219,7 @@ class WandbSink:
         own_tags = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag.strip()]
         settings |= {"resume": "allow", "tags": [*dict.fromkeys([*tags, *own_tags])]}
         try:
-            self._run = wandb.init(**settings, mode=wandb_mode(os.environ))
+            self._run = wandb.init(**settings, mode=wandb_mode())
         except wandb.errors.Error as error:
             print(f"wandb: recording offline, the server did not take the run: {error}", flush=True)
             wandb.teardown(exit_code=1)
@@ -277,34 +259,22 @@ class TensorBoardSink:
         self._writer.close()
 
 
-def wandb_mode(env: Mapping[str, str]) -> Literal["online", "offline", "disabled"]:
-    """Online only with credentials, so that wandb has nothing to ask for.
+def wandb_mode() -> Literal["online", "offline", "disabled"]:
+    """Return "online" only with credentials, so that wandb has nothing to ask for.
 
-    Args:
-        env: WANDB_MODE is obeyed if it says offline or disabled; credentials are WANDB_API_KEY,
-            WANDB_IDENTITY_TOKEN_FILE, or an entry for the server (WANDB_BASE_URL) in the netrc file.
+    WANDB_MODE is obeyed if it says offline or disabled. Credentials are WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, or an
+    entry for the server (WANDB_BASE_URL) in the netrc file.
     """
-    wanted = env.get("WANDB_MODE", "online")
+    wanted = os.environ.get("WANDB_MODE", "online")
     if wanted == "disabled":
         return "disabled"
     if wanted in ("offline", "dryrun"):
         return "offline"
-    if env.get("WANDB_API_KEY") or env.get("WANDB_IDENTITY_TOKEN_FILE") or _netrc_has_server(env):
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return "online"
-    return "offline"
-
-
-def _netrc_has_server(env: Mapping[str, str]) -> bool:
-    server = urlparse(env.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    home = Path(env.get("HOME") or Path.home())
-    files = [Path(env["NETRC"])] if env.get("NETRC") else [home / ".netrc", home / "_netrc"]
-    for file in files:
-        try:
-            if netrc.netrc(file).authenticators(server):
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return False
+    netrc = importlib.import_module("requests.utils")  # which wandb depends on
+    server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+    return "offline" if netrc.get_netrc_auth(server) is None else "online"
 
 
 def is_installed(package: str) -> bool:

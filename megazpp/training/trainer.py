@@ -15,16 +15,23 @@ Features enter by three lists: configs (base/arguments.py), parts of the state w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from megazpp.base.arguments import ParsedRun
 from megazpp.base.checks import RunPlan
 from megazpp.base.program import user_errors
+from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import LoadSource, Resumed
-from megazpp.checkpoint.record import TrainingProgress
-from megazpp.checkpoint.state import RunValues, TrainState
+from megazpp.checkpoint.record import RunRecord, TrainingProgress, found_from_anywhere
+from megazpp.checkpoint.state import RunValues, StatePart, TrainState
+from megazpp.checkpoint.together import open_axis
+from megazpp.data.tokenizer import Tokenizer
 from megazpp.inference.text import continue_texts
 from megazpp.islands.loop import LocalSteps
 from megazpp.islands.outer import Islands
@@ -34,18 +41,58 @@ from megazpp.optim.optimizer import build_optimizer
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker
-from megazpp.training.anomalies import Guard, LossHistory, NotFinite
+from megazpp.training.anomalies import Guard, LossHistory
 from megazpp.training.context import RunContext
 from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
-from megazpp.training.loop import AfterStep, Evaluations, StopConditions, train
-from megazpp.training.metrics import RunShape
+from megazpp.training.loop import AfterStep, Evaluations, Loader, Observer, StopConditions, train
+from megazpp.training.metrics import Meter
+from megazpp.training.objective import Objective
 from megazpp.training.profiler import Profiler
 from megazpp.training.recorder import MetricsRecorder, Validation, zero3_traffic
-from megazpp.training.setup import TrainingParts, open_checkpoints
+from megazpp.training.setup import Built
 from megazpp.training.step import TrainStep
 from megazpp.training.step_recorder import StepRecorder, StepTimeline, Straggler, Timers
 from megazpp.training.tracking import Tracker
-from megazpp.zero.verify import verify_weights
+
+
+@dataclass(kw_only=True)
+class TrainingParts:
+    """The parts in which trainings differ; `Trainer` makes the others from the flags.
+
+    Attributes:
+        tokenizer, built: of the model that is trained.
+        objective: what is minimised.
+        batches: this rank's batches of the training data, to be entered; None without training data.
+        validation, test: evaluations of held-out data; None without.
+        validation_metric: what they measure: "lm_loss", or "reward".
+        flags: values that checkpoints keep beside, or in the place of, those of the command line.
+        states: more that checkpoints keep.
+        observers: look at steps, beside the run's own.
+        generates: whether the model continues texts.
+        has_weights: where a training begins with a checkpoint's weights, the model has them already.
+        weights_taken: called when it has begun so.
+        evaluates_first: validate before the first step.
+        finish: called after the last evaluation.
+        held_out_entropy: nats per token of the validation text to a model blind to context; None if there is no text.
+    """
+
+    tokenizer: Tokenizer
+    built: Built
+    objective: Objective
+    batches: AbstractContextManager[Loader] | None
+    validation: Validation | None = None
+    test: Validation | None = None
+    validation_metric: str = "lm_loss"
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    states: Sequence[StatePart] = ()
+    observers: Sequence[Observer] = ()
+    generates: bool = True
+    has_weights: bool = False
+    weights_taken: Callable[[], None] = lambda: None
+    evaluates_first: bool = False
+    finish: Callable[[], None] = lambda: None
+    held_out_entropy: Callable[[], float | None] = lambda: None
+
 
 BuildParts = Callable[[ParsedRun, RunPlan, RunContext], TrainingParts]
 
@@ -81,15 +128,23 @@ class Trainer:
         if plan.islands is not None:
             self.islands = Islands(sharding, dims, plan.islands, config.precision)
             states, flags = island_parts(states, self.islands, model, values), flags | plan.islands.chosen_flags()
-        self.checkpoints = open_checkpoints(
-            config.checkpoint,
-            TrainState(model, sharding, values, [*states, *parts.states]),
+        state = TrainState(model, sharding, values, [*states, *parts.states])
+        record = self._record({**flags, **parts.flags})
+        saves = config.checkpoint.save is not None or config.checkpoint.load is not None
+        axis = open_axis(dims) if saves else dims.world
+        tokenizer_files = parts.tokenizer.files
+        self.checkpoints = Checkpoints(config.checkpoint, state, record, axis, run.log, tokenizer=tokenizer_files)
+        guard = Guard(
+            config.anomalies,
+            sharding,
             run,
-            flags={**flags, **parts.flags},
-            schedule=plan.schedule,
-            tokenizer=parts.tokenizer,
+            plan.batches,
+            losses,
+            dynamic_scale=config.precision.fp16 and config.loss_scale.loss_scale is None,
+            verify_interval=config.verify.zero_verify_interval,
+            rewind=self._rewind if config.anomalies.loss_spike_action == "rewind" else None,
+            islands=self.islands is not None,
         )
-        guard = self._guard(losses)
         self.step = TrainStep(
             model,
             sharding,
@@ -106,7 +161,7 @@ class Trainer:
         self.recorder = MetricsRecorder(
             config.tracking,
             run,
-            self._shape(),
+            self._meter(),
             model=model,
             zero3=functools.partial(zero3_traffic, sharding.shard_elements, dims, config.precision),
             tracker=tracker,
@@ -117,8 +172,8 @@ class Trainer:
             None if evaluate is None else functools.partial(self._evaluate, evaluate)
             for evaluate in (parts.validation, parts.test)
         )
-        straggler = Straggler(config.timing, run, interval=config.tracking.log_interval)
-        self.step_recorder = StepRecorder(dims.timeline, (self.timers, straggler, StepTimeline(config.timing, run)))
+        slow_ranks = Straggler(config.timing, run, interval=config.tracking.log_interval)
+        self.step_recorder = StepRecorder(dims.timeline, (self.timers, slow_ranks, StepTimeline(config.timing, run)))
 
     def load(self, source: LoadSource | None) -> Resumed | None:
         """Take the folder of --save, and continue from a checkpoint of `source` if it has one.
@@ -163,7 +218,7 @@ class Trainer:
                 schedule,
                 self.recorder,
                 stops,
-                (*self.parts.observers, self.profiler, self.step_recorder),
+                (*self.parts.observers, self.profiler.step, self.step_recorder.step),
                 start=start,
                 after=after,
                 synchronize=None if self.local_steps is None else self.local_steps.after_step,
@@ -202,31 +257,37 @@ class Trainer:
         with self.weights_for_evaluation():
             return evaluate()
 
-    def _shape(self) -> RunShape:
-        """The constants behind tokens per second, TFLOP/s and the time left."""
+    def _rewind(self) -> int:
+        return self.checkpoints.rewind().iteration
+
+    def _record(self, flags: Mapping[str, Any]) -> RunRecord:
+        """The record that checkpoints keep beside the state; `flags` are all flags' values."""
+        run, tokenizer, folder = self.run, self.parts.tokenizer, self.run.folder
+        layout = run.dims.layout
+        return RunRecord(
+            progress=TrainingProgress(),
+            scaler={},
+            groups=[],
+            schedule=self.plan.schedule.state_dict(),
+            flags=found_from_anywhere(flags),
+            vocab_size=tokenizer.vocab_size,
+            tokenizer=tokenizer.identity,
+            layout={name: layout.axis_size(name) for name in layout.coordinates},
+            run_dir=None if folder is None else str(folder.path.resolve()),
+            wandb_run_id=folder.wandb_run_id() if folder is not None and flags["wandb_project"] else None,
+            torch=torch.__version__,
+        )
+
+    def _meter(self) -> Meter:
+        """Turns steps into tokens per second, TFLOP/s and the time left."""
         model, plan, seq_length = self.config.model, self.plan, self.config.data.seq_length
         assert seq_length is not None
         padded = model.padded_vocab_size(self.parts.tokenizer.vocab_size, plan.layout.tp)
-        return RunShape(
+        return Meter(
             total_iterations=plan.batches.total_iterations,
             total_samples=plan.batches.total_samples,
             seq_length=seq_length,
             world_size=plan.layout.cluster.world_size,
             flops_per_token=model_flops_per_token(model, padded_vocab_size=padded, seq_length=seq_length),
             peak_flops=peak_flops(device_name(self.run.device), self.config.precision.param_dtype),
-        )
-
-    def _guard(self, losses: LossHistory) -> Guard:
-        config, sharding, dims, checkpoints = self.config, self.built.sharding, self.run.dims, self.checkpoints
-        rewinds = config.anomalies.loss_spike_action == "rewind"
-        return Guard(
-            config.anomalies,
-            NotFinite(sharding, dims, self.plan.batches, self.run.folder),
-            losses,
-            dynamic_scale=config.precision.fp16 and config.loss_scale.loss_scale is None,
-            log=self.run.log,
-            rewind=(lambda: checkpoints.rewind().iteration) if rewinds else None,
-            verify=functools.partial(verify_weights, sharding, dims),
-            verify_interval=config.verify.zero_verify_interval,
-            islands=self.plan.islands is not None,
         )

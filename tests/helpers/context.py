@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from megazpp.training.context import Console, RunContext
-from megazpp.training.run_folder import RunFolder
+from megazpp.training.context import Console, RunContext, RunFolder
 
 
 class Kept(Console):

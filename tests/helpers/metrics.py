@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from megazpp.training.metrics import Meter, RunShape, StepRecord
+from megazpp.training.metrics import Meter, StepRecord
 
-SHAPE = RunShape(
-    total_iterations=500, total_samples=4000, seq_length=100, world_size=4, flops_per_token=2 * 10**9, peak_flops=None
-)
+SHAPE = {
+    "total_iterations": 500,
+    "total_samples": 4000,
+    "seq_length": 100,
+    "world_size": 4,
+    "flops_per_token": 2 * 10**9,
+}
 
 
 def step(iteration: int = 1, **values: Any) -> StepRecord:
@@ -26,7 +29,7 @@ def step(iteration: int = 1, **values: Any) -> StepRecord:
 
 
 def meter(*steps: StepRecord, **shape: Any) -> Meter:
-    filled = Meter(dataclasses.replace(SHAPE, **shape))
+    filled = Meter(**{**SHAPE, **shape})
     for one in steps:
         filled.add(one)
     return filled

@@ -19,7 +19,7 @@ from megazpp.topology.cluster import Cluster
 from megazpp.training.batches import BatchConfig, plan_batches
 from megazpp.training.context import Console, RunContext
 from megazpp.training.loop import Evaluations, StopConditions, StopConfig, train
-from megazpp.training.metrics import RunShape, StepRecord
+from megazpp.training.metrics import Meter, StepRecord
 from megazpp.training.recorder import MetricsRecorder
 from megazpp.training.tracking import TrackingConfig
 
@@ -57,7 +57,7 @@ class FakeStep:
         )
         if self.late is not None:
             return self.late(record)
-        return SimpleNamespace(skipped=skipped, check=lambda: not skipped, record=lambda: record)
+        return SimpleNamespace(skipped=skipped, record=record, check=lambda: not skipped, wait=lambda: record)
 
 
 class FakeLoader:
@@ -94,19 +94,19 @@ class Run:
             global_batch_size=2,
         )
         self.out = io.StringIO()
-        shape = RunShape(
+        meter = Meter(
             total_iterations=len(losses), total_samples=2 * len(losses), seq_length=4, world_size=1, flops_per_token=1
         )
         tracker = SimpleNamespace(records=[], validations=[])
         tracker.step = lambda record: None
-        tracker.interval = lambda record: tracker.records.append(record.as_json())
-        tracker.validation = lambda loss, **where: tracker.validations.append((where["iteration"], loss))
+        tracker.interval = lambda record: tracker.records.append(record.fields)
+        tracker.validation = lambda loss, progress, metric: tracker.validations.append((progress.iteration, loss))
         self.tracker = tracker
         run = RunContext(dims=self.dims, device=CPU, console=Console(enabled=True, out=self.out))
         tracking = TrackingConfig(log_interval=log_interval)
         self.zero3_asked: list[int] = []
         recorder = MetricsRecorder(
-            tracking, run, shape, model=torch.nn.Module(), zero3=self.zero3_asked.append, tracker=tracker
+            tracking, run, meter, model=torch.nn.Module(), zero3=self.zero3_asked.append, tracker=tracker
         )
         self.recorder = recorder
         stops = StopConditions(StopConfig(**loop))
@@ -118,7 +118,7 @@ class Run:
             schedule,
             recorder,
             stops,
-            [self],  # observes
+            [self.step],  # observes
             start=start,
             after=[evaluations] if checkpoints is None else [checkpoints, evaluations],
         )

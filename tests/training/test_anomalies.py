@@ -3,67 +3,49 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers.checkpoints import Attempt, Job
+from helpers.context import context
 from helpers.ranks import ranks
 from helpers.training import Case
 
-from megazpp.training.anomalies import AnomalyConfig, Failure, Guard, LossHistory, NotFiniteError
+from megazpp.optim.clip import GradNorm
+from megazpp.parallel.axis import MeshAxis
+from megazpp.training import anomalies
+from megazpp.training.anomalies import AnomalyConfig, Guard, LossHistory, NotFiniteError
+from megazpp.training.batches import BatchConfig, plan_batches
 from megazpp.zero.config import ZeroConfig
 
 NAN, INF = float("nan"), float("inf")
-NOTHING: Any = None
 
 
-class FakeNotFinite:
-    watching = 0
+class Watched:
+    """A guard of a model on one rank, and what it said."""
 
-    def watch(self) -> None:
+    def __init__(self, *, dynamic_scale: bool = False, islands: bool = False, **given: Any) -> None:
+        self.history, self.iteration, self.watching = LossHistory(), 0, 0
+        rank = MeshAxis("world")
+        run, self.said = context(SimpleNamespace(world=rank, tp=rank, shard=rank, data_rank=0))
+        guard = {name: given.pop(name) for name in ("rewind", "verify_interval") if name in given}
+        plan = plan_batches(BatchConfig(micro_batch_size=1, train_iters=200), data_parallel_size=1)
+        settings = {"dynamic_scale": dynamic_scale, "islands": islands, **guard}
+        self.guard = Guard(AnomalyConfig(**given), self, run, plan, self.history, **settings)
+
+    def watch_gradients(self) -> None:
         self.watching += 1
 
     def own_gradients(self) -> None: ...
 
-    def report(self, failure: Failure | None) -> None:
-        raise NotFiniteError("another island's" if failure is None else f"iteration {failure.iteration}")
-
-
-class Watched:
-    """A guard, what it said, and how often it rewound."""
-
-    def __init__(
-        self,
-        *,
-        dynamic_scale: bool = False,
-        rewind: Callable[[], int] | None = None,
-        verify: Callable[[], None] | None = None,
-        verify_interval: int | None = None,
-        islands: bool = False,
-        **config: Any,
-    ) -> None:
-        self.said: list[str] = []
-        self.history = LossHistory()
-        self.not_finite: Any = FakeNotFinite()
-        self.guard = Guard(
-            AnomalyConfig(**config),
-            self.not_finite,
-            self.history,
-            dynamic_scale=dynamic_scale,
-            log=self.said.append,
-            rewind=rewind,
-            verify=verify,
-            verify_interval=verify_interval,
-            islands=islands,
-        )
-        self.iteration = 0
-
     def takes(self, loss: float, norm: float = 1.0) -> bool:
         self.iteration += 1
         self.guard.begin_step()
-        return self.guard.allows(self.iteration, loss, norm, NOTHING)
+        found = GradNorm(torch.tensor(norm), [], torch.zeros(0), 1.0)
+        return self.guard.allows(self.iteration, loss, norm, self.guard.evidence(torch.tensor([loss]), found))
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (INF, 1.0), (1.0, NAN), (1.0, INF), (NAN, NAN)])
@@ -85,7 +67,7 @@ def test_with_a_dynamic_loss_scale_gradients_may_overflow_but_the_loss_may_not()
 def test_without_the_check_a_step_that_is_not_finite_is_skipped_and_gradients_are_not_looked_at():
     watched = Watched(check_for_nan_in_loss_and_grad=False)
     assert [watched.takes(*pair) for pair in ((1.0, NAN), (NAN, NAN), (1.0, 1.0))] == [False, False, True]
-    assert watched.not_finite.watching == 0
+    assert watched.watching == 0
 
 
 def noisy(count: int, level: float = 3.0) -> list[float]:
@@ -162,9 +144,10 @@ def test_flags_that_cannot_work_are_refused(config: dict[str, Any], named: str):
         AnomalyConfig(**config)
 
 
-def test_weights_are_verified_every_so_many_steps_before_anything_else_is_decided():
+def test_weights_are_verified_every_so_many_steps_before_anything_else_is_decided(monkeypatch: pytest.MonkeyPatch):
     verified: list[int] = []
-    watched = Watched(verify=lambda: verified.append(watched.iteration), verify_interval=3)
+    watched = Watched(verify_interval=3)
+    monkeypatch.setattr(anomalies, "verify_weights", lambda sharding, dims: verified.append(watched.iteration))
     assert all(watched.takes(1.0) for _ in range(8))
     with pytest.raises(NotFiniteError):
         watched.takes(NAN)
@@ -228,8 +211,6 @@ def test_an_island_leaves_its_weights_alone_and_the_job_ends_when_islands_meet()
     assert watched.guard.found == (True, False)
     with pytest.raises(NotFiniteError, match="iteration 2"):  # the first of them
         watched.guard.settle(failed=True, back=False)
-    with pytest.raises(NotFiniteError, match="another island's"):
-        Watched(islands=True).guard.settle(failed=True, back=False)
 
 
 def test_an_island_whose_loss_jumps_goes_back_with_all_when_islands_meet():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.context import context
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import Case, build_step
@@ -17,13 +18,11 @@ from megazpp.training.anomalies import (
     AnomalyConfig,
     Guard,
     LossHistory,
-    NotFinite,
     NotFiniteError,
     StepReport,
     describe,
 )
 from megazpp.training.batches import BatchConfig, plan_batches
-from megazpp.training.run_folder import RunFolder
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import ZeroConfig
 
@@ -39,11 +38,9 @@ def guarded(
         train_iters=10,
     )
     plan = plan_batches(batches, data_parallel_size=step.dims.data_size)
-    run_folder = RunFolder(folder) if folder is not None and step.dims.world.rank == 0 else None
-    not_finite = NotFinite(step.sharding, step.dims, plan, run_folder)
-    step.guard = Guard(
-        AnomalyConfig(), not_finite, LossHistory(), dynamic_scale=dynamic_scale, log=print, islands=islands
-    )
+    run, _ = context(step.dims, folder)
+    settings = {"dynamic_scale": dynamic_scale, "islands": islands}
+    step.guard = Guard(AnomalyConfig(), step.sharding, run, plan, LossHistory(), **settings)
 
 
 def poison_gradient(module: torch.nn.Module) -> RemovableHandle:
@@ -141,11 +138,9 @@ def test_where_whole_copies_are_summed_the_parameter_is_named_and_the_rank_is_sa
 
 
 def test_long_lists_are_cut_and_the_rest_counted():
-    found, norms = (
-        [StepReport(rank, [float("nan")], []) for rank in range(12)],
-        {f"p{i}": float("inf") for i in range(10)},
-    )
-    lines = describe(found, norms, 5, 1.0, float("nan"), first_sample=0, micro_batch_size=1).splitlines()
+    norms = {f"p{i}": float("inf") for i in range(10)}
+    reports = [StepReport(rank, 5, 1.0, float("nan"), [float("nan")], [], norms) for rank in range(12)]
+    lines = describe(reports[0], reports, first_sample=0, micro_batch_size=1).splitlines()
     assert len(lines) == 1 + 8 + 8 + 1
     assert lines[9] == "p0: the norm of the gradient is inf, every rank's own gradient was finite"
     assert lines[-1] == "and 6 more"

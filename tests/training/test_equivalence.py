@@ -19,7 +19,7 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step, train_on
 
 from megazpp.data.loader import MicroBatch
 from megazpp.model.config import GPTConfig
-from megazpp.training.evaluate import Evaluator
+from megazpp.training.objective import Evaluator
 from megazpp.zero.config import PrecisionConfig
 
 STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}

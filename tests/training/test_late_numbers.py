@@ -114,12 +114,12 @@ def reads_of_the_host(case: Case, waits: bool) -> list[str]:
     guarded(step, case, None)
     assert step.guard is not None
     step.guard.config = dataclasses.replace(step.guard.config, loss_spike_sigma=1e6 if waits else None)
-    launch(step, case, 0).record()  # units check how torch lays their shards out once
+    launch(step, case, 0).wait()  # units check how torch lays their shards out once
     events = Events()
     with events.watching(step):
         last = [launch(step, case, index) for index in (1, 2, 3)][-1]
         seen = list(events.seen)
-        last.record()
+        last.wait()
     return seen[seen.index("backward") :]
 
 
@@ -147,7 +147,7 @@ def late_and_at_once(case: Case) -> bool:
         step.count_zeros = True
         launched = [launch(step, case, index) for index in range(4)]
         assert [each.waits for each in launched] == [waits] * 4
-        ends.append(([each.record() for each in launched], state(step)))
+        ends.append(([each.wait() for each in launched], state(step)))
     return ends[0] == ends[1]
 
 
@@ -188,7 +188,7 @@ def fault_in_the_third_step(case: Case, where: str, rank: int, folder: Path) -> 
     return {
         "message": message,
         "unchanged": (unchanged, state(step) == before),
-        "good": [each.record().skipped for each in launched],
+        "good": [each.wait().skipped for each in launched],
     }
 
 
@@ -293,7 +293,7 @@ class LateSteps:
         if record.iteration > 1:
             self._check(record.iteration - 1)
         check = functools.partial(self._check, record.iteration)
-        return SimpleNamespace(skipped=False, check=check, record=lambda: check() and record)
+        return SimpleNamespace(skipped=False, check=check, record=record, wait=lambda: check() and record)
 
     def _check(self, iteration: int) -> bool:
         if iteration not in self._known:

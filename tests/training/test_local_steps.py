@@ -66,12 +66,12 @@ def train(case: Case, folder: Path, poisoned: int | None = None, signalled: int 
                 launched = step.launch([batch], learning_rate=1e-2, weight_decay=0.0, iteration=iteration)
                 met = islands.after_step(launched, iteration, last=iteration == case.steps)
                 reason = stops.reason(iteration, dims, agree=met, at_once=True)
-            found.losses.append(launched.record().loss)
+            found.losses.append(launched.wait().loss)
             if reason is not None:
                 found.stopped[iteration] = reason
             if met:
                 found.met.append(iteration)
-                found.inner_losses.append(launched.record().metrics["inner_loss"])
+                found.inner_losses.append(launched.wait().metrics["inner_loss"])
             elif diloco.plan.sends_at(iteration) is None and not any(diloco.merge_at):
                 found.asked.append(asked.calls)
             found.weights.append(float(sum(shard.double().norm() for u in diloco.units for shard in u.unit.shards())))

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.metrics import meter, step
 
+from megazpp.training.flops import memory_line, peak_memory_bytes
 from megazpp.training.metrics import (
     INNER_LOSS,
-    SentBytes,
+    NOTHING_SENT,
     closing_lines,
-    cpu_seconds,
-    memory_line,
-    peak_memory_bytes,
     perplexity,
     validation_lines,
 )
@@ -29,30 +26,30 @@ def test_skipped_steps_do_not_count_in_the_loss_but_in_the_time():
         step(2, loss=math.inf, seconds=2.0, skipped=True),
         step(3, loss=2.0, seconds=6.0, grad_norm=7.0),
     ).interval()
-    assert interval.lm_loss == 3.0
-    assert interval.step_seconds == 3.0
-    assert (interval.skipped, interval.nan) == (1, 1)
-    assert interval.last.grad_norm == 7.0
-    assert interval.tokens_per_second == pytest.approx(2400 / 9)
+    fields = interval.fields
+    assert (fields["lm_loss"], fields["step_seconds"], fields["skipped"], fields["grad_norm"]) == (3.0, 3.0, 1, 7.0)
+    assert " number of nan iterations:   1 |" in interval.line
+    assert fields["tokens_per_second"] == pytest.approx(2400 / 9)
 
 
 def test_an_interval_starts_where_the_last_one_ended():
     filled = meter(step(1, loss=4.0), step(2, loss=2.0))
     filled.interval()
     filled.add(step(3, loss=1.0))
-    assert filled.interval().lm_loss == 1.0
+    assert filled.interval().fields["lm_loss"] == 1.0
     with pytest.raises(AssertionError, match="needs a step"):
         filled.interval()
 
 
 def test_the_time_left_follows_the_samples_also_in_a_batch_size_ramp_up():
-    interval = meter(step(1, global_batch_size=4, consumed_samples=1000)).interval()
-    assert interval.eta_seconds == pytest.approx(3000 / 4 * 0.5)
+    assert (
+        "eta: 0:06:15 |" in meter(step(1, global_batch_size=4, consumed_samples=1000)).interval().line
+    )  # 3000/4 x 0.5
 
 
 def test_metrics_have_exactly_the_agreed_fields():
-    sent = SentBytes(tp=30, cross=10, local=20)
-    record = meter(step(1), step(2, skipped=True)).interval(sent, peak_memory_bytes=7).as_json()
+    sent = NOTHING_SENT | {"tp": 30, "cross": 10, "local": 20}
+    record = meter(step(1), step(2, skipped=True)).interval(sent, peak_memory_bytes=7).fields
     assert record == {
         "iteration": 2,
         "lm_loss": 10.0,
@@ -74,9 +71,9 @@ def test_metrics_have_exactly_the_agreed_fields():
 
 def test_an_interval_has_its_largest_gradient_norm_and_a_terminal_a_line_of_at_most_100_columns():
     record = meter(step(1, grad_norm=7.25), step(2, grad_norm=1.5), step(3, grad_norm=None)).interval()
-    assert record.max_grad_norm == 7.25
-    assert "| max grad norm: 7.250 |" in record.line()
-    line = meter(step(1, grad_norm=7.25), step(2, skipped=True, grad_norm=1.5)).interval().short_line()
+    assert record.fields["max_grad_norm"] == 7.25
+    assert "| max grad norm: 7.250 |" in record.line
+    line = meter(step(1, grad_norm=7.25), step(2, skipped=True, grad_norm=1.5)).interval().short_line
     assert len(line) <= 100
     for part in ("iteration      2/500", "loss 10.0000", "grad norm  1.500", "1,600 tokens/s", "left", "1 skipped"):
         assert part in line
@@ -84,7 +81,7 @@ def test_an_interval_has_its_largest_gradient_norm_and_a_terminal_a_line_of_at_m
 
 def test_the_summary_covers_all_intervals_of_the_run():
     filled = meter(step(1, wait_seconds=0.25))
-    filled.interval(SentBytes(tp=10, cross=4, local=2))
+    filled.interval(NOTHING_SENT | {"tp": 10, "cross": 4, "local": 2})
     filled.add(step(2, skipped=True))
     assert filled.summary(cpu_seconds=8.0) == {
         "iterations": 2,
@@ -121,16 +118,6 @@ def test_the_peak_on_a_cpu_is_the_kernels_high_water_mark_in_bytes():
     assert peak_memory_bytes(CPU) == pytest.approx(1024 * kibibytes, rel=0.05)
 
 
-def test_cpu_time_counts_work_and_not_waiting():
-    start = cpu_seconds()
-    time.sleep(0.1)
-    assert cpu_seconds() - start < 0.08
-    end = time.process_time() + 0.05
-    while time.process_time() < end:
-        pass
-    assert cpu_seconds() - start >= 0.05
-
-
 # ---- lines ----
 
 
@@ -142,7 +129,7 @@ MEGATRON_PART = (
 
 
 def test_the_line_begins_with_megatrons_line_byte_for_byte():
-    line = meter(step(10, loss=10.43287, grad_norm=2.71828)).interval().line()
+    line = meter(step(10, loss=10.43287, grad_norm=2.71828)).interval().line
     assert line == (
         MEGATRON_PART
         + " max grad norm: 2.718 | tokens/s per rank: 400.0 | model TFLOP/s per rank: 0.8000 | eta: 0:04:05 |"
@@ -150,18 +137,18 @@ def test_the_line_begins_with_megatrons_line_byte_for_byte():
 
 
 def test_optional_fields_stand_where_megatron_puts_them():
-    line = meter(step(1, num_zeros=12.0, params_norm=345.6789, loss_scale=65536.0)).interval().line()
+    line = meter(step(1, num_zeros=12.0, params_norm=345.6789, loss_scale=65536.0)).interval().line
     assert (
         " loss scale: 65536.0 | grad norm: 1.000 | num zeros: 12.0 | params norm: 345.679 |"
         " number of skipped iterations:   0 |"
     ) in line
-    assert "grad norm" not in meter(step(1, grad_norm=None)).interval().line()
+    assert "grad norm" not in meter(step(1, grad_norm=None)).interval().line
 
 
 def test_our_fields_follow_and_silent_wires_are_left_out():
-    sent = SentBytes(tp=2_500_000, cross=0, local=1_250_000)
+    sent = NOTHING_SENT | {"tp": 2_500_000, "local": 1_250_000}
     interval = meter(step(1), peak_flops=1.6e12).interval(sent, peak_memory_bytes=3_210_000_000)
-    assert interval.line().endswith(
+    assert interval.line.endswith(
         "| tokens/s per rank: 400.0 | model TFLOP/s per rank: 0.8000 | MFU: 50.0% | max memory (GB): 3.21 |"
         " tp MB per step: 2.500 | local MB per step: 1.250 | eta: 0:04:10 |"
     )
@@ -170,23 +157,23 @@ def test_our_fields_follow_and_silent_wires_are_left_out():
 def test_synchronizations_of_islands_are_in_the_line_the_record_and_the_summary():
     steps = [step(1), step(2, metrics={INNER_LOSS: 3.5}), step(3), step(4, metrics={INNER_LOSS: 2.5})]
     filled = meter(*steps)
-    interval = filled.interval(SentBytes(cross=8_000_000, island=8_000_000))
-    assert " inner_loss: 3 | synchronizations: 2 | loss scale" in interval.line()
-    assert " cross MB per step: 2.000 | island MB per step: 2.000 |" in interval.line()
-    found = interval.as_json()
+    interval = filled.interval(NOTHING_SENT | {"cross": 8_000_000, "island": 8_000_000})
+    assert " inner_loss: 3 | synchronizations: 2 | loss scale" in interval.line
+    assert " cross MB per step: 2.000 | island MB per step: 2.000 |" in interval.line
+    found = interval.fields
     assert (found["inner_loss"], found["synchronizations"], found["island_bytes"]) == (3.0, 2, 2_000_000)
     summary = filled.summary(cpu_seconds=1.0)
     assert (summary["inner_loss"], summary["synchronizations"], summary["island_bytes_per_step"]) == (2.5, 2, 2_000_000)
     lines = closing_lines(summary | {"stop_reason": None, "final_loss": 2.5, "validation_loss": None}, trained=True)
     assert "islands synchronized 2 times, 2.000 MB per node and step between them; inner loss 2.5000" in lines
     plain = meter(step(1)).interval()
-    assert "synchronizations" not in plain.line()
-    assert not {"synchronizations", "island_bytes", "inner_loss"} & plain.as_json().keys()
+    assert "synchronizations" not in plain.line
+    assert not {"synchronizations", "island_bytes", "inner_loss"} & plain.fields.keys()
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_printed(loss: float):
-    line = meter(step(1, loss=loss, grad_norm=math.nan, skipped=True)).interval().line()
+    line = meter(step(1, loss=loss, grad_norm=math.nan, skipped=True)).interval().line
     assert f" lm loss: {str(loss).upper()} |" in line
     assert " grad norm: nan | number of skipped iterations:   1 | number of nan iterations:   1 |" in line
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.disks import make_read_only, small_disk
 
-from megazpp.training.run_folder import RunFolder, default_run_dir, make_writable
+from megazpp.training.context import RunFolder, default_run_dir, make_writable
 
 
 def lines(folder: RunFolder) -> list[dict[str, object]]:

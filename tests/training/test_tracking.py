@@ -14,13 +14,14 @@ import torch
 from helpers.disks import small_disk
 
 import megazpp.training.tracking as tracking
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
-from megazpp.training.metrics import Meter, RunShape, StepRecord
-from megazpp.training.run_folder import RunFolder
+from megazpp.training.context import RunFolder
+from megazpp.training.metrics import Meter, StepRecord
 from megazpp.training.tracking import TensorBoardSink, Tracker, TrackingConfig, open_sinks, run_tags
 
-SHAPE = RunShape(total_iterations=10, total_samples=80, seq_length=100, world_size=4, flops_per_token=2 * 10**9)
+SHAPE = {"total_iterations": 10, "total_samples": 80, "seq_length": 100, "world_size": 4, "flops_per_token": 2 * 10**9}
 CPU = torch.device("cpu")
 
 
@@ -104,7 +105,7 @@ def test_steps_between_the_tensorboard_interval_are_left_out(tmp_path: Path):
 
 def test_an_interval_records_step_time_and_throughput(tmp_path: Path):
     track, sink = tracker(tmp_path)
-    meter = Meter(SHAPE)
+    meter = Meter(**SHAPE)
     meter.add(step(2))
     track.interval(meter.interval())
     ((scalars, *where),) = sink.written
@@ -118,7 +119,7 @@ def test_an_interval_records_step_time_and_throughput(tmp_path: Path):
 
 def test_validation_loss_and_perplexity(tmp_path: Path):
     track, sink = tracker(tmp_path)
-    track.validation(0.0, iteration=5, consumed_samples=40)
+    track.validation(0.0, TrainingProgress(iteration=5, consumed_samples=40))
     assert sink.written == [({"eval/loss": 0.0, "eval/perplexity": 1.0}, 5, 40)]
     (line,) = (tmp_path / "validation.jsonl").read_text().splitlines()
     assert json.loads(line) == {"iteration": 5, "consumed_samples": 40, "lm_loss": 0.0}
@@ -153,7 +154,7 @@ def test_a_sink_that_cannot_be_opened_is_said_and_training_goes_on_without_it(
 def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    meter = Meter(SHAPE)
+    meter = Meter(**SHAPE)
     with small_disk(tmp_path / "disk", "4m") as disk:
         config = TrackingConfig(tensorboard_dir=str(disk / "events"))
         folder = RunFolder(disk / "run")

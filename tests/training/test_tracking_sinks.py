@@ -131,21 +131,21 @@ def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path: Path):
         ({"WANDB_API_KEY": "k"}, "online"),
         ({"WANDB_API_KEY": ""}, "offline"),
         ({"WANDB_IDENTITY_TOKEN_FILE": "f"}, "online"),
+        ({"NETRC": "{}/login"}, "online"),
+        ({"NETRC": "{}/login", "WANDB_BASE_URL": "https://wandb.example.org"}, "offline"),
+        ({"NETRC": "{}/broken"}, "offline"),
     ],
 )
-def test_wandb_is_online_only_with_credentials(env: dict[str, str], mode: str, tmp_path: Path):
-    assert wandb_mode({"HOME": str(tmp_path), **env}) == mode
-
-
-def test_a_login_for_the_right_server_in_the_netrc_file_is_found(tmp_path: Path):
-    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password secret\n")
-    (tmp_path / ".netrc").chmod(0o600)
-    home = {"HOME": str(tmp_path)}
-    assert wandb_mode(home) == "online"
-    assert wandb_mode({**home, "WANDB_BASE_URL": "https://wandb.example.org"}) == "offline"
-    assert wandb_mode({"HOME": "/nowhere", "NETRC": str(tmp_path / ".netrc")}) == "online"
-    (tmp_path / ".netrc").write_text("not a netrc file")
-    assert wandb_mode(home) == "offline"
+def test_wandb_is_online_only_with_credentials(
+    env: dict[str, str], mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "login").write_text("machine api.wandb.ai\n  login user\n  password secret\n")
+    (tmp_path / "broken").write_text("not a netrc file")
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": str(tmp_path), **env}.items():
+        monkeypatch.setenv(name, value.format(tmp_path))
+    assert wandb_mode() == mode
 
 
 def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path: Path):

@@ -16,7 +16,7 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, FixedBatches, build_
 
 from kernels.block_quant import reference
 from kernels.formats import BlockFormat
-from megazpp.training.evaluate import Evaluator
+from megazpp.training.objective import Evaluator
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.gather import Crossing

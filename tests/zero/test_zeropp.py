@@ -23,7 +23,7 @@ from helpers.training import (
 )
 
 from megazpp.model.config import GPTConfig
-from megazpp.training.evaluate import Evaluator
+from megazpp.training.objective import Evaluator
 from megazpp.zero import wire
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.sharding import Sharding
