@@ -17,7 +17,8 @@ from pathlib import Path
 
 from megazpp.base.files import first_free, remove, renamed_when_done
 from megazpp.checkpoint.checksums import DamagedError, verify_files, write_checksums, write_durably
-from megazpp.data.tokenizer import TokenizerConfig, find_tokenizer
+from megazpp.data.tokenizer import TokenizerConfig
+from megazpp.data.tokenizer_folder import find_tokenizer
 
 _NAME = re.compile("tokenizer-[0-9a-f]{16}")
 

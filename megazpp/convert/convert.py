@@ -24,8 +24,8 @@ from megazpp.convert.native import open_checkpoint, open_tokenizer, read_trained
 from megazpp.convert.output import check_output, whole_folder
 from megazpp.convert.peft import with_adapter, write_adapter
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
-from megazpp.data.tokenizer import TokenizerConfig, find_tokenizer, load_tokenizer, marks_note, names_tokenizer
-from megazpp.data.tokenizer_folder import CONFIG
+from megazpp.data.tokenizer import TokenizerConfig, load_tokenizer, marks_note, names_tokenizer
+from megazpp.data.tokenizer_folder import CONFIG, find_tokenizer
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
 
 

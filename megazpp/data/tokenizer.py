@@ -1,4 +1,4 @@
-"""The tokenizer that the flags name, read from its files.
+"""Tokenizers: the one that the flags name, read from its files; text to ids and back, and special tokens around it.
 
 A Hugging Face folder gives the ids that transformers gives for it, with the special tokens that its files put around a
 text (`Marks`): <s> before a prompt, and before each document of a dataset, as Megatron's HuggingFaceTokenizer has it.
@@ -6,69 +6,32 @@ text (`Marks`): <s> before a prompt, and before each document of a dataset, as M
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
-from megazpp.base.flags import check_positive, check_words, flag
+import sentencepiece
+
 from megazpp.data.tokenizer_folder import (
     DEFINITION,
+    DESCRIPTION,
     MERGES,
     SENTENCEPIECE,
     VOCABULARIES,
     VOCABULARY,
+    TokenizerConfig,
+    do_as_transformers,
+    names_tokenizer,
     read_companions,
     read_description,
     read_files,
     tokenizers,
+    wanted_marks,
 )
-from megazpp.data.tokenizer_kinds import ByteTokenizer, HFTokenizer, SentencePieceTokenizer, Tokenizer
 
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
-    """Tokenizer; without any of these one is trained on --text-path."""
-
-    tokenizer_type: (
-        Literal[
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "HuggingFaceTokenizer",
-            "GPT2BPETokenizer",
-            "NullTokenizer",
-        ]
-        | None
-    ) = flag(None, "kind of tokenizer (default: what --tokenizer-model looks like; trained if there is none)")
-    tokenizer_model: str | None = flag(
-        None, "a SentencePiece model, a Hugging Face tokenizer.json, or a directory that holds one"
-    )
-    vocab_size: int | None = flag(
-        None, "pieces of a SentencePiece model to train (default 4096), or of the NullTokenizer (default 256)"
-    )
-    vocab_file: str | None = flag(None, "GPT-2's vocab.json, for GPT2BPETokenizer")
-    merge_file: str | None = flag(None, "GPT-2's merges.txt, for GPT2BPETokenizer")
-    add_special_tokens: bool = flag(
-        True, "put around texts the special tokens (BOS, ...) that the tokenizer's files say, as transformers does"
-    )
-    model_vocab_size: int | None = flag(
-        None, "tokens of the model's vocabulary, if not those of the tokenizer (default: as the checkpoint has it)"
-    )
-
-    def __post_init__(self) -> None:
-        check_words(self)
-        check_positive(self, "vocab_size", "model_vocab_size")
-
-    @property
-    def kind(self) -> str | None:
-        """The type given, or what the files look like; None if none is named."""
-        if self.tokenizer_type is not None:
-            return self.tokenizer_type
-        if self.vocab_file or self.merge_file:
-            return "GPT2BPETokenizer"
-        if self.tokenizer_model is None:
-            return None
-        path = Path(self.tokenizer_model)
-        return "HuggingFaceTokenizer" if path.suffix == ".json" or path.is_dir() else "SentencePieceTokenizer"
+# names of the end of a document in tokenizers that have no configuration beside them, likeliest first
+_EOD_NAMES = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
@@ -112,24 +75,6 @@ def marks_note(tokenizer: Tokenizer) -> str | None:
     return f"{does} the special tokens {marks} them that transformers gives them" if marks else None
 
 
-def names_tokenizer(config: TokenizerConfig) -> bool:
-    """True if the flags name a tokenizer; else one is trained, or comes from a checkpoint."""
-    trainable = config.kind in (None, "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
-    return not trainable or config.tokenizer_model is not None
-
-
-def find_tokenizer(folder: Path) -> TokenizerConfig:
-    """Flags for the tokenizer in a Hugging Face folder, or beside a checkpoint; none if there is none we can use."""
-    if (folder / DEFINITION).is_file():
-        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
-    if (folder / SENTENCEPIECE).is_file():
-        return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / SENTENCEPIECE))
-    vocabulary, merges = folder / VOCABULARY, folder / MERGES
-    if vocabulary.is_file() and merges.is_file():
-        return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocabulary), merge_file=str(merges))
-    return TokenizerConfig()
-
-
 def _load_sentencepiece(path: Path, *, add_special_tokens: bool) -> SentencePieceTokenizer:
     if path.is_dir():
         raise ValueError(f"--tokenizer-model {path} is a directory; a SentencePiece model is a file")
@@ -147,8 +92,7 @@ def _load_huggingface(path: Path, *, add_special_tokens: bool) -> HFTokenizer:
         vocabularies = read_files(path, VOCABULARIES) if path.is_dir() else {DEFINITION: file.read_bytes()}
         files = read_companions(file) | vocabularies
         eos = read_description(files).get("eos_token")
-        eod = eos["content"] if isinstance(eos, dict) else eos
-        text = file.read_text(encoding="utf-8")
+        eod, text = eos["content"] if isinstance(eos, dict) else eos, file.read_text(encoding="utf-8")
         return HFTokenizer(text, eod=eod, files=files, add_special_tokens=add_special_tokens)
     except Exception as error:  # the package raises bare Exception for a malformed definition
         raise ValueError(f"--tokenizer-model {file} is not a usable tokenizer.json: {error}") from error
@@ -160,9 +104,225 @@ def _load_gpt2(config: TokenizerConfig) -> HFTokenizer:
     for name, file in (("--vocab-file", config.vocab_file), ("--merge-file", config.merge_file)):
         if not Path(file).is_file():
             raise ValueError(f"{name} {file} is not a file")
-    if tokenizers is None:
-        raise ValueError("--tokenizer-type GPT2BPETokenizer needs the package tokenizers: pip install tokenizers")
+    _require_tokenizers()
     tokenizer = tokenizers.ByteLevelBPETokenizer.from_file(config.vocab_file, config.merge_file)
     contents = {VOCABULARY: Path(config.vocab_file).read_bytes(), MERGES: Path(config.merge_file).read_bytes()}
     files = read_companions(Path(config.vocab_file)) | contents
     return HFTokenizer(tokenizer.to_str(), files=files, add_special_tokens=config.add_special_tokens)
+
+
+def _require_tokenizers() -> None:
+    if tokenizers is None:
+        raise ValueError("this --tokenizer-type needs the package tokenizers: pip install tokenizers")
+
+
+# ---- kinds ---------------------------------------------------------------------------------------------------------
+
+
+class EncodedText(NamedTuple):
+    """Ids, and for each the characters of the text that it stands for, from and to."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+
+
+class Marks(NamedTuple):
+    """Special tokens that a tokenizer's files put before and after a text, and whether this run does."""
+
+    before: list[int]
+    after: list[int]
+    used: bool
+
+    @property
+    def number(self) -> int:
+        """Tokens that a text gets."""
+        return len(self.before + self.after) if self.used else 0
+
+    def around(self, ids: list[int]) -> list[int]:
+        return [*self.before, *ids, *self.after] if self.number else ids
+
+    def __str__(self) -> str:
+        """The part of an identity: nothing where texts get no marks."""
+        return f"-{self.before}{self.after}" if self.number else ""
+
+
+class Tokenizer:
+    """Text to ids and back.
+
+    Attributes:
+        vocab_size: of the model, not padded; ids of texts are in [0, vocab_size).
+        eod: the id that ends a document, or None if the tokenizer has none.
+        eod_name: how eod is written in a text for `encode_spans`.
+        identity: equal for tokenizers that give equal ids; part of cache keys.
+        files: its files, by name at Hugging Face; none where the flags say all.
+        marks: special tokens around a text.
+    """
+
+    vocab_size: int
+    eod: int | None
+    eod_name: str | None
+    identity: str
+    files: Mapping[str, bytes]
+    marks = Marks([], [], used=False)
+    _finds_eod = False  # in texts, by itself
+    _largest = -1  # id that a text may have, where the model may have fewer
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` with the marks around it; raises ValueError at one that the model's vocabulary has not."""
+        return self._known(self.marks.around(self._encode(text)))
+
+    def encode_spans(self, text: str, *, marked: bool = True) -> EncodedText:
+        """Ids of `text`, in which `eod_name` is eod, and where in it they are; a mark is nowhere, at its end.
+
+        Args:
+            marked: with the marks; False for a text in which a template has written them.
+        """
+        name = "" if self._finds_eod else self.eod_name or ""
+        ids, spans, start = list[int](), list[tuple[int, int]](), 0
+        for number, part in enumerate(text.split(name) if name else [text]):
+            if number:
+                assert self.eod is not None
+                ids.append(self.eod)
+                spans.append((start, start + len(name)))
+                start += len(name)
+            found = self._encode_spans(part)
+            ids.extend(found.ids)
+            spans.extend((start + first, start + last) for first, last in found.spans)
+            start += len(part)
+        if marked and self.marks.number:
+            end, (before, after, _) = (len(text), len(text)), self.marks
+            ids, spans = self.marks.around(ids), [(0, 0)] * len(before) + spans + [end] * len(after)
+        return EncodedText(self._known(ids), spans)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; marks such as eod give nothing."""
+        raise NotImplementedError
+
+    def fit(self, vocab_size: int) -> None:
+        """Have the vocabulary of a model; raises ValueError if that has no end of a document."""
+        if self.eod is not None and self.eod >= vocab_size:
+            raise ValueError(f"the tokenizer's {self.eod_name} has the id {self.eod}, the model {vocab_size} tokens")
+        self.vocab_size, self._largest = vocab_size, self.vocab_size - 1
+
+    def _known(self, ids: list[int]) -> list[int]:
+        if self._largest >= self.vocab_size and (largest := max(ids, default=0)) >= self.vocab_size:
+            vocabulary = f"the model's vocabulary of {self.vocab_size} tokens"
+            raise ValueError(f"the tokenizer gives the id {largest}, which {vocabulary} has not (--tokenizer-model)")
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
+        """Ids of `text` alone; `_encode_spans` gives the same ids, slower."""
+        raise NotImplementedError
+
+    def _encode_spans(self, text: str) -> EncodedText:
+        raise NotImplementedError
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model, its file's content; a document ends with its `<eod>` piece if it has one, else its eos."""
+
+    def __init__(
+        self, model: bytes, companions: Mapping[str, bytes] | None = None, *, add_special_tokens: bool = True
+    ) -> None:
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.vocab_size = self._processor.get_piece_size()
+        self._num_pieces = self.vocab_size
+        named, eos, unknown = self._processor.piece_to_id("<eod>"), self._processor.eos_id(), self._processor.unk_id()
+        self.eod = named if named != unknown else eos if eos >= 0 else None
+        self.eod_name = None if self.eod is None else self._processor.id_to_piece(self.eod)
+        self.files = {**(companions or {}), SENTENCEPIECE: model}
+        wanted = wanted_marks(self.files)
+        before, after = (list(map(self._processor.piece_to_id, names)) for names in wanted)
+        if unknown in before + after:
+            raise ValueError(f"{DESCRIPTION} beside it adds {wanted} to texts, and it has no such pieces")
+        self.marks = Marks(before, after, used=add_special_tokens)
+        self.identity = f"sentencepiece-{hashlib.sha256(model).hexdigest()}{self.marks}"
+
+    def _encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def _encode_spans(self, text: str) -> EncodedText:
+        found = self._processor.encode_as_offset_mapping(text)
+        return EncodedText(found["ids"], found["offsets"])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._processor.decode([int(i) for i in ids if i < self._num_pieces])
+
+
+class HFTokenizer(Tokenizer):
+    """A Hugging Face `tokenizer.json`, run by the `tokenizers` package as transformers runs it.
+
+    Args:
+        definition: the text of tokenizer.json; `files` are its sources, if not that alone.
+        eod: the piece that ends a document; None looks for the usual names.
+    Raises:
+        ValueError: `tokenizers` is not installed, or `eod` is not in the vocabulary.
+    """
+
+    def __init__(
+        self,
+        definition: str,
+        *,
+        eod: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        add_special_tokens: bool = True,
+    ) -> None:
+        _require_tokenizers()
+        self._tokenizer = tokenizers.Tokenizer.from_str(definition)
+        self.files = {DEFINITION: definition.encode()} if files is None else dict(files)
+        changes = do_as_transformers(self._tokenizer, self.files)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if eod is not None and eod not in vocabulary:
+            raise ValueError(f"the end-of-document piece {eod!r} is not in the tokenizer's vocabulary")
+        names = _EOD_NAMES if eod is None else (eod,)
+        self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
+        self.eod_name = next((name for name in names if name in vocabulary), None)
+        self.eod = None if self.eod_name is None else vocabulary[self.eod_name]
+        if DEFINITION in self.files:
+            text = next(text for text in ("a", *vocabulary) if self._encode(text))
+            whole = self._tokenizer.encode(text, add_special_tokens=True)
+            first = whole.sequence_ids.index(0)
+            before, after = whole.ids[:first], whole.ids[first + len(self._encode(text)) :]
+        else:
+            before, after = ([vocabulary[name] for name in names] for names in wanted_marks(self.files))
+            # the package writes another definition from version to version
+            definition = "".join(self.files[name].decode() for name in (VOCABULARY, MERGES))
+        self.marks = Marks(before, after, used=add_special_tokens)
+        split = self._tokenizer.encode_special_tokens
+        self._finds_eod = not split and self.eod in self._tokenizer.get_added_tokens_decoder()
+        digest = hashlib.sha256(definition.encode()).hexdigest()
+        self.identity = f"huggingface-{digest}-{self.eod}{changes}{self.marks}"
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _encode_spans(self, text: str) -> EncodedText:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return EncodedText(encoding.ids, encoding.offsets)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+class ByteTokenizer(Tokenizer):
+    """One id per UTF-8 byte. It counts as Megatron's NullTokenizer does: eod is the id after all others.
+
+    There are `num_ids` below eod, at least 256; those above 255 serve pre-tokenized and mock data only.
+    """
+
+    def __init__(self, num_ids: int = 256) -> None:
+        if num_ids < 256:
+            raise ValueError(f"--vocab-size {num_ids} is below the 256 byte values of --tokenizer-type NullTokenizer")
+        self.vocab_size = num_ids + 1
+        self.eod, self.eod_name = num_ids, "<|endoftext|>"
+        self.identity, self.files = f"bytes-{num_ids}", {}
+
+    def _encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def _encode_spans(self, text: str) -> EncodedText:
+        spans = [(place, place + 1) for place, character in enumerate(text) for _ in character.encode()]
+        return EncodedText(self._encode(text), spans)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""A tokenizer's folder as Hugging Face has it: its files, and what transformers does with them.
+"""A tokenizer's flags and its folder as Hugging Face has it: its files, and what transformers does with them.
 
 Files are kept in memory, for checkpoints and converted models. Source of the rules: transformers 5.23, AutoTokenizer,
 TokenizersBackend, LlamaTokenizer, GPT2Tokenizer.
@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from megazpp.base.flags import check_positive, check_words, flag
 
 try:
     import tokenizers
@@ -31,6 +34,72 @@ _REBUILT = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "GPT2Tokenizer": {"unk_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Tokenizer; without any of these one is trained on --text-path."""
+
+    tokenizer_type: (
+        Literal[
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "GPT2BPETokenizer",
+            "NullTokenizer",
+        ]
+        | None
+    ) = flag(None, "kind of tokenizer (default: what --tokenizer-model looks like; trained if there is none)")
+    tokenizer_model: str | None = flag(
+        None, "a SentencePiece model, a Hugging Face tokenizer.json, or a directory that holds one"
+    )
+    vocab_size: int | None = flag(
+        None, "pieces of a SentencePiece model to train (default 4096), or of the NullTokenizer (default 256)"
+    )
+    vocab_file: str | None = flag(None, "GPT-2's vocab.json, for GPT2BPETokenizer")
+    merge_file: str | None = flag(None, "GPT-2's merges.txt, for GPT2BPETokenizer")
+    add_special_tokens: bool = flag(
+        True, "put around texts the special tokens (BOS, ...) that the tokenizer's files say, as transformers does"
+    )
+    model_vocab_size: int | None = flag(
+        None, "tokens of the model's vocabulary, if not those of the tokenizer (default: as the checkpoint has it)"
+    )
+
+    def __post_init__(self) -> None:
+        check_words(self)
+        check_positive(self, "vocab_size", "model_vocab_size")
+
+    @property
+    def kind(self) -> str | None:
+        """The type given, or what the files look like; None if none is named."""
+        if self.tokenizer_type is not None:
+            return self.tokenizer_type
+        if self.vocab_file or self.merge_file:
+            return "GPT2BPETokenizer"
+        if self.tokenizer_model is None:
+            return None
+        path = Path(self.tokenizer_model)
+        return "HuggingFaceTokenizer" if path.suffix == ".json" or path.is_dir() else "SentencePieceTokenizer"
+
+
+def names_tokenizer(config: TokenizerConfig) -> bool:
+    """True if the flags name a tokenizer; else one is trained, or comes from a checkpoint."""
+    trainable = config.kind in (None, "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
+    return not trainable or config.tokenizer_model is not None
+
+
+def find_tokenizer(folder: Path) -> TokenizerConfig:
+    """Flags for the tokenizer in a Hugging Face folder, or beside a checkpoint; none if there is none we can use."""
+    files = {name: str(folder / name) for name in VOCABULARIES if (folder / name).is_file()}
+    if DEFINITION in files:
+        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    if SENTENCEPIECE in files:
+        return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=files[SENTENCEPIECE])
+    if VOCABULARY in files and MERGES in files:
+        return TokenizerConfig(
+            tokenizer_type="GPT2BPETokenizer", vocab_file=files[VOCABULARY], merge_file=files[MERGES]
+        )
+    return TokenizerConfig()
 
 
 def read_companions(file: Path) -> dict[str, bytes]:

@@ -21,9 +21,9 @@ from megazpp.data.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     TokenizerConfig,
-    find_tokenizer,
     load_tokenizer,
 )
+from megazpp.data.tokenizer_folder import find_tokenizer
 
 TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
 TEXTS = ["Call me  Ishmael\nSome", " two", "naïve—日本語 🐳", "", "a\ttab"]

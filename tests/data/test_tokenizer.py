@@ -23,14 +23,14 @@ from megazpp.data.text import train_sentencepiece, write_indexed_dataset
 from megazpp.data.tokenizer import (
     ByteTokenizer,
     HFTokenizer,
+    Marks,
     SentencePieceTokenizer,
     Tokenizer,
     TokenizerConfig,
     document_end,
-    find_tokenizer,
     load_tokenizer,
 )
-from megazpp.data.tokenizer_kinds import Marks
+from megazpp.data.tokenizer_folder import find_tokenizer
 
 TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
 BPE = tokenizers.ByteLevelBPETokenizer

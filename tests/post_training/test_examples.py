@@ -13,8 +13,8 @@ import transformers
 from helpers.hf_models import write_llama_tokenizer
 from pyarrow import parquet
 
-from megazpp.data.tokenizer import ByteTokenizer, find_tokenizer, load_tokenizer
-from megazpp.data.tokenizer_kinds import EncodedText
+from megazpp.data.tokenizer import ByteTokenizer, EncodedText, load_tokenizer
+from megazpp.data.tokenizer_folder import find_tokenizer
 from megazpp.post_training.chat import ChatTemplate, load_chat_template
 from megazpp.post_training.examples import DataFormatConfig, Examples, read_examples, read_prompts
 
