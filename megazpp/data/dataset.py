@@ -20,6 +20,7 @@ import numpy as np
 from megazpp.base.files import cache_folder
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag
 from megazpp.data.blend import (
+    BlendedDataset,
     DataSource,
     MockSequences,
     build_split,
@@ -29,12 +30,13 @@ from megazpp.data.blend import (
     parse_blend,
 )
 from megazpp.data.cache import check_cache_dir
-from megazpp.data.gpt_dataset import Sequences
-from megazpp.data.loader import Dataset, check_eod
+from megazpp.data.gpt_dataset import GPTDataset, Sequences
+from megazpp.data.loader import check_eod
 from megazpp.data.text import cached_indexed_dataset, cached_sentencepiece, check_texts, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
 
 T = TypeVar("T")
+Samples = GPTDataset | BlendedDataset
 
 DEFAULT_VOCAB_SIZE = 4096
 SOURCES = ("--data-path", "--text-path", "--train-data-path, --valid-data-path or --test-data-path", "--mock-data")
@@ -146,7 +148,7 @@ def build_datasets(
     num_samples: Splits[int],
     seed: int,
     log: Callable[[str], None],
-) -> Splits[Dataset | None]:
+) -> Splits[Samples | None]:
     """The training, validation and test data; None where no samples are asked for, or --split gives that use nothing.
 
     Args:
@@ -174,7 +176,7 @@ def build_datasets(
                     f"note: --split: {source.name} has too few documents ({count}) to give each use whole ones;"
                     " it is split inside documents, by tokens"
                 )
-    found: dict[str, Dataset | None] = dict.fromkeys(Splits._fields)
+    found: dict[str, Samples | None] = dict.fromkeys(Splits._fields)
     for use, (sources, weights), share, wanted in zip(Splits._fields, opened, bounds, num_samples, strict=True):
         if sources and wanted > 0 and share[0] < share[1]:
             sizes = {"num_samples": wanted, "seq_length": config.seq_length, "vocab_size": tokenizer.vocab_size}
@@ -207,7 +209,7 @@ def parse_split(split: str) -> Splits[tuple[float, float]]:
     return Splits(*itertools.pairwise(edges))
 
 
-def unigram_entropy(dataset: Dataset, vocab_size: int) -> float:
+def unigram_entropy(dataset: Samples, vocab_size: int) -> float:
     """Entropy in nats per token of the dataset's tokens taken one by one: the loss of a model blind to context."""
     counts = dataset.token_counts(vocab_size)
     shares = counts[counts > 0] / counts.sum()

@@ -9,7 +9,7 @@ Three arrays say what sample i is, and all three are pure functions of (lengths,
 
 If the last epoch is needed for less than 80 % of its samples it is shuffled by itself and served at the end, so that
 no document is seen more often than necessary before it. The order is bit for bit that of Megatron-Core 0.16. Nothing
-depends on the number of ranks.
+depends on the number of ranks. `WholeText` is the other way to cut: all tokens in order, for a test.
 
 Legend: S is seq_length.
 """
@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from megazpp.data.cache import load_or_save_arrays
 
+PADDING = -1
 _SEPARATE_BELOW = 0.80
 _COUNT_SEQUENCES = 1024
 
@@ -56,10 +57,8 @@ class GPTDataset:
     """Samples of seq_length + 1 ids from a range of the sequences of a dataset.
 
     Args:
-        sequences: where the ids are.
         sequence_range: the sequences to use, as (start, stop).
         num_samples: at least so many samples, in as many epochs as it takes; None gives one epoch.
-        seq_length: ids of a sample, without the one more for the last label.
         seed: of the two shuffles.
         name: the dataset in error messages.
         vocab_size: refuse ids that are not below this.
@@ -102,18 +101,15 @@ class GPTDataset:
             raise IndexError(f"{self.name}: sample {index} of {len(self)}")
         window = int(self.indices.shuffle[index])
         (first, offset), (last, end) = self.indices.samples[window : window + 2].tolist()
+        documents = self.indices.documents[first : last + 1].tolist()
         if first == last:
-            parts = [self._sequences.get(int(self.indices.documents[first]), offset, end - offset + 1)]
+            parts = [self._sequences.get(documents[0], offset, end - offset + 1)]
         else:
-            middle = self.indices.documents[first + 1 : last].tolist()
-            parts = [
-                self._sequences.get(int(self.indices.documents[first]), offset),
-                *(self._sequences.get(document) for document in middle),
-                self._sequences.get(int(self.indices.documents[last]), 0, end + 1),
-            ]
+            parts = [self._sequences.get(documents[0], offset), *map(self._sequences.get, documents[1:-1])]
+            parts.append(self._sequences.get(documents[-1], 0, end + 1))
         sample = np.concatenate(parts, dtype=np.int64)
         if self._vocab_size is not None:
-            self._check_vocabulary(sample, f"sample {index}", self._vocab_size)
+            check_vocabulary(sample, f"{self.name}: sample {index}", self._vocab_size)
         return sample
 
     @property
@@ -132,20 +128,61 @@ class GPTDataset:
         for start in range(*self.sequence_range, _COUNT_SEQUENCES):
             stop = min(start + _COUNT_SEQUENCES, self.sequence_range[1])
             ids = np.concatenate([self._sequences.get(index) for index in range(start, stop)])
-            self._check_vocabulary(ids, f"one of sequences {start} to {stop - 1}", size)
+            check_vocabulary(ids, f"{self.name}: one of sequences {start} to {stop - 1}", size)
             counts += np.bincount(ids, minlength=size)
             left -= len(ids)
             if left <= 0:
                 break
         return counts
 
-    def _check_vocabulary(self, ids: np.ndarray, where: str, vocab_size: int) -> None:
-        low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
-        if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"{self.name}: {where} holds the token id {low if low < 0 else high}, outside the tokenizer's"
-                f" vocabulary of {vocab_size}; was it written with another tokenizer?"
-            )
+
+class WholeText:
+    """All ids of sequences in order, each to be predicted exactly once: windows of S + 1 ids.
+
+    The ids lie back to back, with eod before the first, from which it is predicted. Window k has the ids from k S to
+    (k + 1) S: the last of one window is the first input of the next. Beyond the end there is `PADDING`.
+
+    Args:
+        eod: the id before the first one; None: there is none, and the first id is not predicted.
+        vocab_size: refuse ids that are not below this.
+    """
+
+    def __init__(self, sequences: Sequences, *, seq_length: int, eod: int | None, vocab_size: int, name: str) -> None:
+        self._sequences, self._seq_length, self._vocab_size, self._name = sequences, seq_length, vocab_size, name
+        self._before = np.array([] if eod is None else [eod], dtype=np.int64)
+        self._ends = np.cumsum(sequences.lengths, dtype=np.int64)
+        self.num_tokens = int(self._ends[-1]) + len(self._before) - 1  # that are predicted
+        if self.num_tokens < 1:
+            raise ValueError(f"{name} has no token that could be predicted")
+
+    def __len__(self) -> int:
+        """Windows that have something to predict."""
+        return -(-self.num_tokens // self._seq_length)
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        """Window `index`: [S + 1] int64; any index from `len` on is padding alone."""
+        start = index * self._seq_length - len(self._before)  # in the ids of the sequences
+        stop = start + self._seq_length + 1
+        parts, at = [self._before[: max(-start, 0)]], max(start, 0)
+        sequence = int(np.searchsorted(self._ends, at, side="right"))
+        while at < stop and sequence < len(self._ends):
+            end = int(self._ends[sequence])
+            size = int(self._sequences.lengths[sequence])
+            parts.append(self._sequences.get(sequence, at - end + size, min(stop, end) - at))
+            at, sequence = max(at, min(stop, end)), sequence + 1
+        ids = np.concatenate(parts, dtype=np.int64)
+        check_vocabulary(ids, f"{self._name}: window {index}", self._vocab_size)
+        return np.pad(ids, (0, self._seq_length + 1 - len(ids)), constant_values=PADDING)
+
+
+def check_vocabulary(ids: np.ndarray, where: str, vocab_size: int) -> None:
+    """Raises ValueError if one of `ids` is not below `vocab_size`."""
+    low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"{where} holds the token id {low if low < 0 else high}, outside the tokenizer's vocabulary of"
+            f" {vocab_size}; was it written with another tokenizer?"
+        )
 
 
 def build_indices(

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
+from megazpp.data.gpt_dataset import PADDING
 from megazpp.parallel.worker import threads_on
 
 Batch = TypeVar("Batch", bound="tuple[Any, ...]")
@@ -39,10 +40,6 @@ class Dataset(Protocol):
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index`: [seq_length + 1] int64."""
-        ...
-
-    def token_counts(self, size: int) -> np.ndarray:
-        """Count of each id below `size`: [size], up to a factor."""
         ...
 
 
@@ -211,6 +208,12 @@ def make_micro_batch(
             offsets = is_start.flatten().nonzero().flatten()
             starts = torch.cat([offsets, offsets.new_tensor([tokens.numel()])]).to(torch.int32)
     return MicroBatch(tokens, labels, loss_mask, positions.contiguous(), starts)
+
+
+def make_padded_batch(samples: torch.Tensor, **options: Any) -> MicroBatch:
+    """`make_micro_batch` of samples that may hold `PADDING`, which is never predicted."""
+    batch = make_micro_batch(samples.clamp(min=0), **options)
+    return batch._replace(loss_mask=batch.loss_mask * (samples[:, 1:] != PADDING))
 
 
 def check_eod(eod: int | None, **flags: bool) -> None:

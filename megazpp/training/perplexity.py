@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megazpp.data.dataset import DataConfig, Dataset, batch_options, cache_dir, check_marks
+from megazpp.data.dataset import DataConfig, batch_options, cache_dir, check_marks
+from megazpp.data.gpt_dataset import WholeText
 from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
-from megazpp.data.loader import BatchLoader
+from megazpp.data.loader import BatchLoader, Dataset, make_padded_batch
 from megazpp.data.text import cached_indexed_dataset, check_texts, read_documents, resolve_text_paths
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.data.whole import WholeText, make_padded_batch
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.training.metrics import validation_lines

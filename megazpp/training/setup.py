@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from megazpp.data.dataset import DataConfig, Dataset, batch_options
-from megazpp.data.loader import BatchLoader, make_micro_batch
+from megazpp.data.dataset import DataConfig, batch_options
+from megazpp.data.loader import BatchLoader, Dataset, make_micro_batch
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.backends import compiles_layers, find_document_kernel
 from megazpp.model.config import GPTConfig

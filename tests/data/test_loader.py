@@ -80,9 +80,6 @@ class Counting:
         self.read.append(index)
         return np.full(5, index, dtype=np.int64)
 
-    def token_counts(self, size: int) -> np.ndarray:
-        return np.zeros(size)
-
 
 def loader(dataset: Counting, *, rank: int = 0, size: int = 1, **options: Any) -> BatchLoader:
     """Micro-batches of two samples on a CPU."""

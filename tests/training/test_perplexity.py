@@ -75,9 +75,6 @@ class Samples:
     def __getitem__(self, index: int) -> np.ndarray:
         return np.array(self.rows[index])
 
-    def token_counts(self, size: int) -> np.ndarray:
-        raise NotImplementedError
-
 
 def count_on_ranks() -> Amount:
     *_, dims = build_on_ranks(Case())
