@@ -21,8 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from io import BufferedIOBase
 from pathlib import Path
-from types import ModuleType
-from typing import IO, Literal, NamedTuple, TypeVar, cast
+from typing import IO, Any, Literal, NamedTuple, TypeVar, cast
 
 from megazpp.base.program import in_words
 
@@ -32,40 +31,26 @@ Kind = Literal["json lines", "parquet", "text"]
 BLOCK_BYTES = 1 << 20
 _HEAD_BYTES = 512
 _ROWS = 1024
-_JSON: Kind = "json lines"
-_KINDS: dict[str, Kind] = {".jsonl": _JSON, ".json": _JSON, ".ndjson": _JSON, ".parquet": "parquet", ".txt": "text"}
-_COMPRESSED = (".gz", ".zst")
-_FOREIGN = {  # (place, signature) -> what such a file is
-    (0, b"PK\x03\x04"): "a zip archive: unpack it",
-    (0, b"7z\xbc\xaf\x27\x1c"): "a 7z archive: unpack it",
-    (257, b"ustar"): "a tar archive: unpack it",
-    (0, b"BZh"): "compressed with bzip2: unpack it, or use gzip or zstd",
-    (0, b"\xfd7zXZ\x00"): "compressed with xz: unpack it, or use gzip or zstd",
-    (0, b"\x1f\x8b"): "compressed with gzip: its name has to end in .gz",
-    (0, b"\x28\xb5\x2f\xfd"): "compressed with zstd: its name has to end in .zst",
-    (0, b"PAR1"): "a Parquet file: its name has to end in .parquet",
-    (0, b"%PDF-"): "a PDF: extract its text",
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys((".jsonl", ".json", ".ndjson"), "json lines"),
+    ".parquet": "parquet",
+    ".txt": "text",
 }
+_COMPRESSED = (".gz", ".zst")
+_ADVICE = "unpack an archive, and name a compressed file .gz or .zst and a Parquet file .parquet"
 _BOM = b"\xef\xbb\xbf"
 Content = bytes | list[dict[str, object]]
 
 
 class Block(NamedTuple):
-    """Consecutive documents of one file, read but not yet understood.
-
-    Attributes:
-        first_line: number of the first line (of a Parquet file: row), from 1.
-        content: whole lines, or rows.
-        damage: the reason that the file cannot be read beyond this (then empty) block.
-        disk_bytes: bytes of the file that were read for it.
-    """
+    """Consecutive documents of one file, read but not yet understood."""
 
     path: Path
     kind: Kind
-    first_line: int
-    content: Content
-    damage: str | None
-    disk_bytes: int
+    first_line: int  # its number, from 1; of a Parquet file, the row's
+    content: Content  # whole lines, or rows
+    damage: str | None  # the reason that the file cannot be read beyond this (then empty) block
+    disk_bytes: int  # of the file, that were read for it
 
 
 class BadLine(NamedTuple):
@@ -89,8 +74,8 @@ def kind_of(path: Path) -> Kind:
 
 
 def check_readable(path: Path, keys: Sequence[str]) -> None:
-    """Raise ValueError before the work begins if a file is missing, damaged at its start, of another kind than its name
-    says, or has no such columns; or if a package is missing.
+    """Raise ValueError before the work begins: a file or a package is missing, or the file's start is damaged or of
+    another kind than its name says, or it has no such columns.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give its files, {path}/*")
@@ -98,15 +83,14 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
         kind = kind_of(path)
         with open(path, "rb") as file:
             if kind == "parquet":
-                columns = _pyarrow_parquet().ParquetFile(file).schema_arrow.names
+                columns = _optional("pyarrow.parquet", "pyarrow").ParquetFile(file).schema_arrow.names
                 for key in keys:
                     if key not in columns:
                         raise ValueError(f"it has no column {key!r}, only {', '.join(columns)}")
             else:
                 head = _read_head(decompressed(path, file))
-                for (place, signature), what in _FOREIGN.items():
-                    if head.startswith(signature, place):
-                        raise ValueError(f"it is {what}")
+                if any(byte < 8 for byte in head):  # an archive, a compressed or a Parquet file under another name
+                    raise ValueError(f"it is neither text nor JSON lines: {_ADVICE}")
     except Exception as error:  # each decompressor has exceptions of its own
         raise ValueError(f"{path} cannot be read: {error}") from error
     if kind == "text" and len(keys) != 1:
@@ -224,7 +208,7 @@ def _line_pieces(path: Path, file: IO[bytes], block_bytes: int) -> Iterator[tupl
 def _row_pieces(
     path: Path, file: IO[bytes], keys: Sequence[str] | None
 ) -> Iterator[tuple[list[dict[str, object]], int, int]]:
-    table, size = _pyarrow_parquet().ParquetFile(file), path.stat().st_size
+    table, size = _optional("pyarrow.parquet", "pyarrow").ParquetFile(file), path.stat().st_size
     seen, num_rows = 0, max(1, table.metadata.num_rows)
     for batch in table.iter_batches(batch_size=_ROWS, columns=None if keys is None else list(keys)):
         seen += len(batch)
@@ -263,26 +247,21 @@ def _shown(value: object) -> str:
     return f"{json.dumps(value, default=str):.60}"
 
 
-def _pyarrow_parquet() -> ModuleType:
-    return _optional("pyarrow.parquet", "it needs the package pyarrow: pip install pyarrow")
-
-
 def decompressed(path: Path, file: IO[bytes]) -> BufferedIOBase:
     """Decompress `file`, which is open and called `path`; raises ValueError if that needs a package that is missing."""
     if path.suffix == ".gz":
         return gzip.open(file)
     if path.suffix == ".zst":  # Python 3.14 has it
         standard = importlib.util.find_spec("compression") is not None
-        name = "compression.zstd" if standard else "backports.zstd"
-        file = _optional(name, "it needs the package backports.zstd: pip install backports.zstd").open(file)
+        file = _optional("compression.zstd" if standard else "backports.zstd", "backports.zstd").open(file)
     return cast(BufferedIOBase, file)
 
 
-def _optional(module: str, advice: str) -> ModuleType:
+def _optional(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(advice) from error
+        raise ValueError(f"it needs the package {package}: pip install {package}") from error
 
 
 def _read_head(plain: BufferedIOBase) -> bytes:

@@ -215,14 +215,14 @@ folder | text | is a folder: give its files
 junk.jsonl.gz | text | gzip
 junk.jsonl.zst | text | cannot be read
 junk.parquet | text | Parquet
-zip.jsonl | text | it is a zip archive: unpack it
-zip.jsonl.gz | text | it is a zip archive: unpack it
-tar.gz | text | it is a tar archive: unpack it
-bz2.txt | text | it is compressed with bzip2: unpack it, or use gzip or zstd
-xz | text | it is compressed with xz:
-gzip.jsonl | text | it is compressed with gzip: its name has to end in .gz
-zstd.txt | text | it is compressed with zstd: its name has to end in .zst
-parquet.data | text | it is a Parquet file: its name has to end in .parquet
+zip.jsonl | text | it is neither text nor JSON lines: unpack an archive
+zip.jsonl.gz | text | unpack an archive
+tar.gz | text | unpack an archive
+bz2.txt | text | name a compressed file
+xz | text | name a compressed file
+gzip.jsonl | text | name a compressed file .gz
+zstd.txt | text | name a compressed file .gz or .zst
+parquet.data | text | a Parquet file .parquet
 a.parquet | text body | no column 'text', only title, body
 a.txt | text title | plain text: it has one text to a document, not text and title
 """
