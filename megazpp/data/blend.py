@@ -26,17 +26,12 @@ from megazpp.data.indexed_dataset import IndexedDataset
 
 
 class DataSource(NamedTuple):
-    """Sequences of token ids.
-
-    Attributes:
-        fingerprint: equal for equal sequences, for cache keys; None if indices are not to be cached.
-        by_tokens: splits take shares of its tokens and cut sequences, not shares of its sequences.
-    """
+    """Sequences of token ids."""
 
     sequences: Sequences
     name: str
-    fingerprint: tuple[str | int, ...] | None
-    by_tokens: bool = False
+    fingerprint: tuple[str | int, ...] | None  # equal for equal sequences, for cache keys; None: indices are not cached
+    by_tokens: bool = False  # splits take shares of its tokens and cut sequences, not shares of its sequences
 
 
 def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
@@ -82,11 +77,11 @@ def indexed_source(prefix: Path, flag_name: str) -> DataSource:
 def fit_for_split(sources: Iterable[DataSource], split: Sequence[tuple[float, float]]) -> list[DataSource]:
     """Have sources with too few sequences for some share of a split, used or not, cut by tokens."""
 
-    def fit(source: DataSource) -> DataSource:
+    fitted = []
+    for source in sources:
         edges = [_edges(bounds, len(source.sequences.lengths)) for bounds in split if bounds[0] < bounds[1]]
-        return source._replace(by_tokens=any(start >= stop for start, stop in edges))
-
-    return list(map(fit, sources))
+        fitted.append(source._replace(by_tokens=any(start >= stop for start, stop in edges)))
+    return fitted
 
 
 def build_split(
@@ -135,11 +130,7 @@ def build_split(
 
 
 class BlendedDataset:
-    """Samples of `datasets`, each with as many as the blend takes from it.
-
-    Args:
-        chosen, numbers: as `blend_indices` gives them.
-    """
+    """Samples of `datasets`, each with as many as the blend takes from it; `blend_indices` gives the arrays."""
 
     def __init__(self, datasets: Sequence[GPTDataset], chosen: np.ndarray, numbers: np.ndarray) -> None:
         self.datasets, self._chosen, self._numbers = list(datasets), chosen, numbers

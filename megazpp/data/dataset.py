@@ -119,12 +119,12 @@ def check_marks(datasets: Sequence[Sequences], tokenizer: Tokenizer, name: str) 
     begins = [each.get(i)[:count].tolist() == before for each, i in places]
     if count == 0 or not begins or any(begins) != all(begins) or all(begins) == tokenizer.marks.used:
         return
-    if tokenizer.marks.used:
-        raise ValueError(
-            f"{name}: no text begins with the special tokens {before} that --add-special-tokens puts there; "
-            "--no-add-special-tokens goes on without, or tokenize it again"
-        )
-    raise ValueError(f"{name}: all texts begin with the special tokens {before}, against --no-add-special-tokens")
+    if not tokenizer.marks.used:
+        raise ValueError(f"{name}: all texts begin with the special tokens {before}, against --no-add-special-tokens")
+    raise ValueError(
+        f"{name}: no text begins with the special tokens {before} that --add-special-tokens puts there; "
+        "--no-add-special-tokens goes on without, or tokenize it again"
+    )
 
 
 def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, log: Callable[[str], None]) -> Tokenizer:
@@ -142,12 +142,7 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, log: Callable[
 
 
 def build_datasets(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    num_samples: Splits[int],
-    seed: int,
-    log: Callable[[str], None],
+    config: DataConfig, tokenizer: Tokenizer, *, num_samples: Splits[int], seed: int, log: Callable[[str], None]
 ) -> Splits[Samples | None]:
     """The training, validation and test data; None where no samples are asked for, or --split gives that use nothing.
 
@@ -171,18 +166,18 @@ def build_datasets(
         opened = [(sources, weights)] * len(bounds)
         for source in sources:
             if source.by_tokens:
-                count = len(source.sequences.lengths)
                 log(
-                    f"note: --split: {source.name} has too few documents ({count}) to give each use whole ones;"
-                    " it is split inside documents, by tokens"
+                    f"note: --split: {source.name} has too few documents ({len(source.sequences.lengths)}) to give each"
+                    " use whole ones; it is split inside documents, by tokens"
                 )
     found: dict[str, Samples | None] = dict.fromkeys(Splits._fields)
+    sizes = {"seq_length": config.seq_length, "vocab_size": tokenizer.vocab_size, "seed": seed}
     for use, (sources, weights), share, wanted in zip(Splits._fields, opened, bounds, num_samples, strict=True):
         if sources and wanted > 0 and share[0] < share[1]:
-            sizes = {"num_samples": wanted, "seq_length": config.seq_length, "vocab_size": tokenizer.vocab_size}
-            dataset = build_split(use, sources, weights, share, **sizes, seed=seed, cache_path=cache_dir(config))
-            log(f"{use}: {dataset.description}")
-            found[use] = dataset
+            found[use] = built = build_split(
+                use, sources, weights, share, num_samples=wanted, **sizes, cache_path=cache_dir(config)
+            )
+            log(f"{use}: {built.description}")
     return Splits(**found)
 
 

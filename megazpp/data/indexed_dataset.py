@@ -66,12 +66,9 @@ class IndexedDataset:
     Args:
         prefix: path without .bin and .idx.
     Attributes:
-        lengths: [N] int32 ids per sequence.
-        pointers: [N] int64 byte offsets into .bin.
-        document_indices: [D] int64 first sequence of each document, and N.
+        lengths, pointers, document_indices: of the index.
         tokens: all ids of .bin.
-        dtype: of the ids.
-        has_modes: whether the index ends with a byte for each sequence, as a multimodal one does.
+        has_modes: true if the index ends with a byte for each sequence, as a multimodal one does.
     Raises:
         ValueError: a file is missing, of another format, damaged, or the two do not belong together.
     """
@@ -113,12 +110,7 @@ class IndexedDataset:
         if self.lengths.min() < 0:
             raise ValueError(f"{self.idx_path} is damaged: a sequence has the length {self.lengths.min()}")
         documents = self.document_indices
-        if (
-            len(documents) < 2
-            or documents[0] != 0
-            or documents[-1] != len(self)
-            or np.any(documents[1:] < documents[:-1])
-        ):
+        if len(documents) < 2 or documents[[0, -1]].tolist() != [0, len(self)] or (np.diff(documents) < 0).any():
             raise ValueError(
                 f"{self.idx_path} is damaged: its document indices do not rise from 0 to its {len(self)} sequences"
             )
@@ -185,8 +177,9 @@ class IndexedDatasetBuilder:
         if self._dtype not in _CODES:
             raise ValueError(f"token ids cannot be stored as {self._dtype}")
         self._bin_path, self._idx_path = pair_paths(Path(prefix))
-        self._unfinished_bin = self._bin_path.with_name(self._bin_path.name + ".unfinished")
-        self._unfinished_idx = self._idx_path.with_name(self._idx_path.name + ".unfinished")
+        self._unfinished_bin, self._unfinished_idx = (
+            path.with_name(path.name + ".unfinished") for path in (self._bin_path, self._idx_path)
+        )
         self._lengths = array.array("i")  # 4 bytes a sequence: there may be billions
         self._document_indices = array.array("q", [0])
         self._file = _claim(self._unfinished_bin)
@@ -205,8 +198,12 @@ class IndexedDatasetBuilder:
         Raises:
             ValueError: an id does not fit the dtype.
         """
+        limits = np.iinfo(self._dtype)
         for start in range(0, len(tokens), _PIECE):
-            self._write(tokens[start : start + _PIECE])
+            ids = tokens[start : start + _PIECE]
+            if ids.dtype != self._dtype and not (limits.min <= ids.min() and ids.max() <= limits.max):
+                raise ValueError(f"{self._bin_path}: token ids {ids.min()} to {ids.max()} do not fit {self._dtype}")
+            self._file.write(ids.astype(self._dtype, copy=False).tobytes())
         before = len(self._lengths)
         self._lengths.frombytes(np.asarray(lengths, dtype=np.int32).tobytes())
         self._document_indices.frombytes((np.asarray(document_ends, dtype=np.int64) + before).tobytes())
@@ -214,8 +211,7 @@ class IndexedDatasetBuilder:
     def add_document(self, *sequences: npt.ArrayLike) -> None:
         """Append a document: mostly one sequence of ids, or several (its sentences). Raises as `extend` does."""
         for ids in map(np.asarray, sequences):
-            self._write(ids)
-            self._lengths.append(ids.size)
+            self.extend(ids, [ids.size], [])
         self._document_indices.append(len(self._lengths))
 
     def finalize(self) -> None:
@@ -227,12 +223,6 @@ class IndexedDatasetBuilder:
         os.replace(self._unfinished_idx, self._idx_path)
         sync_directory(self._idx_path.parent)
         self._file.close()  # not before: closing lets others claim the unfinished file
-
-    def _write(self, ids: np.ndarray) -> None:
-        limits = np.iinfo(self._dtype)
-        if ids.size and ids.dtype != self._dtype and not (limits.min <= ids.min() and ids.max() <= limits.max):
-            raise ValueError(f"{self._bin_path}: token ids {ids.min()} to {ids.max()} do not fit {self._dtype}")
-        self._file.write(ids.astype(self._dtype, copy=False).tobytes())
 
     def _index_bytes(self) -> bytes:
         sizes = np.asarray(self._lengths, dtype="<i4")

@@ -84,7 +84,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         step = consumed_samples, global_batch_size
         started = time.perf_counter()
         if self._workers is None:
-            batches = [self._build(first) for first in self._first_samples(step)]
+            batches = list(map(self._build, self._first_samples(step)))
         else:
             batches = [future.result() for future in self._ahead.pop(step, []) or self._submit(self._workers, step)]
         self.wait_seconds += time.perf_counter() - started

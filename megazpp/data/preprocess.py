@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import datetime
 import functools
 import itertools
 import multiprocessing
@@ -59,16 +60,13 @@ class PreprocessConfig:
 
 
 class Encoded(NamedTuple):
-    """A tokenized block: per key [sum of lengths] ids of the documents back to back, and [documents] int32 lengths.
+    """A tokenized block."""
 
-    `text_bytes` is the size of the text, `disk_bytes` that of the part of the file that was read for it.
-    """
-
-    tokens: list[np.ndarray]
-    lengths: list[np.ndarray]
+    tokens: list[np.ndarray]  # per key: [sum of lengths] ids of the documents back to back
+    lengths: list[np.ndarray]  # per key: [documents] int32
     bad_lines: list[BadLine]
     text_bytes: int
-    disk_bytes: int
+    disk_bytes: int  # of the part of the file that was read for it
 
 
 @dataclass(kw_only=True)
@@ -250,6 +248,4 @@ def _store(value: object, path: Path) -> None:
 
 
 def _clock(seconds: float) -> str:
-    if seconds == float("inf"):
-        return "?"
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+    return "?" if seconds == float("inf") else str(datetime.timedelta(seconds=int(seconds)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -101,11 +102,10 @@ def train_sentencepiece(
     def lines() -> Iterator[str]:
         nonlocal failure, blank
         try:
-            for text in documents:
-                for line in text.splitlines():
-                    for start in range(0, len(line), _MAX_LINE_CHARACTERS):
-                        blank = False
-                        yield line[start : start + _MAX_LINE_CHARACTERS]
+            for line in itertools.chain.from_iterable(map(str.splitlines, documents)):
+                for start in range(0, len(line), _MAX_LINE_CHARACTERS):
+                    blank = False
+                    yield line[start : start + _MAX_LINE_CHARACTERS]
         except Exception as error:
             failure = error
             raise
@@ -147,12 +147,7 @@ def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
 
 
 def cached_indexed_dataset(
-    paths: Sequence[Path],
-    tokenizer: Tokenizer,
-    *,
-    cache_dir: Path,
-    log: Callable[[str], None],
-    flag_name: str = _FLAG,
+    paths: Sequence[Path], tokenizer: Tokenizer, *, cache_dir: Path, log: Callable[[str], None], flag_name: str = _FLAG
 ) -> Path:
     """The prefix of the .bin/.idx pair of these files' documents; raises ValueError if they are empty."""
 
@@ -176,23 +171,19 @@ def write_indexed_dataset(documents: Iterator[str], tokenizer: Tokenizer, prefix
 
 
 def _all_documents(paths: Sequence[Path], flag_name: str = _FLAG) -> Iterator[str]:
-    empty = True
-    for path in paths:
-        for text in read_documents(path, flag_name=flag_name):
-            empty = False
-            yield text
-    if empty:
+    texts = itertools.chain.from_iterable(read_documents(path, flag_name=flag_name) for path in paths)
+    if (first := next(texts, None)) is None:
         raise ValueError(f"{flag_name} {_names(paths)} holds no text")
+    yield from itertools.chain([first], texts)
 
 
 def content_hash(paths: Sequence[Path]) -> list[str]:
     """Kind and hash of each file, for cache keys."""
-
-    def hashed(path: Path) -> str:
+    hashes = []
+    for path in paths:
         with open(path, "rb") as file:
-            return kind_of(path) + hashlib.file_digest(file, "blake2b").hexdigest()
-
-    return list(map(hashed, paths))
+            hashes.append(kind_of(path) + hashlib.file_digest(file, "blake2b").hexdigest())
+    return hashes
 
 
 def _names(paths: Sequence[Path]) -> str:

@@ -20,6 +20,7 @@ from megazpp.data.tokenizer_folder import (
     SENTENCEPIECE,
     VOCABULARIES,
     VOCABULARY,
+    Marks,
     TokenizerConfig,
     do_as_transformers,
     names_tokenizer,
@@ -126,44 +127,15 @@ class EncodedText(NamedTuple):
     spans: list[tuple[int, int]]
 
 
-class Marks(NamedTuple):
-    """Special tokens that a tokenizer's files put before and after a text, and whether this run does."""
-
-    before: list[int]
-    after: list[int]
-    used: bool
-
-    @property
-    def number(self) -> int:
-        """Tokens that a text gets."""
-        return len(self.before + self.after) if self.used else 0
-
-    def around(self, ids: list[int]) -> list[int]:
-        return [*self.before, *ids, *self.after] if self.number else ids
-
-    def __str__(self) -> str:
-        """The part of an identity: nothing where texts get no marks."""
-        return f"-{self.before}{self.after}" if self.number else ""
-
-
 class Tokenizer:
-    """Text to ids and back.
+    """Text to ids and back."""
 
-    Attributes:
-        vocab_size: of the model, not padded; ids of texts are in [0, vocab_size).
-        eod: the id that ends a document, or None if the tokenizer has none.
-        eod_name: how eod is written in a text for `encode_spans`.
-        identity: equal for tokenizers that give equal ids; part of cache keys.
-        files: its files, by name at Hugging Face; none where the flags say all.
-        marks: special tokens around a text.
-    """
-
-    vocab_size: int
-    eod: int | None
-    eod_name: str | None
-    identity: str
-    files: Mapping[str, bytes]
-    marks = Marks([], [], used=False)
+    vocab_size: int  # of the model, not padded; ids of texts are in [0, vocab_size)
+    eod: int | None  # the id that ends a document, if there is one
+    eod_name: str | None  # the way that eod is written in a text for `encode_spans`
+    identity: str  # equal for tokenizers that give equal ids; part of cache keys
+    files: Mapping[str, bytes]  # by name at Hugging Face; none where the flags say all
+    marks = Marks([], [], used=False)  # around a text
     _finds_eod = False  # in texts, by itself
     _largest = -1  # id that a text may have, where the model may have fewer
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megazpp.base.flags import check_positive, check_words, flag
 
@@ -100,6 +100,26 @@ def find_tokenizer(folder: Path) -> TokenizerConfig:
             tokenizer_type="GPT2BPETokenizer", vocab_file=files[VOCABULARY], merge_file=files[MERGES]
         )
     return TokenizerConfig()
+
+
+class Marks(NamedTuple):
+    """Special tokens that a tokenizer's files put before and after a text, and whether this run does."""
+
+    before: list[int]
+    after: list[int]
+    used: bool
+
+    @property
+    def number(self) -> int:
+        """Tokens that a text gets."""
+        return len(self.before + self.after) if self.used else 0
+
+    def around(self, ids: list[int]) -> list[int]:
+        return [*self.before, *ids, *self.after] if self.number else ids
+
+    def __str__(self) -> str:
+        """The part of an identity: nothing where texts get no marks."""
+        return f"-{self.before}{self.after}" if self.number else ""
 
 
 def read_companions(file: Path) -> dict[str, bytes]:
