@@ -21,7 +21,7 @@ from megazpp.base.program import LAUNCHER_PID, announce, launched_rank
 
 announce("post_train.py", "megazpp-post-train")  # torch takes seconds to import, on a cold disk many
 
-from megazpp.base.arguments import ParsedRun
+from megazpp.base.arguments import ParsedRun, parse_run_config
 from megazpp.base.checks import check_run_config
 from megazpp.base.program import program
 from megazpp.base.run import Job, announced_cluster, planned_cluster, run_on_ranks
@@ -29,13 +29,12 @@ from megazpp.model.float8 import check_device
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
 from megazpp.planner.report import plan_report
 from megazpp.planner.variants import changed
-from megazpp.post_training.dry_run import dry_run_models
-from megazpp.post_training.memory import plan_models
+from megazpp.post_training.plan import describe_phases, dry_run_models, plan_models
 from megazpp.post_training.start import (
+    EXTRA,
     check_files,
     check_post_training,
     find_start,
-    parse_post_training,
     post_configs,
     without_checkpoint,
 )
@@ -58,24 +57,27 @@ def prepare(argv: list[str]) -> Job | int:
         ValueError: what cannot be, by flag and value.
     """
     first_line = (__doc__ or "").partition("\n")[0]
-    parsed = parse_post_training(argv, ROOT, first_line)
+    name = {"program": "post_train.py", "description": first_line}
+    parsed = parse_run_config(argv, ROOT, **name, extra=EXTRA, default_file=None)
     if parsed.show.dry_run:  # as pretraining's, without a checkpoint
-        return show_dry_run(parsed)
-    start = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
-    parsed, show = start.parsed, start.parsed.show
-    if show.print_config:
+        parsed = without_checkpoint(parsed)
+        cluster, rank = planned_cluster(parsed.config), parsed.show.dry_run_rank
+        print(dry_run_models(parsed.config, post_configs(parsed), cluster, rank=rank).describe())
+        return 0
+    parsed, source, earlier = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
+    if parsed.show.print_config:
         print(parsed.report())
         return 0
     config, place = parsed.config, find_place(parsed.config.launch)
     plan = check_run_config(config, announced_cluster(config, place), device_type=device_type())
     check_post_training(config, post_configs(parsed), plan.batches)
-    if show.plan:
-        show_plan(parsed, start.earlier.vocab_size)
+    if parsed.show.plan:
+        show_plan(parsed, earlier.vocab_size)
         return 0
     check_device(config.model, device_type())
     if launched_rank() == 0 and LAUNCHER_PID not in os.environ:  # what our launcher has started, it has checked
-        check_files(start)
-    work = functools.partial(run_training, post_training, parsed, plan, start.source, start.earlier)
+        check_files(parsed, earlier)
+    work = functools.partial(run_training, post_training, parsed, plan, source, earlier)
     return Job(place, config.launch, work)
 
 
@@ -85,20 +87,12 @@ def show_plan(parsed: ParsedRun, vocab_size: int) -> None:
     config = changed(config, tokenizer={"vocab_size": config.tokenizer.vocab_size or vocab_size})
     plan = check_run_config(config, cluster, device_type=device_type())
     on_cpu = cluster.device is None and device_type() == "cpu"
-    print("\n".join(plan_models(config, configs, plan, on_cpu=on_cpu).describe()))
+    print("\n".join(describe_phases(plan_models(config, configs, plan, on_cpu=on_cpu))))
     if configs.training.draws:
         print("drawing: the activations of the prompts come on top")
     if configs.lora.lora_r is None:
         print("\nthe policy's training steps alone, with a language model's loss:")
         print(plan_report(config, cluster, device_type=device_type()))
-
-
-def show_dry_run(parsed: ParsedRun) -> int:
-    """Print what an optimizer step of one rank sends and holds, as planned and as counted."""
-    parsed = without_checkpoint(parsed)
-    cluster, rank = planned_cluster(parsed.config), parsed.show.dry_run_rank
-    print(dry_run_models(parsed.config, post_configs(parsed), cluster, rank=rank).describe())
-    return 0
 
 
 if __name__ == "__main__":

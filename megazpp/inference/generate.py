@@ -97,7 +97,7 @@ def generate(
 
 
 class Drawn(NamedTuple):
-    """Completions of a batch of prompts, on the CPU; T is the length of the longest.
+    """Completions of a batch of prompts, on the CPU; T is the limit.
 
     Attributes:
         tokens: [B, T] int64, 0 after a completion.
@@ -170,8 +170,7 @@ def draw_completions(
         if 2 * len(left) <= len(rows):
             cache.keep(left)
             rows, tokens, last, counts = rows[left], tokens[left], last[left], counts[: len(left)]
-    most = int(new_lengths.max())
-    return Drawn(drawn[:, :most].cpu(), new_lengths.cpu(), logps[:, :most].cpu(), (~going).cpu())
+    return Drawn(drawn.cpu(), new_lengths.cpu(), logps.cpu(), (~going).cpu())
 
 
 class Reader:

@@ -1,6 +1,6 @@
 """The input of one forward pass of post-training, beside pretraining's `MicroBatch`, which serves supervised training.
 
-All of them begin with the fields of a `MicroBatch`, so that the model is called with each in the same way. Place t of a
+All batches begin with the fields of a `MicroBatch`, so that the model is called with each in the same way. Place t of a
 row belongs to the label there: `loss_mask[:, t]` is 1 where `labels[:, t]` is a token of the answer, log-probabilities
 at t are of that label, and a value at t is that of the tokens up to and including `tokens[:, t]`.
 
@@ -27,8 +27,8 @@ class PairBatch(NamedTuple):
         tokens, labels, position_ids: [2B, S] int64.
         loss_mask: [2B, S] fp32, 1 on the tokens of the answer.
         document_starts: None; a row is one document and its padding.
-        ref_logps: [2B] fp32, the sum of the reference model's log-probabilities of each answer; None where there is
-            no reference, or its answers are not known yet.
+        ref_logps: [2B] fp32 sums of the reference's log-probabilities of each answer; None without a reference, or
+            where the objective has to compute them.
     """
 
     tokens: torch.Tensor
@@ -44,11 +44,11 @@ class PairBatch(NamedTuple):
 
 
 class RolloutBatch(NamedTuple):
-    """Completions that the policy drew, with what the update needs to know of them.
+    """Completions that the policy drew: those of a forward on a device, or a rank's part of a generation on the CPU.
 
     Attributes:
         tokens, labels, position_ids: [B, S] int64: prompt, completion, padding.
-        loss_mask: [B, S] fp32, 1 on the tokens of the completion.
+        loss_mask: [B, S] fp32, 1 on the tokens of the completion that are trained on.
         document_starts: None; a row is one document and its padding.
         advantages: [B] fp32 of whole completions (GRPO, RLOO) or [B, S] of their tokens (PPO); None before rewards are
             known.
@@ -76,6 +76,10 @@ class RolloutBatch(NamedTuple):
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> RolloutBatch:
         """The same completions on `device`."""
         return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
+
+    def part(self, first: int, last: int) -> RolloutBatch:
+        """Rows `first` to `last` - 1."""
+        return mapped(self, lambda t: t[first:last])
 
 
 def shortened(batch: Batch, multiple: int) -> Batch:

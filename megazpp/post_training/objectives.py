@@ -12,7 +12,7 @@ The formulas are in losses.py; what is here is the forward, the denominators of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -31,12 +31,7 @@ from megazpp.post_training.losses import (
     token_weights,
 )
 
-
-class Scorer(Protocol):
-    """A reference that says log-probabilities of labels."""
-
-    def logps(self, batch: PairBatch | RolloutBatch) -> torch.Tensor:
-        """[B, S] fp32 log-probabilities of the labels at the run's temperature, without a gradient."""
+Logps = Callable[[Any], torch.Tensor]  # of a reference: a batch's [B, S] fp32 log-probabilities of the labels
 
 
 class StepSums:
@@ -44,9 +39,6 @@ class StepSums:
 
     def __init__(self, dims: ParallelDims) -> None:
         self._dims = dims
-        self.clear()
-
-    def clear(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
         self._largest: dict[str, torch.Tensor] = {}
 
@@ -80,7 +72,7 @@ class PreferenceLoss:
         reference: for dpo where batches come without the reference's log-probabilities.
     """
 
-    def __init__(self, config: PostTrainingConfig, dims: ParallelDims, reference: Scorer | None = None) -> None:
+    def __init__(self, config: PostTrainingConfig, dims: ParallelDims, reference: Logps | None = None) -> None:
         self._config, self._dims, self._reference = config, dims, reference
         self._sums, self._pairs = StepSums(dims), 1.0
         self._mean_length: torch.Tensor | float = 1.0
@@ -90,7 +82,7 @@ class PreferenceLoss:
         if "sft" in self._config.losses:
             chosen = torch.stack([batch.loss_mask.chunk(2)[0].sum(dtype=torch.float64) for batch in batches]).sum()
             self._mean_length = (self._dims.sum_over_data_(chosen) / self._pairs).float().clamp(min=1.0)
-        self._sums.clear()
+        self._sums = StepSums(self._dims)
 
     def loss(self, model: GPTModel, batch: PairBatch) -> torch.Tensor:
         losses = self._reward(model, batch) if self._config.objective == "reward" else self._dpo(model, batch)
@@ -112,7 +104,7 @@ class PreferenceLoss:
         reference = batch.ref_logps
         if reference is None:
             assert self._reference is not None, "dpo needs a reference"
-            reference = (self._reference.logps(batch) * batch.loss_mask).sum(dim=1)
+            reference = (self._reference(batch) * batch.loss_mask).sum(dim=1)
         losses = model(batch.tokens, batch.labels, position_ids=batch.position_ids)
         logps, lengths = -(losses * batch.loss_mask).sum(dim=1), batch.loss_mask.sum(dim=1)
         found = dpo_losses(
@@ -162,7 +154,7 @@ class PolicyLoss:
         ]
         self._tokens, self._values = self._dims.sum_over_data_(torch.stack(counts).sum(dim=0)).float().clamp(min=1.0)
         self._completions = self._tokens.new_tensor(self._dims.data_size * sum(len(batch.tokens) for batch in batches))
-        self._sums.clear()
+        self._sums = StepSums(self._dims)
 
     def loss(self, model: GPTModel, batch: RolloutBatch) -> torch.Tensor:
         config, mask = self._config, batch.loss_mask

@@ -1,12 +1,21 @@
-"""Frozen models beside the policy: the reference, and a trained reward model."""
+"""Frozen models beside the policy: the reference, and a trained reward model.
+
+With --precompute-ref-log-probs the reference's log-probabilities of all pairs of a data set are computed once, and kept
+beside the tokens, an array for every CHUNK pairs: a run that was stopped is taken up there. Their names follow from the
+tokens and masks of the pairs (so from text, template, tokenizer and --max-length), the reference's checkpoint, and the
+precision it computes in; the next run that has the same never opens the reference. Rank 0 reads and writes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megazpp.checkpoint.folder import CheckpointFolder
@@ -14,27 +23,18 @@ from megazpp.checkpoint.parts import weights_bytes
 from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.state import Saved, StatePart
+from megazpp.checkpoint.together import together
+from megazpp.data.cache import cache_key, check_cache_dir, load_or_save_arrays
 from megazpp.model.gpt import GPTModel, TokenOutputs
-from megazpp.post_training.objectives import scores_of
+from megazpp.post_training.batch import row_multiple
+from megazpp.post_training.data import PreferenceDataset, make_pair_batch
+from megazpp.post_training.objectives import Logps, scores_of
 from megazpp.stored.load import FrozenPlace, WeightsConfig, load_frozen_model, load_streamed_model
 from megazpp.tensor_parallel.lora import adapters_off
 from megazpp.tensor_parallel.parameters import local
 from megazpp.training.setup import Built, ModelSpec
 
-
-class BaseModel:
-    """The reference of a policy with adapters: the policy without them; arguments as for `FrozenModel`."""
-
-    def __init__(self, policy: GPTModel, *, temperature: float = 1.0) -> None:
-        self._policy, self._temperature = policy, temperature
-
-    @torch.no_grad()
-    def logps(self, batch: Any) -> torch.Tensor:
-        """[B, S] fp32 log-probabilities of the labels of a batch."""
-        with adapters_off(self._policy):
-            return -self._policy(
-                batch.tokens, batch.labels, position_ids=batch.position_ids, temperature=self._temperature
-            )
+CHUNK = 2048  # pairs between two writes
 
 
 class FrozenModel:
@@ -42,15 +42,19 @@ class FrozenModel:
 
     Args:
         temperature: of its log-probabilities.
+        is_policy: it is the policy in training, without its adapters.
     """
 
-    def __init__(self, model: GPTModel, *, temperature: float = 1.0) -> None:
-        self._model, self._temperature = model.eval(), temperature
+    def __init__(self, model: GPTModel, *, temperature: float = 1.0, is_policy: bool = False) -> None:
+        self._model, self._temperature = model if is_policy else model.eval(), temperature
 
     @torch.no_grad()
     def logps(self, batch: Any) -> torch.Tensor:
         """[B, S] fp32 log-probabilities of the labels of a batch."""
-        return -self._model(batch.tokens, batch.labels, position_ids=batch.position_ids, temperature=self._temperature)
+        with adapters_off(self._model):
+            return -self._model(
+                batch.tokens, batch.labels, position_ids=batch.position_ids, temperature=self._temperature
+            )
 
     @torch.no_grad()
     def scores(self, batch: Any) -> torch.Tensor:
@@ -73,7 +77,7 @@ class SyncedModel(FrozenModel, StatePart):
         super().__init__(reference.model, temperature=temperature)
         self.built, self._policy, self._alpha, self._every = reference, policy, alpha, every
 
-    @contextmanager
+    @contextlib.contextmanager
     def step(self, iteration: int) -> Iterator[None]:
         yield
         if iteration % self._every == 0:
@@ -140,3 +144,72 @@ def load_frozen(
     else:
         model = load_frozen_model(spec, place, source, record).model
     return FrozenModel(model, temperature=temperature)
+
+
+def cached_logps(
+    dataset: PreferenceDataset,
+    open_reference: Callable[[], Logps],
+    place: FrozenPlace,
+    *,
+    reference: str,
+    folder: Path,
+    micro_batch_size: int,
+) -> torch.Tensor:
+    """[pairs, 2] fp32 log-probabilities of both answers of all pairs of the files, on the CPU of every rank.
+
+    Args:
+        open_reference: called on all ranks where not all of them are on disk.
+        reference: names it and how it computes.
+        folder: of the arrays.
+    Raises:
+        ValueError: an array cannot be read or written; on every rank.
+    """
+    files, total = place.files, dataset.num_pairs
+
+    def find() -> dict[Path, torch.Tensor | None]:
+        if files.rank > 0:
+            return {}
+        check_cache_dir(folder)
+        key = cache_key(kind="reference log-probabilities 2", data=dataset.digest(), reference=reference)
+        paths = [folder / f"{key}-{first}" for first in range(0, total, CHUNK)]
+        return {path: _load(path) if path.exists() else None for path in paths}
+
+    def write(path: Path, logps: torch.Tensor) -> None:
+        if files.rank == 0:
+            load_or_save_arrays(path, lambda: [logps.numpy()])
+
+    chunks: dict[Path, torch.Tensor | None] = files.share_object(together(files, find))
+    known = sum(len(chunk) for chunk in chunks.values() if chunk is not None)
+    place.say(f"the reference's log-probabilities of {total:,} pairs: {known:,} are in {folder}")
+    found = []
+    for first, (path, chunk) in zip(range(0, total, CHUNK), chunks.items(), strict=True):
+        if chunk is None:
+            pairs = range(first, min(first + CHUNK, total))
+            chunk = _compute_logps(open_reference(), dataset, pairs, place, micro_batch_size)
+            together(files, functools.partial(write, path, chunk))
+        found.append(chunk)
+    return torch.cat(found)
+
+
+def _load(path: Path) -> torch.Tensor:
+    (array,) = load_or_save_arrays(path, list)
+    return torch.from_numpy(np.array(array))
+
+
+@torch.no_grad()
+def _compute_logps(
+    reference: Logps, dataset: PreferenceDataset, pairs: range, place: FrozenPlace, micro_batch_size: int
+) -> torch.Tensor:
+    """[len(pairs), 2] on the CPU of every rank; micro-batches go to data ranks in turn, all run equally many."""
+    dims, found, multiple = place.dims, torch.zeros(len(pairs), 2), row_multiple(place.device, place.dims)
+    stride = micro_batch_size * dims.data_size
+    with dims.counter.paused():  # no step sends this
+        for first in range(dims.data_rank * micro_batch_size, -(-len(pairs) // stride) * stride, stride):
+            places = range(first, first + micro_batch_size)
+            samples = np.stack([dataset.pair(pairs[each % len(pairs)]) for each in places])
+            batch = make_pair_batch(torch.from_numpy(samples), multiple=multiple).to(place.device)
+            logps = (reference(batch) * batch.loss_mask).sum(dim=1).view(2, -1).t().cpu()
+            for each, row in zip(places, logps, strict=True):
+                if each < len(pairs):
+                    found[each] = row
+        return dims.sum_over_data_(found.to(place.device)).cpu()

@@ -1,7 +1,5 @@
 """Rollouts as data loading: completions that the policy draws, judges and is then trained on.
 
-One file of more than 300 lines: a buffer is filled, judged, kept in checkpoints and used up here.
-
 One generation fills a buffer, which serves `slices` x `passes` optimizer steps:
 
     draw          each data rank the completions that it will be trained on; groups of a prompt may lie on several ranks
@@ -29,72 +27,34 @@ import torch
 
 from megazpp.checkpoint.state import StatePart
 from megazpp.inference.generate import Drawn
-from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.batch import RolloutBatch, row_multiple, shortened
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.data import PromptDataset
 from megazpp.post_training.examples import Prompt
 from megazpp.post_training.losses import gae, group_advantages, nanstd, ppo_rewards, value_mask, whiten
-from megazpp.post_training.objectives import Scorer
+from megazpp.post_training.objectives import Logps
 from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.rewards import total_rewards
-from megazpp.post_training.sampler import Completions, PolicySampler
+from megazpp.post_training.sampler import PolicySampler
 
-_OF_ALL = ("number", "table")  # of a buffer's tensors; the others are a rank's own rows
-_NOT_YET = torch.empty(0)
+_KNOWN = RolloutBatch._fields[5:]  # of completions, beside their tokens and mask
 
 
 class Buffer(NamedTuple):
-    """The completions of one generation that this rank is trained on, in that order; on the CPU.
+    """The completions of one generation, on the CPU.
 
     Attributes:
         number: of the generation, a scalar.
         table: [N, F + 2] fp64 of all: the rewards, the number of tokens, and 1 where the limit did not end it.
-        rows: [n] int64, which of the N these are.
-        tokens: [n, S + 1] int64: prompt, completion, padding.
-        mask: [n, S] fp32, 1 on the tokens of the completion that are trained on.
-        sampling_logps: [n, S] fp32, as they were drawn.
-        advantages: [n] or [n, S] fp32.
-        old_logps, ref_logps, values, returns, value_mask: [n, S] fp32; as in `RolloutBatch`.
+        rows: [n] int64, which of the N this rank is trained on, in that order.
+        batch: those, of n rows.
     """
 
     number: torch.Tensor
     table: torch.Tensor
     rows: torch.Tensor
-    tokens: torch.Tensor
-    mask: torch.Tensor
-    sampling_logps: torch.Tensor
-    advantages: torch.Tensor | None = None
-    old_logps: torch.Tensor | None = None
-    ref_logps: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
-    value_mask: torch.Tensor | None = None
-
-    def batch(self, first: int, last: int, multiple: int) -> RolloutBatch:
-        """Rows `first` to `last` - 1, `shortened` to a multiple."""
-        tokens = self.tokens[first:last]
-        positions = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
-        others = (self.advantages, self.old_logps, self.ref_logps, self.sampling_logps)
-        values = (self.values, self.returns, self.value_mask)
-        batch = RolloutBatch(
-            tokens[:, :-1],
-            tokens[:, 1:],
-            self.mask[first:last],
-            positions,
-            None,
-            *(None if x is None else x[first:last] for x in (*others, *values)),
-        )
-        return shortened(batch, multiple)
-
-
-class Shown(NamedTuple):
-    """A completion for the user to read; `rewards` by name, None where a function has no opinion."""
-
-    prompt: Any
-    completion: str
-    rewards: dict[str, float | None]
+    batch: RolloutBatch
 
 
 @dataclass
@@ -109,7 +69,8 @@ class RolloutLoader(StatePart):
         reference, reward_model: frozen models, where they are needed.
         max_length: S.
         global_batch_size, micro_batch_size: completions of an optimizer step, and of a forward on one data rank.
-        show: told all completions of some prompts of each generation, on rank 0, with the iteration that begins.
+        show: told prompt, completion and rewards (by name, None where a function has no opinion) of all completions of
+            some prompts of each generation, on rank 0, with the iteration that begins.
     Attributes:
         wait_seconds: always 0: nothing is prepared beside the training.
     """
@@ -121,12 +82,12 @@ class RolloutLoader(StatePart):
     config: PostTrainingConfig
     _: KW_ONLY
     reward_weights: Sequence[float] | None
-    reference: Scorer | None
+    reference: Logps | None
     reward_model: FrozenModel | None
     max_length: int
     global_batch_size: int
     micro_batch_size: int
-    show: Callable[[int, list[Shown]], None]
+    show: Callable[[int, list[dict[str, Any]]], None]
     wait_seconds: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -134,6 +95,8 @@ class RolloutLoader(StatePart):
         self._used_up = True
         self._metrics: dict[str, float] = {}
         self._once: dict[str, float] = {}
+        model = ["reward_model"] if self.reward_model is not None else []
+        self._reward_names = [*(function.name for function in self.sampler.functions), *model]
 
     def step(self, consumed_samples: int, global_batch_size: int) -> list[RolloutBatch]:
         """The micro-batches of the step that begins at `consumed_samples`; draws where a generation begins."""
@@ -145,7 +108,7 @@ class RolloutLoader(StatePart):
         self._used_up = place + 1 == config.slices * config.passes
         count = global_batch_size // self._dims.data_size
         first = place % config.slices * count
-        return self._batches(self._buffer, range(first, first + count, self.micro_batch_size))
+        return self._batches(self._buffer.batch.part(first, first + count))
 
     def metrics(self) -> Mapping[str, float]:
         """The numbers of the current buffer, under TRL's names; the same on all ranks."""
@@ -155,49 +118,42 @@ class RolloutLoader(StatePart):
     def tensors(self) -> dict[str, torch.Tensor]:
         if self._buffer is None or self._used_up:
             return {}
-        found = {name: x for name, x in self._buffer._asdict().items() if x is not None}
+        number, table, rows, batch = self._buffer
+        tokens = torch.cat((batch.tokens, batch.labels[:, -1:]), dim=1)
+        own = {"rows": rows, "tokens": tokens, "mask": batch.loss_mask, **{x: getattr(batch, x) for x in _KNOWN}}
+        place = f"rollout.{self._dims.data_rank}"
+        found = {f"{place}.{name}": x for name, x in own.items() if x is not None}
         metrics = {f"metric.{name}": torch.tensor(value, dtype=torch.float64) for name, value in self._metrics.items()}
-        own = f"rollout.{self._dims.data_rank}"
-        return {f"rollout.{name}" if name in _OF_ALL else f"{own}.{name}": x for name, x in found.items()} | metrics
+        return {"rollout.number": number, "rollout.table": table} | found | metrics
 
     def accept(self, tensors: Mapping[str, torch.Tensor], iteration: int) -> list[str]:
-        self._buffer = None
-        metrics = {name: value for name, value in tensors.items() if name.startswith("metric.")}
-        self._metrics = {name.removeprefix("metric."): float(value) for name, value in metrics.items()}
+        self._buffer, self._metrics = None, {}
         parts: dict[str, dict[int, torch.Tensor]] = {}
         for key, tensor in tensors.items():
-            kind, _, rest = key.partition(".")
-            rank, _, name = rest.partition(".")
-            if kind == "rollout" and name:
-                parts.setdefault(name, {})[int(rank)] = tensor
-        if not parts:
-            return []
-        ranks = sorted(parts["rows"])
-        order = {int(row): place for place, row in enumerate(torch.cat([parts["rows"][rank] for rank in ranks]))}
-        mine = torch.tensor([order[row] for row in self._rows()])
-        own = {name: torch.cat([found[rank] for rank in ranks])[mine] for name, found in parts.items()}
-        self._buffer = Buffer(**{name: tensors[f"rollout.{name}"] for name in _OF_ALL}, **own)
+            kind, _, name = key.partition(".")
+            rank, _, own = name.partition(".")
+            if kind == "metric":
+                self._metrics[name] = float(tensor)
+            elif own:
+                parts.setdefault(own, {})[int(rank)] = tensor
+        if parts:
+            whole = {name: torch.cat([found[rank] for rank in sorted(found)]) for name, found in parts.items()}
+            order = {row: place for place, row in enumerate(whole["rows"].tolist())}
+            mine = torch.tensor([order[row] for row in self._rows()])
+            known = {name: x[mine] for name, x in whole.items()}
+            batch = _make_batch(known["tokens"], known["mask"], **{x: known[x] for x in _KNOWN if x in known})
+            self._buffer = Buffer(tensors["rollout.number"], tensors["rollout.table"], known["rows"], batch)
         return []
-
-    def close(self) -> None:
-        """There is nothing to end."""
-
-    def __enter__(self) -> RolloutLoader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---- one generation ---------------------------------------------------------------------------------------
 
-    def judged(self, prompts: Sequence[Prompt], names: Sequence[str]) -> tuple[Completions, torch.Tensor]:
-        """Completions of this data rank's prompts, and their [n, F] fp64 rewards."""
-        found = self.sampler.draw(prompts, names)
-        rewards = self.sampler.judge(prompts, found.texts)
+    def judged(self, prompts: Sequence[Prompt], drawn: Drawn, texts: Sequence[str]) -> torch.Tensor:
+        """[n, F] fp64 rewards of completions of this data rank's prompts."""
+        rewards = self.sampler.judge(prompts, texts)
         if self.reward_model is not None:
-            scores = self._each(self._laid_out(prompts, found.drawn), self.reward_model.scores)
+            scores = self._each(self._laid_out(prompts, drawn), self.reward_model.scores)
             rewards = torch.cat((rewards, scores.double().unsqueeze(1)), dim=1)
-        return found, rewards
+        return rewards
 
     def totals(self, rewards: torch.Tensor) -> torch.Tensor:
         """[N] weighted sums of [N, F] rewards."""
@@ -213,34 +169,32 @@ class RolloutLoader(StatePart):
     def _generate(self, number: int, iteration: int) -> Buffer:
         began, config, rows = time.perf_counter(), self.config, self._rows()
         total = self.global_batch_size * config.slices
-        places = [(number * total + row) // config.group_size for row in rows]
-        prompts = [self.prompts[place] for place in places]
-        found, rewards = self.judged(prompts, [f"generation {number} completion {row}" for row in rows])
-        drawn, buffer = found.drawn, self._laid_out(prompts, found.drawn)
+        prompts = [self.prompts[(number * total + row) // config.group_size] for row in rows]
+        drawn, texts = self.sampler.draw(prompts, [f"generation {number} completion {row}" for row in rows])
+        rewards, batch = self.judged(prompts, drawn, texts), self._laid_out(prompts, drawn)
         if config.mask_truncated_completions and config.objective == "grpo":
-            buffer = buffer._replace(mask=buffer.mask * drawn.ended.unsqueeze(1))
+            batch = batch._replace(loss_mask=batch.loss_mask * drawn.ended.unsqueeze(1))
         table = torch.zeros(total, rewards.shape[1] + 2, dtype=torch.float64)
-        about = torch.stack((drawn.lengths.double(), drawn.ended.double()), dim=1)
-        table[rows] = torch.cat((rewards, about), dim=1)
-        buffer = buffer._replace(number=torch.tensor(number), table=self.summed(table), rows=torch.tensor(rows))
-        seconds = time.perf_counter() - began
-        self._once = {
-            "rollout/seconds": seconds,
-            "rollout/tokens_per_second": float(buffer.table[:, -2].sum()) / seconds,
-        }
+        table[rows] = torch.cat((rewards, torch.stack((drawn.lengths, drawn.ended), dim=1).double()), dim=1)
+        table, seconds = self.summed(table), time.perf_counter() - began
+        rate = float(table[:, -2].sum()) / seconds
+        self._once = {"rollout/seconds": seconds, "rollout/tokens_per_second": rate}
         if config.log_completions:  # of the first prompts, whole groups, which may lie on several ranks
-            texts = zip(rows, prompts, found.texts, rewards, strict=self._dims.tp.rank == 0)
             count = config.log_completions * config.group_size
-            own = {row: Shown(prompt.value, text, self._named(x)) for row, prompt, text, x in texts if row < count}
+            own = {
+                row: {"prompt": prompt.value, "completion": text, "rewards": self._named(x)}
+                for row, prompt, text, x in zip(rows, prompts, texts, rewards, strict=True)
+                if row < count
+            }
             shown = {row: each for part in self._dims.world.gather_objects(own) for row, each in part.items()}
             if self._dims.world.rank == 0:
                 self.show(iteration, [shown[row] for row in sorted(shown)])
-        return self._compared(self._looked_back(buffer))
+        buffer = Buffer(torch.tensor(number), table, torch.tensor(rows), self._looked_back(batch))
+        return buffer._replace(batch=self._compared(buffer))
 
-    def _laid_out(self, prompts: Sequence[Prompt], drawn: Drawn) -> Buffer:
-        """Rows of prompt, completion and padding; without what is known of the whole generation."""
-        pad = self.sampler.tokenizer.eod or 0
-        tokens = torch.full((len(prompts), self.max_length + 1), pad)
+    def _laid_out(self, prompts: Sequence[Prompt], drawn: Drawn) -> RolloutBatch:
+        """Rows of prompt, completion and padding."""
+        tokens = torch.full((len(prompts), self.max_length + 1), self.sampler.tokenizer.eod or 0)
         mask, logps = (torch.zeros(len(prompts), self.max_length) for _ in range(2))
         for row, (prompt, length) in enumerate(zip(prompts, drawn.lengths.tolist(), strict=True)):
             start = len(prompt.tokens)
@@ -248,62 +202,68 @@ class RolloutLoader(StatePart):
             tokens[row, start : start + length] = drawn.tokens[row, :length]
             mask[row, start - 1 : start - 1 + length] = 1.0
             logps[row, start - 1 : start - 1 + length] = drawn.logps[row, :length]
-        return Buffer(_NOT_YET, _NOT_YET, _NOT_YET, tokens, mask, logps)
+        return _make_batch(tokens, mask, sampling_logps=logps)
 
-    def _looked_back(self, buffer: Buffer) -> Buffer:
+    def _looked_back(self, batch: RolloutBatch) -> RolloutBatch:
         """With log-probabilities of the policy and the reference, and values, where they are needed."""
-        config, model = self.config, self.sampler.model
-        if config.objective == "ppo" or config.slices * config.passes > 1:
+        ppo, passes = self.config.objective == "ppo", self.config.slices * self.config.passes
+        known: dict[str, torch.Tensor] = {}
+        if ppo or passes > 1:
             with torch.no_grad():
-                both = self._each(buffer, lambda batch: _logps_and_values(model, batch, config, self._temperature))
-            buffer = buffer._replace(old_logps=both[..., 0].contiguous(), values=both[..., 1].contiguous())
-            if config.objective != "ppo":
-                buffer = buffer._replace(values=None)
+                both = self._each(batch, self._logps_and_values)
+            known["old_logps"] = both[..., 0].contiguous()
+            if ppo:
+                known["values"] = both[..., 1].contiguous()
         if self.reference is not None:
-            buffer = buffer._replace(ref_logps=self._each(buffer, self.reference.logps))
+            known["ref_logps"] = self._each(batch, self.reference)
         self.sampler.sharding.free_gathered()  # the step reads the shards anew
-        return buffer
+        return batch._replace(**known)
 
-    def _compared(self, buffer: Buffer) -> Buffer:
+    def _compared(self, buffer: Buffer) -> RolloutBatch:
         """With advantages (and returns)."""
-        config = self.config
-        total = self.totals(buffer.table[:, :-2])
+        config, batch, total = self.config, buffer.batch, self.totals(buffer.table[:, :-2])
         if config.objective == "grpo":
             advantages = group_advantages(
                 total, config.num_generations, scale=config.reward_scale, estimator=config.advantage_estimator
             )
-            return buffer._replace(advantages=advantages.float()[buffer.rows])
-        assert buffer.old_logps is not None
-        assert buffer.values is not None
+            return batch._replace(advantages=advantages.float()[buffer.rows])
+        assert batch.old_logps is not None
+        assert batch.values is not None
         scores = total.nan_to_num(0.0).float()  # where no function has an opinion
         if config.missing_eos_penalty is not None:
             scores = scores - config.missing_eos_penalty * (buffer.table[:, -1] == 0)
-        reference = buffer.old_logps if buffer.ref_logps is None else buffer.ref_logps
-        mask, at = buffer.mask, value_mask(buffer.mask, max_completion_length=config.max_completion_length)
-        rewards = ppo_rewards(buffer.old_logps, reference, scores[buffer.rows], mask, at, kl_coef=config.kl_coef)
+        reference = batch.old_logps if batch.ref_logps is None else batch.ref_logps
+        mask, at = batch.loss_mask, value_mask(batch.loss_mask, max_completion_length=config.max_completion_length)
+        rewards = ppo_rewards(batch.old_logps, reference, scores[buffer.rows], mask, at, kl_coef=config.kl_coef)
         if config.whiten_rewards:
             rewards = whiten(rewards, at, sum_over_ranks=self.summed, shift_mean=False)
-        found = gae(rewards, buffer.values, at, gamma=config.gamma, lam=config.lam)
-        divergence = (buffer.old_logps - reference) * mask
+        found = gae(rewards, batch.values, at, gamma=config.gamma, lam=config.lam)
+        divergence = (batch.old_logps - reference) * mask
         kl, tokens, rows = self.summed(torch.stack((divergence.sum(), mask.sum(), mask.new_tensor(len(mask)))).double())
         self._metrics = {"kl": float(kl / tokens.clamp(min=1)), "objective/kl": float(kl / rows)}
-        return buffer._replace(
-            advantages=whiten(found.advantages, mask, sum_over_ranks=self.summed),
-            returns=found.returns,
-            value_mask=at,
-        )
+        advantages = whiten(found.advantages, mask, sum_over_ranks=self.summed)
+        return batch._replace(advantages=advantages, returns=found.returns, value_mask=at)
 
-    def _each(self, buffer: Buffer, ask: Callable[[RolloutBatch], torch.Tensor]) -> torch.Tensor:
+    def _each(self, batch: RolloutBatch, ask: Callable[[RolloutBatch], torch.Tensor]) -> torch.Tensor:
         """Ask `ask` of all rows, by the micro-batches of the training; on the CPU, 0 behind their rows."""
-        batches = self._batches(buffer, range(0, len(buffer.tokens), self.micro_batch_size))
-        found = [ask(batch).cpu() for batch in batches]
+        found = [ask(part).cpu() for part in self._batches(batch)]
         if found[0].dim() > 1:  # [B, s, ...] -> [B, S, ...]
             found = [torch.cat((x, x.new_zeros(len(x), self.max_length - x.shape[1], *x.shape[2:])), 1) for x in found]
         return torch.cat(found)
 
-    def _batches(self, buffer: Buffer, starts: range) -> list[RolloutBatch]:
-        multiple = row_multiple(self._device, self._dims)
-        return [buffer.batch(start, start + starts.step, multiple).to(self._device) for start in starts]
+    def _logps_and_values(self, batch: RolloutBatch) -> torch.Tensor:
+        """[B, S, 2], by the same forward as the training's; values are 0 where there is no value head."""
+        ppo, temperature = self.config.objective == "ppo", self.sampler.config.sample_temperature
+        positions = {"position_ids": batch.position_ids, "temperature": temperature}
+        found = self.sampler.model(batch.tokens, batch.labels, **positions, with_values=ppo)
+        losses, _, values = found if ppo else (found, None, torch.zeros_like(found))
+        return torch.stack((-losses, values), dim=-1)
+
+    def _batches(self, batch: RolloutBatch) -> list[RolloutBatch]:
+        """The micro-batches of some rows, on the device."""
+        size, multiple = self.micro_batch_size, row_multiple(self._device, self._dims)
+        parts = [batch.part(first, first + size) for first in range(0, len(batch.tokens), size)]
+        return [shortened(part, multiple).to(self._device) for part in parts]
 
     # ---- numbers ----------------------------------------------------------------------------------------------
 
@@ -313,11 +273,6 @@ class RolloutLoader(StatePart):
         total = self.global_batch_size * self.config.slices
         firsts = range(self._dims.data_rank * size, total, size * ranks)
         return [row for first in firsts for row in range(first, first + size)]
-
-    @property
-    def _reward_names(self) -> list[str]:
-        model = ["reward_model"] if self.reward_model is not None else []
-        return [*(function.name for function in self.sampler.functions), *model]
 
     def _named(self, rewards: torch.Tensor) -> dict[str, float | None]:
         values = [None if math.isnan(reward) else reward for reward in rewards.tolist()]
@@ -353,48 +308,8 @@ class RolloutLoader(StatePart):
     def _device(self) -> torch.device:
         return next(self.sampler.model.parameters()).device
 
-    @property
-    def _temperature(self) -> float:
-        return self.sampler.config.sample_temperature
 
-
-class RewardEvaluator:
-    """Mean reward of drawn completions of held-out prompts, the same prompts and numbers at every call.
-
-    Args:
-        loader: of the training, whose sampler and reward model are used.
-        prompts: the held-out data.
-        iterations, batch_size: how many batches of how many prompts, over all ranks.
-    """
-
-    metric = "reward"
-
-    def __init__(self, loader: RolloutLoader, prompts: PromptDataset, *, iterations: int, batch_size: int) -> None:
-        self._loader, self._prompts, self._count = loader, prompts, iterations * batch_size
-
-    def __call__(self) -> float:
-        """The same number on all ranks."""
-        loader = self._loader
-        dims = loader.sampler.dims
-        rows = range(dims.data_rank, self._count, dims.data_size)
-        with dims.counter.paused():
-            chosen = [self._prompts[row] for row in rows]
-            _, rewards = loader.judged(chosen, [f"validation prompt {row}" for row in rows])
-            total = loader.totals(rewards)
-            reward, count = loader.summed(torch.stack((total.nansum(), (~total.isnan()).sum().double()))).tolist()
-        return reward / count if count else math.nan
-
-
-def _logps_and_values(
-    model: GPTModel, batch: RolloutBatch, config: PostTrainingConfig, temperature: float
-) -> torch.Tensor:
-    """[B, S, 2], by the same forward as the training's; values are 0 where there is no value head."""
-    found = model(
-        batch.tokens,
-        batch.labels,
-        position_ids=batch.position_ids,
-        temperature=temperature,
-        with_values=config.objective == "ppo",
-    )
-    losses, _, values = found if config.objective == "ppo" else (found, None, None)
-    return torch.stack((-losses, torch.zeros_like(losses) if values is None else values), dim=-1)
+def _make_batch(tokens: torch.Tensor, mask: torch.Tensor, **known: torch.Tensor) -> RolloutBatch:
+    """Rows of [n, S + 1] tokens, of which `mask` [n, S] counts."""
+    positions = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
+    return RolloutBatch(tokens[:, :-1], tokens[:, 1:], mask, positions, **known)

@@ -1,16 +1,14 @@
-"""Completions of prompts from the policy in training, and what they are worth.
+"""Completions of prompts from the policy in training, and the rewards that functions give them.
 
-Each data rank draws for prompts of its own; the weights are gathered once and kept while it does. What is drawn for a
-prompt follows from the weights and from a name that the caller gives it, so the layout does not matter.
+Each data rank draws for prompts of its own; the weights are gathered once and kept meanwhile. Draws follow from the
+weights and from a name that the caller gives to each prompt, so the layout does not matter.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -26,13 +24,6 @@ from megazpp.post_training.examples import Prompt
 from megazpp.post_training.rewards import RewardFunction, judge
 from megazpp.tensor_parallel.parameters import seed_for
 from megazpp.zero.sharding import Sharding, WeightHandle
-
-
-class Completions(NamedTuple):
-    """Completions of a batch of prompts: tokens, and texts on the first rank of each tp group ([] elsewhere)."""
-
-    drawn: Drawn
-    texts: list[str]
 
 
 @dataclass
@@ -59,36 +50,23 @@ class PolicySampler:
     at_once: int | None = None
     base: WeightHandle | None = None
 
-    def draw(self, prompts: Sequence[Prompt], names: Sequence[str]) -> Completions:
-        """A completion of each of this data rank's prompts, at least one.
+    def draw(self, prompts: Sequence[Prompt], names: Sequence[str]) -> tuple[Drawn, list[str]]:
+        """A completion of each of this data rank's prompts, at least one, and their texts.
 
         Args:
             names: of the draws, different for each.
         """
-        uniform = torch.stack([self._numbers(name) for name in names])
-        size = self.at_once or len(prompts)
-        parts = []
+        generators = [torch.Generator().manual_seed(seed_for(name, seed=self.seed)) for name in names]
+        count, size = self.config.sample_tokens, self.at_once or len(prompts)
+        uniform = torch.stack([torch.rand(count, generator=each, dtype=torch.float64) for each in generators])
         base = contextlib.nullcontext() if self.base is None else self.base.kept_gathered()
         with torch.no_grad(), evaluating(self.model), self.sharding.kept_gathered(), base:
-            for first in range(0, len(prompts), size):
-                chosen = prompts[first : first + size]
-                parts.append(
-                    draw_completions(
-                        self.model,
-                        self.dims.tp,
-                        [prompt.tokens for prompt in chosen],
-                        self.config,
-                        uniform[first : first + size],
-                        ends=self.tokenizer.eod,
-                        is_last=self._stopper(chosen) if self.config.stops else None,
-                    )
-                )
-        drawn = _joined(parts)
-        texts = []
-        if self.dims.tp.rank == 0:
-            rows = zip(prompts, drawn.tokens, drawn.lengths.tolist(), strict=True)
-            texts = [self._text(prompt, tokens[:length].tolist()) for prompt, tokens, length in rows]
-        return Completions(drawn, texts)
+            parts = [
+                self._draw([prompt.tokens for prompt in prompts[first : first + size]], uniform[first : first + size])
+                for first in range(0, len(prompts), size)
+            ]
+        drawn = Drawn(*(torch.cat(tensors) for tensors in zip(*(part for part, _ in parts), strict=True)))
+        return drawn, [text for _, texts in parts for text in texts]
 
     def judge(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> torch.Tensor:
         """[n, functions] fp64 rewards of this data rank's completions, the same on its tp ranks; NaN for None.
@@ -106,33 +84,29 @@ class PolicySampler:
         device = next(self.model.parameters()).device
         return self.dims.tp.broadcast_(found.to(device)).cpu()
 
-    def _numbers(self, name: str) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed_for(name, seed=self.seed))
-        return torch.rand(self.config.sample_tokens, generator=generator, dtype=torch.float64)
+    def _draw(self, prompts: list[list[int]], uniform: torch.Tensor) -> tuple[Drawn, list[str]]:
+        """Completions of one batch."""
+        tokenizer, stops = self.tokenizer, self.config.stops
+        rows = [Continuation(tokenizer, prompt, stops) for prompt in prompts]
 
-    def _text(self, prompt: Prompt, tokens: list[int]) -> str:
-        row = Continuation(self.tokenizer, prompt.tokens, self.config.stops)
-        if not self.config.stops:  # all at once
-            tokens = tokens[:-1] if tokens[-1:] == [self.tokenizer.eod] else tokens
-            return self.tokenizer.decode([*prompt.tokens, *tokens])[len(self.tokenizer.decode(prompt.tokens)) :]
-        for token in tokens:
-            row.add(token)
-        row.finish()
-        return row.text
+        def is_last(row: int, token: int) -> bool:
+            return rows[row].add(token)
 
-    def _stopper(self, prompts: Sequence[Prompt]) -> functools.partial[bool]:
-        rows = [Continuation(self.tokenizer, prompt.tokens, self.config.stops) for prompt in prompts]
-        return functools.partial(_is_last, rows)
-
-
-def _is_last(rows: Sequence[Continuation], row: int, token: int) -> bool:
-    return rows[row].add(token)
-
-
-def _joined(parts: Sequence[Drawn]) -> Drawn:
-    longest = max(part.tokens.shape[1] for part in parts)
-    tokens, logps = (
-        torch.cat([torch.nn.functional.pad(x, (0, longest - x.shape[1])) for x in columns])
-        for columns in ([part.tokens for part in parts], [part.logps for part in parts])
-    )
-    return Drawn(tokens, torch.cat([p.lengths for p in parts]), logps, torch.cat([p.ended for p in parts]))
+        drawn = draw_completions(
+            self.model,
+            self.dims.tp,
+            prompts,
+            self.config,
+            uniform,
+            ends=tokenizer.eod,
+            is_last=is_last if stops else None,
+        )
+        if stops:
+            for row in rows:
+                row.finish()
+            return drawn, [row.text for row in rows]
+        texts = []
+        for prompt, tokens, length in zip(prompts, drawn.tokens.tolist(), drawn.lengths.tolist(), strict=True):
+            last = length - (tokens[length - 1] == tokenizer.eod)
+            texts.append(tokenizer.decode([*prompt, *tokens[:last]])[len(tokenizer.decode(prompt)) :])
+        return drawn, texts

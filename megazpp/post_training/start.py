@@ -1,7 +1,5 @@
 """The start of a post-training: flags that a checkpoint answers, defaults of the objective, and all checks.
 
-One file of more than 300 lines: defaults and checks of an objective depend on each other.
-
 --load PRETRAINED --save MINE    the weights alone, of any checkpoint
 --load MINE --save MINE          goes on with everything, bit for bit
 """
@@ -10,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazpp.base.arguments import ParsedRun, RunConfig, parse_run_config
+from megazpp.base.arguments import ParsedRun, RunConfig
 from megazpp.base.checkpoint_flags import with_checkpoint_flags
 from megazpp.base.command_line import COMMAND_LINE
 from megazpp.base.flags import DEFAULT, as_words, spelling
@@ -52,37 +50,20 @@ class PostConfigs(NamedTuple):
 EXTRA: tuple[type, ...] = (PostTrainingConfig, DataFormatConfig, RewardConfig, LoraConfig, WeightsConfig)
 
 
-class Start(NamedTuple):
-    """A command line with all that follows from it and from the checkpoint."""
-
-    parsed: ParsedRun
-    source: LoadSource
-    earlier: RunRecord
-
-
 def post_configs(parsed: ParsedRun) -> PostConfigs:
     return PostConfigs(*parsed.extra)
 
 
-def parse_post_training(argv: Sequence[str], script_dir: Path, description: str) -> ParsedRun:
-    """Read the command line of tools/post_train.py; errors as of `parse_run_config`."""
-    return parse_run_config(
-        argv, script_dir, program="post_train.py", description=description, extra=EXTRA, default_file=None
-    )
-
-
-def find_start(parsed: ParsedRun, *, restarted: bool) -> Start:
-    """Complete `parsed` from the checkpoint and the objective's defaults.
+def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSource, RunRecord]:
+    """Complete `parsed` from the checkpoint that training begins with and the objective's defaults.
 
     Args:
         restarted: a fault ended an earlier attempt of this job.
     Raises:
         ValueError: --objective or --load is missing, there is no checkpoint, or flags contradict it.
     """
-    config, post = parsed.config, post_configs(parsed).training
-    if post.objective is None:
-        raise ValueError("--objective is missing: sft, reward, dpo, grpo or ppo")
-    given = config.checkpoint
+    _check_objective(parsed)
+    given = parsed.config.checkpoint
     if given.load is None:
         raise ValueError("--load is missing: the folder of checkpoints that post-training begins with")
     if not saves_where_it_loads(given):  # what a restarted job has saved comes first anyway
@@ -91,10 +72,10 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> Start:
     earlier = peek(source)
     if source is None or earlier is None:
         raise ValueError(f"--load {given.load} has no checkpoint")
-    parsed = parsed._replace(config=dataclasses.replace(config, checkpoint=given))
+    parsed = parsed._replace(config=dataclasses.replace(parsed.config, checkpoint=given))
     parsed = with_checkpoint_flags(parsed, earlier, source.folder, TAKEN)
     check_same_model(earlier.flags, parsed.config.model, source.folder.path)
-    return Start(_completed(parsed, source, earlier), source, earlier)
+    return _completed(parsed, source, earlier), source, earlier
 
 
 def without_checkpoint(parsed: ParsedRun) -> ParsedRun:
@@ -103,19 +84,15 @@ def without_checkpoint(parsed: ParsedRun) -> ParsedRun:
     Raises:
         ValueError: --objective is missing, or the length of samples.
     """
-    config, (post, form, rewards, lora, weights) = parsed.config, post_configs(parsed)
-    if post.objective is None:
-        raise ValueError("--objective is missing: sft, reward, dpo, grpo or ppo")
+    _check_objective(parsed)
+    configs, length = post_configs(parsed), parsed.config.data.seq_length
     if "max_length" not in parsed.origins:
-        if config.data.seq_length is None:
+        if length is None:
             raise ValueError(
                 "--max-length is missing: a dry run opens no checkpoint that would say how long samples are"
             )
-        form = dataclasses.replace(form, max_length=config.data.seq_length)
-    fixed = _fixed(parsed, form)
-    parts = {name: _with(getattr(config, name), fixed) for name in ("model", "data")}
-    lora = _with_adapters(lora, parsed, None, "")
-    return parsed._replace(config=dataclasses.replace(config, **parts), extra=(post, form, rewards, lora, weights))
+        configs = configs._replace(form=dataclasses.replace(configs.form, max_length=length))
+    return _filled(parsed, configs._replace(lora=_with_adapters(configs.lora, parsed, None, "")), {})
 
 
 def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan) -> None:
@@ -164,22 +141,22 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         )
 
 
-def check_files(start: Start) -> None:
+def check_files(parsed: ParsedRun, earlier: RunRecord) -> None:
     """Open what the flags name, as `check_inputs` does for pretraining, and read the data for about a second.
 
     Raises:
         ValueError: a checkpoint, tokenizer, template, reward function or line of data is not what it has to be.
     """
-    config, (post, form, rewards, lora, _) = start.parsed.config, post_configs(start.parsed)
-    asked = lora.lora_r is not None or post.needs_reference or not start.parsed.origins["ref_load"].startswith(DEFAULT)
+    config, (post, form, rewards, lora, _) = parsed.config, post_configs(parsed)
+    asked = lora.lora_r is not None or post.needs_reference or not parsed.origins["ref_load"].startswith(DEFAULT)
     frozen = [(reference_folder(post), post.ref_ckpt_step, False)] if asked else []
     if post.reward_load is not None:
         frozen.append((CheckpointFolder(post.reward_load, "--reward-load"), None, True))
     for folder, iteration, scalar_head in frozen:
         source, record = find_frozen(folder, iteration, scalar_head=scalar_head, lora_base=config.checkpoint.lora_base)
         check_same_model(record.flags, config.model, source.folder.of(source.candidates()[0]))
-        if record.vocab_size != start.earlier.vocab_size:
-            sizes = f"{record.vocab_size} tokens, and that of the policy {start.earlier.vocab_size}"
+        if record.vocab_size != earlier.vocab_size:
+            sizes = f"{record.vocab_size} tokens, and that of the policy {earlier.vocab_size}"
             raise ValueError(f"{folder.name}: its tokenizer has {sizes}")
     check_reward_functions(rewards)
     folders = {"--save": config.checkpoint.save, "--run-dir": config.tracking.run_dir}
@@ -205,9 +182,14 @@ def train_paths(config: RunConfig) -> tuple[str, ...]:
     return config.data.train_data_path or config.data.data_path
 
 
+def _check_objective(parsed: ParsedRun) -> None:
+    if post_configs(parsed).training.objective is None:
+        raise ValueError("--objective is missing: sft, reward, dpo, grpo or ppo")
+
+
 def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> ParsedRun:
     """With defaults of the objective, and with the names of the models beside the policy."""
-    config, (post, form, rewards, lora, weights) = parsed.config, post_configs(parsed)
+    config, (post, form, _, lora, _) = parsed.config, post_configs(parsed)
     assert post.objective is not None
     lora = _with_adapters(lora, parsed, earlier.flags if source.continues else None, source.folder.name)
     if source.continues and not post.needs_reference:
@@ -243,26 +225,26 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> Par
             raise ValueError(f"--ref-load {post.ref_load}: with --lora-r the reference is the base without adapters")
         free.pop("ref_ckpt_step")
     values: dict[str, Any] = {name: value for name, value in free.items() if name not in parsed.origins}
-    fixed = _fixed(parsed, form)
-    origins = dict.fromkeys(values, f"{DEFAULT} of {post.objective}")
-    parts = {
-        name: _with(getattr(config, name), values | fixed)
-        for name in ("schedule", "optimizer", "sample", "model", "data")
-    }
-    return parsed._replace(
-        config=dataclasses.replace(config, **parts),
-        extra=(_with(post, values), form, rewards, lora, weights),
-        origins=parsed.origins | origins,
-    )
+    origins = parsed.origins | dict.fromkeys(values, f"{DEFAULT} of {post.objective}")
+    return _filled(parsed, post_configs(parsed)._replace(form=form, lora=lora), values)._replace(origins=origins)
 
 
-def _fixed(parsed: ParsedRun, form: DataFormatConfig) -> dict[str, Any]:
-    """The model's and the data's flags that post-training sets: no dropout, and samples of --max-length."""
+def _filled(parsed: ParsedRun, configs: PostConfigs, values: dict[str, Any]) -> ParsedRun:
+    """`parsed` with these configs and values of fields, no dropout, and samples of --max-length."""
+    config = parsed.config
     for name in ("hidden_dropout", "attention_dropout"):
-        value = getattr(parsed.config.model, name)
+        value = getattr(config.model, name)
         if value != 0.0 and parsed.origins.get(name) == COMMAND_LINE:
-            raise ValueError(f"{spelling(parsed.config.model, name)} {value}: post-training drops nothing out")
-    return {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": form.max_length}
+            raise ValueError(f"{spelling(config.model, name)} {value}: post-training drops nothing out")
+    values = values | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": configs.form.max_length}
+
+    def filled(part: Any) -> Any:
+        names = {field.name for field in dataclasses.fields(part)}
+        return dataclasses.replace(part, **{name: value for name, value in values.items() if name in names})
+
+    changed = {name: filled(getattr(config, name)) for name in ("schedule", "optimizer", "sample", "model", "data")}
+    configs = configs._replace(training=filled(configs.training))
+    return parsed._replace(config=dataclasses.replace(config, **changed), extra=tuple(configs))
 
 
 def _with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any] | None, where: str) -> LoraConfig:
@@ -294,11 +276,6 @@ def _with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, An
     if "lora_dropout" in parsed.origins:
         theirs.pop("lora_dropout")
     return dataclasses.replace(lora, **theirs)
-
-
-def _with(part: Any, values: dict[str, Any]) -> Any:
-    names = {field.name for field in dataclasses.fields(part)}
-    return dataclasses.replace(part, **{name: value for name, value in values.items() if name in names})
 
 
 def reference_folder(post: PostTrainingConfig) -> CheckpointFolder:

@@ -1,10 +1,8 @@
-"""The parts of a post-training: pretraining's, with other data, another objective, and frozen models beside.
-
-One file of more than 300 lines: the parts of a training stand in one list, as pretraining's do.
-"""
+"""The parts of a post-training: pretraining's, with other data, another objective, and frozen models beside."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -18,7 +16,8 @@ from megazpp.base.checks import RunPlan
 from megazpp.base.flags import DEFAULT
 from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.read import find_weights
+from megazpp.checkpoint.read import LoadSource, find_weights
+from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.state import StatePart
 from megazpp.convert.peft import TENSORS
 from megazpp.data.dataset import Splits, build_tokenizer, cache_dir
@@ -33,14 +32,13 @@ from megazpp.post_training.data import (
     make_pair_batch,
     make_supervised_batch,
 )
-from megazpp.post_training.evaluate import ObjectiveEvaluator
+from megazpp.post_training.evaluate import ObjectiveEvaluator, RewardEvaluator
 from megazpp.post_training.examples import read_examples, read_prompts
 from megazpp.post_training.lora import AdaptedPolicy, load_adapted, save_adapter
-from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss, Scorer
-from megazpp.post_training.precomputed import known_logps
-from megazpp.post_training.reference import BaseModel, FrozenModel, SyncedModel, load_frozen
+from megazpp.post_training.objectives import Logps, PolicyLoss, PreferenceLoss
+from megazpp.post_training.reference import FrozenModel, SyncedModel, cached_logps, load_frozen
 from megazpp.post_training.rewards import load_reward_functions
-from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader, Shown
+from megazpp.post_training.rollouts import RolloutLoader
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.start import post_configs, reference_folder, train_paths
 from megazpp.stored.load import FrozenPlace, open_frozen_place
@@ -74,17 +72,21 @@ class _PostTraining:
         objective = self._open_objective()
         train, valid, test = self.datasets
         synced, adapted = self._synced, self._adapted
-        states: list[StatePart] = [] if self.rollouts is None else [self.rollouts]
+        states: list[StatePart] = [part for part in (self.rollouts, synced) if part is not None]
+        batches: Any = None
+        if train is not None:
+            rollouts = self.rollouts
+            batches = self._open_loader(train, ramp_up=True) if rollouts is None else contextlib.nullcontext(rollouts)
         return TrainingParts(
             tokenizer=self.tokenizer,
             built=self.built,
             objective=objective,
-            batches=None if train is None else self.rollouts or self._open_loader(train, ramp_up=True),
-            validation=None if valid is None else self._open_evaluator(valid, objective),
-            test=None if test is None else self._open_evaluator(test, objective),
+            batches=batches,
+            validation=self._open_evaluator(valid, objective),
+            test=self._open_evaluator(test, objective),
             validation_metric="reward" if self.post.draws else "lm_loss",
             flags={} if adapted is None else {"ref_checksum": adapted.settings.checksum},
-            states=states if synced is None else [*states, synced],
+            states=states,
             observers=() if synced is None else (synced.step,),
             generates=self.post.objective != "reward",
             has_weights=adapted is not None,  # the base has been read, adapters begin anew
@@ -94,36 +96,32 @@ class _PostTraining:
         )
 
     def _open_data(self) -> Splits[Any]:
-        data, iterations = self.config.data, self.plan.batches.total_iterations
+        data, plan = self.config.data, self.plan.batches
         template = load_chat_template(self.form.chat_template, self.tokenizer)
-        held_out = self.config.evaluation.eval_iters * self.plan.batches.global_batch_size
-        wanted = self.plan.batches.total_samples
+        held_out, wanted = self.config.evaluation.eval_iters * plan.global_batch_size, plan.total_samples
         if self.post.draws:  # whole generations
-            per_generation = self.post.slices * self.plan.batches.global_batch_size // self.post.group_size
-            wanted = -(-iterations // (self.post.slices * self.post.passes)) * per_generation
-        files = Splits(train_paths(self.config), data.valid_data_path, data.test_data_path)
-        counts = Splits(wanted, held_out, held_out)
+            per_generation = self.post.slices * plan.global_batch_size // self.post.group_size
+            wanted = -(-plan.total_iterations // (self.post.slices * self.post.passes)) * per_generation
+        files = (train_paths(self.config), data.valid_data_path, data.test_data_path)
         return Splits(
             *(
-                None if not paths or count == 0 else self._open(paths, template, count, use)
-                for use, paths, count in zip(Splits._fields, files, counts, strict=True)
+                self._open(paths, template, count, use) if paths and count else None
+                for use, paths, count in zip(Splits._fields, files, (wanted, held_out, held_out), strict=True)
             )
         )
 
-    def _model_spec(self) -> ModelSpec:
-        return self._spec(scalar_head=self.post.objective in ("reward", "ppo"))
-
-    def _spec(self, *, scalar_head: bool) -> ModelSpec:
+    def _spec(self, *, scalar_head: bool | None = None) -> ModelSpec:
+        """That of the policy, or of a model with a scalar head or without."""
         spec = self.config.model_spec(self.tokenizer.vocab_size, self.plan.wire)
-        return dataclasses.replace(spec, scalar_head=scalar_head, varying_sizes=True)
+        headed = self.post.objective in ("reward", "ppo") if scalar_head is None else scalar_head
+        return dataclasses.replace(spec, scalar_head=headed, varying_sizes=True)
 
     def _open_model(self) -> Built:
         if self.lora.lora_r is None:
-            return build_model(self._model_spec(), self.run.dims, self.run.device)
-        moved = self.config.checkpoint.lora_base
-        source, record = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
+            return build_model(self._spec(), self.run.dims, self.run.device)
+        source, record = self._find_reference()
         self._adapted = load_adapted(
-            self._model_spec(),
+            self._spec(),
             self.lora,
             self._frozen_place,
             source,
@@ -148,22 +146,25 @@ class _PostTraining:
             self.run.log(f"adapters as PEFT has them: {folder}")
 
     def _open_objective(self) -> Objective:
-        post, dims, temperature = self.post, self.run.dims, self.config.sample.sample_temperature
+        post, dims = self.post, self.run.dims
         if post.objective == "sft":
             return LanguageModelLoss(dims)
-        known = post.precompute_ref_log_probs
-        reference = self._open_reference() if post.needs_reference and not known else None
-        if post.draws:
-            self.rollouts = self._open_rollouts(reference)
-            return PolicyLoss(post, dims, temperature=temperature, rollout_metrics=self.rollouts.metrics)
-        if known:
+        if post.precompute_ref_log_probs:
             self._look_up_reference()
-        return PreferenceLoss(post, dims, reference)
+            return PreferenceLoss(post, dims)
+        reference = self._open_reference() if post.needs_reference else None
+        if not post.draws:
+            return PreferenceLoss(post, dims, reference)
+        self.rollouts = self._open_rollouts(reference)
+        temperature = self.config.sample.sample_temperature
+        return PolicyLoss(post, dims, temperature=temperature, rollout_metrics=self.rollouts.metrics)
 
-    def _open_evaluator(self, dataset: Any, objective: Objective) -> Validation:
+    def _open_evaluator(self, dataset: Any, objective: Objective) -> Validation | None:
         iterations, size = self.config.evaluation.eval_iters, self.plan.batches.global_batch_size
+        if dataset is None:
+            return None
         if self.rollouts is not None:
-            return RewardEvaluator(self.rollouts, dataset, iterations=iterations, batch_size=size)
+            return RewardEvaluator(self.rollouts, dataset, iterations * size)
         loader = self._open_loader(dataset, ramp_up=False)
         parts = (*self.built, loader, self.run.dims, objective, self.run.log)
         return ObjectiveEvaluator(*parts, iterations=iterations, batch_size=size)
@@ -204,7 +205,7 @@ class _PostTraining:
             batch_size_at=plan.batch_size_at if ramp_up else None,
         )
 
-    def _open_rollouts(self, reference: Scorer | None) -> RolloutLoader:
+    def _open_rollouts(self, reference: Logps | None) -> RolloutLoader:
         post, plan = self.post, self.plan.batches
         reward_model = None
         if post.reward_load is not None:
@@ -232,12 +233,12 @@ class _PostTraining:
             show=self._show,
         )
 
-    def _open_reference(self) -> FrozenModel | BaseModel:
+    def _open_reference(self) -> Logps:
         temperature = self.config.sample.sample_temperature if self.post.draws else 1.0
         if self._adapted is not None:
-            return BaseModel(self.built.model, temperature=temperature)
+            return FrozenModel(self.built.model, temperature=temperature, is_policy=True).logps
         if self.post.sync_ref_model:
-            spec = dataclasses.replace(self._model_spec(), zero=ZeroConfig(), wire=None)  # gathered exactly
+            spec = dataclasses.replace(self._spec(), zero=ZeroConfig(), wire=None)  # gathered exactly
             self._synced = SyncedModel(
                 build_model(spec, self.run.dims, self.run.device),
                 self.built,
@@ -245,8 +246,12 @@ class _PostTraining:
                 every=self.post.ref_model_sync_steps,
                 temperature=temperature,
             )
-            return self._synced
-        return self._frozen(reference_folder(self.post), self.post.ref_ckpt_step, "reference")
+            return self._synced.logps
+        return self._frozen(reference_folder(self.post), self.post.ref_ckpt_step, "reference").logps
+
+    def _find_reference(self) -> tuple[LoadSource, RunRecord]:
+        moved = self.config.checkpoint.lora_base
+        return find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
 
     def _frozen(
         self, folder: CheckpointFolder, iteration: int | None, role: Literal["reference", "reward"]
@@ -270,8 +275,7 @@ class _PostTraining:
 
     def _look_up_reference(self) -> None:
         """Give each data set the reference's log-probabilities of its pairs; the reference is gone afterwards."""
-        moved = self.config.checkpoint.lora_base
-        source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
+        source, _ = self._find_reference()
         weights, dtype = self.weights, self.config.precision.param_dtype
         bits = f"{weights.at_rest(self.config.precision)[0]} bits" if weights.packs else "its own bits"
         if self.lora.base_weight_bits is not None:
@@ -282,7 +286,7 @@ class _PostTraining:
         open_once = functools.cache(self._open_reference)
         for dataset in self.datasets:
             if dataset is not None:
-                dataset.ref_logps = known_logps(
+                dataset.ref_logps = cached_logps(
                     dataset,
                     open_once,
                     self._frozen_place,
@@ -293,15 +297,12 @@ class _PostTraining:
         open_once.cache_clear()
         gc.collect()  # hooks make cycles of a model
 
-    def _show(self, iteration: int, completions: list[Shown]) -> None:
+    def _show(self, iteration: int, completions: list[dict[str, Any]]) -> None:
         """All completions of some prompts to the run folder; with a log line one of each prompt to the console."""
         if self.run.folder is not None:
             for shown in completions:
-                self.run.folder.append("completions.jsonl", {"iteration": iteration, **shown._asdict()})
+                self.run.folder.append("completions.jsonl", {"iteration": iteration, **shown})
         if iteration % self.config.tracking.log_interval == 0 or iteration == 1:
-            for shown in completions[:: self.post.group_size]:
-                known = [(name, math.nan if value is None else value) for name, value in shown.rewards.items()]
-                rewards = ", ".join(f"{name} {value:g}" for name, value in known)
-                self.run.log(
-                    f"completion at iteration {iteration} ({rewards}): {shown.prompt!r} -> {shown.completion!r}"
-                )
+            for prompt, completion, found in (each.values() for each in completions[:: self.post.group_size]):
+                rewards = ", ".join(f"{name} {math.nan if x is None else x:g}" for name, x in found.items())
+                self.run.log(f"completion at iteration {iteration} ({rewards}): {prompt!r} -> {completion!r}")

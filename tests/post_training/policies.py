@@ -112,7 +112,7 @@ def train_on_synthetic(case: PostCase) -> list[dict[str, Any]]:
     if case.post.draws:
         objective: Any = PolicyLoss(case.post, dims, temperature=case.temperature)
     else:
-        objective = PreferenceLoss(case.post, dims, FrozenModel(build(case, scalar_head=False)[0].model))
+        objective = PreferenceLoss(case.post, dims, FrozenModel(build(case, scalar_head=False)[0].model).logps)
     step, size = make_step(built, dims, objective), case.layout.micro_batch_size
     found = []
     for index in range(case.steps):
@@ -171,7 +171,7 @@ def train_on_rollouts(case: PostCase) -> dict[str, Any]:
     built, dims = build(case)
     reference = None
     if case.post.needs_reference:
-        reference = FrozenModel(build(case, scalar_head=False)[0].model, temperature=case.temperature)
+        reference = FrozenModel(build(case, scalar_head=False)[0].model, temperature=case.temperature).logps
     loader = make_loader(case, built, dims, reference=reference)
     objective = PolicyLoss(case.post, dims, temperature=case.temperature, rollout_metrics=loader.metrics)
     step, found, texts = make_step(built, dims, objective), [], []

@@ -13,9 +13,10 @@ import transformers
 from helpers.hf_models import TOKENS, make_llama, save
 from helpers.program import run_forked
 
-from megazpp.base.arguments import ParsedRun
+from megazpp.base.arguments import ParsedRun, parse_run_config
+from megazpp.checkpoint.read import LoadSource
 from megazpp.post_training.config import PostTrainingConfig
-from megazpp.post_training.start import find_start, parse_post_training, post_configs
+from megazpp.post_training.start import EXTRA, find_start, post_configs
 
 pytestmark = pytest.mark.slow
 
@@ -365,7 +366,7 @@ TINY = "@configs/gpt_tiny.args --dry-run --nproc 4 --emulate-nodes 2 --zeropp"
 @pytest.mark.parametrize(
     ("flags", "status", "said"),
     [
-        ("@configs/post_training/lora_base_8bit.args", 0, " MB of frozen weights in 8 bits"),
+        ("@configs/post_training/lora_base_8bit.args", 0, " MB of frozen weights"),
         ("--objective ppo --reward-load r", 0, "MB at the fullest moment ("),
         ("", 2, "--objective is missing"),
         ("--objective dpo --weights-on disk", 2, "--dry-run reads no weights: --weights-on and --weight-bits are for"),
@@ -394,22 +395,21 @@ def test_a_plan_has_the_memory_of_all_models(home: Path, lora: str):
     assert ("best with these flags" in output or "nothing says what is fastest" in output) == (not lora)
 
 
-def start(home: Path, flags: str) -> ParsedRun:
-    parsed = parse_post_training(f"--load {home}/base {flags}".split(), home, "")
-    return find_start(parsed, restarted=False).parsed
+def start(home: Path, flags: str, *, restarted: bool = False) -> tuple[ParsedRun, LoadSource]:
+    """A command line and the checkpoint that it begins with."""
+    parsed = parse_run_config(f"--load {home}/base {flags}".split(), home, extra=EXTRA, default_file=None)
+    return find_start(parsed, restarted=restarted)[:2]
 
 
 def test_a_restarted_job_goes_on_with_what_it_has_saved_and_else_begins_with_weights_alone(home: Path):
-    flags = f"--objective sft --load {home}/base --save {home}/never-saved".split()
-    found = find_start(parse_post_training(flags, home, ""), restarted=True)
-    assert not found.source.continues
-    assert not found.source.optimizer
-    flags = f"--objective sft --load {home}/base --save {home}/base".split()
-    assert find_start(parse_post_training(flags, home, ""), restarted=True).source.continues
+    _, source = start(home, f"--objective sft --save {home}/never-saved", restarted=True)
+    assert not source.continues
+    assert not source.optimizer
+    assert start(home, f"--objective sft --save {home}/base", restarted=True)[1].continues
 
 
 def test_defaults_are_those_of_the_objective_and_the_model_is_the_checkpoint_s(home: Path):
-    grpo, ppo = start(home, "--objective grpo"), start(home, "--objective ppo --temperature 0.7 --lr 1e-3")
+    (grpo, _), (ppo, _) = start(home, "--objective grpo"), start(home, "--objective ppo --temperature 0.7 --lr 1e-3")
     post: PostTrainingConfig = post_configs(grpo).training
     assert (post.beta_or_default, post.loss, post.num_generations, post.needs_reference) == (0.0, "dapo", 8, False)
     assert grpo.config.schedule.lr == 1e-6

@@ -1,0 +1,294 @@
+"""All models of a post-training on one rank: their memory on paper, and a step taken on tensors without memory.
+
+Memory (--plan, by planner/step.py) is that of each phase at its fullest moment:
+
+    drawing    (grpo, ppo) the policy gathered as a whole, and keys and values; without a prompt's own activations
+    asking     a forward of the reference or reward model, without a backward
+    training   forward, backward and update of the policy, or of its adapters on a frozen base
+
+The policy's shards, moments and kept weights, and the frozen models, are there in all of them; of models that stream
+(--weights-on host or disk) what the device has of them. Of a policy's scalar head (reward, ppo) its shards are counted.
+
+The step (--dry-run, by planner/dry_run.py) is the program's own: the policy or its adapters on a frozen base, the
+objective, and the forwards of reference and reward model. Completions are not drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megazpp.base.arguments import RunConfig
+from megazpp.base.checks import RunPlan
+from megazpp.base.program import MEGA, aligned
+from megazpp.model.dropout import SharedGenerator
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis, TrafficCounter
+from megazpp.parallel.dims import ParallelDims
+from megazpp.planner.dry_run import CPU, DryTask, count_step, language_model_task, plan_dry_run
+from megazpp.planner.estimate import paper_step
+from megazpp.planner.paper import PaperAxis
+from megazpp.planner.report import memory_rows
+from megazpp.planner.simulation import Memory
+from megazpp.planner.step import MASTER_BYTES, PaperStep, TrafficTable, measure, sent_on
+from megazpp.post_training.batch import PairBatch, RolloutBatch
+from megazpp.post_training.config import PostTrainingConfig
+from megazpp.post_training.lora import add_adapters
+from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss
+from megazpp.post_training.reference import FrozenModel
+from megazpp.post_training.start import PostConfigs
+from megazpp.stored.freeze import freeze, frozen_axis
+from megazpp.stored.frozen import FrozenUnits
+from megazpp.stored.packed import Bits
+from megazpp.stored.streamed import plan_stream
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import WIRES
+from megazpp.training.setup import ModelSpec, model_on_meta, shard_built, shard_on_meta
+from megazpp.zero.config import ZeroConfig
+
+STANDING = (Memory.PARAMETERS, Memory.MOMENTS, Memory.SECONDARY, Memory.FEEDBACK, Memory.FROZEN)
+Phases = dict[str, Counter[Memory]]  # bytes of one rank by kind, at the fullest moment of each phase that there is
+
+
+def describe_phases(phases: Phases) -> list[str]:
+    """A table."""
+    return list(aligned(memory_rows("GB of a rank at the fullest moment of", phases)))
+
+
+def plan_models(
+    config: RunConfig, configs: PostConfigs, plan: RunPlan, *, rank: int = 0, on_cpu: bool = False
+) -> Phases:
+    """Plan what `rank` will need.
+
+    Args:
+        config: with sequence length and size of the vocabulary.
+        on_cpu: whether the process itself computes.
+    Raises:
+        ValueError: --lora-target-modules names no layers of the model.
+    """
+    post, lora, streams = configs.training, configs.lora, configs.weights.packs
+    make = functools.partial(
+        paper_step,
+        config,
+        plan,
+        device_type="cpu",
+        rank=rank,
+        on_cpu=on_cpu,
+        micro_batch_size=_rows_of(post, plan.batches.micro_batch_size),
+        documents=None,
+        islands=None,
+    )
+    settings = None if lora.lora_r is None else lora.settings(config.model)
+
+    def adapt(model: GPTModel) -> None:
+        if settings is not None:
+            _freeze(model)
+            add_adapters(model, settings, None)
+
+    def asked_in(bits: Bits | None) -> Counter[Memory]:
+        step = make(prepare=_freeze, frozen_bits=bits)
+        step.run_forward()
+        return step.ledger.peak
+
+    policy = make(with_entropy=post.draws, prepare=adapt, frozen_bits=lora.base_weight_bits)
+    measure(policy, plan.batches.num_micro_batches_at(plan.batches.rampup_samples))
+    training = policy.ledger.peak.copy()
+    if post.objective in ("reward", "ppo"):
+        head, moments = MASTER_BYTES * config.model.hidden, 2 if config.optimizer.optimizer == "adam" else 1
+        training += Counter({Memory.PARAMETERS: head, Memory.MOMENTS: moments * head})
+    standing = Counter({kind: training[kind] for kind in STANDING})
+    asked = asked_in(None)
+    kept = _streamed_bytes(config, configs, plan, rank, on_cpu) if streams else asked[Memory.FROZEN]
+    reference = Counter[Memory]()
+    if post.needs_reference and settings is None:
+        reference[Memory.REFERENCE] = standing[Memory.PARAMETERS] if post.sync_ref_model else kept
+    reward = Counter({Memory.REWARD: kept} if post.reward_load is not None else {})
+    phases: Phases = {}
+    if post.needs_reference or post.reward_load is not None:
+        once = {kind: asked[kind] for kind in (Memory.ACTIVATIONS, Memory.UNPACKED)}
+        if streams:
+            once[Memory.UNPACKED] = 0
+        if settings is not None and post.needs_reference:  # the reference is the base
+            base = asked_in(lora.base_weight_bits)
+            once[Memory.UNPACKED] = max(once[Memory.UNPACKED], base[Memory.UNPACKED])
+        if not post.draws:  # it is asked between micro-batches
+            once |= {kind: training[kind] for kind in (Memory.GRADIENTS, Memory.PARTIAL_SUMS)}
+        phases["asking"] = standing + reward + reference + Counter(once)
+    beside = reward if post.precompute_ref_log_probs else reward + reference  # it is gone by now
+    if post.draws:
+        phases["drawing"] = standing + beside + _drawing(config, configs, plan, policy)
+    return phases | {"training": training + beside}
+
+
+class PostDryRun(NamedTuple):
+    """The bytes that one rank sends and holds in a step.
+
+    Attributes:
+        sent: calls and bytes by (wire, axis, collective).
+        live_bytes: of tensors at the fullest moment.
+        planned: what was expected of that; drawing is no part of a dry run.
+        base_bytes: of the frozen base.
+        trained: parameters.
+    """
+
+    sent: TrafficTable
+    live_bytes: int
+    planned: Phases
+    base_bytes: int
+    trained: int
+
+    @property
+    def planned_bytes(self) -> int:
+        """The planned bytes of what was run."""
+        return max(kinds.total() for name, kinds in self.planned.items() if name != "drawing")
+
+    def describe(self) -> str:
+        """Tables of what is planned and what was counted."""
+        rows: list[tuple[str, ...]] = [("MB of one rank, one optimizer step", "counted")]
+        rows += [(f"sent, {wire}", f"{sent_on(self.sent, wire) / MEGA:.3f}") for wire in WIRES]
+        rows.append(("live at the fullest moment", f"{self.live_bytes / MEGA:.3f}"))
+        note = f"{self.trained:,} trained parameters"
+        if self.base_bytes:
+            note += f" beside {self.base_bytes / MEGA:.3f} MB of frozen weights"
+        off = 100 * (self.planned_bytes / self.live_bytes - 1)
+        planned = f"planned: {self.planned_bytes / MEGA:.3f} MB at the fullest moment ({off:+.1f} %)"
+        return "\n".join([*describe_phases(self.planned), "", *aligned(rows), note, planned])
+
+
+def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *, rank: int) -> PostDryRun:
+    """Plan the step of `rank`, and take it.
+
+    Raises:
+        ValueError: flags that do not fit each other or the cluster, no --vocab-size, or weights that would be read.
+    """
+    if configs.weights.packs:
+        raise ValueError("--dry-run reads no weights: --weights-on and --weight-bits are for --plan")
+    config, plan = plan_dry_run(config, cluster, rank)
+    post, lora, base_bytes, trained = configs.training, configs.lora, 0, 0
+
+    def make_task(spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> DryTask:
+        nonlocal base_bytes, trained
+        frozen = functools.partial(_frozen, dims, frozen_axis(dims), fake)
+        reference, reward = None, None
+        if post.needs_reference and lora.lora_r is None and not post.precompute_ref_log_probs:
+            if post.sync_ref_model:
+                exact = dataclasses.replace(spec, zero=ZeroConfig(), wire=None)
+                model = shard_on_meta(exact, dims, CPU).model
+                with fake:
+                    model.to_empty(device=CPU)
+            else:
+                model, _ = frozen(spec)
+            reference = FrozenModel(model).logps
+        if post.reward_load is not None:
+            reward = FrozenModel(frozen(dataclasses.replace(spec, scalar_head=True))[0])
+        spec = dataclasses.replace(spec, scalar_head=post.objective in ("reward", "ppo"))
+        if lora.lora_r is None:
+            policy = model_on_meta(spec, dims, CPU)
+        else:
+            policy, base = frozen(spec, trained="scalar_head.", bits=lora.base_weight_bits)
+            base_bytes = base.kept_bytes
+            add_adapters(
+                policy, lora.settings(spec.config), SharedGenerator(CPU, seed=spec.seed, data_rank=dims.data_rank)
+            )
+            if post.needs_reference and not post.precompute_ref_log_probs:
+                reference = FrozenModel(policy, is_policy=True).logps
+        trained = sum(parameter.numel() for parameter in policy.parameters())
+        built = shard_built(policy, spec, dims)
+        with fake:
+            built.model.to_empty(device=CPU)
+            if post.objective == "sft":
+                return language_model_task(config, plan, built)
+            batch = _fake_batch(post, _rows_of(post, plan.batches.micro_batch_size), config.data.seq_length or 0)
+            if isinstance(batch, PairBatch):
+                return DryTask(built, batch, PreferenceLoss(post, dims, reference))
+
+            def ask() -> None:
+                if reward is not None:
+                    reward.scores(batch)
+                if reference is not None:
+                    reference(batch)
+
+            return DryTask(built, batch, PolicyLoss(post, dims, temperature=1.0), ask)
+
+    planned = plan_models(config, configs, plan, rank=rank, on_cpu=True)
+    (sent, _), live_bytes = count_step(config, plan, rank, make_task)
+    return PostDryRun(sent, live_bytes, planned, base_bytes, trained)
+
+
+def _fake_batch(post: PostTrainingConfig, rows: int, seq_length: int) -> PairBatch | RolloutBatch:
+    """Preferences or rollouts."""
+    tokens, numbers = torch.zeros(rows, seq_length, dtype=torch.int64), torch.ones(rows, seq_length)
+    inputs = (tokens, tokens, numbers, tokens, None)
+    if not post.draws:
+        return PairBatch(*inputs, numbers[:, 0] if post.precompute_ref_log_probs else None)
+    reference = numbers if post.needs_reference else None
+    if post.objective == "grpo":
+        return RolloutBatch(*inputs, numbers[:, 0], numbers, reference, numbers)
+    return RolloutBatch(*inputs, numbers, numbers, reference, numbers, numbers, numbers, numbers)
+
+
+def _frozen(
+    dims: ParallelDims,
+    axis: MeshAxis,
+    fake: FakeTensorMode,
+    spec: ModelSpec,
+    *,
+    trained: str | tuple[()] = (),
+    bits: Bits | None = None,
+) -> tuple[GPTModel, FrozenUnits]:
+    """A model of frozen units, but for parameters whose names begin with `trained`."""
+    model = model_on_meta(spec, dims, CPU)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
+    def load(name: str, rows: slice) -> torch.Tensor:
+        return torch.zeros(rows.stop - rows.start, *shapes[name][1:])
+
+    place: dict[str, Any] = {"device": CPU, "dtype": spec.precision.param_dtype, "bits": bits}
+    with fake:
+        return model, freeze(
+            model, model.sharding_units(), axis, load, **place, trained=lambda name: name.startswith(trained)
+        )
+
+
+def _freeze(model: GPTModel) -> None:
+    model.requires_grad_(False)
+
+
+def _rows_of(post: PostTrainingConfig, micro_batch_size: int) -> int:
+    """Rows of a micro-batch: a pair has two."""
+    return micro_batch_size * (2 if post.objective in ("dpo", "reward") else 1)
+
+
+def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: PaperStep) -> Counter[Memory]:
+    """All of the policy gathered, and keys and values of what a data rank draws at once."""
+    post, model, itemsize = configs.training, config.model, config.precision.param_dtype.itemsize
+    count = post.rollouts_at_once or plan.batches.global_batch_size * post.slices // plan.layout.data
+    per_token = 2 * model.layers * (model.query_groups // plan.layout.tp) * model.head_size * itemsize
+    shard = plan.layout.axis_size("shard")
+    whole = [unit.size * shard * itemsize for unit in policy.units]
+    copied = [2 * size + unit.gather_buffer for size, unit in zip(whole, policy.units, strict=True)]
+    return Counter(
+        {
+            Memory.GATHERED: sum(whole),
+            Memory.BUFFERS: max(copied) if shard > 1 else 0,  # of a gather, and of the one before it
+            Memory.UNPACKED: policy.unpacked_bytes,
+            Memory.KEYS_AND_VALUES: count * configs.form.max_length * per_token,
+        }
+    )
+
+
+def _streamed_bytes(config: RunConfig, configs: PostConfigs, plan: RunPlan, rank: int, on_cpu: bool) -> int:
+    """The bytes that a model that streams has on the device; a CPU's memory is the host's."""
+    weights = configs.weights
+    tp = PaperAxis(plan.layout, "tp", rank=rank, counter=TrafficCounter(), cost=lambda collective, sent_bytes: None)
+    assert config.tokenizer.vocab_size is not None
+    with torch.device("meta"):
+        model = GPTModel(config.model, vocab_size=config.tokenizer.vocab_size, tp=tp)
+    stream = plan_stream(model, list(model.layers), plan.layout.axis_size("local"), *weights.at_rest(config.precision))
+    fetched = weights.weights_on == "disk" or (weights.weights_on == "host" and not on_cpu)
+    return stream.device_bytes(weights.prefetch_layers, fetched=fetched)
