@@ -12,11 +12,13 @@ Legend: B pairs or completions of a micro-batch, S tokens of a row.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from megazpp.data.loader import Batch, mapped
+from megazpp.inference.generate import Drawn
 from megazpp.parallel.dims import ParallelDims
 
 
@@ -80,6 +82,25 @@ class RolloutBatch(NamedTuple):
     def part(self, first: int, last: int) -> RolloutBatch:
         """Rows `first` to `last` - 1."""
         return mapped(self, lambda t: t[first:last])
+
+
+def make_rollout_batch(tokens: torch.Tensor, mask: torch.Tensor, **known: torch.Tensor) -> RolloutBatch:
+    """Rows of [B, S + 1] tokens whose labels `mask` [B, S] counts, and what is known of them by name."""
+    positions = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
+    return RolloutBatch(tokens[:, :-1], tokens[:, 1:], mask, positions, **known)
+
+
+def lay_out_rollouts(prompts: Sequence[Sequence[int]], drawn: Drawn, *, max_length: int, pad: int) -> RolloutBatch:
+    """Rows of `max_length` tokens: prompt, completion, padding; with the log-probabilities at which they were drawn."""
+    tokens = torch.full((len(prompts), max_length + 1), pad)
+    mask, logps = (torch.zeros(len(prompts), max_length) for _ in range(2))
+    for row, (prompt, length) in enumerate(zip(prompts, drawn.lengths.tolist(), strict=True)):
+        start = len(prompt)
+        tokens[row, :start] = torch.tensor(prompt)
+        tokens[row, start : start + length] = drawn.tokens[row, :length]
+        mask[row, start - 1 : start - 1 + length] = 1.0
+        logps[row, start - 1 : start - 1 + length] = drawn.logps[row, :length]
+    return make_rollout_batch(tokens, mask, sampling_logps=logps)
 
 
 def shortened(batch: Batch, multiple: int) -> Batch:

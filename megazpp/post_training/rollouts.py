@@ -17,7 +17,6 @@ Legend: n completions of this rank, N of all, S tokens of a row, F rewards.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -28,7 +27,7 @@ import torch
 from megazpp.checkpoint.state import StatePart
 from megazpp.inference.generate import Drawn
 from megazpp.parallel.dims import ParallelDims
-from megazpp.post_training.batch import RolloutBatch, row_multiple, shortened
+from megazpp.post_training.batch import RolloutBatch, lay_out_rollouts, make_rollout_batch, row_multiple, shortened
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.data import PromptDataset
 from megazpp.post_training.examples import Prompt
@@ -69,7 +68,7 @@ class RolloutLoader(StatePart):
         reference, reward_model: frozen models, where they are needed.
         max_length: S.
         global_batch_size, micro_batch_size: completions of an optimizer step, and of a forward on one data rank.
-        show: told prompt, completion and rewards (by name, None where a function has no opinion) of all completions of
+        show: told prompt, completion and rewards (by name, NaN where a function has no opinion) of all completions of
             some prompts of each generation, on rank 0, with the iteration that begins.
     Attributes:
         wait_seconds: always 0: nothing is prepared beside the training.
@@ -141,7 +140,7 @@ class RolloutLoader(StatePart):
             order = {row: place for place, row in enumerate(whole["rows"].tolist())}
             mine = torch.tensor([order[row] for row in self._rows()])
             known = {name: x[mine] for name, x in whole.items()}
-            batch = _make_batch(known["tokens"], known["mask"], **{x: known[x] for x in _KNOWN if x in known})
+            batch = make_rollout_batch(known["tokens"], known["mask"], **{x: known[x] for x in _KNOWN if x in known})
             self._buffer = Buffer(tensors["rollout.number"], tensors["rollout.table"], known["rows"], batch)
         return []
 
@@ -180,10 +179,10 @@ class RolloutLoader(StatePart):
         rate = float(table[:, -2].sum()) / seconds
         self._once = {"rollout/seconds": seconds, "rollout/tokens_per_second": rate}
         if config.log_completions:  # of the first prompts, whole groups, which may lie on several ranks
-            count = config.log_completions * config.group_size
+            names, count = self._reward_names, config.log_completions * config.group_size
             own = {
-                row: {"prompt": prompt.value, "completion": text, "rewards": self._named(x)}
-                for row, prompt, text, x in zip(rows, prompts, texts, rewards, strict=True)
+                row: {"prompt": prompt.value, "completion": text, "rewards": dict(zip(names, found, strict=True))}
+                for row, prompt, text, found in zip(rows, prompts, texts, rewards.tolist(), strict=True)
                 if row < count
             }
             shown = {row: each for part in self._dims.world.gather_objects(own) for row, each in part.items()}
@@ -193,16 +192,8 @@ class RolloutLoader(StatePart):
         return buffer._replace(batch=self._compared(buffer))
 
     def _laid_out(self, prompts: Sequence[Prompt], drawn: Drawn) -> RolloutBatch:
-        """Rows of prompt, completion and padding."""
-        tokens = torch.full((len(prompts), self.max_length + 1), self.sampler.tokenizer.eod or 0)
-        mask, logps = (torch.zeros(len(prompts), self.max_length) for _ in range(2))
-        for row, (prompt, length) in enumerate(zip(prompts, drawn.lengths.tolist(), strict=True)):
-            start = len(prompt.tokens)
-            tokens[row, :start] = torch.tensor(prompt.tokens)
-            tokens[row, start : start + length] = drawn.tokens[row, :length]
-            mask[row, start - 1 : start - 1 + length] = 1.0
-            logps[row, start - 1 : start - 1 + length] = drawn.logps[row, :length]
-        return _make_batch(tokens, mask, sampling_logps=logps)
+        tokens = [prompt.tokens for prompt in prompts]
+        return lay_out_rollouts(tokens, drawn, max_length=self.max_length, pad=self.sampler.tokenizer.eod or 0)
 
     def _looked_back(self, batch: RolloutBatch) -> RolloutBatch:
         """With log-probabilities of the policy and the reference, and values, where they are needed."""
@@ -274,10 +265,6 @@ class RolloutLoader(StatePart):
         firsts = range(self._dims.data_rank * size, total, size * ranks)
         return [row for first in firsts for row in range(first, first + size)]
 
-    def _named(self, rewards: torch.Tensor) -> dict[str, float | None]:
-        values = [None if math.isnan(reward) else reward for reward in rewards.tolist()]
-        return dict(zip(self._reward_names, values, strict=True))
-
     def _reward_metrics(self) -> dict[str, float]:
         assert self._buffer is not None
         table, config = self._buffer.table, self.config
@@ -307,9 +294,3 @@ class RolloutLoader(StatePart):
     @property
     def _device(self) -> torch.device:
         return next(self.sampler.model.parameters()).device
-
-
-def _make_batch(tokens: torch.Tensor, mask: torch.Tensor, **known: torch.Tensor) -> RolloutBatch:
-    """Rows of [n, S + 1] tokens, of which `mask` [n, S] counts."""
-    positions = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
-    return RolloutBatch(tokens[:, :-1], tokens[:, 1:], mask, positions, **known)

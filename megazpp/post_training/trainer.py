@@ -16,8 +16,7 @@ from megazpp.base.checks import RunPlan
 from megazpp.base.flags import DEFAULT
 from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.read import LoadSource, find_weights
-from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.read import find_weights
 from megazpp.checkpoint.state import StatePart
 from megazpp.convert.peft import TENSORS
 from megazpp.data.dataset import Splits, build_tokenizer, cache_dir
@@ -61,6 +60,7 @@ class _PostTraining:
     def __init__(self, parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
         self.parsed, self.config, self.plan, self.run = parsed, parsed.config, plan, run
         self.post, self.form, self.rewards, self.lora, self.weights = post_configs(parsed)
+        self._temperature = self.config.sample.sample_temperature if self.post.draws else 1.0
         self._adapted: AdaptedPolicy | None = None
         self._synced: SyncedModel | None = None
         self.rollouts: RolloutLoader | None = None
@@ -119,7 +119,8 @@ class _PostTraining:
     def _open_model(self) -> Built:
         if self.lora.lora_r is None:
             return build_model(self._spec(), self.run.dims, self.run.device)
-        source, record = self._find_reference()
+        moved = self.config.checkpoint.lora_base
+        source, record = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
         self._adapted = load_adapted(
             self._spec(),
             self.lora,
@@ -156,8 +157,7 @@ class _PostTraining:
         if not post.draws:
             return PreferenceLoss(post, dims, reference)
         self.rollouts = self._open_rollouts(reference)
-        temperature = self.config.sample.sample_temperature
-        return PolicyLoss(post, dims, temperature=temperature, rollout_metrics=self.rollouts.metrics)
+        return PolicyLoss(post, dims, temperature=self._temperature, rollout_metrics=self.rollouts.metrics)
 
     def _open_evaluator(self, dataset: Any, objective: Objective) -> Validation | None:
         iterations, size = self.config.evaluation.eval_iters, self.plan.batches.global_batch_size
@@ -234,9 +234,8 @@ class _PostTraining:
         )
 
     def _open_reference(self) -> Logps:
-        temperature = self.config.sample.sample_temperature if self.post.draws else 1.0
         if self._adapted is not None:
-            return FrozenModel(self.built.model, temperature=temperature, is_policy=True).logps
+            return FrozenModel(self.built.model, temperature=self._temperature, is_policy=True).logps
         if self.post.sync_ref_model:
             spec = dataclasses.replace(self._spec(), zero=ZeroConfig(), wire=None)  # gathered exactly
             self._synced = SyncedModel(
@@ -244,14 +243,10 @@ class _PostTraining:
                 self.built,
                 alpha=self.post.ref_model_mixup_alpha,
                 every=self.post.ref_model_sync_steps,
-                temperature=temperature,
+                temperature=self._temperature,
             )
             return self._synced.logps
         return self._frozen(reference_folder(self.post), self.post.ref_ckpt_step, "reference").logps
-
-    def _find_reference(self) -> tuple[LoadSource, RunRecord]:
-        moved = self.config.checkpoint.lora_base
-        return find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
 
     def _frozen(
         self, folder: CheckpointFolder, iteration: int | None, role: Literal["reference", "reward"]
@@ -265,7 +260,7 @@ class _PostTraining:
             weights,
             folder,
             iteration,
-            temperature=self.config.sample.sample_temperature if self.post.draws else 1.0,
+            temperature=self._temperature,
             lora_base=self.config.checkpoint.lora_base,
         )
 
@@ -275,25 +270,22 @@ class _PostTraining:
 
     def _look_up_reference(self) -> None:
         """Give each data set the reference's log-probabilities of its pairs; the reference is gone afterwards."""
-        source, _ = self._find_reference()
-        weights, dtype = self.weights, self.config.precision.param_dtype
-        bits = f"{weights.at_rest(self.config.precision)[0]} bits" if weights.packs else "its own bits"
-        if self.lora.base_weight_bits is not None:
-            bits = f"{self.lora.base_weight_bits} bits"
+        moved, precision, weights = self.config.checkpoint.lora_base, self.config.precision, self.weights
+        source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
+        bits = self.lora.base_weight_bits or (weights.at_rest(precision)[0] if weights.packs else "its own")
         digest = checkpoint_digest(source.folder.of(source.candidates()[0]))
         if self.lora.lora_load is not None:
             digest += content_hash([Path(self.lora.lora_load) / TENSORS])[0]
         open_once = functools.cache(self._open_reference)
-        for dataset in self.datasets:
-            if dataset is not None:
-                dataset.ref_logps = cached_logps(
-                    dataset,
-                    open_once,
-                    self._frozen_place,
-                    reference=f"{digest} in {bits}, computed in {dtype}",
-                    folder=cache_dir(self.config.data) / "reference_logps",
-                    micro_batch_size=self.plan.batches.micro_batch_size,
-                )
+        for dataset in (each for each in self.datasets if each is not None):
+            dataset.ref_logps = cached_logps(
+                dataset,
+                open_once,
+                self._frozen_place,
+                reference=f"{digest} in {bits} bits, computed in {precision.param_dtype}",
+                folder=cache_dir(self.config.data) / "reference_logps",
+                micro_batch_size=self.plan.batches.micro_batch_size,
+            )
         open_once.cache_clear()
         gc.collect()  # hooks make cycles of a model
 
@@ -301,8 +293,9 @@ class _PostTraining:
         """All completions of some prompts to the run folder; with a log line one of each prompt to the console."""
         if self.run.folder is not None:
             for shown in completions:
-                self.run.folder.append("completions.jsonl", {"iteration": iteration, **shown})
+                rewards = {name: None if math.isnan(x) else x for name, x in shown["rewards"].items()}
+                self.run.folder.append("completions.jsonl", {"iteration": iteration, **shown, "rewards": rewards})
         if iteration % self.config.tracking.log_interval == 0 or iteration == 1:
             for prompt, completion, found in (each.values() for each in completions[:: self.post.group_size]):
-                rewards = ", ".join(f"{name} {math.nan if x is None else x:g}" for name, x in found.items())
-                self.run.log(f"completion at iteration {iteration} ({rewards}): {prompt!r} -> {completion!r}")
+                given = ", ".join(f"{name} {x:g}" for name, x in found.items())
+                self.run.log(f"completion at iteration {iteration} ({given}): {prompt!r} -> {completion!r}")
