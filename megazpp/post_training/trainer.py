@@ -179,15 +179,9 @@ class _PostTraining:
             return PromptDataset(prompts, num_samples=count, seed=seed)
         pairs, kept = self.post.objective != "sft", cache_dir(self.config.data)
         examples = read_examples(files, self.tokenizer, template, self.form, pairs=pairs, cache_dir=kept, log=log)
-        options: dict[str, Any] = {
-            "num_samples": count,
-            "seed": seed,
-            "max_length": self.form.max_length,
-            "pad": self.tokenizer.eod or 0,
-        }
-        if self.post.objective == "sft":
-            return SupervisedDataset(examples, **options, packing=self.form.packing)
-        return PreferenceDataset(examples, **options)
+        make: Any = PreferenceDataset if pairs else functools.partial(SupervisedDataset, packing=self.form.packing)
+        pad, max_length = self.tokenizer.eod or 0, self.form.max_length
+        return make(examples, num_samples=count, seed=seed, max_length=max_length, pad=pad)
 
     def _open_loader(self, dataset: Any, *, ramp_up: bool) -> BatchLoader:
         plan, dims = self.plan.batches, self.run.dims
