@@ -2,10 +2,10 @@
 
 Logits are the largest tensor of a step: for 8192 tokens and a vocabulary of 128 thousand, 2.1 GB in 16 bits and 4.2 GB
 in fp32. They are never gathered over tp and never in fp32 but for some tokens at a time. Forward keeps them as the
-product gives them, and backward turns them into their own gradient where they lie, so that a step has three products
-and whatever the losses are weighted with comes in time. Where they are larger than `CHUNK_BYTES`, their columns are
-worked through in chunks, of which one is in memory, and backward multiplies all but the last again. Chunks are cut
-from the vocabulary and not from the tokens, so that each row of the weight's gradient is one product.
+product gives them, and backward turns them into their own gradient in place, so a step has three products. Where they
+are larger than `CHUNK_BYTES`, their columns are worked through in chunks, of which one is in memory, and backward
+multiplies all but the last again. Chunks are cut from the vocabulary and not from the tokens, so that each row of the
+weight's gradient is one product.
 
     a chunk                    logits [N, C] = x w^T      normalizer [N] = logsumexp of the logits
     chunks and ranks together  normalizer [N] = logsumexp of theirs
@@ -31,6 +31,7 @@ BLOCKS = 64  # a chunk's share that is in fp32 at a time, in up to five tensors
 COLUMNS_MULTIPLE = 128  # of a chunk, as of the padded vocabulary: rows are aligned for the products
 
 
+@torch.compiler.disable
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -63,7 +64,7 @@ def linear_cross_entropy(
         Losses and entropy, [...] fp32 each; entropy is None unless asked for.
     """
     settings = _Settings(tp, vocab_size, temperature, with_entropy, fuse, chunk_bytes)
-    return _apply(x.flatten(0, -2), weight, labels, settings)
+    return _LinearCrossEntropy.apply(x.flatten(0, -2), weight, labels, settings)
 
 
 class _Settings(NamedTuple):
@@ -81,32 +82,36 @@ class _Chunk(NamedTuple):
     Attributes:
         rows: of the weight; they end at a multiple of `COLUMNS_MULTIPLE` where the weight does.
         real: columns of it that are no padding, the first.
-        blocks: of the tokens, which are worked on in fp32 at a time.
+        first: the token of the first column.
     """
 
     rows: slice
     real: int
-    blocks: list[slice]
+    first: int
+
+    def at_labels(
+        self, logits: torch.Tensor, labels: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Columns of the labels, [N, 1], anywhere for those of other chunks; [N] bool, those of this; [N] scores."""
+        column = labels - self.first
+        place = column.clamp(0, self.real - 1).unsqueeze(-1)
+        return place, (column >= 0) & (column < self.real), _scores(logits.gather(-1, place).squeeze(-1), temperature)
 
 
-def _plan_chunks(settings: _Settings, num_rows: int, num_tokens: int, itemsize: int) -> list[_Chunk]:
-    """Split this rank's `num_rows` of the weight, without padding, into chunks of about the same size."""
-    real, step = min(max(settings.vocab_size - settings.tp.rank * num_rows, 0), num_rows), COLUMNS_MULTIPLE
+def _plan_chunks(
+    settings: _Settings, num_rows: int, num_tokens: int, itemsize: int
+) -> tuple[list[_Chunk], list[slice]]:
+    """Split this rank's `num_rows` of the weight into chunks of about the same size, and tokens into blocks of fp32."""
+    first, step = settings.tp.rank * num_rows, COLUMNS_MULTIPLE
+    real = min(max(settings.vocab_size - first, 0), num_rows)
     if real == 0:
-        return []
+        return [], []
     most = max(settings.chunk_bytes // (max(num_tokens, 1) * itemsize * step), 1)
     width = step * -(-real // (step * -(-real // (step * most))))
     end, at_once = min(-(-real // step) * step, num_rows), max(settings.chunk_bytes // (BLOCKS * 4 * width), 1)
     blocks = [slice(start, start + at_once) for start in range(0, num_tokens, at_once)]
-    return [
-        _Chunk(slice(first, min(first + width, end)), min(width, real - first), blocks)
-        for first in range(0, real, width)
-    ]
-
-
-@torch.compiler.disable
-def _apply(*args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _LinearCrossEntropy.apply(*args)
+    starts = range(0, real, width)
+    return [_Chunk(slice(s, min(s + width, end)), min(width, real - s), first + s) for s in starts], blocks
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -114,9 +119,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, settings: _Settings
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        shape, labels = labels.shape, labels.flatten()
-        tp, first = settings.tp, settings.tp.rank * weight.shape[0]
-        chunks = _plan_chunks(settings, weight.shape[0], len(x), x.element_size())
+        shape, labels, tp = labels.shape, labels.flatten(), settings.tp
+        chunks, blocks = _plan_chunks(settings, weight.shape[0], len(x), x.element_size())
         logits: torch.Tensor | None = None
         score = torch.zeros(labels.shape, dtype=torch.float32, device=x.device)
         normalizers, entropies = (score.new_full((1 + len(chunks), len(x)), value) for value in (float("-inf"), 0.0))
@@ -124,9 +128,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for index, chunk in enumerate(chunks, start=1):
             logits = None  # before there are others
             logits = F.linear(x, weight[chunk.rows])
-            place, mine = _place(labels - (first + chunk.rows.start), chunk.real)
-            score += _scores(logits.gather(-1, place).squeeze(-1), settings.temperature).masked_fill(~mine, 0.0)
-            for block in chunk.blocks:
+            _, mine, own_score = chunk.at_labels(logits, labels, settings.temperature)
+            score += own_score.masked_fill(~mine, 0.0)
+            for block in blocks:
                 parts = distribution(logits[block, : chunk.real], settings.temperature, settings.with_entropy)
                 normalizers[index, block] = parts[0]
                 if parts[1] is not None:
@@ -137,12 +141,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if settings.with_entropy:  # H = log Z + sum of P (H - log Z) over the parts
             sums.append(torch.where(shares > 0.0, shares * (entropies - (normalizers - top)), 0.0).sum(dim=0))
         total, score, *weighted = tp.all_reduce_(torch.stack(sums))
-        outside = (labels < 0) | (
-            labels >= settings.vocab_size
-        )  # no rank has such a label, so none would contradict it
+        outside = (labels < 0) | (labels >= settings.vocab_size)  # no rank has such a label, none would contradict it
         normalizer = (top + total.log()).masked_fill_(outside, float("nan"))
         ctx.save_for_backward(x, weight, labels, normalizer)
-        ctx.settings, ctx.chunks, ctx.logits = settings, chunks, logits
+        ctx.settings, ctx.chunks, ctx.blocks, ctx.logits = settings, chunks, blocks, logits
         entropy = None
         if weighted:
             entropy = total.log().view(shape) + (weighted[0] / total).view(shape)
@@ -154,19 +156,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x, weight, labels, normalizer = ctx.saved_tensors
         settings, chunks, logits = ctx.settings, ctx.chunks, ctx.logits
         ctx.logits = None  # they are about to change, and to go
-        first, several = settings.tp.rank * weight.shape[0], len(chunks) > 1
+        several, temperature = len(chunks) > 1, settings.temperature
         gradient_ = _compiled(_gradient_) if settings.fuse else _gradient_
-        scale = grads[0].flatten() / settings.temperature
+        scale = grads[0].flatten() / temperature
         x_grad = torch.zeros_like(x, dtype=torch.float32 if several else x.dtype) if ctx.needs_input_grad[0] else None
         weight_grad = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for chunk in reversed(chunks):
             if logits is None:
                 logits = F.linear(x, weight[chunk.rows])
-            place, mine = _place(labels - (first + chunk.rows.start), chunk.real)
-            score = _scores(logits.gather(-1, place).squeeze(-1), settings.temperature)
+            place, mine, score = chunk.at_labels(logits, labels, temperature)
             at_label = (score - normalizer).expm1_().mul_(scale).to(logits.dtype).unsqueeze(-1)
-            for block in chunk.blocks:
-                gradient_(logits[block, : chunk.real], normalizer[block], scale[block], settings.temperature)
+            for block in ctx.blocks:
+                gradient_(logits[block, : chunk.real], normalizer[block], scale[block], temperature)
             logits.scatter_(-1, place, torch.where(mine.unsqueeze(-1), at_label, logits.gather(-1, place)))
             logits[:, chunk.real :] = 0.0
             if x_grad is not None:
@@ -177,11 +178,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if weight_grad is not None:
             weight_grad[chunks[-1].rows.start + chunks[-1].real if chunks else 0 :] = 0.0
         return None if x_grad is None else x_grad.to(x.dtype), weight_grad, None, None
-
-
-def _place(column: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, 1] columns of the labels, somewhere in [0, columns) for those elsewhere; [N] bool, those that are here."""
-    return column.clamp(0, columns - 1).unsqueeze(-1), (column >= 0) & (column < columns)
 
 
 def _distribution(

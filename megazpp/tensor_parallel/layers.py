@@ -1,8 +1,8 @@
 """Linear layers and the embedding with their matrices split over the tensor-parallel axis.
 
 T ranks of the tp axis; activations [S, B, H]. A column-parallel layer splits its outputs, a row-parallel layer its
-inputs: column, then anything elementwise, then row needs one collective at each end. What an adapter (lora.py) makes of
-a layer's input on this rank is added to the layer's own product there.
+inputs: column, then anything elementwise, then row needs one collective at each end. An adapter's product (lora.py) is
+added to the layer's own on each rank.
 
 With sequence parallelism a column-parallel layer keeps its slice of the input for backward and gathers it again there,
 under the product that gives the input's gradient; the collective that sums that gradient runs under the product that
@@ -27,6 +27,8 @@ from megazpp.tensor_parallel.regions import enter_region, leave_region
 
 # of x [..., K], weight [N, K], bias [N] or None: x W^T + b, as F.linear's
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Tensors = Sequence[torch.Tensor]
+Biases = Sequence[torch.Tensor | None]
 
 
 class _SplitLinear(nn.Module):
@@ -52,16 +54,14 @@ class _SplitLinear(nn.Module):
         product: Product | None = None,
     ) -> None:
         super().__init__()
-        whole = (out_features, in_features)
-        assert whole[self.split] % tp.size == 0, (
-            f"{whole[self.split]} {('outputs', 'inputs')[self.split]} over {tp.size} ranks"
-        )
-        rows, columns = (size // tp.size if dim == self.split else size for dim, size in enumerate(whole))
+        shape, kind = [out_features, in_features], ("outputs", "inputs")[self.split]
+        assert shape[self.split] % tp.size == 0, f"{shape[self.split]} {kind} over {tp.size} ranks"
+        shape[self.split] //= tp.size
         self.tp, self.sequence_parallel, self.product = tp, sequence_parallel, product
         self.adapter: Adapter | None = None
-        self.weight = nn.Parameter(torch.empty(rows, columns))
+        self.weight = nn.Parameter(torch.empty(shape))
         self.specs = {"weight": ParameterSpec(split=self.split, std=std)}
-        self.register_parameter("bias", nn.Parameter(torch.empty(rows)) if bias else None)
+        self.register_parameter("bias", nn.Parameter(torch.empty(shape[0])) if bias else None)
         if bias:
             self.specs["bias"] = ParameterSpec(split=0) if self.split == 0 else ParameterSpec(partial=sequence_parallel)
 
@@ -81,34 +81,26 @@ class ColumnParallelLinear(_SplitLinear):
 
 def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[torch.Tensor, ...]:
     """Apply each of the layers, alike but for their sizes, to x; they enter the tensor-parallel region once."""
-    tp, split = layers[0].tp, layers[0].sequence_parallel
+    tp, split, product = layers[0].tp, layers[0].sequence_parallel, layers[0].product
     weights = [local(layer.weight) for layer in layers]
     biases = [None if layer.bias is None else local(layer.bias) for layer in layers]
     adapted = any(layer.adapter is not None and layer.adapter.adds for layer in layers)  # they read the whole input
     together = tp.size > 1 or (len(layers) > 1 and not torch.compiler.is_compiling())
-    product = layers[0].product
     if product is None and together and torch.is_grad_enabled() and x.requires_grad and not adapted:
-        return _enter_and_multiply(x, tp, split, weights, biases)
+        if torch.compiler.is_compiling():
+            return tuple(_column_parallel_operator(x, weights, [b for b in biases if b is not None], split, tp.key))
+        kept: list[Any] = []
+        x = _Keep.apply(x, kept, *[weight.detach() for weight in weights])
+        return _ColumnParallel.apply(x, tp, split, kept, *weights, *biases)
     x = enter_region(x, tp, sequence_parallel=split)
     products = ((product or F.linear)(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     return tuple(_adapted(y, x, layer.adapter) for y, layer in zip(products, layers, strict=True))
 
 
-def _enter_and_multiply(
-    x: torch.Tensor, tp: MeshAxis, split: bool, weights: list[torch.Tensor], biases: Sequence[torch.Tensor | None]
-) -> tuple[torch.Tensor, ...]:
-    if torch.compiler.is_compiling():
-        return tuple(_column_parallel_operator(x, weights, [b for b in biases if b is not None], split, tp.key))
-    kept: list[Any] = []
-    x = _Keep.apply(x, kept, *[weight.detach() for weight in weights])
-    return _ColumnParallel.apply(x, tp, split, kept, *weights, *biases)
-
-
 class _Keep(torch.autograd.Function):
     """x, which is saved with the weights before it is gathered and multiplied; `kept` gets the context that has them.
 
-    A function saves its inputs when it is done, and a recomputation goes on until all that was saved is there again: it
-    would gather and multiply once more.
+    Saved after the products, a recomputation would gather and multiply once more to have them again.
     """
 
     @staticmethod
@@ -140,24 +132,13 @@ class _ColumnParallel(torch.autograd.Function):
         return x_grad, None, None, None, *others
 
 
-def _products(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    split: bool,
-    tp: MeshAxis,
-) -> list[torch.Tensor]:
+def _products(x: torch.Tensor, weights: Tensors, biases: Biases, split: bool, tp: MeshAxis) -> list[torch.Tensor]:
     inside = tp.all_gather(x) if split else x
     return [F.linear(inside, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 def _gradients(
-    grads: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    needed: Sequence[bool],
-    split: bool,
-    tp: MeshAxis,
+    grads: Tensors, x: torch.Tensor, weights: Tensors, needed: Sequence[bool], split: bool, tp: MeshAxis
 ) -> list[torch.Tensor | None]:
     """Return the gradients of x, and of the weights and biases that are `needed`."""
     count = len(weights)
@@ -247,11 +228,9 @@ class RowParallelLinear(_SplitLinear):
 class VocabParallelEmbedding(nn.Module):
     """Rows of the table split over tp: tokens [S, B] -> [S, B, H] ([S/T, B, H] with sequence parallelism).
 
-    Each rank looks up the tokens it owns and the sum over tp completes the rest. Collectives on tp: forward
-    all-reduce, or forward reduce-scatter and backward all-gather with sequence parallelism.
-
-    Args:
-        padded_vocab_size: rows, a multiple of T; rows from `vocab_size` on are padding and start at zero.
+    Rows from `vocab_size` on are padding and start at zero. Each rank looks up the tokens it owns and the sum over tp
+    completes the rest. Collectives on tp: forward all-reduce, or forward reduce-scatter and backward all-gather with
+    sequence parallelism.
     """
 
     def __init__(

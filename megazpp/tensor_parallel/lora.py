@@ -8,9 +8,9 @@ whole on every rank; its gradient there is partial:
 | column       | [in, r]      | [out / T, r] | whole                 | A's                     |
 | row          | [in / T, r]  | [out, r]     | a part of the sum     | B's                     |
 
-A row-parallel layer sums over tp behind the adapter, so the parts need no collective of their own. The same holds with
-sequence parallelism, where a column's input has been gathered and a row's output is scattered. A is stored transposed,
-so that ZeRO shards its long side. Source: LoRA (arXiv 2106.09685); initial values have the variance of PEFT's.
+A row-parallel layer sums over tp behind the adapter, so the parts need no collective of their own, with sequence
+parallelism neither. A is stored transposed, so that ZeRO shards its long side. Source: LoRA (arXiv 2106.09685); initial
+values have the variance of PEFT's.
 """
 
 from __future__ import annotations
@@ -30,18 +30,13 @@ _AT_ONCE = 1 << 18  # elements that are merged at once, which caches hold
 
 
 class Adapter(nn.Module):
-    """The term that is added to the product of a linear layer.
+    """The term that is added to the product of a linear layer."""
 
-    Attributes:
-        enabled: whether it is; see `adapters_off`.
-        has_reference: whether it began as something, which it is then where it is not enabled.
-    """
-
-    enabled, has_reference = True, False
+    enabled = True  # see `adapters_off`
+    has_reference = False  # it did not begin at zero: where it is not enabled, it is as it began
 
     @property
     def adds(self) -> bool:
-        """True if there is anything to add."""
         return self.enabled or self.has_reference
 
 
@@ -59,12 +54,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class LowRankAdapter(Adapter):
-    """[S, B, in] -> [S, B, out] as the base layer has them on this rank, to be added to its result.
+    """[S, B, in] -> [S, B, out] as the base layer has them on this rank.
 
     Args:
         in_features, out_features: of this tp rank.
-        rank: r.
-        scale: alpha / r.
+        rank, scale: r, alpha / r.
         row: whether the base splits its inputs; otherwise it splits its outputs.
         dropout: of the input.
     """

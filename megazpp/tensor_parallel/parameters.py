@@ -4,10 +4,9 @@ A module that owns parameters lists them in `specs`, by attribute name. Modules 
 sharding, `distribute_parameters` turns each into a DTensor on the tp mesh (split, or replicated), which is what
 FSDP2, gradient clipping and resharding checkpoints compose with. Forward code reads them through `local`.
 
-Initial values depend on (seed, parameter name) alone: each parameter is drawn in full from its own generator and
-then sliced, so weights do not change with the number of ranks or how they are arranged. Devices of different models
-draw different numbers from one seed (CUDA cuts a tensor by its multiprocessors), so what several ranks hold alike,
-`share_parameters_` takes from one of them.
+Each parameter is drawn in full from a generator of (seed, name) and then sliced, so weights do not change with the
+number of ranks or how they are arranged. GPUs of different models draw different numbers from one seed (CUDA cuts a
+tensor by its multiprocessors), so what several ranks hold alike, `share_parameters_` takes from one of them.
 """
 
 from __future__ import annotations
@@ -95,17 +94,14 @@ def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.de
     """Fill every parameter, local tensors or DTensors of any placement, from (seed, name).
 
     Args:
-        model: parameters already on their device; their contents are overwritten.
-        seed: the run's seed.
         draw_device: where the full tensor is drawn, one at a time; draws differ between CPU and CUDA.
     """
     for name, module, attribute, spec in owned_parameters(model):
         parameter = getattr(module, attribute)
         full = draw_parameter(name, tuple(parameter.shape), spec, seed=seed, device=draw_device)
         if isinstance(parameter, DTensor):
-            placed = distribute_tensor(
-                full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
+            full, mesh = full.to(parameter.device), parameter.device_mesh
+            placed = distribute_tensor(full, mesh, parameter.placements, src_data_rank=None)
             parameter.to_local().copy_(placed.to_local())
         else:
             parameter.copy_(full)
@@ -123,20 +119,15 @@ def sum_partial_gradients_(parameters: Iterable[torch.Tensor], tp: MeshAxis) -> 
     Once per optimizer step, after the last micro-batch: gradients are local tensors or DTensors, all of one dtype.
     """
     parts = [local(p.grad) for p in parameters if p.grad is not None]
-    if tp.size == 1 or not parts:
-        return
-    flat = tp.all_reduce_(torch.cat([part.reshape(-1) for part in parts]))
-    torch._foreach_copy_(
-        parts, [new.view_as(p) for new, p in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
-    )
+    if tp.size > 1 and parts:
+        flat = tp.all_reduce_(torch.cat([part.reshape(-1) for part in parts]))
+        totals = flat.split([part.numel() for part in parts])
+        torch._foreach_copy_(parts, [total.view_as(part) for total, part in zip(totals, parts, strict=True)])
 
 
 @torch.no_grad()
 def share_parameters_(model: nn.Module, *copies: MeshAxis, tp: MeshAxis) -> None:
-    """Give every copy of a drawn parameter the values of its first rank; constants are the same by themselves.
-
-    A rank sends its shard over the axes of `copies`, and over `tp` what that axis does not split.
-    """
+    """Give every copy of a drawn parameter, over `copies` and what `tp` does not split, its first rank's values."""
     for _, module, attribute, spec in owned_parameters(model):
         if spec.std > 0.0:
             values = local(getattr(module, attribute).detach())
