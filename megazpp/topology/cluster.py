@@ -56,14 +56,17 @@ class Cluster:
             raise ValueError(f"{sizes}: a cluster has at least one of each")
         if self.world_size > MOST_RANKS:
             raise ValueError(f"{sizes}: a cluster has at most {MOST_RANKS} ranks")
-        fitting = nested_sizes(self.ranks_per_node, self.world_size)
-        if self.domain_size not in (None, *fitting):
+        domain = self.ranks_per_domain
+        if domain not in (fitting := nested_sizes(self.ranks_per_node, self.world_size)):
             raise ValueError(
-                f"fast_domain {self.domain_size}: {self.num_nodes} node(s) of {self.ranks_per_node} rank(s) do not "
+                f"fast_domain {domain}: {self.num_nodes} node(s) of {self.ranks_per_node} rank(s) do not "
                 f"divide into domains of that size; {', '.join(map(str, fitting))} would fit"
             )
         if self.order is not None:
-            _check_order(self.order, self.world_size)
+            missing = set(range(self.world_size)).difference(self.order)
+            if missing or len(self.order) != self.world_size:
+                absent = f", and rank {min(missing)} is not among them" if missing else ""
+                raise ValueError(f"rank_order has {len(self.order)} ranks, the cluster {self.world_size}{absent}")
 
     @property
     def world_size(self) -> int:
@@ -121,17 +124,6 @@ def nested_sizes(inner: int, total: int) -> list[int]:
 def _divisors(number: int) -> list[int]:
     small = [size for size in range(1, math.isqrt(max(number, 0)) + 1) if number % size == 0]
     return small + [number // size for size in reversed(small) if size * size != number]
-
-
-def _check_order(order: tuple[int, ...], world_size: int) -> None:
-    if len(order) != world_size:
-        raise ValueError(f"rank_order has {len(order)} ranks, the cluster {world_size}")
-    seen: set[int] = set()
-    for rank in order:
-        if not 0 <= rank < world_size or rank in seen:
-            problem = "appears twice" if rank in seen else f"is not one of the ranks 0 to {world_size - 1}"
-            raise ValueError(f"rank_order: rank {rank} {problem}")
-        seen.add(rank)
 
 
 class Link(NamedTuple):

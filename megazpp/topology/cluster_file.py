@@ -42,7 +42,7 @@ import yaml
 
 from megazpp.base.flags import check_words, flag
 from megazpp.base.program import in_words
-from megazpp.topology.cluster import LINK_KINDS, MOST_RANKS, SHARES, Cluster, Device, Link, Links, nested_sizes
+from megazpp.topology.cluster import LINK_KINDS, SHARES, Cluster, Device, Link, Links, nested_sizes
 
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device")
 DEVICE_FIGURES = ("teraflops", "gigabytes", "gigabytes_per_second")
@@ -80,7 +80,6 @@ def detect_cluster(
 
     Args:
         world_size: ranks of the job.
-        config: `cluster_file` describes all of it; `emulate_nodes` splits one machine into several.
         env: LOCAL_WORLD_SIZE (torchrun, our launcher) or SLURM_NTASKS_PER_NODE give the ranks per node; without
             them the job is one node.
         tp: the tensor-parallel degree, whose groups `emulate_nodes` "auto" keeps whole.
@@ -126,8 +125,7 @@ def read_cluster(path: str | Path) -> Cluster:
     """The cluster that a file describes.
 
     Raises:
-        ValueError: the file cannot be read; a key is missing, unknown, doubled or has a value that means nothing; or
-            the values do not fit each other. The message names the file, the key and the value.
+        ValueError: naming the file, and the key and value that are missing, unknown, doubled or mean nothing.
     """
     try:
         return _cluster(yaml.load(Path(path).read_text(encoding="utf-8"), _Loader), source=str(path))
@@ -182,39 +180,27 @@ class _Loader(yaml.SafeLoader):
 def _cluster(content: Any, *, source: str) -> Cluster:
     """`source` is that of figures that name none."""
     top = _mapping("the file", content, KEYS, needed=("nodes", "ranks_per_node"))
-    counts = {key: _count(key, top[key]) for key in ("nodes", "ranks_per_node", "fast_domain") if key in top}
+    whole = {key: _number(key, top[key], int) for key in ("nodes", "ranks_per_node", "fast_domain") if key in top}
     links = None
     if "links" in top:
         given = _mapping("links", top["links"], LINK_KINDS)
         links = Links(**{kind: _link(f"links.{kind}", given[kind], source) for kind in given})
-    cluster = Cluster(
-        num_nodes=counts["nodes"],
-        ranks_per_node=counts["ranks_per_node"],
-        domain_size=counts.get("fast_domain"),
-        links=links,
-        device=_device(top["device"], source) if "device" in top else None,
-    )
-    order = _rank_order(top.get("rank_order", "block"), cluster.num_nodes, cluster.ranks_per_node)
-    return dataclasses.replace(cluster, order=order)
-
-
-def _rank_order(value: Any, nodes: int, ranks_per_node: int) -> tuple[int, ...] | None:
-    if value == "block":
-        return None
-    if value == "cyclic":
-        return cyclic_order(nodes, ranks_per_node)
-    if not isinstance(value, list) or not all(isinstance(ranks, list) for ranks in value):
-        raise ValueError(f"rank_order {value!r} is not block, cyclic or one list of ranks for each node")
-    if len(value) != nodes:
-        raise ValueError(f"rank_order has lists for {len(value)} node(s), nodes is {nodes}")
-    for node, ranks in enumerate(value):
-        where = f"rank_order {ranks} of node {node}"
-        if len(ranks) != ranks_per_node:
-            raise ValueError(f"{where}: {len(ranks)} ranks, ranks_per_node is {ranks_per_node}")
-        strange = [rank for rank in ranks if not _is_integer(rank)]
-        if strange:
-            raise ValueError(f"{where}: {strange[0]!r} is not a rank")
-    return tuple(rank for ranks in value for rank in ranks)
+    nodes, per_node, domain = whole["nodes"], whole["ranks_per_node"], whole.get("fast_domain")
+    device = _device(top["device"], source) if "device" in top else None
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=per_node, domain_size=domain, links=links, device=device)
+    order = top.get("rank_order", "block")
+    if order == "block":
+        return cluster
+    if order == "cyclic":
+        return dataclasses.replace(cluster, order=cyclic_order(nodes, per_node))
+    if not isinstance(order, list) or not all(isinstance(ranks, list) for ranks in order):
+        raise ValueError(f"rank_order {order!r} is not block, cyclic or one list of ranks for each node")
+    if len(order) != nodes:
+        raise ValueError(f"rank_order has lists for {len(order)} node(s), nodes is {nodes}")
+    for node, ranks in enumerate(order):
+        if len(ranks) != per_node or any(type(rank) is not int for rank in ranks):
+            raise ValueError(f"rank_order {ranks} of node {node} is not a list of {per_node} ranks (ranks_per_node)")
+    return dataclasses.replace(cluster, order=tuple(rank for ranks in order for rank in ranks))
 
 
 def _link(where: str, value: Any, source: str) -> Link:
@@ -222,8 +208,8 @@ def _link(where: str, value: Any, source: str) -> Link:
     speeds = [key for key in ("gigabytes_per_second", "gigabits_per_second") if key in given]
     if len(speeds) != 1:
         raise ValueError(f"{where} {given} needs one of gigabytes_per_second and gigabits_per_second")
-    speed = _positive(f"{where}.{speeds[0]}", given[speeds[0]])
-    latency = _positive(f"{where}.microseconds", given["microseconds"]) if "microseconds" in given else None
+    speed = _number(f"{where}.{speeds[0]}", given[speeds[0]])
+    latency = _number(f"{where}.microseconds", given["microseconds"]) if "microseconds" in given else None
     source = given.get("source", source)
     if not isinstance(source, str):
         raise ValueError(f"{where}.source {source!r} is not text")
@@ -233,9 +219,8 @@ def _link(where: str, value: Any, source: str) -> Link:
 def _device(value: Any, source: str) -> Device:
     needed = ("name", *DEVICE_FIGURES)
     given = _mapping("device", value, (*needed, "shares", "price_per_hour", "source"), needed=needed)
-    figures = {
-        key: _positive(f"device.{key}", given[key]) for key in (*DEVICE_FIGURES, "price_per_hour") if key in given
-    }
+    keys = (*DEVICE_FIGURES, "price_per_hour")
+    figures = {key: _number(f"device.{key}", given[key]) for key in keys if key in given}
     shares = given.get("shares")
     if shares is not None and str(shares) not in SHARES:
         raise ValueError(f"device.shares {shares!r} is not one of {', '.join(SHARES)}")
@@ -254,19 +239,7 @@ def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collectio
     return value
 
 
-def _count(key: str, value: Any) -> int:
-    if not _is_integer(value) or value < 1:
-        raise ValueError(f"{key} {value!r} is not a positive whole number")
-    if value > MOST_RANKS:
-        raise ValueError(f"{key} {value if value < 1 << 64 else '>= 2^64'}: a cluster has at most {MOST_RANKS} ranks")
-    return int(value)
-
-
-def _positive(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{key} {value!r} is not a positive number")
-    return float(value)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _number(key: str, value: Any, kind: type[int] | type[float] = float) -> Any:
+    if type(value) not in (int, kind) or not 0 < value < math.inf:
+        raise ValueError(f"{key} {value!r} is not a positive {'whole ' if kind is int else ''}number")
+    return kind(value)

@@ -46,7 +46,6 @@ class HostInfo:
     """A rank's description of the machine it is on.
 
     Attributes:
-        host: its name, for messages.
         boot_id: the running kernel's; empty where the system hides it.
         network_namespace: inode of the process's.
         local_rank: the launcher's.
@@ -144,10 +143,10 @@ def _check_equal_nodes(infos: Sequence[HostInfo], nodes: list[list[int]]) -> Non
 def _nvlink_domains(infos: Sequence[HostInfo], nodes: list[list[int]]) -> list[list[int]]:
     """Ranks that NVLink joins, in the order of their first rank; the nodes where it joins none."""
     keys: dict[int, Hashable] = {}
-    for number, node in enumerate(nodes):
+    for node in nodes:
         for rank, first in _joined(infos, node).items():
             gpu = infos[rank].gpu
-            keys[rank] = ("fabric", gpu.fabric) if gpu is not None and gpu.fabric else (number, first)
+            keys[rank] = gpu.fabric if gpu is not None and gpu.fabric else first
     domains = _group(range(len(infos)), keys.__getitem__)
     return nodes if all(len(domain) == 1 for domain in domains) else domains
 

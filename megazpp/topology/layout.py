@@ -67,8 +67,7 @@ class Layout:
     def axis_ranks(self, axis: str, rank: int) -> tuple[int, ...]:
         """The global ranks of the group of `axis` that `rank` belongs to, in axis order.
 
-        Args:
-            axis: "tp", "local", "cross", "shard" (cross x local), "replicate" or "island".
+        `axis` is "tp", "local", "cross", "shard" (cross x local), "replicate" or "island".
         """
         return self._group(axis, self.cluster.position_of(rank))
 
@@ -111,11 +110,9 @@ class Layout:
         first = position - position // stride % size * stride
         last = first + (size - 1) * stride
 
-        def inside(part: int) -> int:
-            """Those inside parts of so many positions."""
-            return size - 1 - (last // part - first // part) if stride < part else 0
-
-        return _by_kind(size - 1, inside(self.cluster.ranks_per_domain), inside(self.cluster.local_domain_size))
+        parts = (self.cluster.ranks_per_domain, self.cluster.local_domain_size)  # a link is inside one, or between two
+        inside = (size - 1 - (last // part - first // part) if stride < part else 0 for part in parts)
+        return _by_kind(size - 1, *inside)
 
     def wire(self, axis: str, rank: int) -> str:
         """The wire on which `rank`'s traffic along `axis` is counted: "tp", "local" or "cross" (between domains)."""
@@ -157,10 +154,7 @@ class Layout:
         )
 
     def _rings_inside(self, axis: str, part: int) -> int:
-        """The number of ranks whose successors in the rings of `axis` are in the same part of `part` positions.
-
-        A part is made of whole rings, or a ring of whole parts, or both are parts of a node.
-        """
+        """The number of ranks whose successors in the rings of `axis` are in the same part of `part` positions."""
         stride, size = self._stride_and_size(axis)
         span, world = stride * size, self.cluster.world_size
         if part % span == 0:
@@ -194,7 +188,6 @@ def plan_layout(cluster: Cluster, *, tp: int, replicas: int, islands: int = 1) -
     """Fit the degrees onto the cluster.
 
     Args:
-        cluster: nodes and domains.
         tp: tensor-parallel degree: divides a local domain, or is made of whole ones.
         replicas: copies of the sharded model in an island (HSDP); its data ranks for unsharded data parallelism.
         islands: parts of the cluster that train a model each: whole local domains.
@@ -242,8 +235,8 @@ def layout_from_record(record: Mapping[str, Any]) -> Layout:
     of_layout: dict[str, Any] = {name: record.get(name) for name in COORDINATES} | {"island": record.get("island", 1)}
     if wrong_types(Cluster, of_cluster) or wrong_types(Layout, of_layout):
         raise ValueError(f"{dict(record)} is no record of a layout")
-    order = of_cluster.pop("order")
-    cluster = Cluster(**of_cluster, order=None if order is None else tuple(order))
+    order = of_cluster["order"]
+    cluster = Cluster(**of_cluster | {"order": order and tuple(order)})
     layout = Layout(cluster=cluster, **of_layout)
     if layout.data * layout.tp != cluster.world_size or min(of_layout.values()) < 1:
         raise ValueError(f"axes of {layout.data} x {layout.tp} ranks are not the {cluster.world_size} of the cluster")
