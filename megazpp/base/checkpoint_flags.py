@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megazpp.base.arguments import RIVALS, ParsedRun
+from megazpp.base.files import DamagedError
 from megazpp.base.flags import asks, spelling, wrong_types
-from megazpp.checkpoint.checksums import DamagedError
-from megazpp.checkpoint.folder import RECORD, CheckpointFolder
+from megazpp.checkpoint.folder import RECORD, CheckpointFolder, read_tokenizer
 from megazpp.checkpoint.record import RunRecord, shape_of
-from megazpp.checkpoint.tokenizer import read_tokenizer
 from megazpp.data.tokenizer import load_tokenizer, marks_note, names_tokenizer
 from megazpp.islands.config import RUN_DEPENDENT
 

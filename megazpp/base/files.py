@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 
+class DamagedError(ValueError):
+    """A stored file is missing, cut short or changed; the message names it."""
+
+
 def cache_folder() -> Path:
     """`$XDG_CACHE_HOME/megazpp`, or `~/.cache/megazpp`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazpp"

@@ -3,33 +3,45 @@
     iter_0000100/                        complete: it got this name when all of it was on disk
     iter_0000200.partial/                being written (or being deleted); a crash leaves it, the next run removes it
     latest_checkpointed_iteration.txt    the tracker: "100"; replaced by rename, after the checkpoint has its name
-    ....txt.new                          the tracker to be, from before the checkpoint has its name: a crash in between
-                                         leaves it, the next run finishes what it says
-    tokenizer-0123456789abcdef/          files of the tokenizer, see tokenizer.py
+    tokenizer-0123456789abcdef/          files of the tokenizer and their checksums; the name is a hash of the files
     lock                                 held by the job that writes here, for as long as it lives
 
-So a crash, a kill or a full disk at any moment leaves the tracker pointing at a complete checkpoint. Nothing that is
-complete is overwritten: an older checkpoint of the same iteration is kept under a numbered name.
+So a crash, a kill or a full disk at any moment leaves the tracker pointing at a complete checkpoint; where it came
+before the first tracker, the newest checkpoint counts. Nothing that is complete is overwritten: an older checkpoint of
+the same iteration, as one that a crash has kept from the tracker, is kept under a numbered name. run.json of each
+checkpoint names its tokenizer's folder, which a run with the same tokenizer finds there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
-from megazpp.base.files import first_free, sync_directory, try_lock, write_synced
-from megazpp.checkpoint.checksums import DamagedError
+from megazpp.base.files import (
+    DamagedError,
+    first_free,
+    remove,
+    renamed_when_done,
+    sync_directory,
+    try_lock,
+    write_whole,
+)
+from megazpp.checkpoint.checksums import verify_files, write_checksums, write_durably
+from megazpp.data.tokenizer import TokenizerConfig
+from megazpp.data.tokenizer_folder import find_tokenizer
 
 TRACKER, RECORD = "latest_checkpointed_iteration.txt", "run.json"
 _COMPLETE = re.compile(r"iter_(\d{7,})")
-_PARTIAL = re.compile(r"(iter_\d{7,}|tokenizer-[0-9a-f]{16})\.partial")
+_TOKENIZER = re.compile("tokenizer-[0-9a-f]{16}")
+_PARTIAL = re.compile(rf"(iter_\d{{7,}}|{_TOKENIZER.pattern})\.partial")
 
 
 class CheckpointFolder:
@@ -60,7 +72,7 @@ class CheckpointFolder:
         return sorted(iteration for iteration in found if iteration is not None)
 
     def latest(self) -> int | None:
-        """The iteration that the tracker names, or without one the tracker to be; None if there is neither.
+        """The iteration that the tracker names, or without one the newest complete one; None if there is neither.
 
         Raises:
             DamagedError: it names none, or one that has no checkpoint.
@@ -68,7 +80,7 @@ class CheckpointFolder:
         tracker = self.path / TRACKER
         text = read_tracker(tracker)
         if text is None:
-            return self._pending()
+            return max(self.iterations(), default=None)
         named = self.of(int(text))
         if not named.is_dir():
             aside = "".join(f"; {path} may be it" for path in self.path.glob(f"{named.name}.replaced-*"))
@@ -85,17 +97,6 @@ class CheckpointFolder:
                 f"{self.name} is one checkpoint, not the folder of checkpoints: give {self.flag} {around}"
                 + (f" (and --ckpt-step {int(match[1])})" if match and self.flag != "--save" else "")
             )
-
-    def _pending(self) -> int | None:
-        """The iteration that the tracker to be names, if all of that checkpoint is there.
-
-        A checkpoint has lost its partial name when it has the other one, so without a partial one only.
-        """
-        with contextlib.suppress(DamagedError):  # cut short
-            text = read_tracker(self._new)
-            if text is not None and self.of(int(text)).is_dir() and not self.partial(int(text)).exists():
-                return int(text)
-        return None
 
     # ---- what only the holder of the lock does ------------------------------------------------------------------
 
@@ -135,19 +136,11 @@ class CheckpointFolder:
             self._lock = None
 
     def recover(self) -> list[str]:
-        """Finish the save that a crash has cut short if all of it is there, delete it otherwise; a line for each.
-
-        The tracker to be goes first: what is left of it must not count when the partial checkpoint has gone.
-        """
-        lines, pending = [], self._pending()
-        if pending is not None:
-            self._advance()
-            lines.append(f"{self.of(pending)} was complete when its job ended: it is the latest now")
-        self._new.unlink(missing_ok=True)
-        for name in sorted(entry.name for entry in self.path.iterdir() if _PARTIAL.fullmatch(entry.name)):
-            shutil.rmtree(self.path / name)
-            lines.append(f"removed {self.path / name}, which was not finished")
-        return lines
+        """Delete what a crash has left unfinished; a line for each."""
+        unfinished = sorted(entry for entry in self.path.iterdir() if _PARTIAL.fullmatch(entry.name))
+        for path in unfinished:
+            shutil.rmtree(path)
+        return [f"removed {path}, which was not finished" for path in unfinished]
 
     def begin(self, iteration: int) -> None:
         """Make the folder that a checkpoint is written in, and what is around it if somebody has removed that."""
@@ -159,9 +152,7 @@ class CheckpointFolder:
 
     def abandon(self, iteration: int) -> None:
         """Give back the space of a checkpoint that could not be written."""
-        if self.partial(iteration).exists():
-            self._new.unlink(missing_ok=True)
-            shutil.rmtree(self.partial(iteration), ignore_errors=True)
+        shutil.rmtree(self.partial(iteration), ignore_errors=True)
 
     def complete(self, iteration: int) -> Path | None:
         """Give a checkpoint, whose files are on disk, its name, and point the tracker at it.
@@ -169,24 +160,20 @@ class CheckpointFolder:
         Returns where an older checkpoint of the same iteration has gone, if there was one.
         """
         sync_directory(self.partial(iteration))
-        earlier = [other for other in self.iterations() if other < iteration]
-        if earlier and self.of(iteration).exists():  # the tracker must not name what is missing for a moment
-            self._prepare(earlier[-1])
-            self._advance()
-        self._prepare(iteration)
         aside = None
         if self.of(iteration).exists():
+            if earlier := [other for other in self.iterations() if other < iteration]:
+                self.track(earlier[-1])  # the tracker must not name what is missing for a moment
             aside = first_free(lambda number: self.path / f"{self.of(iteration).name}.replaced-{number}")
             self.of(iteration).rename(aside)
         self.partial(iteration).rename(self.of(iteration))
         sync_directory(self.path)
-        self._advance()
+        self.track(iteration)
         return aside
 
-    def go_back(self, iteration: int) -> None:
-        """Point the tracker at an earlier checkpoint, from which the run goes on; the later ones stay."""
-        self._prepare(iteration)
-        self._advance()
+    def track(self, iteration: int) -> None:
+        """Point the tracker at a checkpoint, from which a run goes on; later ones stay."""
+        write_whole(self.path / TRACKER, f"{iteration}\n".encode())
 
     def keep_only(self, kept: Iterable[int]) -> None:
         """Delete all other complete checkpoints; each loses its name first, so that none is ever half there."""
@@ -194,20 +181,6 @@ class CheckpointFolder:
             with contextlib.suppress(FileNotFoundError):
                 self.of(iteration).rename(self.partial(iteration))
             shutil.rmtree(self.partial(iteration), ignore_errors=True)
-
-    @property
-    def _new(self) -> Path:
-        return self.path / f"{TRACKER}.new"
-
-    def _prepare(self, iteration: int) -> None:
-        """Write the tracker to be."""
-        write_synced(self._new, f"{iteration}\n".encode())
-        sync_directory(self.path)
-
-    def _advance(self) -> None:
-        """Put it in the tracker's place."""
-        self._new.rename(self.path / TRACKER)
-        sync_directory(self.path)
 
 
 def iteration_of(checkpoint: Path) -> int | None:
@@ -242,3 +215,43 @@ def kept_iterations(
     past = [iteration for iteration in found if iteration <= newest]
     kept = set(past[-(keep_last or 1) :]) | {iteration for iteration in found if iteration > newest}
     return kept | {iteration for iteration in past if retain_interval and iteration % retain_interval == 0}
+
+
+def write_tokenizer(save: Path, files: Mapping[str, bytes]) -> str | None:
+    """Have a tokenizer's files on disk below `save`, whole or not at all; the name of their folder, None without files.
+
+    Nothing is written where they are already. What has that name and is damaged keeps its files under another one.
+    """
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
+    folder = save / f"tokenizer-{digest.hexdigest()[:16]}"
+    with contextlib.suppress(DamagedError):
+        verify_files(folder)
+        return folder.name
+    partial = folder.with_name(f"{folder.name}.partial")
+    remove(partial)  # of a save that was killed here
+    with renamed_when_done(partial, folder):
+        partial.mkdir()
+        write_checksums(partial, {name: write_durably(partial / name, content) for name, content in files.items()})
+        if folder.exists():
+            folder.rename(first_free(lambda number: folder.with_name(f"{folder.name}.replaced-{number}")))
+    return folder.name
+
+
+def read_tokenizer(save: Path, name: str) -> TokenizerConfig:
+    """The flags of the tokenizer in `save`/`name`; raises DamagedError if a file is missing or was changed."""
+    folder = save / name
+    if not _TOKENIZER.fullmatch(name):
+        raise DamagedError(f"{save}: {name!r} is no folder of a tokenizer")
+    if not folder.is_dir():
+        raise DamagedError(
+            f"{folder} is missing, the tokenizer of these checkpoints: copy it too, or name one with --tokenizer-model"
+        )
+    verify_files(folder)
+    found = find_tokenizer(folder.absolute())
+    if found == TokenizerConfig():
+        raise DamagedError(f"{folder} holds no tokenizer")
+    return found

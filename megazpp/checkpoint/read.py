@@ -1,8 +1,6 @@
 """Reading: chooses the checkpoint that a run begins with, and loads its state; or the weights alone, to use a model.
 
-One file of more than 300 lines: choosing, checking and filling follow each other, so that nothing is changed too
-early.
-
+One file of more than 300 lines: choosing, checking and filling follow each other, so that nothing is changed too early.
 Damage is looked for first, then contradictions, and only then anything is changed.
 """
 
@@ -10,18 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
 
+from megazpp.base.files import DamagedError
 from megazpp.base.program import GIGA
-from megazpp.checkpoint.adapters import find_bases, open_weights
-from megazpp.checkpoint.checksums import DamagedError, verify_files
+from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.config import CheckpointConfig
-from megazpp.checkpoint.folder import RECORD, TRACKER, CheckpointFolder
+from megazpp.checkpoint.folder import RECORD, TRACKER, CheckpointFolder, iteration_of
 from megazpp.checkpoint.parts import Weights
 from megazpp.checkpoint.record import (
     RunRecord,
@@ -32,16 +29,15 @@ from megazpp.checkpoint.record import (
     check_same_vocabulary,
     data_notes,
     read_record,
-    rows_problem,
 )
-from megazpp.checkpoint.safe_reader import FittingPlanner, SafeReader
-from megazpp.checkpoint.state import MODEL, SCALAR_HEAD, RunValues, Saved, TrainState
-from megazpp.checkpoint.together import open_axis, together
+from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.checkpoint.state import RunValues, TrainState
+from megazpp.checkpoint.weights import check_weights, find_bases, open_weights
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
 from megazpp.zero.sharding import Sharding
 
 T = TypeVar("T")
@@ -60,11 +56,11 @@ class LoadSource(NamedTuple):
     """
 
     folder: CheckpointFolder
-    iteration: int | None
-    continues: bool
-    optimizer: bool
-    rng: bool
-    fallback: bool
+    iteration: int | None = None
+    continues: bool = True
+    optimizer: bool = True
+    rng: bool = True
+    fallback: bool = False
     lora_base: tuple[str, ...] = ()
 
     def candidates(self) -> list[int]:
@@ -72,14 +68,13 @@ class LoadSource(NamedTuple):
 
         Raises:
             DamagedError: the wanted one is not there, and there is no --load-fallback.
-            ValueError: --ckpt-step has no checkpoint, no tracker says which of several is wanted, or the folder is that
-                of one checkpoint.
+            ValueError: --ckpt-step has no checkpoint, or the folder is that of one checkpoint.
         """
         self.folder.check_not_inside()
         found, wanted = self.folder.iterations(), self.iteration
-        listed = f"{self.folder.name} has iterations {', '.join(map(str, found)) or 'none'}"
         if wanted is not None and wanted not in found:
             step = "--ref-ckpt-step" if self.folder.flag == "--ref-load" else "--ckpt-step"
+            listed = f"{self.folder.name} has iterations {', '.join(map(str, found)) or 'none'}"
             raise ValueError(f"{step} {wanted}: {self.folder.of(wanted)} is missing; {listed}")
         if wanted is None:
             try:
@@ -87,20 +82,21 @@ class LoadSource(NamedTuple):
             except DamagedError:
                 if not self.fallback or not found:
                     raise
-        if wanted is None and found:
-            if not self.fallback:
-                raise ValueError(f"{listed}, but no {TRACKER} that says where to go on: choose one with --ckpt-step")
-            wanted = found[-1]
+                wanted = found[-1]
         others = [iteration for iteration in reversed(found) if iteration != wanted and self.fallback]
         return [] if wanted is None else [wanted, *others]
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of the wanted checkpoint, of which there is one."""
+        return self.folder.of(self.candidates()[0])
 
 
 def saves_where_it_loads(config: CheckpointConfig) -> bool:
     """Return whether --save and --load are the same folder."""
     if config.save is None or config.load is None:
         return False
-    save, load = (CheckpointFolder(path, "").path.resolve() for path in (config.save, config.load))
-    return save == load
+    return Path(config.save).expanduser().resolve() == Path(config.load).expanduser().resolve()
 
 
 def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | None:
@@ -111,6 +107,7 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | 
     Raises:
         ValueError: --save holds another run's checkpoints, or --load has none and must.
     """
+    source = None if config.load is None else LoadSource(CheckpointFolder(config.load, "--load"))
     if config.save is not None:
         own = CheckpointFolder(config.save, "--save")
         own.check_not_inside()
@@ -119,23 +116,22 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | 
                 f"--finetune begins a new training: --save {config.save} cannot be the folder of --load {config.load}, "
                 "from which a restart would go on; give it a folder of its own"
             )
-        if restarted and own.iterations():
-            parts = {"optimizer": config.save_optim, "rng": config.save_rng, "fallback": config.load_fallback}
-            return LoadSource(own, None, continues=True, **parts, lora_base=config.lora_base)
-        if own.iterations() and not saves_where_it_loads(config):
+        there = own.iterations()
+        if there and restarted:
+            source = LoadSource(own, optimizer=config.save_optim, rng=config.save_rng)
+            return source._replace(fallback=config.load_fallback, lora_base=config.lora_base)
+        if there and not saves_where_it_loads(config):
             raise ValueError(
-                f"--save {config.save} holds checkpoints already (up to iteration {own.iterations()[-1]}): "
+                f"--save {config.save} holds checkpoints already (up to iteration {there[-1]}): "
                 f"--load {config.save} goes on from there, or take another folder"
             )
-    if config.load is None:
+    if source is None:
         return None
-    continues = not config.finetune
-    source = LoadSource(
-        CheckpointFolder(config.load, "--load"),
-        config.ckpt_step,
-        continues=continues,
-        optimizer=continues and config.load_optim,
-        rng=continues and config.load_rng,
+    source = source._replace(
+        iteration=config.ckpt_step,
+        continues=not config.finetune,
+        optimizer=config.load_optim and not config.finetune,
+        rng=config.load_rng and not config.finetune,
         fallback=config.load_fallback,
         lora_base=config.lora_base,
     )
@@ -145,26 +141,23 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | 
 
 
 def peek(source: LoadSource | None) -> RunRecord | None:
-    """The record of the checkpoint that will most likely be loaded, before anything is verified or made.
+    """The record of the checkpoint that will most likely be loaded, before all of it is verified; None if none is.
 
     Raises:
-        ValueError: see `LoadSource.candidates`; it cannot be read, and there is no --load-fallback; it holds adapters
-            whose base is not there.
+        ValueError: see `LoadSource.candidates`; no record can be read; it holds adapters whose base is not there.
     """
-    if source is None:
+    candidates = [] if source is None else source.candidates()
+    if source is None or not candidates:
         return None
-    for iteration in source.candidates():
-        try:
-            verify_files(source.folder.of(iteration), names=[RECORD])
-            record = read_record(source.folder.of(iteration))
-        except DamagedError:
-            if not source.fallback:
-                raise
-        else:
-            if record.flags.get("lora_r") is not None:
-                find_bases(source.folder.of(iteration), record, source.lora_base)
-            return record
-    return None
+
+    def read(iteration: int) -> RunRecord:
+        verify_files(source.folder.of(iteration), names=[RECORD])
+        return read_record(source.folder.of(iteration))
+
+    iteration, record = first_sound(source, candidates, read, lambda line: None)
+    if record.flags.get("lora_r") is not None:
+        find_bases(source.folder.of(iteration), record, source.lora_base)
+    return record
 
 
 class Resumed(NamedTuple):
@@ -192,27 +185,25 @@ class CheckpointReader:
             DamagedError: files are missing or not as they were written.
             ValueError: it is another model's, or this run's flags contradict it.
         """
-        axis, started, folder = self._axis, time.perf_counter(), source.folder.path
-        candidates = axis.share_object(together(axis, source.candidates if axis.rank == 0 else list))
+        axis, started, folder = self._axis, time.perf_counter(), source.folder
+        candidates = axis.share_object(raise_on_all_ranks(axis, source.candidates if axis.rank == 0 else list))
         if not candidates:
-            self._say(f"WARNING: could not find the metadata file {folder / TRACKER}")
+            self._say(f"WARNING: could not find the metadata file {folder.path / TRACKER}")
             self._say("    will not load any checkpoints and will start from random")
             return None
-        verified = first_sound(source, candidates, lambda each: self._verify(source.folder.of(each)), self._say)
-        iteration, (size, record) = verified
-        checkpoint = source.folder.of(iteration)
-        self._say(f" loading checkpoint from {folder} at iteration {iteration}")
-        schedule = self._check(source, record, schedule, checkpoint)
-        for note in self._fill(source, record, checkpoint):
+        iteration, (size, record) = first_sound(source, candidates, lambda i: self._verify(folder.of(i)), self._say)
+        self._say(f" loading checkpoint from {folder.path} at iteration {iteration}")
+        schedule = self._check(source, record, schedule, folder.of(iteration))
+        for note in self._fill(source, record, folder.of(iteration)):
             self._say(f"note: {note}")
         self._say(
-            f"  successfully loaded checkpoint from {folder} at iteration {iteration}"
+            f"  successfully loaded checkpoint from {folder.path} at iteration {iteration}"
             f" | {size / GIGA:.3f} GB in {time.perf_counter() - started:.2f} s"
         )
         progress = record.progress._replace(stop_reason=None) if source.continues else TrainingProgress()
         if not source.optimizer:  # Megatron's rule: new moments, new schedule
             progress = progress._replace(scheduled_samples=0)
-        return Resumed(progress, schedule, checkpoint)
+        return Resumed(progress, schedule, folder.of(iteration))
 
     def _verify(self, checkpoint: Path) -> tuple[int, RunRecord]:
         """Return its size in bytes and its record; raises DamagedError on all ranks if a file is not as written."""
@@ -222,7 +213,7 @@ class CheckpointReader:
             size = verify_files(checkpoint, rank=axis.rank, num_ranks=axis.size)
             return size, read_record(checkpoint) if axis.rank == 0 else None
 
-        size, record = together(axis, verify_share)
+        size, record = raise_on_all_ranks(axis, verify_share)
         return size, axis.share_object(record)
 
     def _check(self, source: LoadSource, record: RunRecord, schedule: Schedule, checkpoint: Path) -> Schedule:
@@ -238,11 +229,8 @@ class CheckpointReader:
             if source.continues:
                 raise ValueError(f"{another}: leave its flags away to go on with that one, or --finetune begins anew")
             self._say(f"WARNING: {another}")
-        for wanted, there, what, name in (
-            (source.optimizer, record.has_optimizer, "optimizer", "optim"),
-            (source.rng, record.has_rng, "rng state", "rng"),
-        ):
-            if wanted and not there:
+        for part, what, name in (("optimizer", "optimizer", "optim"), ("rng", "rng state", "rng")):
+            if getattr(source, part) and not getattr(record, f"has_{part}"):
                 raise ValueError(
                     f"Unable to load {what} from checkpoint {checkpoint}: it was written with --no-save-{name}. "
                     f"Specify --no-load-{name} or --finetune"
@@ -258,16 +246,16 @@ class CheckpointReader:
     def _fill(self, source: LoadSource, record: RunRecord, checkpoint: Path) -> list[str]:
         """Read the tensors and go on from them; a line for each thing that begins anew instead."""
         parts = {"optimizer": source.optimizer, "rng": source.rng}
-        reader = SafeReader(checkpoint)
-        if not source.continues:
+        if source.continues:
+            reader = SafeReader(checkpoint)
+        else:
             reader = open_weights(checkpoint, record, self._axis, source.lora_base)
-        saved = together(self._axis, reader.tensors)
+        saved = raise_on_all_ranks(self._axis, reader.tensors)
         weights = self._state.weights()
         shapes, padded = {key: tuple(x.shape) for key, x in weights.items()}, self._state.padded(weights)
         check_weights(saved, shapes, padded, record, checkpoint, any_head=not source.continues)
         targets = self._state.targets(saved, **parts)
-        planner, group = FittingPlanner(self._state.padded(targets)), self._axis.group
-        together(self._axis, lambda: dcp.load(targets, storage_reader=reader, planner=planner, process_group=group))
+        raise_on_all_ranks(self._axis, lambda: reader.fill(targets, self._state.padded(targets)))
         if source.optimizer:
             try:
                 self._state.values.load_state_dict(vars(record))
@@ -275,37 +263,6 @@ class CheckpointReader:
                 problem = f"loss scale, losses or groups are damaged: {error!r}"
                 raise DamagedError(f"{checkpoint / RECORD}: {problem}") from error
         return self._state.accept(targets, iteration=record.progress.iteration, **parts)
-
-
-def check_weights(
-    saved: Saved,
-    shapes: Mapping[str, tuple[int, ...]],
-    padded: Collection[str],
-    record: RunRecord,
-    checkpoint: Path,
-    *,
-    any_head: bool,
-) -> None:
-    """Raises DamagedError where the saved weights are not those of the model that run.json describes.
-
-    Args:
-        shapes: of the model's weights, by key; those of keys in `padded` may have other rows of padding.
-        any_head: only one of the two may have a scalar head, because weights alone are taken.
-    """
-    found = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith(MODEL)}
-    for key in sorted(shapes.keys() | found.keys()):
-        wanted, there, problem = shapes.get(key), found.get(key), None
-        if any_head and key.startswith(SCALAR_HEAD) and None in (wanted, there):
-            continue
-        if wanted is None or there is None:
-            problem = "has no place in it" if wanted is None else "is missing"
-        elif there[1:] != wanted[1:] or (there != wanted and key not in padded):
-            problem = f"has shape {there}, not {wanted}"
-        elif key in padded:
-            problem = rows_problem(record, there[0])
-        if problem:
-            what = f"the tensors are not of the model that {RECORD} describes: {key} {problem}"
-            raise DamagedError(f"{checkpoint}: {what}")
 
 
 def first_sound(
@@ -344,11 +301,7 @@ def find_weights(
 def load_soundest(
     source: LoadSource, load: Callable[[LoadSource, RunRecord], T], say: Callable[[str], None]
 ) -> tuple[T, int]:
-    """Return `load`'s result for the first candidate that is not damaged, and its iteration; on all ranks together.
-
-    Raises:
-        DamagedError: none is sound, or the wanted one is not and there is no --load-fallback.
-    """
+    """Return `load`'s result for the first candidate that is not damaged (`first_sound`), and its iteration."""
 
     def load_iteration(iteration: int) -> T:
         return load(*find_weights(source.folder, iteration, lora_base=source.lora_base))
@@ -384,4 +337,6 @@ def load_weights(
     resumed = reader.read(source, Schedule(**record.schedule))
     if resumed is None:
         raise ValueError(f"{source.folder.name} has no checkpoint")
-    return int(resumed.checkpoint.name.removeprefix("iter_"))
+    iteration = iteration_of(resumed.checkpoint)
+    assert iteration is not None
+    return iteration

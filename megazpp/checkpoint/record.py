@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megazpp.base.files import DamagedError
 from megazpp.base.flags import wrong_types
 from megazpp.base.program import in_words
-from megazpp.checkpoint.checksums import DamagedError
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, iteration_of
 from megazpp.model.config import GPTConfig
@@ -89,13 +89,12 @@ def read_record(checkpoint: Path) -> RunRecord:
     path = checkpoint / RECORD
     try:
         values = json.loads(path.read_bytes())
-        later = values["format"] > FORMAT
-        record = None if later else RunRecord(**values | {"progress": TrainingProgress(**values["progress"])})
-        if record is not None:
+        if values["format"] <= FORMAT:
+            record = RunRecord(**values | {"progress": TrainingProgress(**values["progress"])})
             Schedule(**record.schedule)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedError(f"{path} cannot be read: {in_words(error)}") from error
-    if record is None:
+    if values["format"] > FORMAT:
         raise ValueError(f"{path} has format {values['format']}, this version knows {FORMAT}")
     problems = wrong_types(RunRecord, vars(record)) or [
         *wrong_types(TrainingProgress, record.progress._asdict()),
@@ -147,17 +146,9 @@ SHAPE = {
     "add_qkv_bias": "qkv_bias",
 }
 IMPORTED_FROM = "imported_from"  # among the flags of an import: the Hugging Face folder that has the same weights
-OPTIMIZER = ("optimizer", "optimizer_backend")
 DATA = (
-    "seed",
-    "data_path",
-    "text_path",
-    "train_data_path",
-    "mock_data",
-    "split",
-    "seq_length",
-    "train_iters",
-    "train_samples",
+    *("seed", "data_path", "text_path", "train_data_path", "mock_data", "split"),
+    *("seq_length", "train_iters", "train_samples"),
 )
 
 
@@ -187,8 +178,7 @@ def check_same_vocabulary(record: RunRecord, vocab_size: int, where: Path) -> No
 
 def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) -> None:
     """Raises ValueError if the moments are another optimizer's."""
-    names = [name for name in OPTIMIZER if saved.get(name) != flags[name]]
-    if names:
+    if names := [name for name in ("optimizer", "optimizer_backend") if saved.get(name) != flags[name]]:
         raise ValueError(f"{_differences(names, flags, saved, where)}; --no-load-optim begins with new moments")
 
 
@@ -224,11 +214,8 @@ def agreed_schedule(saved: Mapping[str, Any], schedule: Schedule, config: Checkp
         return schedule
     if config.use_checkpoint_opt_param_scheduler:
         return Schedule(**saved)
-    lines = [
-        f"the schedule's {name.replace('_', ' ')} is {own[name]}, in {where} {saved.get(name)}"
-        for name in own
-        if own[name] != saved.get(name)
-    ]
+    differ = [name for name in own if own[name] != saved.get(name)]
+    lines = [f"the schedule's {name.replace('_', ' ')} is {own[name]}, in {where} {saved.get(name)}" for name in differ]
     raise ValueError(
         "\n".join(lines) + "\n--override-opt_param-scheduler goes on with this run's values, "
         "--use-checkpoint-opt_param-scheduler with the checkpoint's"

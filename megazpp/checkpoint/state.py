@@ -17,7 +17,6 @@ secondary partition is saved only where differences are added to it: others are 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -104,16 +103,13 @@ class TrainState:
     def tensors(self, *, optimizer: bool, rng: bool) -> dict[str, torch.Tensor]:
         """This rank's part of everything, by key."""
         self._sharding.free_gathered()  # parameters are shards from here on
-        parts = self._parts_of(optimizer, rng)
-        return {part.prefix + name: x for part in parts for name, x in part.tensors().items()}
+        return {part.prefix + name: x for part in self._parts_of(optimizer, rng) for name, x in part.tensors().items()}
 
     def targets(self, saved: Saved, *, optimizer: bool, rng: bool) -> dict[str, torch.Tensor]:
         """The tensors to read `saved` into, by key."""
         self._sharding.free_gathered()
-        targets: dict[str, torch.Tensor] = {}
-        for part in self._parts_of(optimizer, rng):
-            targets |= {part.prefix + name: x for name, x in part.targets(saved).items()}
-        return targets
+        parts = self._parts_of(optimizer, rng)
+        return {part.prefix + name: x for part in parts for name, x in part.targets(saved).items()}
 
     def accept(self, loaded: Tensors, *, optimizer: bool, rng: bool, iteration: int) -> list[str]:
         """Go on from `loaded`, the targets with their values; returns a line for each thing that begins anew."""
@@ -127,10 +123,9 @@ class TrainState:
 
     def padded(self, tensors: Tensors) -> set[str]:
         """Keys of those of `tensors` that end in rows of padding: sharded like a parameter that has some."""
-        names = [re.escape(name) for name, _, _, spec in owned_parameters(self.model) if spec.rows is not None]
-        ends = re.compile(rf"\.({'|'.join(names)})(\.[^.]+)?")  # of a parameter, or of its moment
+        names = tuple(f".{name}" for name, _, _, spec in owned_parameters(self.model) if spec.rows is not None)
         sharded = (key for key, x in tensors.items() if isinstance(x, DTensor) and x.ndim > 0)
-        return {key for key in sharded if names and (found := ends.search(key)) and found.end() == len(key)}
+        return {key for key in sharded if key.endswith(names) or key.rpartition(".")[0].endswith(names)}  # its moment
 
     def estimate_bytes(self, *, optimizer: bool) -> int:
         """About how large a checkpoint is."""

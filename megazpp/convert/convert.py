@@ -1,31 +1,34 @@
 """From one format to another: what `tools/convert_checkpoint.py` does.
 
-Everything that can be refused is refused before the output is begun; then one tensor after the other goes through.
+Everything that can be refused is refused before the output is begun; then one tensor after the other goes through, into
+a folder that appears whole or not at all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from megazpp.base.files import remove, renamed_when_done, try_lock
 from megazpp.base.flags import check_words, flag
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
 from megazpp.checkpoint.read import find_weights
-from megazpp.checkpoint.record import IMPORTED_FROM, SHAPE, RunRecord, TrainingProgress, found_from_anywhere
+from megazpp.checkpoint.record import IMPORTED_FROM, SHAPE, RunRecord, found_from_anywhere
 from megazpp.convert.huggingface import class_name, open_model, write_model
 from megazpp.convert.megatron import open_megatron
-from megazpp.convert.model import HEAD, Imported, Model
+from megazpp.convert.model import HEAD, Model
 from megazpp.convert.native import open_checkpoint, open_tokenizer, read_trained, write_weights
-from megazpp.convert.output import check_output, whole_folder
 from megazpp.convert.peft import with_adapter, write_adapter
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
 from megazpp.data.tokenizer import TokenizerConfig, load_tokenizer, marks_note, names_tokenizer
-from megazpp.data.tokenizer_folder import CONFIG, find_tokenizer
+from megazpp.data.tokenizer_folder import CONFIG
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
 
 
@@ -71,8 +74,7 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[st
     check_output(target)
     kind = config.source or guess_format(source)
     wanted = config.target or ("huggingface" if kind == "megazpp" else "megazpp")
-    adapter = None if config.adapter is None else Path(config.adapter).expanduser()
-    trained = False
+    adapter, trained = None if config.adapter is None else Path(config.adapter).expanduser(), False
     if kind == "megazpp":
         folder = CheckpointFolder(source, "--input")
         trained = find_weights(folder, config.ckpt_step, lora_base=config.lora_base)[1].flags.get("lora_r") is not None
@@ -86,22 +88,18 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[st
     if kind == "huggingface" and config.ckpt_step is not None:
         raise ValueError(f"--ckpt-step {config.ckpt_step}: --input {source} is one model, without iterations")
     say(f"{source} is {_NAMES[kind]}")
+    record: RunRecord | None = None
     if kind == "megazpp":
-        keep = config.keep_adapters
-        model, record = open_checkpoint(source, config.ckpt_step, config.lora_base, merge=not keep)
-        model = _with(adapter, model)
-        if merges:
-            return rewrite(source, target, model, record, tokenizer, say)
-        return export(source, target, model, record, tokenizer, say, keep_adapters=keep)
-    if kind == "megatron":
-        imported = open_megatron(source, config.ckpt_step)
-        return bring_in(imported._replace(model=_with(adapter, imported.model)), target, tokenizer, say)
-    model, origin = _with(adapter, open_model(source)), str(source.resolve()) if adapter is None else None
-    length, window = model.config.max_position_embeddings, model.config.window
-    assert length is not None
-    found, seq_length = find_tokenizer(source), min(length, window or length)
-    imported = Imported(model, TrainingProgress(), seq_length, found, padded=False, origin=origin)
-    return bring_in(imported, target, tokenizer, say)
+        model, record = open_checkpoint(source, config.ckpt_step, config.lora_base, merge=not config.keep_adapters)
+    else:
+        model = open_megatron(source, config.ckpt_step) if kind == "megatron" else open_model(source)
+    if adapter is not None:
+        model = with_adapter(model, adapter)
+    if record is None:
+        return bring_in(model, target, tokenizer, say)
+    if merges:
+        return rewrite(source, target, model, record, tokenizer, say)
+    return export(source, target, model, record, tokenizer, say, keep_adapters=config.keep_adapters)
 
 
 _NAMES = {
@@ -122,10 +120,6 @@ def guess_format(folder: Path) -> str:
     raise ValueError(
         f"--input {folder} is neither a Hugging Face model ({CONFIG}) nor a folder of checkpoints ({TRACKER})"
     )
-
-
-def _with(adapter: Path | None, model: Model) -> Model:
-    return model if adapter is None else with_adapter(model, adapter)
 
 
 def export(
@@ -173,16 +167,16 @@ def rewrite(
     return f"{target} holds the model as iteration {record.progress.iteration}{_described(model)}"
 
 
-def bring_in(imported: Imported, target: Path, given: TokenizerConfig, say: Callable[[str], None]) -> str:
+def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[str], None]) -> str:
     """A model as a checkpoint of ours, without an optimizer."""
-    found = given if names_tokenizer(given) else imported.tokenizer
+    found = given if names_tokenizer(given) else model.tokenizer
     found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens)
-    tokenizer, model = load_tokenizer(found), imported.model
+    tokenizer = load_tokenizer(found)
     if tokenizer is None:
         say("note: no tokenizer was found; the flags for one (see --help) record it with the checkpoint")
     else:
         num_ids, missing = tokenizer.vocab_size, "a text with one of the rest is refused"
-        if imported.padded:
+        if model.padded:
             model = model.first_rows(min(num_ids, model.rows))
         if num_ids != model.rows:
             what = missing if num_ids > model.rows else "all count, as in transformers"
@@ -194,37 +188,71 @@ def bring_in(imported: Imported, target: Path, given: TokenizerConfig, say: Call
     schedule = build_schedule(  # which no weights go with
         ScheduleConfig(lr=0.0), weight_decay=0.0, train_iters=1, train_samples=None, global_batch_size=1
     )
-    with whole_folder(target) as folder:
-        record = RunRecord(
-            progress=imported.progress,
-            scaler={},
-            groups=[],
-            schedule=schedule.state_dict(),
-            flags=found_from_anywhere(_flags(model, imported.seq_length, found)) | {IMPORTED_FROM: imported.origin},
-            vocab_size=model.rows,
-            tokenizer=None if tokenizer is None else tokenizer.identity,
-            layout={},
-            has_optimizer=False,
-            has_rng=False,
-            torch=torch.__version__,
-        )
-        write_weights(folder, model, record, {} if tokenizer is None else tokenizer.files)
-    return f"{target} holds the model as iteration {imported.progress.iteration}{_described(model)}"
-
-
-def _flags(model: Model, seq_length: int, tokenizer: TokenizerConfig) -> dict[str, Any]:
-    """The flags that our programs take from a checkpoint, by field name."""
-    own = dataclasses.asdict(model.config)
-    return {
-        **{name: own[name] for name in (*SHAPE, "init_method_std", "hidden_dropout", "attention_dropout")},
-        **dataclasses.asdict(tokenizer),
-        "seq_length": seq_length,
+    own, held = dataclasses.asdict(model.config), (*SHAPE, "init_method_std", "hidden_dropout", "attention_dropout")
+    flags = {  # that our programs take from a checkpoint
+        **{name: own[name] for name in held},
+        **dataclasses.asdict(found),
+        "seq_length": model.seq_length,
         "objective": "reward" if HEAD in model.tensors else None,
         "bf16": model.dtype == torch.bfloat16,
         "fp16": model.dtype == torch.float16,
     }
+    record = RunRecord(
+        progress=model.progress,
+        scaler={},
+        groups=[],
+        schedule=schedule.state_dict(),
+        flags=found_from_anywhere(flags) | {IMPORTED_FROM: model.origin},
+        vocab_size=model.rows,
+        tokenizer=None if tokenizer is None else tokenizer.identity,
+        layout={},
+        has_optimizer=False,
+        has_rng=False,
+        torch=torch.__version__,
+    )
+    with whole_folder(target) as folder:
+        write_weights(folder, model, record, {} if tokenizer is None else tokenizer.files)
+    return f"{target} holds the model as iteration {model.progress.iteration}{_described(model)}"
 
 
 def _described(model: Model) -> str:
     parameters = sum(torch.Size(entry.shape).numel() for entry in model.tensors.values())
     return f": {parameters:,} parameters, {model.dtype}, {model.rows:,} tokens"
+
+
+def check_output(path: Path) -> None:
+    """Refuse an output folder before the work for it begins: raises ValueError if there is something in its place."""
+    if path.is_dir():
+        if any(path.iterdir()):
+            raise ValueError(f"--output {path} is not empty")
+        if path.is_mount():  # nothing can be renamed onto it
+            raise ValueError(f"--output {path} is where a file system is mounted; give a folder inside it")
+    elif path.exists() or path.is_symlink():
+        raise ValueError(f"--output {path} exists and is no folder")
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to write in, which becomes `path` if nothing is raised meanwhile, and else is gone.
+
+    What a killed conversion has left is removed by the next one with the same output.
+
+    Raises:
+        ValueError: it cannot be made, or another process is at it.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ValueError(f"--output {path} cannot be written to: {error.strerror}") from error
+    try:
+        if not try_lock(descriptor):
+            raise ValueError(f"--output {path} is being written by another conversion")
+        for entry in unfinished.iterdir():
+            remove(entry)
+        with renamed_when_done(unfinished, path):
+            yield unfinished
+            check_output(path)  # once more: a conversion takes its time
+    finally:
+        os.close(descriptor)

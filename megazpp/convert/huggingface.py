@@ -30,7 +30,7 @@ from megazpp.convert.model import (
 )
 from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
 from megazpp.convert.settings import Settings
-from megazpp.data.tokenizer_folder import CONFIG
+from megazpp.data.tokenizer_folder import CONFIG, find_tokenizer
 from megazpp.model.config import GPTConfig
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -64,7 +64,12 @@ def open_model(folder: Path) -> Model:
     pieces = _pieces(architecture, config, scores=scores)
     if config.tied:
         _drop_tied_copy(tensors, pieces[WORDS].theirs[0], str(folder))
-    return Model(config, rows, join_all(pieces, tensors, shapes, str(folder)))
+    length, window = config.max_position_embeddings, config.window
+    assert length is not None
+    tensors = join_all(pieces, tensors, shapes, str(folder))
+    return Model(
+        config, rows, tensors, min(length, window or length), find_tokenizer(folder), origin=str(folder.resolve())
+    )
 
 
 def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> None:

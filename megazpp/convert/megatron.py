@@ -1,5 +1,11 @@
 """Megatron-LM's legacy checkpoints, mp_rank_XX/model_optim_rng.pt: found, checked, and the ranks' parts put together.
 
+One file of more than 300 lines, because all of it is about this one format.
+
+Such a file is a pickle: beside tensors it holds the arguments (an `argparse.Namespace`), enums of Megatron's, states of
+random generators. Nothing in it is run: torch's restricted unpickler makes tensors, plain containers and the namespace;
+what is Megatron's or numpy's becomes an `Unknown`; a file that names anything else is refused.
+
 Names of our tensors in its versions:
 
     language_model.embedding.{word,position}_embeddings.weight
@@ -15,21 +21,23 @@ from __future__ import annotations
 
 import argparse
 import functools
+import io
+import pickle
+import pickletools
 import re
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from megazpp.checkpoint.folder import TRACKER, read_tracker
 from megazpp.checkpoint.record import TrainingProgress
-from megazpp.convert.megatron_file import load_file
 from megazpp.convert.model import (
     OUTPUT,
     WORDS,
     Deferred,
-    Imported,
     Model,
     check_tensors,
     fuse_qkv,
@@ -41,24 +49,30 @@ from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-_RANK = re.compile(r"mp_rank_(\d{2,})")
+_TRUTHS = (  # arguments that are fields of GPTConfig
+    *("group_query_attention", "use_rotary_position_embeddings", "qk_layernorm", "apply_layernorm_1p", "swiglu"),
+    *("squared_relu", "untie_embeddings_and_output_weights", "add_qkv_bias"),
+)
+# Whose names may occur: packages of Megatron and its forks, and what states of random generators are made of
+_HARMLESS = ("megatron.", "apex.", "deepspeed.", "transformer_engine.", "fp16.", "numpy.", "pathlib.", "signal.")
+_HARMLESS_NAMES = ("_codecs.encode", "_io.BytesIO", "types.SimpleNamespace", "enum.Enum")
+# What torch and pickle raise for junk
+_DAMAGE = (OSError, zipfile.BadZipFile, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError)
 _LAYER = re.compile(r"(?:language_model\.(?:transformer|encoder)|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _FUSED_NORM = re.compile(r"(.*\.)(?:self_attention\.|mlp\.)(linear_qkv|linear_fc1)\.layer_norm_(weight|bias)")
 _FUSED_NORMS = {"linear_qkv": "input_layernorm", "linear_fc1": "pre_mlp_layernorm"}
-_LAYER_NAMES = {
+_LAYER_NAMES = {  # without the self_ of self_attention
     "input_layernorm": "attention_norm",
     "input_norm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
     "post_attention_norm": "mlp_norm",
     "pre_mlp_layernorm": "mlp_norm",
     "attention.query_key_value": "attention.qkv",
-    "self_attention.query_key_value": "attention.qkv",
-    "self_attention.linear_qkv": "attention.qkv",
-    "self_attention.q_layernorm": "attention.q_norm",
-    "self_attention.k_layernorm": "attention.k_norm",
+    "attention.linear_qkv": "attention.qkv",
+    "attention.q_layernorm": "attention.q_norm",
+    "attention.k_layernorm": "attention.k_norm",
     "attention.dense": "attention.proj",
-    "self_attention.dense": "attention.proj",
-    "self_attention.linear_proj": "attention.proj",
+    "attention.linear_proj": "attention.proj",
     "mlp.dense_h_to_4h": "mlp.fc1",
     "mlp.linear_fc1": "mlp.fc1",
     "mlp.dense_4h_to_h": "mlp.fc2",
@@ -68,18 +82,13 @@ _OTHER_NAMES = {
     "embedding.word_embeddings.weight": WORDS,
     "embedding.position_embeddings.weight": "embedding.position.weight",
     "output_layer.weight": OUTPUT,
-    **{
-        f"{stack}.{norm}.{kind}": f"final_norm.{kind}"
-        for stack in ("transformer", "encoder", "decoder")
-        for norm in ("final_layernorm", "final_norm")
-        for kind in ("weight", "bias")
-    },
 }
+_FINAL_NORM = re.compile(r"(?:transformer|encoder|decoder)\.final_(?:layer)?norm\.(weight|bias)")
 _SPLIT_ROWS = ("qkv.weight", "qkv.bias", "fc1.weight", "fc1.bias", WORDS, OUTPUT)
 _SPLIT_COLUMNS = ("proj.weight", "fc2.weight")
 
 
-def open_megatron(folder: Path, iteration: int | None) -> Imported:
+def open_megatron(folder: Path, iteration: int | None) -> Model:
     """A checkpoint of any tensor-parallel size; tensors are read when they are wanted.
 
     Args:
@@ -89,16 +98,14 @@ def open_megatron(folder: Path, iteration: int | None) -> Imported:
         ValueError: something is missing, damaged, unsafe, or a model that we do not have.
     """
     files = _rank_files(find_checkpoint(folder, iteration))
-    ranks = [load_file(file) for file in files]
-    where = str(files[0])
-    arguments = ranks[0].get("args")
+    ranks, where = [load_file(file) for file in files], str(files[0])
+    arguments, version = ranks[0].get("args"), ranks[0].get("checkpoint_version", 0)
     if not isinstance(arguments, argparse.Namespace):
         raise ValueError(f"{where} has no args: a checkpoint from before Megatron kept them with the weights")
-    settings = Settings(vars(arguments), f"{where}: args")
-    _check_ranks(settings, len(ranks))
-    version = ranks[0].get("checkpoint_version", 0)
     if version not in (0, 1.0, 2.0, 3.0):
         raise ValueError(f"{where}: checkpoint_version {version!r} is not known (0, 1.0, 2.0, 3.0)")
+    settings = Settings(vars(arguments), f"{where}: args")
+    _check_ranks(settings, len(ranks))
     config = model_config(_read_config(settings), where)
     parts = [our_tensors(rank["model"], str(file)) for rank, file in zip(ranks, files, strict=True)]
     shapes = [{name: tuple(tensor.shape) for name, tensor in part.items()} for part in parts]
@@ -122,31 +129,20 @@ def open_megatron(folder: Path, iteration: int | None) -> Imported:
     rows = tensors[WORDS].shape[0]
     expected = model_shapes(config, rows, where, num_tensors=len(tensors))
     check_tensors({name: entry.shape for name, entry in tensors.items()}, expected, where)
-    done = ranks[0].get("iteration")
-    consumed = getattr(arguments, "consumed_train_samples", 0)
-    return Imported(
-        Model(config, rows, tensors),
-        TrainingProgress(
-            iteration=done if isinstance(done, int) else 0, consumed_samples=consumed, scheduled_samples=consumed
-        ),
-        settings.count("seq_length", config.max_position_embeddings),
-        _find_tokenizer(settings),
-        padded=True,
-    )
+    done, consumed = ranks[0].get("iteration"), getattr(arguments, "consumed_train_samples", 0)
+    progress = TrainingProgress(done if isinstance(done, int) else 0, consumed, consumed)
+    length = settings.count("seq_length", config.max_position_embeddings)
+    return Model(config, rows, tensors, length, _find_tokenizer(settings), progress, padded=True)
 
 
 def find_checkpoint(folder: Path, iteration: int | None) -> Path:
     """The folder with the ranks' folders; raises ValueError if there is none."""
     if iteration is None and any(folder.glob("mp_rank_*")):
         return folder
-    if iteration is None:
-        text = read_tracker(folder / TRACKER, words=("release",))
-        if text is None:
-            raise ValueError(f"--input {folder} has neither mp_rank_00 nor {TRACKER}")
-        name = text if text == "release" else f"iter_{int(text):07d}"
-    else:
-        name = f"iter_{iteration:07d}"
-    found = folder / name
+    text = str(iteration) if iteration is not None else read_tracker(folder / TRACKER, words=("release",))
+    if text is None:
+        raise ValueError(f"--input {folder} has neither mp_rank_00 nor {TRACKER}")
+    found = folder / (text if text == "release" else f"iter_{int(text):07d}")
     if not any(found.glob("mp_rank_*")):
         kind = "a distributed checkpoint (--ckpt-format torch writes the other kind)"
         what = kind if (found / ".metadata").exists() else "no checkpoint with mp_rank_00 in it"
@@ -155,22 +151,21 @@ def find_checkpoint(folder: Path, iteration: int | None) -> Path:
 
 
 def _rank_files(checkpoint: Path) -> list[Path]:
-    names = sorted(entry.name for entry in checkpoint.glob("mp_rank_*"))
-    odd = [name for name in names if not _RANK.fullmatch(name)]
+    folders = sorted(checkpoint.glob("mp_rank_*"))
+    odd = [folder for folder in folders if not re.fullmatch(r"mp_rank_\d{2,}", folder.name)]
     if odd:
         raise ValueError(
-            f"{checkpoint / odd[0]} is of a pipeline- or expert-parallel checkpoint: only "
+            f"{odd[0]} is of a pipeline- or expert-parallel checkpoint: only "
             "--pipeline-model-parallel-size 1 can be converted; Megatron's tools/checkpoint can merge it"
         )
+    names = [folder.name for folder in folders]
     if names != [f"mp_rank_{rank:02d}" for rank in range(len(names))]:
         raise ValueError(f"{checkpoint} has {', '.join(names)}: a rank is missing")
-    found = []
-    for name in names:
-        file = next((checkpoint / name / file for file in FILES if (checkpoint / name / file).is_file()), None)
-        if file is None:
-            raise ValueError(f"{checkpoint / name / FILES[0]} is missing")
-        found.append(file)
-    return found
+    files = [[folder / name for name in FILES if (folder / name).is_file()] for folder in folders]
+    for folder, found in zip(folders, files, strict=True):
+        if not found:
+            raise ValueError(f"{folder / FILES[0]} is missing")
+    return [found[0] for found in files]
 
 
 def _check_ranks(settings: Settings, found: int) -> None:
@@ -183,36 +178,19 @@ def _check_ranks(settings: Settings, found: int) -> None:
 
 def _read_config(settings: Settings) -> dict[str, Any]:
     """Fields of GPTConfig; older versions lack many arguments, and are what the defaults say."""
-    settings.absent(
-        "apply_residual_connection_post_layernorm",
-        "multi_latent_attention",
-        "rotary_interleaved",
-        "num_experts",
-        "window_size",
-    )
+    settings.absent("apply_residual_connection_post_layernorm", "multi_latent_attention", "rotary_interleaved")
+    settings.absent("num_experts", "window_size")
     settings.absent("rotary_seq_len_interpolation_factor", empty=(None, 1, 1.0))
     heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
-    truths = {
-        name: settings.truth(name, False)
-        for name in (
-            "group_query_attention",
-            "use_rotary_position_embeddings",
-            "qk_layernorm",
-            "apply_layernorm_1p",
-            "swiglu",
-            "squared_relu",
-            "untie_embeddings_and_output_weights",
-            "add_qkv_bias",
-        )
-    }
+    truths = {name: settings.truth(name, False) for name in _TRUTHS}
     # Megatron's fused bias and GeLU, its default, computes the tanh approximation
     tanh = settings.truth("openai_gelu", False) or settings.truth("bias_gelu_fusion", True)
-    scaling: dict[str, Any] = {}
-    if settings.truth("use_rope_scaling", False):
-        scaling = {"use_rope_scaling": True, "rope_scaling_factor": settings.number("rope_scaling_factor", 8.0)}
+    scaled = settings.truth("use_rope_scaling", False)
+    factor = {"rope_scaling_factor": settings.number("rope_scaling_factor", 8.0)} if scaled else {}
     return {
         **truths,
-        **scaling,
+        **factor,
+        "use_rope_scaling": scaled,
         "num_layers": settings.count("num_layers"),
         "hidden_size": hidden,
         "ffn_hidden_size": settings.count("ffn_hidden_size", 4 * hidden),
@@ -262,8 +240,11 @@ def our_name(name: str) -> str | None:
         name = f"{fused[1]}{_FUSED_NORMS[fused[2]]}.{fused[3]}"
     layer = _LAYER.fullmatch(name)
     if layer:
-        return f"layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{layer[3]}" if layer[2] in _LAYER_NAMES else None
-    return _OTHER_NAMES.get(name.removeprefix("language_model."))
+        ours = _LAYER_NAMES.get(layer[2].removeprefix("self_"))
+        return None if ours is None else f"layers.{layer[1]}.{ours}.{layer[3]}"
+    name = name.removeprefix("language_model.")
+    final = _FINAL_NORM.fullmatch(name)
+    return f"final_norm.{final[1]}" if final else _OTHER_NAMES.get(name)
 
 
 def _find_tokenizer(settings: Settings) -> TokenizerConfig:
@@ -288,7 +269,61 @@ def _join(parts: Sequence[torch.Tensor], *, name: str, config: GPTConfig, versio
 
 def _deferred(parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Deferred:
     try:
-        whole = join([part.to("meta") for part in parts])
-    except RuntimeError:  # nothing that can be put together: reported with the shape of a part
-        return Deferred(tuple(parts[0].shape), parts[0].dtype, lambda: parts[0])
-    return Deferred(tuple(whole.shape), whole.dtype, lambda: join(parts).contiguous())
+        shape = tuple(join([part.to("meta") for part in parts]).shape)
+    except RuntimeError:  # they cannot be put together: reported with the shape of a part
+        shape = tuple(parts[0].shape)
+    return Deferred(shape, parts[0].dtype, lambda: join(parts).contiguous())
+
+
+class Unknown:
+    """Stands for an object of a package that is not here, and knows nothing."""
+
+    def __new__(cls, *args: Any) -> Unknown:
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+def load_file(path: Path) -> dict[str, Any]:
+    """The content; tensors stay in the file until they are used (files of torch before 1.6 are read whole).
+
+    Raises:
+        ValueError: it is missing, damaged, no such file, or names what a checkpoint has no use for.
+    """
+    try:
+        names = _global_names(path)
+        known = {name for name in names if name.startswith(_HARMLESS) or name in _HARMLESS_NAMES}
+        allowed: list[Any] = [argparse.Namespace, *((Unknown, name) for name in known)]
+        with torch.serialization.safe_globals(allowed):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except pickle.UnpicklingError as error:
+        # torch's text goes on about how to run it all the same
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        if named is None:
+            raise ValueError(f"{path} is damaged or no checkpoint") from error
+        text = f"it asks for {named[1]}, which a checkpoint has no use for"
+        raise ValueError(f"{path} is refused, and nothing in it was run: {text}") from error
+    except _DAMAGE as error:
+        raise ValueError(f"{path} is damaged or no checkpoint ({type(error).__name__})") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        raise ValueError(f"{path} holds no model")
+    return content
+
+
+def _global_names(path: Path) -> set[str]:
+    """The names that the pickle would import, read without unpickling."""
+
+    def names(file: IO[bytes]) -> set[str]:
+        codes = pickletools.genops(file)
+        return {str(value).replace(" ", ".") for code, value, _ in codes if code.name in ("GLOBAL", "INST")}
+
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            name = [name for name in archive.namelist() if name.endswith("/data.pkl")][0]  # noqa: RUF015 - IndexError
+            return names(io.BytesIO(archive.read(name)))
+    with path.open("rb") as file:  # magic number, version, machine, content
+        return set().union(*(names(file) for _ in range(4)))

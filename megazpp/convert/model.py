@@ -44,11 +44,21 @@ class Model(NamedTuple):
         config: its shape.
         rows: of the embedding.
         tensors: all of them, by the names of `GPTModel`.
+        seq_length: of the samples it is made for; 0 where a record says it, as all that follows.
+        tokenizer: flags, with files of this machine; without any if there is none.
+        progress: where its training stood.
+        padded: rows beyond the tokenizer's are padding.
+        origin: the Hugging Face folder with these weights.
     """
 
     config: GPTConfig
     rows: int
     tensors: Mapping[str, Deferred]
+    seq_length: int = 0
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    progress: TrainingProgress = TrainingProgress()
+    padded: bool = False
+    origin: str | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,26 +72,7 @@ class Model(NamedTuple):
             return Deferred((rows, *entry.shape[1:]), entry.dtype, lambda: entry.read()[:rows])
 
         tensors = {name: cut(entry) if name in (WORDS, OUTPUT) else entry for name, entry in self.tensors.items()}
-        return Model(self.config, rows, tensors)
-
-
-class Imported(NamedTuple):
-    """A model that is to be a checkpoint of ours.
-
-    Attributes:
-        progress: where its training stood.
-        seq_length: of the samples it is made for.
-        tokenizer: flags, with files of this machine; without any if there is none.
-        padded: rows beyond the tokenizer's are padding.
-        origin: the Hugging Face folder with these weights.
-    """
-
-    model: Model
-    progress: TrainingProgress
-    seq_length: int
-    tokenizer: TokenizerConfig
-    padded: bool
-    origin: str | None = None
+        return self._replace(rows=rows, tensors=tensors)
 
 
 class ForeignTensors(NamedTuple):
@@ -219,29 +210,35 @@ def join_all(
     Raises:
         ValueError: a tensor is missing, has another shape than the model's, or has no place in it.
     """
-    expected = {
-        name: tuple(part.shape)
-        for ours, piece in pieces.items()
-        for name, part in zip(piece.theirs, piece.split(torch.empty(shapes[ours], device="meta")), strict=True)
-    }
+
+    def join(piece: ForeignTensors) -> torch.Tensor:
+        return piece.join([theirs[name].read() for name in piece.theirs]).contiguous()
+
+    parts = {ours: piece.split(torch.empty(shapes[ours], device="meta")) for ours, piece in pieces.items()}
+    named = [pair for ours, piece in pieces.items() for pair in zip(piece.theirs, parts[ours], strict=True)]
+    expected = {name: tuple(part.shape) for name, part in named}
     check_tensors({name: entry.shape for name, entry in theirs.items()}, expected, where)
     joined = {}
     for ours, piece in pieces.items():
         dtypes = {theirs[name].dtype for name in piece.theirs}
         if len(dtypes) > 1:
             raise ValueError(f"{where}: {', '.join(piece.theirs)} are one tensor here, and have different types")
-        joined[ours] = Deferred(shapes[ours], dtypes.pop(), functools.partial(_join, piece, theirs))
+        joined[ours] = Deferred(shapes[ours], dtypes.pop(), functools.partial(join, piece))
     return joined
 
 
 def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]) -> dict[str, Deferred]:
     """Their tensors, each a part of ours; one that is several parts is read as often."""
+
+    def split(piece: ForeignTensors, entry: Deferred, index: int) -> torch.Tensor:
+        return piece.split(entry.read())[index].contiguous()
+
     found = {}
     for name, piece in pieces.items():
         entry = ours[name]
         parts = piece.split(torch.empty(entry.shape, device="meta"))
         for index, (their_name, part) in enumerate(zip(piece.theirs, parts, strict=True)):
-            found[their_name] = Deferred(tuple(part.shape), entry.dtype, functools.partial(_split, piece, entry, index))
+            found[their_name] = Deferred(tuple(part.shape), entry.dtype, functools.partial(split, piece, entry, index))
     return found
 
 
@@ -263,11 +260,3 @@ def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, t
     if problems:
         more = f" (and {len(problems) - 3} more like that)" if len(problems) > 3 else ""
         raise ValueError(f"{where}: {'; '.join(problems[:3])}{more}")
-
-
-def _join(piece: ForeignTensors, theirs: Mapping[str, Deferred]) -> torch.Tensor:
-    return piece.join([theirs[name].read() for name in piece.theirs]).contiguous()
-
-
-def _split(piece: ForeignTensors, ours: Deferred, index: int) -> torch.Tensor:
-    return piece.split(ours.read())[index].contiguous()

@@ -10,22 +10,20 @@ from typing import Any
 
 import torch
 
-from megazpp.checkpoint.adapters import AdaptedReader, open_weights, read_whole
+from megazpp.checkpoint.checkpoints import write_checkpoint
 from megazpp.checkpoint.checksums import verify_files
-from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.folder import CheckpointFolder, read_tokenizer
 from megazpp.checkpoint.read import find_weights
 from megazpp.checkpoint.record import RunRecord, shape_of
-from megazpp.checkpoint.safe_reader import SafeReader, alone
-from megazpp.checkpoint.tokenizer import read_tokenizer
-from megazpp.checkpoint.write import write_checkpoint
+from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.checkpoint.state import MODEL, under
+from megazpp.checkpoint.weights import AdaptedReader, open_weights
 from megazpp.convert.model import HEAD, WORDS, Deferred, Model, check_tensors, model_config, model_shapes
 from megazpp.convert.peft import AdapterSettings, default_targets
 from megazpp.data.dataset import DataConfig, build_tokenizer
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer, names_tokenizer
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
-
-_PREFIX = "model."
 
 
 def open_checkpoint(
@@ -36,24 +34,25 @@ def open_checkpoint(
     Adapters are merged into their base, or else left out. Raises ValueError if there is none, or it is damaged.
     """
     source, record = find_weights(CheckpointFolder(folder, "--input"), iteration, lora_base=lora_base)
-    checkpoint = source.folder.of(source.candidates()[0])
+    checkpoint, where, flags = source.checkpoint, str(source.checkpoint), record.flags
     verify_files(checkpoint)
-    config = _read_config(record, str(checkpoint))
+    names = ("hidden_dropout", "attention_dropout", "init_method_std")
+    values = shape_of(flags) | {name: flags[name] for name in names if name in flags}
+    if values.get("max_position_embeddings") is None:
+        values["max_position_embeddings"] = flags.get("seq_length")  # rotary positions need no such flag here
+    config = model_config(values, where)
     reader = open_weights(checkpoint, record, MeshAxis("checkpoint"), lora_base)
     if isinstance(reader, AdaptedReader) and not merge:
         reader = reader.base
     tensors = {
-        key.removeprefix(_PREFIX): Deferred(
-            tuple(entry.size), entry.properties.dtype, functools.partial(read_whole, reader, key)
-        )
-        for key, entry in reader.tensors().items()
-        if key.startswith(_PREFIX)
+        name: Deferred(tuple(entry.size), entry.properties.dtype, functools.partial(reader.read_whole, MODEL + name))
+        for name, entry in under(MODEL, reader.tensors()).items()
     }
     if WORDS not in tensors:
         raise ValueError(f"{checkpoint} holds no weights")
     rows = tensors[WORDS].shape[0]
-    expected = model_shapes(config, rows, str(checkpoint), num_tensors=len(tensors), scalar_head=HEAD in tensors)
-    check_tensors({name: entry.shape for name, entry in tensors.items()}, expected, str(checkpoint))
+    expected = model_shapes(config, rows, where, num_tensors=len(tensors), scalar_head=HEAD in tensors)
+    check_tensors({name: entry.shape for name, entry in tensors.items()}, expected, where)
     model = Model(config, rows, tensors)
     # a run pads; a checkpoint without a layout comes from a conversion, and has the rows it had there
     return (model.first_rows(record.vocab_size) if record.layout else model), record
@@ -64,8 +63,7 @@ def read_trained(folder: Path, record: RunRecord, config: GPTConfig) -> tuple[Ad
     flags, reader = record.flags, SafeReader(CheckpointFolder(folder, "--input").of(record.progress.iteration))
     targets = tuple(flags["lora_target_modules"] or default_targets(config))
     settings = AdapterSettings(flags["lora_r"], flags["lora_alpha"], flags["lora_dropout"], targets)
-    keys = [key for key in reader.tensors() if key.startswith(_PREFIX)]
-    tensors = {key.removeprefix(_PREFIX): read_whole(reader, key) for key in keys}
+    tensors = {name: reader.read_whole(MODEL + name) for name in under(MODEL, reader.tensors())}
     return settings._replace(checksum=flags["ref_checksum"]), tensors
 
 
@@ -100,28 +98,14 @@ def open_tokenizer(
 
 def write_weights(folder: Path, model: Model, record: RunRecord, tokenizer: Mapping[str, bytes]) -> str:
     """Write a checkpoint of the record's iteration, and the tokenizer's files; returns the line that says so."""
-    meta = {
-        _PREFIX + name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        for name, entry in model.tensors.items()
-    }
-    destination, axis = CheckpointFolder(folder, "--output"), MeshAxis("checkpoint")
-    with alone():
-        return write_checkpoint(
-            record,
-            meta,
-            destination,
-            axis,
-            read=lambda key: model.tensors[key.removeprefix(_PREFIX)].read(),
-            tokenizer=tokenizer,
-        )
+    entries = {MODEL + name: entry for name, entry in model.tensors.items()}
+    meta = {key: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for key, entry in entries.items()}
 
+    def read(key: str) -> torch.Tensor:
+        return entries[key].read()
 
-def _read_config(record: RunRecord, where: str) -> GPTConfig:
-    names = ("hidden_dropout", "attention_dropout", "init_method_std")
-    values = shape_of(record.flags) | {name: record.flags[name] for name in names if name in record.flags}
-    if values.get("max_position_embeddings") is None:
-        values["max_position_embeddings"] = record.flags.get("seq_length")  # rotary positions need no such flag here
-    return model_config(values, where)
+    folders, axis = CheckpointFolder(folder, "--output"), MeshAxis("checkpoint")
+    return write_checkpoint(record, meta, folders, axis, read=read, tokenizer=tokenizer)
 
 
 def _remade_tokenizer(record: RunRecord, say: Callable[[str], None]) -> Tokenizer | None:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megazpp.base.files import write_whole
-from megazpp.checkpoint.adapters import spell_checksum, sum_of_bits
+from megazpp.checkpoint.state import under
+from megazpp.checkpoint.weights import spell_checksum, sum_of_bits
 from megazpp.convert.huggingface import ARCHITECTURES, read_json
 from megazpp.convert.model import (
     HEAD,
@@ -100,34 +101,24 @@ def find_branches(config: GPTConfig, targets: Sequence[str]) -> list[Branch]:
     Raises:
         ValueError: a target is no linear layer of the model's, or an embedding or output layer.
     """
-    branches = _all_branches(config)
+    pieces = ARCHITECTURES["llama" if config.positions == "rope" else "gpt2"].pieces(config)
+    branches: list[Branch] = []
+    for linear in (f"layers.{layer}.{name}" for layer in range(config.layers) for name in _LINEARS):
+        if piece := pieces.get(f"{linear}.weight"):
+            parts = "qkv" if len(piece.theirs) == 3 else [""]
+            modules = [name.removesuffix(".weight") for name in piece.theirs]
+            branches += [Branch(linear, part, name) for part, name in zip(parts, modules, strict=True)]
     if tuple(targets) == (ALL_LINEAR,):
         return branches
-    names = sorted({branch.module.rpartition(".")[2] for branch in branches})
-    for target in targets:
-        if not any(_matches(branch.module, target) for branch in branches):
+    chosen = {target: [x for x in branches if f".{x.module}".endswith(f".{target}")] for target in targets}
+    for target, found in chosen.items():
+        if not found:
+            names = sorted({branch.module.rpartition(".")[2] for branch in branches})
             raise ValueError(
                 f"--lora-target-modules {target} is no linear layer of this model's: there are {', '.join(names)}, "
                 f"and {ALL_LINEAR} for all"
             )
-    return [branch for branch in branches if any(_matches(branch.module, target) for target in targets)]
-
-
-def _matches(module: str, target: str) -> bool:
-    return module == target or module.endswith("." + target)
-
-
-def _all_branches(config: GPTConfig) -> list[Branch]:
-    pieces, found = ARCHITECTURES["llama" if config.positions == "rope" else "gpt2"].pieces(config), []
-    for layer in range(config.layers):
-        for linear in (f"layers.{layer}.{name}" for name in _LINEARS):
-            if f"{linear}.weight" in pieces:
-                modules = [name.removesuffix(".weight") for name in pieces[f"{linear}.weight"].theirs]
-                found += [
-                    Branch(linear, part, module)
-                    for part, module in zip("qkv" if len(modules) == 3 else [""], modules, strict=True)
-                ]
-    return found
+    return [branch for branch in branches if any(branch in found for found in chosen.values())]
 
 
 def adapter_pieces(config: GPTConfig, branches: Sequence[Branch], *, scores: bool = False) -> dict[str, ForeignTensors]:
@@ -147,9 +138,8 @@ def adapter_shapes(config: GPTConfig, branches: Sequence[Branch], rank: int) -> 
     shapes: dict[str, tuple[int, ...]] = {}
     for branch in branches:
         outputs, inputs = linears[f"{branch.linear}.weight"]
-        if branch.part:
-            outputs = heads[branch.part] * config.head_size
-        shapes |= {f"{branch.name}.a": (inputs, rank), f"{branch.name}.b": (outputs, rank)}
+        rows = heads[branch.part] * config.head_size if branch.part else outputs
+        shapes |= {f"{branch.name}.a": (inputs, rank), f"{branch.name}.b": (rows, rank)}
     return shapes
 
 
@@ -202,11 +192,11 @@ def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict
 def _read_settings(values: Mapping[str, Any], path: Path) -> AdapterSettings:
     if values.get("peft_type") != "LORA":
         raise ValueError(f"{path} has peft_type {values.get('peft_type')!r}; only LORA is known")
-    unknown = [name for name in _UNKNOWN if values.get(name)]
+    unknown = {name for name in _UNKNOWN if values.get(name)}
     if values.get("task_type") == _SCORES and set(values.get("modules_to_save") or ()) <= {*_HEADS}:
-        unknown = [name for name in unknown if name != "modules_to_save"]  # PEFT names them of itself
+        unknown -= {"modules_to_save"}  # PEFT names them of itself
     if unknown or values.get("bias", "none") != "none":
-        raise ValueError(f"{path} asks for {', '.join(unknown) or 'bias'}, which adapters here do not have")
+        raise ValueError(f"{path} asks for {', '.join(sorted(unknown)) or 'bias'}, which adapters here do not have")
     targets = values.get("target_modules")
     targets = (targets,) if isinstance(targets, str) else tuple(targets or ())
     rank, alpha = values.get("r"), values.get("lora_alpha")
@@ -223,26 +213,23 @@ def with_adapter(model: Model, folder: Path) -> Model:
         ValueError: see `read_adapter`; or the adapter was trained on other weights, by checksum.
     """
     settings, adapters = read_adapter(folder, model.config)
-    if settings.checksum is not None:
-        found = checksum_of(model)
-        if found != settings.checksum:
-            raise ValueError(
-                f"{folder} was trained on weights with checksum {settings.checksum}; these have {found}: "
-                "merge it into the checkpoint it was trained on"
-            )
+    if settings.checksum is not None and (found := checksum_of(model)) != settings.checksum:
+        raise ValueError(
+            f"{folder} was trained on weights with checksum {settings.checksum}; these have {found}: "
+            "merge it into the checkpoint it was trained on"
+        )
     config, tensors = model.config, dict(model.tensors)
 
     def merge(entry: Deferred, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return merged(entry.read(), a, b, settings.scale)
 
     for linear in dict.fromkeys(branch.linear for branch in find_branches(config, settings.targets)):
-        prefix, entry = f"{linear}.adapter.", tensors[f"{linear}.weight"]
-        own = {name.removeprefix(prefix): x for name, x in adapters.items() if name.startswith(prefix)}
+        own, entry = under(f"{linear}.adapter.", adapters), tensors[f"{linear}.weight"]
         factors = joined_factors(own, config.query_groups, config.heads, config.head_size)
         tensors[f"{linear}.weight"] = entry._replace(read=functools.partial(merge, entry, *factors))
     if HEAD in adapters:
         tensors[HEAD] = held(adapters[HEAD])
-    return model._replace(tensors=tensors)
+    return model._replace(tensors=tensors, origin=None)
 
 
 def checksum_of(model: Model) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megazpp.checkpoint.checksums import DamagedError
+from megazpp.base.files import DamagedError
 from megazpp.checkpoint.parts import ErrorFeedback, Weights, as_tensor, from_tensor, weights_bytes
 from megazpp.checkpoint.state import MODEL, OPTIMIZER, SECONDARY, RunValues, Saved, StatePart, Tensors, under
 from megazpp.islands.outer import Islands

@@ -16,15 +16,19 @@ grow with the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from megazpp.base.files import DamagedError
 from megazpp.base.flags import check_positive, flag, spelling
+from megazpp.base.program import in_words
 from megazpp.parallel.axis import MeshAxis, TrafficCounter, can_order_groups, make_group
 from megazpp.parallel.comm_queue import CommQueue
 from megazpp.parallel.environment import NcclConfig, axis_options, check_connections, order_launches
@@ -32,6 +36,7 @@ from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import AXES, Layout, plan_layout
 
+T = TypeVar("T")
 MESH_AXES = ("island", "replicate", "shard", "tp")
 
 
@@ -197,3 +202,32 @@ class ParallelDims:
     def sum_over_islands_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` in place over all data ranks of all islands."""
         return self.island.all_reduce_(self.sum_over_data_(x))
+
+
+def open_axis(dims: ParallelDims) -> MeshAxis:
+    """All ranks, with a gloo group of their own: files are the CPU's, and a save may run beside the training."""
+    world = dims.world
+    group = make_group([world.ranks], "checkpoint", backend="gloo") if world.size > 1 else None
+    return MeshAxis("checkpoint", ranks=world.ranks, rank=world.rank, group=group, wire="world")
+
+
+def raise_on_all_ranks(axis: MeshAxis, work: Callable[[], T]) -> T:
+    """Do `work` on every rank and return its result, so that no rank waits for one that has given up.
+
+    Raises:
+        ValueError: on every rank, if it raised an OSError or a ValueError on any; a DamagedError if all of them are.
+    """
+    result: T | None = None
+    failure: tuple[type[ValueError], str] | None = None
+    try:
+        result = work()
+    except ValueError as error:
+        failure = DamagedError if isinstance(error, DamagedError) else ValueError, in_words(error)
+    except OSError as error:
+        failure = ValueError, f"rank {axis.rank}: {in_words(error)}"
+    failures = [f for f in axis.share_object(axis.gather_objects(failure)) if f is not None]
+    if failures:
+        kinds = {kind for kind, _ in failures}
+        kind = kinds.pop() if len(kinds) == 1 else ValueError
+        raise kind("\n".join(dict.fromkeys(text for _, text in failures)))
+    return result  # type: ignore[return-value]

@@ -16,7 +16,6 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megazpp.base.flags import check_positive, check_words, flag
-from megazpp.checkpoint.adapters import read_whole
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.record import IMPORTED_FROM, RunRecord
 from megazpp.checkpoint.safe_reader import SafeReader
@@ -135,8 +134,8 @@ def load_adapted(
     shared = SharedGenerator(device, seed=spec.seed, data_rank=dims.data_rank)
     add_adapters(frozen.model, settings, shared)
     built = fill(shard_built(frozen.model, spec, dims), spec, dims, device)
-    saved = SafeReader(source.folder.of(source.candidates()[0]))
-    begun = {key.removeprefix(MODEL): read_whole(saved, key) for key in saved.tensors() if key.startswith(SCALAR_HEAD)}
+    saved = SafeReader(source.checkpoint)
+    begun = {key.removeprefix(MODEL): saved.read_whole(key) for key in saved.tensors() if key.startswith(SCALAR_HEAD)}
     if lora.lora_load is not None:
         begun |= _read_begun(Path(lora.lora_load), spec.config, settings)
     _begin_with(built, begun)

@@ -23,9 +23,9 @@ from megazpp.checkpoint.parts import weights_bytes
 from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.state import Saved, StatePart
-from megazpp.checkpoint.together import together
 from megazpp.data.cache import cache_key, check_cache_dir, load_or_save_arrays
 from megazpp.model.gpt import GPTModel, TokenOutputs
+from megazpp.parallel.dims import raise_on_all_ranks
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch
 from megazpp.post_training.objectives import Logps, scores_of
@@ -178,7 +178,7 @@ def cached_logps(
         if files.rank == 0:
             load_or_save_arrays(path, lambda: [logps.numpy()])
 
-    chunks: dict[Path, torch.Tensor | None] = files.share_object(together(files, find))
+    chunks: dict[Path, torch.Tensor | None] = files.share_object(raise_on_all_ranks(files, find))
     known = sum(len(chunk) for chunk in chunks.values() if chunk is not None)
     place.say(f"the reference's log-probabilities of {total:,} pairs: {known:,} are in {folder}")
     found = []
@@ -186,7 +186,7 @@ def cached_logps(
         if chunk is None:
             pairs = range(first, min(first + CHUNK, total))
             chunk = _compute_logps(open_reference(), dataset, pairs, place, micro_batch_size)
-            together(files, functools.partial(write, path, chunk))
+            raise_on_all_ranks(files, functools.partial(write, path, chunk))
         found.append(chunk)
     return torch.cat(found)
 

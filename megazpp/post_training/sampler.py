@@ -13,13 +13,12 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 
 from megazpp.base.program import user_errors
-from megazpp.checkpoint.together import together
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.inference.generate import Drawn, draw_completions, evaluating
 from megazpp.inference.sample import SampleConfig
 from megazpp.inference.text import Continuation
 from megazpp.model.gpt import GPTModel
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks
 from megazpp.post_training.examples import Prompt
 from megazpp.post_training.rewards import RewardFunction, judge
 from megazpp.tensor_parallel.parameters import seed_for
@@ -80,7 +79,7 @@ class PolicySampler:
             return judge(self.functions, prompts, texts) if self.dims.tp.rank == 0 else found
 
         with user_errors():
-            found = together(self.dims.world, work)
+            found = raise_on_all_ranks(self.dims.world, work)
         device = next(self.model.parameters()).device
         return self.dims.tp.broadcast_(found.to(device)).cpu()
 

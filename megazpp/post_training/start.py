@@ -16,10 +16,10 @@ from megazpp.base.arguments import ParsedRun, RunConfig
 from megazpp.base.checkpoint_flags import with_checkpoint_flags
 from megazpp.base.command_line import COMMAND_LINE
 from megazpp.base.flags import DEFAULT, as_words, spelling
-from megazpp.checkpoint.adapters import find_bases
 from megazpp.checkpoint.folder import CheckpointFolder, iteration_of
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, saves_where_it_loads
 from megazpp.checkpoint.record import RunRecord, check_same_model
+from megazpp.checkpoint.weights import find_bases
 from megazpp.convert.peft import read_adapter
 from megazpp.data.cache import check_cache_dir
 from megazpp.data.dataset import build_tokenizer, cache_dir
@@ -154,7 +154,7 @@ def check_files(parsed: ParsedRun, earlier: RunRecord) -> None:
         frozen.append((CheckpointFolder(post.reward_load, "--reward-load"), None, True))
     for folder, iteration, scalar_head in frozen:
         source, record = find_frozen(folder, iteration, scalar_head=scalar_head, lora_base=config.checkpoint.lora_base)
-        check_same_model(record.flags, config.model, source.folder.of(source.candidates()[0]))
+        check_same_model(record.flags, config.model, source.checkpoint)
         if record.vocab_size != earlier.vocab_size:
             sizes = f"{record.vocab_size} tokens, and that of the policy {earlier.vocab_size}"
             raise ValueError(f"{folder.name}: its tokenizer has {sizes}")

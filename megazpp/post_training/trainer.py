@@ -267,7 +267,7 @@ class _PostTraining:
         moved, precision, weights = self.config.checkpoint.lora_base, self.config.precision, self.weights
         source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
         bits = self.lora.base_weight_bits or (weights.at_rest(precision)[0] if weights.packs else "its own")
-        digest = checkpoint_digest(source.folder.of(source.candidates()[0]))
+        digest = checkpoint_digest(source.checkpoint)
         if self.lora.lora_load is not None:
             digest += content_hash([Path(self.lora.lora_load) / TENSORS])[0]
         open_once = functools.cache(self._open_reference)

@@ -29,13 +29,12 @@ from megazpp.base.program import GIGA
 from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.record import RunRecord
-from megazpp.checkpoint.together import open_axis, together
 from megazpp.checkpoint.weights import WeightReader
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import ThreadQueue
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
 from megazpp.stored.freeze import freeze, frozen_axis
 from megazpp.stored.frozen import FrozenUnits
 from megazpp.stored.messages import LoadRows, MessagePlan, pack_message, whole_message
@@ -158,7 +157,16 @@ def load_frozen_model(
         ValueError: the checkpoint is damaged, or another model's or tokenizer's.
     """
     model = model_on_meta(spec, place.dims, place.device)
-    load = WeightReader(model, source, record, place.files, vocab_size=spec.vocab_size, trained=trained, say=place.say)
+    load = WeightReader(
+        model,
+        source.checkpoint,
+        record,
+        place.files,
+        lora_base=source.lora_base,
+        vocab_size=spec.vocab_size,
+        trained=trained,
+        say=place.say,
+    )
     units = freeze(
         model,
         model.sharding_units(),
@@ -191,21 +199,30 @@ def load_streamed_model(
     units: list[nn.Module] = list(model.layers)
     bits, exact = config.at_rest(spec.precision)
     plan = plan_stream(model, units, axis.size, bits, exact)
-    make_reader = functools.partial(WeightReader, model, source, record, files, vocab_size=spec.vocab_size, say=say)
+    make_reader = functools.partial(
+        WeightReader,
+        model,
+        source.checkpoint,
+        record,
+        files,
+        lora_base=source.lora_base,
+        vocab_size=spec.vocab_size,
+        say=say,
+    )
     queue = ThreadQueue("fetch", dims.timeline)
     sizes, ring = [message.num_bytes for message in plan.streamed], min(1 + config.prefetch_layers, len(units))
     fetched = functools.partial(FetchedMessages, sizes=sizes, ring=ring, queue=queue, device=device)
     messages: Messages
     if config.weights_on == "disk":
-        checkpoint = source.folder.of(source.candidates()[0])
+        checkpoint = source.checkpoint
         identity = _identity(checkpoint, plan, bits, model.tp, axis)
         path = _path(config, identity, model.tp, axis)
         store = open_or_write(path, identity, plan, axis.rank, make_reader, files, say=say)
-        kept = together(files, lambda: store.read(0, torch.empty(plan.kept.num_bytes, dtype=torch.uint8)))
+        kept = raise_on_all_ranks(files, lambda: store.read(0, torch.empty(plan.kept.num_bytes, dtype=torch.uint8)))
         messages, where = fetched(lambda index, buffer: store.read(index + 1, buffer)), f"disk ({path})"
     else:
         load, pin = make_reader(), config.weights_on == "host" and device.type == "cuda"
-        kept, *held = together(files, lambda: pack_where_they_stay(plan, load, axis.rank, device, pin=pin))
+        kept, *held = raise_on_all_ranks(files, lambda: pack_where_they_stay(plan, load, axis.rank, device, pin=pin))
         messages = fetched(lambda index, buffer: held[index], fills=False) if pin else KeptMessages(held)
         where = config.weights_on
     handle = StreamedUnits(
@@ -249,7 +266,7 @@ def open_or_write(
         except FileNotFoundError:
             return None
 
-    found = together(files, find)
+    found = raise_on_all_ranks(files, find)
     missing = sum(files.share_object(files.gather_objects(found is None)))
     if not missing:
         assert found is not None
@@ -266,7 +283,7 @@ def open_or_write(
             write_store(path, identity, sections)
             return WeightStore(path, identity)
 
-    store = together(files, lambda: found or write())
+    store = raise_on_all_ranks(files, lambda: found or write())
     size = sum(section.size for section in store.sections)
     say(f" wrote {path} ({size / GIGA:.3f} GB) in {time.perf_counter() - started:.1f} s")
     return store

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.base.files import remove, renamed_when_done, sync
+from megazpp.base.files import DamagedError, remove, renamed_when_done, sync
 from megazpp.base.program import GIGA
-from megazpp.checkpoint.checksums import DamagedError
 
 MARK = b"MegaZ++w"
 _END = struct.Struct("<QI8s")  # bytes and CRC-32 of the contents, mark

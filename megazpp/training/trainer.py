@@ -30,7 +30,6 @@ from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import LoadSource, Resumed
 from megazpp.checkpoint.record import RunRecord, TrainingProgress, found_from_anywhere
 from megazpp.checkpoint.state import RunValues, StatePart, TrainState
-from megazpp.checkpoint.together import open_axis
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.inference.text import continue_texts
 from megazpp.islands.loop import LocalSteps
@@ -39,6 +38,7 @@ from megazpp.islands.state import island_parts
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.optim.schedule import Schedule
+from megazpp.parallel.dims import open_axis
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker
 from megazpp.training.anomalies import Guard, LossHistory

@@ -11,10 +11,9 @@ import tokenizers
 
 from megazpp.base.arguments import ParsedRun, parse_run_config
 from megazpp.base.checkpoint_flags import with_checkpoint_flags, with_checkpoint_tokenizer, with_outer_rates
-from megazpp.checkpoint.checksums import DamagedError
-from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.base.files import DamagedError
+from megazpp.checkpoint.folder import CheckpointFolder, write_tokenizer
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
-from megazpp.checkpoint.tokenizer import write_tokenizer
 from megazpp.data.tokenizer import HFTokenizer, TokenizerConfig, load_tokenizer
 
 SAVED = {

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from megazpp.base.program import in_words
-from megazpp.checkpoint.together import together
 from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.dims import raise_on_all_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = """
@@ -41,7 +41,7 @@ def test_errors_are_in_words_and_reach_all_ranks_as_value_errors():
         assert in_words(caught.value) == said
         if not isinstance(caught.value, RecursionError):
             with pytest.raises(ValueError, match=re.escape(said) + "$"):
-                together(MeshAxis("checkpoint"), fails)
+                raise_on_all_ranks(MeshAxis("checkpoint"), fails)
 
 
 def ended(pid: int) -> bool:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megazpp.base.files import DamagedError
 from megazpp.checkpoint.checksums import (
     NAME,
-    DamagedError,
     FileSum,
     read_checksums,
     sum_file,

@@ -13,7 +13,7 @@ from helpers.tiers import slow
 from helpers.training import Case
 from torch.distributed.tensor import DTensor
 
-from megazpp.checkpoint.checksums import DamagedError
+from megazpp.base.files import DamagedError
 from megazpp.islands.config import IslandsConfig
 
 TWO = IslandsConfig(diloco_steps=2, diloco_islands=2, diloco_outer_lr=0.7, diloco_outer_momentum=0.9, diloco_delay=1)

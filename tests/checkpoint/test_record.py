@@ -11,7 +11,7 @@ import pytest
 from helpers.checkpoints import Job, template
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
 
-from megazpp.checkpoint.checksums import DamagedError
+from megazpp.base.files import DamagedError
 from megazpp.checkpoint.folder import RECORD as NAME
 from megazpp.checkpoint.record import (
     TrainingProgress,

@@ -13,12 +13,10 @@ import torch
 from helpers.checkpoints import Job, template
 from helpers.training import Case
 
-from megazpp.checkpoint.checksums import DamagedError
-from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.base.files import DamagedError
+from megazpp.checkpoint.checkpoints import write_checkpoint
+from megazpp.checkpoint.folder import CheckpointFolder, read_tokenizer, write_tokenizer
 from megazpp.checkpoint.record import TrainingProgress
-from megazpp.checkpoint.safe_reader import alone
-from megazpp.checkpoint.tokenizer import read_tokenizer, write_tokenizer
-from megazpp.checkpoint.write import write_checkpoint
 from megazpp.data.text import train_sentencepiece
 from megazpp.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from megazpp.parallel.axis import MeshAxis
@@ -46,8 +44,7 @@ def save(path: Path, iteration: int, files: dict[str, bytes]) -> dict[str, objec
     folder.lock()
     record = template(Job(case=Case(), steps=0, flags={}))
     record = dataclasses.replace(record, progress=TrainingProgress(iteration=iteration))
-    with alone():
-        write_checkpoint(record, {"x": torch.zeros(2)}, folder, MeshAxis("all"), tokenizer=files)
+    write_checkpoint(record, {"x": torch.zeros(2)}, folder, MeshAxis("all"), tokenizer=files)
     folder.unlock()
     return json.loads((folder.of(iteration) / "run.json").read_text())
 

@@ -33,7 +33,7 @@ SCALED = dataclasses.replace(LLAMA, qk_layernorm=True, use_rope_scaling=True, ro
 
 def assert_same_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     found = open_megatron(folder, None)
-    tensors = {name: entry.read() for name, entry in found.model.tensors.items()}
+    tensors = {name: entry.read() for name, entry in found.tensors.items()}
     assert tensors.keys() == weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(tensors[name], tensor), name
@@ -55,7 +55,7 @@ def test_head_norms_and_scaled_frequencies_of_the_core_are_taken_over(tmp_path: 
     more = {"qk_layernorm": True, "use_rope_scaling": True, "rope_scaling_factor": 32.0}
     folder = write_megatron(tmp_path, weights, SCALED, tp=2, names="core", args=arguments(SCALED, 2, **more))
     assert_same_model(folder, weights)
-    found = open_megatron(folder, None).model.config
+    found = open_megatron(folder, None).config
     assert (found.qk_layernorm, found.rope_scaling) == (True, 32.0)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazpp.convert.megatron_file import load_file
+from megazpp.convert.megatron import load_file
 
 
 class Malicious:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from helpers.program import ROOT
 
-from megazpp.convert.output import check_output, whole_folder
+from megazpp.convert.convert import check_output, whole_folder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from megazpp.convert.output import whole_folder
+from megazpp.convert.convert import whole_folder
 with whole_folder(Path(sys.argv[1])) as folder:
     (folder / "half").write_text("x")
     (folder / "inner").mkdir()

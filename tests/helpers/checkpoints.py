@@ -21,12 +21,11 @@ from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import choose_source
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.checkpoint.state import RunValues, TrainState
-from megazpp.checkpoint.together import open_axis
 from megazpp.data.loader import MicroBatch
 from megazpp.islands.state import island_parts
 from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.dims import ParallelDims, open_axis
 from megazpp.stored.freeze import frozen_axis
 from megazpp.stored.load import FrozenPlace
 from megazpp.training.anomalies import LossHistory

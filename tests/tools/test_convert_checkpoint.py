@@ -7,7 +7,6 @@ import re
 import shutil
 import weakref
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import convert_checkpoint
@@ -19,8 +18,9 @@ from helpers.hf_models import edit_config, file_tensors, make_llama, save
 from helpers.megatron_files import make_weights, write_megatron
 from helpers.program import run_forked
 
-from megazpp.checkpoint.tokenizer import read_tokenizer
-from megazpp.convert import native, safetensors_file
+from megazpp.checkpoint.folder import read_tokenizer
+from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.convert import safetensors_file
 from megazpp.data.tokenizer import load_tokenizer
 from megazpp.model.config import GPTConfig
 
@@ -231,10 +231,11 @@ def test_what_ends_half_way_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("source", "module", "name", "limit"), [("theirs", safetensors_file, "_read", 4), ("ours", native, "read_whole", 2)]
+    ("source", "module", "name", "limit"),
+    [("theirs", safetensors_file, "_read", 4), ("ours", SafeReader, "read_whole", 2)],
 )
 def test_few_tensors_are_in_memory_at_a_time(
-    source: str, module: ModuleType, name: str, limit: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, module: Any, name: str, limit: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """At most what makes one of ours (queries, keys and values), and the one before that a variable still names."""
     buffers, counts, read = [], [], getattr(module, name)
