@@ -236,7 +236,7 @@ def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int)
 def speedup(samples: Iterable[Sample], variant: str) -> float | None:
     """The median over rounds of BASELINE's seconds over the variant's; None where no round at one rate has both."""
     seconds = {(s.variant, s.rate, s.round): s.seconds for s in samples}
-    pairs = [(seconds.get((BASELINE, *which)), own) for (name, *which), own in seconds.items() if name == variant]
+    pairs = [(seconds.get((BASELINE, at, i)), own) for (name, at, i), own in seconds.items() if name == variant]
     ratios = [baseline / own for baseline, own in pairs if baseline is not None]
     return statistics.median(ratios) if ratios else None
 
